@@ -1,0 +1,56 @@
+# Everything here needs only Python 3.11 or newer and make: the first target that is asked for
+# creates .venv and installs foreword into it.
+#
+#   PYTHON=python3.12    the interpreter that creates .venv
+#   PIP_ARGS="..."       further arguments for pip, for instance another package index
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+BENCHMARKS := $(wildcard benchmarks/workloads.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast test-slow check format bench clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED) ## prompts answered with and without the prefix cache, in a table
+	$(BIN)/foreword demo
+
+test: check test-fast ## check, then the fast tests
+
+test-fast: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: $(INSTALLED) ## the slow tests
+	$(BIN)/python -m pytest -m "slow and not gpu" || { status=$$?; \
+		[ $$status -eq 5 ] && echo "No slow tests were collected." || exit $$status; }
+
+check: $(INSTALLED) ## formatting, lint, types and import rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED) ## format, and repair what lint can repair
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(INSTALLED) ## the benchmarks; each prints one JSON line last
+	@[ -n "$(BENCHMARKS)" ] || echo "There are no benchmarks yet."
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+
+clean: ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests benchmarks training examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "foreword needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	@touch $@

@@ -1,0 +1,91 @@
+"""Batch: what to run this step; BatchResult: what came back.
+
+Knows requests, positions and block tables as numpy arrays; knows neither how they were chosen nor how
+they are computed. All requests of a step are laid end to end:
+
+    request      0              1      2
+    token_ids    5 6 7 8 9      3      4 4 4 4
+    positions    0 1 2 3 4     17      8 9 10 11        (in the request's own sequence)
+    query_starts 0              5      6             10
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.request import Request, TokenLogprobs
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEntry:
+    """One request's share of a step: compute tokens `start` to `end` (exclusive) of its sequence."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step reaches the end of the sequence, so that a next token follows."""
+        return self.end == len(self.request)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Arrays of one step over `num_tokens` tokens of `len(entries)` requests."""
+
+    entries: tuple[BatchEntry, ...]
+    token_ids: IntArray
+    """[num_tokens]"""
+    positions: IntArray
+    """[num_tokens]"""
+    query_starts: IntArray
+    """[requests + 1]: request r owns tokens query_starts[r] to query_starts[r + 1]."""
+    block_tables: IntArray
+    """[requests, longest table]; entries past a request's own table are meaningless."""
+    write_from: IntArray
+    """[requests]: KV of positions before this is in shared blocks and must not be written."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a step gave one request."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(slots=True)
+class BatchResult:
+    """Results in the order of the batch's entries."""
+
+    samples: list[Sample | None]
+    """None for a request whose prompt is not computed to its end yet."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """Entry number -> log probabilities of the prompt tokens that follow the computed positions."""
+
+
+def build_batch(entries: Sequence[BatchEntry], block_tables: IntArray) -> Batch:
+    """Lay the entries end to end; `block_tables` [entries, longest] in the same order."""
+    starts = np.array([entry.start for entry in entries], np.int32)
+    lengths = np.array([entry.end for entry in entries], np.int32) - starts
+    query_starts = np.zeros(len(entries) + 1, np.int32)
+    np.cumsum(lengths, out=query_starts[1:])
+    return Batch(
+        entries=tuple(entries),
+        token_ids=np.concatenate([e.request.sequence.token_ids[e.start : e.end] for e in entries]),
+        positions=np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], lengths),
+        query_starts=query_starts,
+        block_tables=block_tables,
+        write_from=np.array([entry.request.num_shared_tokens for entry in entries], np.int32),
+    )

@@ -1,0 +1,40 @@
+"""The prefix cache core: which KV blocks hold which tokens, and who may use them.
+
+Needs the standard library and numpy only, so that any engine can adopt it alone. Knows token ids, never
+text, tensors or requests. `KVCacheManager` is the door; a scheduler needs nothing else.
+"""
+
+from foreword.cache.block_pool import BlockIds, BlockPool, FreeKVCacheBlockQueue
+from foreword.cache.hashing import (
+    NO_EXTRA_KEYS,
+    BlockHash,
+    ExtraKeys,
+    MediaItem,
+    hash_block_tokens,
+    hash_blocks,
+    sha256,
+)
+from foreword.cache.index import HashIndex, PrefixIndex
+from foreword.cache.manager import KVCacheManager, PrefixHit
+from foreword.cache.sequence import TokenSequence
+from foreword.cache.stats import CachingMetrics, PrefixCacheStats
+
+__all__ = [
+    "NO_EXTRA_KEYS",
+    "BlockHash",
+    "BlockIds",
+    "BlockPool",
+    "CachingMetrics",
+    "ExtraKeys",
+    "FreeKVCacheBlockQueue",
+    "HashIndex",
+    "KVCacheManager",
+    "MediaItem",
+    "PrefixCacheStats",
+    "PrefixHit",
+    "PrefixIndex",
+    "TokenSequence",
+    "hash_block_tokens",
+    "hash_blocks",
+    "sha256",
+]

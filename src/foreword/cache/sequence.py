@@ -1,0 +1,82 @@
+"""The tokens of one request, as the cache sees them.
+
+Knows token ids and their block keys; knows neither text nor which physical blocks hold the KV.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache.hashing import (
+    NO_EXTRA_KEYS,
+    BlockHash,
+    ExtraKeys,
+    HashFunction,
+    TokenArray,
+    hash_blocks,
+    sha256,
+)
+
+
+class TokenSequence:
+    """An append-only array of token ids whose block keys are computed once each.
+
+    `len(sequence)` counts prompt and generated tokens.
+    """
+
+    __slots__ = ("_hash_fn", "_hashes", "_length", "_tokens", "block_size", "extra_keys", "request_id")
+
+    def __init__(
+        self,
+        request_id: str,
+        token_ids: npt.ArrayLike,
+        *,
+        block_size: int,
+        extra_keys: ExtraKeys = NO_EXTRA_KEYS,
+        hash_fn: HashFunction = sha256,
+    ) -> None:
+        self.request_id = request_id
+        self.block_size = block_size
+        self.extra_keys = extra_keys
+        self._hash_fn = hash_fn
+        self._tokens: TokenArray = np.array(token_ids, dtype=np.int32)
+        self._length = len(self._tokens)
+        self._hashes: list[BlockHash] = []
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def token_ids(self) -> TokenArray:
+        """All tokens, [len(self)]; a view that is valid until the next `append`."""
+        return self._tokens[: self._length]
+
+    @property
+    def num_full_blocks(self) -> int:
+        return self._length // self.block_size
+
+    def append(self, token_id: int) -> None:
+        """Add one generated token; amortised O(1)."""
+        if self._length == len(self._tokens):
+            self._tokens = np.concatenate((self._tokens, np.empty(max(64, self._length), np.int32)))
+        self._tokens[self._length] = token_id
+        self._length += 1
+
+    def block_hashes(self) -> list[BlockHash]:
+        """Keys of all full blocks; only blocks that filled since the last call are hashed.
+
+        The list is the sequence's own: read it, do not change it.
+        """
+        known, full = len(self._hashes), self.num_full_blocks
+        if known < full:
+            first = known * self.block_size
+            self._hashes += hash_blocks(
+                self._hash_fn,
+                self._hashes[-1] if known else None,
+                self._tokens[first : full * self.block_size],
+                self.block_size,
+                first,
+                self.extra_keys,
+            )
+        return self._hashes

@@ -1,0 +1,59 @@
+"""Counters of what the cache saved.
+
+Knows numbers of tokens and requests; knows nothing of blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """Totals since the last reset. Requests that resume after preemption are counted apart."""
+
+    requests: int = 0
+    """Requests admitted."""
+    queries: int = 0
+    """Their tokens."""
+    hits: int = 0
+    """Of these, tokens whose KV was found in the cache."""
+    preempted_requests: int = 0
+    preempted_queries: int = 0
+    preempted_hits: int = 0
+    evictions: int = 0
+    """Cached blocks whose memory was given to other content."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the queried tokens that were hits, 0.0 when nothing was asked."""
+        return self.hits / self.queries if self.queries else 0.0
+
+
+class CachingMetrics:
+    """Hit rate over the most recent requests."""
+
+    def __init__(self, max_recent_requests: int = 1000) -> None:
+        self._recent: deque[tuple[int, int]] = deque()
+        self._max_recent = max_recent_requests
+        self._queries = 0
+        self._hits = 0
+
+    def observe(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
+        """Count one admitted request, and forget the oldest one beyond the limit."""
+        self._recent.append((num_queried_tokens, num_hit_tokens))
+        self._queries += num_queried_tokens
+        self._hits += num_hit_tokens
+        if len(self._recent) > self._max_recent:
+            queries, hits = self._recent.popleft()
+            self._queries -= queries
+            self._hits -= hits
+
+    def reset(self) -> None:
+        self._recent.clear()
+        self._queries = self._hits = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self._hits / self._queries if self._queries else 0.0

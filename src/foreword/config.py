@@ -1,0 +1,146 @@
+"""Options of the engine, and the only place that reads FOREWORD_* environment variables.
+
+Knows names, defaults and ranges; knows nothing of how an option is carried out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from foreword.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+Policy = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, in which precision, and how much memory its KV may take."""
+
+    model: str
+    """Local folder or hub id."""
+    dtype: Dtype = "auto"
+    """Precision of weights and KV; "auto" takes the checkpoint's (float32 for any other than bfloat16)."""
+    device: str = "cpu"
+    """Torch device on which weights and KV live."""
+    max_model_len: int | None = None
+    """Most tokens of one request, prompt and answer. None: the model's own limit, or what the pool holds."""
+    kv_cache_memory_bytes: int | None = None
+    """Memory for KV blocks. None: see `gpu_memory_utilization`."""
+    gpu_memory_utilization: float | None = None
+    """Share of the device's memory (on CPU: of the memory that is available at start) for weights and KV.
+
+    None: 0.9 on a GPU; on CPU, where other programs live too, a quarter of what is available, at most
+    4 GiB of KV.
+    """
+    trust_remote_code: bool = False
+    """Run modelling code that comes with the checkpoint."""
+    self_check: bool = True
+    """At load, compare logits of one short prompt computed in several ways, and warn if bits differ."""
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _at_least("max_model_len", self.max_model_len, 2)
+        _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        share = self.gpu_memory_utilization
+        if share is not None and not 0.0 < share <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization={share} is not a share of memory; use (0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """How KV memory is cut into blocks and whether they are kept."""
+
+    block_size: int = 16
+    """Tokens per KV block; only full blocks are cached."""
+    enable_prefix_caching: bool = True
+    """Keep the KV of computed tokens and reuse it for equal prefixes."""
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How many requests and tokens run together."""
+
+    max_num_batched_tokens: int = 2048
+    """Token budget of one step, shared by prefill chunks, decoding and resumed requests."""
+    max_num_seqs: int = 128
+    """Most requests running at a time."""
+    scheduling_policy: Policy = "fcfs"
+    """Who goes first: by arrival, or by `priority` (lower value first), then arrival."""
+    coalesce_in_flight: bool = True
+    """A request whose prefix another one is computing waits for those blocks instead of computing them too."""
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All options, room by room."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    seed: int = 0
+    """Seed for requests that bring none of their own."""
+
+    @classmethod
+    def from_options(cls, model: str, **options: Any) -> EngineConfig:
+        """Sort flat keyword options into their rooms; unknown names raise ConfigError."""
+        rooms: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "engine": {}}
+        home = {
+            **{f.name: "model" for f in fields(ModelConfig) if f.name != "model"},
+            **{f.name: "cache" for f in fields(CacheConfig)},
+            **{f.name: "scheduler" for f in fields(SchedulerConfig)},
+            "seed": "engine",
+        }
+        for name, value in options.items():
+            if name not in home:
+                close = difflib.get_close_matches(name, home, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"known options: {', '.join(sorted(home))}"
+                raise ConfigError(f"unknown option {name!r}={value!r}; {hint}")
+            rooms[home[name]][name] = value
+        return cls(
+            ModelConfig(model, **rooms["model"]),
+            CacheConfig(**rooms["cache"]),
+            SchedulerConfig(**rooms["scheduler"]),
+            **rooms["engine"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What FOREWORD_* variables say."""
+
+    log_level: str = "WARNING"
+    """FOREWORD_LOG_LEVEL."""
+    num_threads: int | None = None
+    """FOREWORD_NUM_THREADS: threads for numerical code; None leaves torch's choice."""
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
+        threads = environ.get("FOREWORD_NUM_THREADS")
+        if threads is not None and not (threads.isdecimal() and int(threads) > 0):
+            raise ConfigError(f"FOREWORD_NUM_THREADS={threads!r} is not a positive number")
+        level = environ.get("FOREWORD_LOG_LEVEL", cls.log_level).upper()
+        _one_of("FOREWORD_LOG_LEVEL", level, ("DEBUG", "INFO", "WARNING", "ERROR"))
+        return cls(level, int(threads) if threads else None)
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"{name}={value} is too small; use at least {least}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}")

@@ -1,0 +1,296 @@
+"""Engine: schedule -> run -> commit -> outputs, one step at a time.
+
+Knows requests and outputs; knows neither tensors nor tokenizers: what runs a batch (`Runner`) and what
+turns tokens into text (`TextStream`) are handed in. One thread calls it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.batch import Batch, BatchResult
+from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, TokenSequence
+from foreword.errors import (
+    EngineError,
+    InvalidRequestError,
+    PromptTooLongError,
+    RequestTooLargeError,
+)
+from foreword.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from foreword.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Computes batches. The KV of a batch's tokens is in place when `execute` returns."""
+
+    def execute(self, batch: Batch) -> BatchResult: ...
+
+
+class TextStep(Protocol):
+    """What pushing tokens into a text stream gave."""
+
+    @property
+    def new_text(self) -> str: ...
+    @property
+    def stop(self) -> str | None: ...
+
+
+class TextStream(Protocol):
+    """Turns one output's tokens into text as they arrive, and watches for stop strings."""
+
+    def push(self, token_ids: Sequence[int]) -> TextStep: ...
+    def finish(self) -> str: ...
+
+
+OpenTextStream = Callable[[SamplingParams], TextStream]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a request must respect, whatever the model is."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class _Group:
+    """One prompt and its n continuations."""
+
+    output: RequestOutput
+    requests: list[Request]
+    streams: list[TextStream | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What to continue."""
+
+    token_ids: npt.NDArray[np.int32]
+    text: str | None = None
+    """The text that the tokens came from, if any; only handed back."""
+    extra_keys: ExtraKeys = NO_EXTRA_KEYS
+    """Adapter, salt and media that keep its cached blocks apart from others."""
+    priority: int = 0
+    """Lower goes first under the "priority" policy."""
+
+
+class Engine:
+    """Requests go in with `add_request`; each `step` moves all of them on by one batch."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        limits: ModelLimits,
+        *,
+        open_text_stream: OpenTextStream | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.scheduler = scheduler
+        self.manager = scheduler.manager
+        self.limits = limits
+        self._runner = runner
+        self._open_text_stream = open_text_stream
+        self._seed = seed
+        self._groups: dict[str, _Group] = {}
+        self._group_of: dict[str, _Group] = {}
+        self._num_added = 0
+        self.num_computed_tokens = 0
+        """Tokens that went through the model since the engine started."""
+
+    # ------------------------------------------------------------------ intake
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        """Queue a prompt. Returns its output, which later steps fill in place.
+
+        Raises InvalidRequestError (nothing is queued then) when the request can never be served.
+        """
+        max_tokens = self._validate(request_id, prompt, params)
+        requests = self._continuations(request_id, prompt, params, max_tokens)
+        output = RequestOutput(
+            request_id,
+            prompt.text,
+            prompt.token_ids.tolist(),
+            [CompletionOutput(index, logprobs=None if params.logprobs is None else []) for index in range(params.n)],
+            requests[0].metrics,
+        )
+        streams = [None if self._open_text_stream is None else self._open_text_stream(params) for _ in requests]
+        group = _Group(output, requests, streams)
+        self._groups[request_id] = group
+        for request in requests:
+            self._group_of[request.request_id] = group
+            self.scheduler.add(request)
+        return output
+
+    def _continuations(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, max_tokens: int
+    ) -> list[Request]:
+        """The n requests behind one prompt; they meet in the prefix cache."""
+        self._num_added += 1
+        seed = params.seed if params.seed is not None else self._seed + 0x9E3779B9 * self._num_added
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self.limits.eos_token_ids
+        return [
+            Request(
+                TokenSequence(
+                    request_id if params.n == 1 else f"{request_id}#{index}",
+                    prompt.token_ids,
+                    block_size=self.manager.block_size,
+                    extra_keys=prompt.extra_keys,
+                ),
+                params,
+                max_tokens=max_tokens,
+                stop_token_ids=stop_ids,
+                seed=seed + index,
+                priority=prompt.priority,
+            )
+            for index in range(params.n)
+        ]
+
+    def _validate(self, request_id: str, prompt: Prompt, params: SamplingParams) -> int:
+        """Most tokens to generate, all limits considered; raises InvalidRequestError."""
+        if request_id in self._groups or request_id in self._group_of:
+            raise InvalidRequestError(f"request id {request_id!r} is in use; give each request its own")
+        length = len(prompt.token_ids)
+        if length == 0:
+            raise InvalidRequestError("the prompt is empty; give at least one token")
+        wrong = np.flatnonzero((prompt.token_ids < 0) | (prompt.token_ids >= self.limits.vocab_size))
+        if wrong.size:
+            raise InvalidRequestError(
+                f"prompt token {prompt.token_ids[wrong[0]]} at position {wrong[0]} is out of range; "
+                f"the model's ids are 0 to {self.limits.vocab_size - 1}"
+            )
+        for token_id in (*params.logit_bias, *params.stop_token_ids):
+            if not 0 <= token_id < self.limits.vocab_size:
+                raise InvalidRequestError(
+                    f"token id {token_id} in logit_bias or stop_token_ids is out of range; the model's ids are 0 to "
+                    f"{self.limits.vocab_size - 1}"
+                )
+        if params.stop and self._open_text_stream is None:
+            raise InvalidRequestError(
+                f"stop={params.stop!r} needs a tokenizer, and this model has none; use stop_token_ids"
+            )
+        room = self.limits.max_model_len - length
+        if room < 1:
+            raise PromptTooLongError(
+                f"the prompt has {length} tokens, but max_model_len={self.limits.max_model_len} must hold prompt and "
+                "answer; shorten the prompt or raise max_model_len"
+            )
+        max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+        blocks = -(-(length + max_tokens) // self.manager.block_size)
+        if blocks > self.manager.num_blocks:
+            raise RequestTooLargeError(
+                f"the request needs {blocks} blocks of {self.manager.block_size} tokens for {length} prompt tokens "
+                f"and {max_tokens} generated, but the pool has {self.manager.num_blocks}; lower max_tokens or give "
+                "the cache more memory (kv_cache_memory_bytes)"
+            )
+        return max_tokens
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request at once, its blocks freed; returns its final output, None if it is unknown."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return None
+        self.scheduler.abort(request.request_id for request in group.requests)
+        self._collect(group)
+        return group.output
+
+    # -------------------------------------------------------------------- step
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._groups)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one batch. Returns the requests that got tokens or ended, in order of arrival.
+
+        Raises EngineError when the model fails: the requests of that batch are aborted, their blocks
+        freed, and the engine can go on with others.
+        """
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        try:
+            result = self._runner.execute(batch)
+        except Exception as error:
+            failed = self.scheduler.fail(batch)
+            self._collect_all(failed)
+            names = ", ".join(request.request_id for request in failed[:4])
+            raise EngineError(
+                f"computing a batch of {len(failed)} requests ({names}) failed: {type(error).__name__}: {error}"
+            ) from error
+        self.num_computed_tokens += batch.num_tokens
+        for number, logprobs in result.prompt_logprobs.items():
+            entry = batch.entries[number]  # a resumed request computes the same positions again
+            entry.request.prompt_logprobs[entry.start :] = logprobs
+        self.scheduler.commit(batch, result)
+        moved = [
+            entry.request
+            for entry, sample in zip(batch.entries, result.samples, strict=True)
+            if sample is not None
+        ]
+        return self._collect_all(moved)
+
+    def _collect_all(self, requests: Iterable[Request]) -> list[RequestOutput]:
+        """Bring the outputs of these requests up to date."""
+        groups = {id(group): group for group in (self._group_of[r.request_id] for r in requests)}
+        return [self._collect(group) for group in groups.values()]
+
+    def _collect(self, group: _Group) -> RequestOutput:
+        output = group.output
+        for completion, request, stream in zip(output.outputs, group.requests, group.streams, strict=True):
+            if not completion.finished:
+                self._update(completion, request, stream)
+        first = group.requests[0]
+        output.num_cached_tokens = first.num_cached_tokens
+        if first.params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None, *first.prompt_logprobs]
+        if output.finished:
+            output.metrics.finished_time = max(r.metrics.finished_time or 0.0 for r in group.requests)
+            del self._groups[output.request_id]
+            for request in group.requests:
+                del self._group_of[request.request_id]
+        return output
+
+    def _update(self, completion: CompletionOutput, request: Request, stream: TextStream | None) -> None:
+        """Move new tokens into the output, and end the request if they complete a stop string."""
+        start = request.num_prompt_tokens + len(completion.token_ids)
+        new_tokens: list[int] = request.sequence.token_ids[start:].tolist()
+        completion.token_ids += new_tokens
+        if completion.logprobs is not None:
+            completion.logprobs += request.logprobs[len(completion.logprobs) :]
+        if stream is not None and new_tokens:
+            step = stream.push(new_tokens)
+            completion.text += step.new_text
+            if step.stop is not None:  # also when the same token ended the request for another reason
+                request.stop_reason = step.stop
+                if request.finish_reason is None:
+                    self.scheduler.finish(request.request_id, "stop")
+                request.finish_reason = "stop"
+        if request.finish_reason is not None:
+            if stream is not None:
+                completion.text += stream.finish()
+            completion.finish_reason = request.finish_reason
+            completion.stop_reason = request.stop_reason
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if any room contradicts another."""
+        self.scheduler.check_integrity()
+        unfinished = {
+            request.request_id
+            for group in self._groups.values()
+            for request in group.requests
+            if request.finish_reason is None
+        }
+        assert len(self.scheduler) == len(unfinished), "scheduler and engine disagree on what is unfinished"
+        assert all(request_id in self.scheduler for request_id in unfinished)

@@ -1,0 +1,1 @@
+"""The model room, the only one that imports torch: loading, attention over paged KV, sampling."""

@@ -1,0 +1,1 @@
+"""Attention over paged KV: one signature, several implementations, one contract test."""

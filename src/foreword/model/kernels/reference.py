@@ -1,0 +1,210 @@
+"""Paged attention in plain torch, with arithmetic that is fixed per absolute KV position.
+
+Knows queries, KV blocks and block tables; knows nothing of models or requests.
+
+The promise is that a query's result has the same bits however its step was put together. Three rules
+keep it:
+
+1. KV is cut at absolute positions into chunks of a fixed number of tokens. A query's result is the
+   merge, in ascending order, of one partial result per chunk (m = row maximum of the scores,
+   n = row sum of exp(score - m), o = exp(score - m) V; ChunkAttention's formulas). A chunk that a query
+   may not see at all adds exactly nothing, so neighbours in the tile do not matter.
+2. Each matrix product has a fixed inner length and output width; its number of rows is padded to a
+   multiple of 16, from where on the CPU's matrix product gives each row the same bits whatever the
+   number of rows (docs/decisions/0002-exactness.md has the measurements).
+3. Everything else works on one row at a time, in float32, and never as a fused multiply-add that one
+   code path has and another has not.
+
+    positions     0        256       512       768
+    chunks        |----0----|----1----|----2----|
+    tile of queries               qqqqqqqq            chunk 0: all seen; 1: partly masked; 2: skipped
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreword.batch import Batch, IntArray
+
+CHUNK_TOKENS = 256
+"""Length of a chunk of KV (rounded down to whole blocks, at least one block)."""
+TILE_QUERIES = 128
+"""Most queries of one request that share a tile."""
+ROW_MULTIPLE = 16
+_LOWEST = torch.finfo(torch.float32).min
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What a layer asks of attention besides the causal mask."""
+
+    scale: float
+    sliding_window: int | None = None
+    """A query at position p sees positions p - sliding_window + 1 to p."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap)."""
+    sinks: Tensor | None = None
+    """[heads]: one more score per head that takes weight but has no value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries that are computed together: the same number of each of some requests."""
+
+    query_index: Tensor
+    """[requests, queries]: rows of the flattened batch."""
+    positions: Tensor
+    """[requests, queries], ascending."""
+    block_tables: Tensor
+    """[requests, blocks]: physical blocks, the scrap block where a table has ended."""
+    first_position: int
+    """Least and most position in the tile; they bound the chunks to visit."""
+    last_position: int
+
+
+def plan_tiles(batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> list[Tile]:
+    """Cut a batch into tiles: all single queries in one, longer runs per request.
+
+    Single queries of different requests share a tile because they are the same computation with other
+    blocks; the longest context decides how many chunks the tile visits.
+    """
+    starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
+    lengths = ends - starts
+    tiles: list[Tile] = []
+
+    def add(rows: IntArray, query_index: IntArray) -> None:
+        positions = batch.positions[query_index]
+        last = int(positions.max())
+        num_blocks = last // block_size + 1
+        tables = batch.block_tables[rows, :num_blocks]
+        owned = positions[:, -1:] // block_size + 1
+        tables = np.where(np.arange(num_blocks) < owned, tables, scrap_block)
+        tiles.append(
+            Tile(
+                torch.from_numpy(query_index.astype(np.int64)).to(device),
+                torch.from_numpy(positions).to(device),
+                torch.from_numpy(tables.astype(np.int64)).to(device),
+                int(positions.min()),
+                last,
+            )
+        )
+
+    single = np.flatnonzero(lengths == 1).astype(np.int32)
+    if single.size:
+        add(single, starts[single][:, None])
+    for row in np.flatnonzero(lengths > 1).astype(np.int32):
+        for start in range(starts[row], ends[row], TILE_QUERIES):
+            end = min(start + TILE_QUERIES, ends[row])
+            add(row[None], np.arange(start, end, dtype=np.int32)[None])
+    return tiles
+
+
+def paged_attention(
+    query: Tensor, key_blocks: Tensor, value_blocks: Tensor, tiles: list[Tile], options: AttentionOptions
+) -> Tensor:
+    """Causal attention of a flattened batch over paged KV.
+
+    query         [tokens, heads, head_dim]
+    key_blocks    [blocks, block_size, kv_heads, head_dim]; value_blocks the same with its own last size
+    Returns       [tokens, heads, value_dim] in query's dtype; rows of no tile are 0.
+    """
+    output = query.new_zeros(*query.shape[:2], value_blocks.shape[-1])
+    for tile in tiles:
+        output[tile.query_index] = _attend_tile(query, key_blocks, value_blocks, tile, options).to(query.dtype)
+    return output
+
+
+def _attend_tile(
+    query: Tensor, key_blocks: Tensor, value_blocks: Tensor, tile: Tile, options: AttentionOptions
+) -> Tensor:
+    """Result of one tile, [requests, queries, heads, value_dim], float32."""
+    num_requests, num_queries = tile.query_index.shape
+    block_size, num_kv_heads = key_blocks.shape[1:3]
+    num_groups = query.shape[1] // num_kv_heads  # query heads per KV head
+    num_rows = num_queries * num_groups
+
+    # [requests * kv_heads, rows, head_dim], a row being (query, group), padded to full row multiples
+    rows = query[tile.query_index].float().mul_(options.scale)
+    rows = rows.view(num_requests, num_queries, num_kv_heads, num_groups, -1).permute(0, 2, 1, 3, 4)
+    rows = rows.reshape(num_requests * num_kv_heads, num_rows, -1)
+    padding = -num_rows % ROW_MULTIPLE
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
+
+    peak = rows.new_full((*rows.shape[:2], 1), _LOWEST)  # m of the merge so far
+    total = torch.zeros_like(peak)  # n
+    mixed = rows.new_zeros(*rows.shape[:2], value_blocks.shape[-1])  # o
+
+    chunk_blocks = max(1, CHUNK_TOKENS // block_size)
+    chunk = chunk_blocks * block_size
+    first_seen = 0 if options.sliding_window is None else max(0, tile.first_position - options.sliding_window + 1)
+    for start in range(first_seen // chunk * chunk, tile.last_position + 1, chunk):
+        at = start // block_size
+        blocks = tile.block_tables[:, at : at + chunk_blocks]
+        keys = _gather(key_blocks, blocks, chunk)
+        values = _gather(value_blocks, blocks, chunk)
+        hidden = _hidden(tile, start, chunk, options.sliding_window)
+        if start + chunk - 1 > tile.last_position:
+            _zero_unwritten(values, tile, start, num_kv_heads)
+        scores = torch.bmm(rows, keys.transpose(1, 2))
+        if options.softcap is not None:
+            scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)
+        if hidden is not None:
+            # [requests, queries, chunk] -> the rows of every head; padding rows stay as they are
+            view = scores.view(num_requests, num_kv_heads, num_rows + padding, chunk)[:, :, :num_rows]
+            view = view.unflatten(2, (num_queries, num_groups))
+            view.masked_fill_(hidden[:, None, :, None, :], -torch.inf)
+
+        # Merge the chunk's partial result into what came before. A chunk that a row may not see has
+        # peak -inf there: the new peak is the old one, both weights are exact, nothing changes.
+        new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
+        weights = scores.sub_(new_peak).exp_()
+        decay = peak.sub_(new_peak).exp_()
+        total = total.mul_(decay).add_(weights.sum(-1, keepdim=True))
+        mixed = mixed.mul_(decay).add_(torch.bmm(weights, values))
+        peak = new_peak
+
+    if options.sinks is not None:
+        sinks = options.sinks.float().view(1, num_kv_heads, 1, num_groups)
+        sinks = sinks.expand(num_requests, -1, num_queries, -1).reshape(num_requests * num_kv_heads, num_rows, 1)
+        sinks = torch.nn.functional.pad(sinks, (0, 0, 0, padding))
+        new_peak = torch.maximum(peak, sinks)
+        decay = peak.sub_(new_peak).exp_()
+        total = total.mul_(decay).add_(sinks.sub(new_peak).exp_())
+        mixed = mixed.mul_(decay)
+
+    result = mixed.div_(total)[:, :num_rows]
+    result = result.view(num_requests, num_kv_heads, num_queries, num_groups, -1).permute(0, 2, 1, 3, 4)
+    return result.reshape(num_requests, num_queries, num_kv_heads * num_groups, -1)
+
+
+def _gather(blocks: Tensor, block_ids: Tensor, chunk: int) -> Tensor:
+    """One chunk of KV, [requests * kv_heads, chunk, dim], float32; zeros where the tables have ended."""
+    num_requests, num_blocks = block_ids.shape
+    taken = blocks[block_ids]  # [requests, blocks, block_size, kv_heads, dim]
+    taken = taken.flatten(1, 2).permute(0, 2, 1, 3).float()
+    taken = taken.reshape(-1, num_blocks * blocks.shape[1], blocks.shape[-1])
+    return torch.nn.functional.pad(taken, (0, 0, 0, chunk - taken.shape[1]))
+
+
+def _hidden(tile: Tile, start: int, chunk: int, sliding_window: int | None) -> Tensor | None:
+    """Which KV positions of a chunk a query must not see, [requests, queries, chunk]; None if all are seen."""
+    ends_before = start + chunk - 1 <= tile.first_position
+    if ends_before and (sliding_window is None or tile.last_position - sliding_window < start):
+        return None
+    kv = torch.arange(start, start + chunk, device=tile.positions.device)
+    queries = tile.positions[..., None]
+    hidden = kv > queries
+    if sliding_window is not None:
+        hidden |= kv <= queries - sliding_window
+    return hidden
+
+
+def _zero_unwritten(values: Tensor, tile: Tile, start: int, num_kv_heads: int) -> None:
+    """Zero values after a request's last position: their weight is 0, but 0 * NaN would not be."""
+    kv = torch.arange(start, start + values.shape[1], device=values.device)
+    unwritten = kv > tile.positions[:, -1:]
+    values.masked_fill_(unwritten.repeat_interleave(num_kv_heads, 0)[..., None], 0.0)

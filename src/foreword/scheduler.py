@@ -1,0 +1,311 @@
+"""Scheduler: which tokens of which requests run next.
+
+Knows requests, token counts and the cache manager; knows no text and no tensors. There are no phases:
+every request has tokens that are known and tokens that are computed, and each step computes some of the
+difference. Prefill, chunked prefill, decoding and resuming after preemption are that one case.
+
+    known     |----------- prompt -----------|-- generated --|
+    computed  |------- hit -------|-- steps ------>|
+                                                   |<- next ->|   at most the step's token budget
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from foreword.batch import Batch, BatchEntry, BatchResult, build_batch
+from foreword.cache import BlockHash, KVCacheManager, PrefixHit
+from foreword.config import SchedulerConfig
+from foreword.request import FinishReason, Request, RequestStatus
+
+logger = logging.getLogger(__name__)
+
+SortKey = tuple[int, int]
+
+
+class _Queue:
+    """Requests in the order in which they are served: priority (lower first), then arrival."""
+
+    def __init__(self) -> None:
+        self._keys: list[SortKey] = []
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def add(self, key: SortKey, request: Request) -> None:
+        at = bisect.bisect(self._keys, key)
+        self._keys.insert(at, key)
+        self._requests.insert(at, request)
+
+    def remove(self, key: SortKey) -> None:
+        at = bisect.bisect_left(self._keys, key)
+        del self._keys[at], self._requests[at]
+
+    def last(self) -> Request:
+        return self._requests[-1]
+
+
+class InFlightPrefixes:
+    """Blocks of prompts that admitted requests have still to compute.
+
+    A waiting request whose next missing block is here waits for it instead of computing it a second
+    time. Each key belongs to the request that computes it, and is dropped when that request has
+    computed its prompt or leaves.
+    """
+
+    def __init__(self) -> None:
+        self._owner_of: dict[BlockHash, str] = {}
+        self._keys_of: dict[str, Sequence[BlockHash]] = {}
+
+    def __contains__(self, key: BlockHash) -> bool:
+        return key in self._owner_of
+
+    def __len__(self) -> int:
+        return len(self._owner_of)
+
+    def open(self, request_id: str, keys: Sequence[BlockHash]) -> None:
+        self._keys_of[request_id] = keys
+        for key in keys:
+            self._owner_of.setdefault(key, request_id)
+
+    def close(self, request_id: str) -> None:
+        for key in self._keys_of.pop(request_id, ()):
+            if self._owner_of.get(key) == request_id:
+                del self._owner_of[key]
+
+
+class Scheduler:
+    """Continuous batching over one token budget, with admission by what a hit leaves to compute.
+
+    Both queues are in service order. Running requests come first in a step; when blocks run short the
+    last of them is preempted: its blocks are freed (they stay cached), and it waits at its old place
+    to be looked up again. A waiting request that does not fit blocks those behind it, so none starves.
+    """
+
+    def __init__(self, manager: KVCacheManager, config: SchedulerConfig) -> None:
+        self.manager = manager
+        self.config = config
+        self.num_preemptions = 0
+        self._waiting = _Queue()
+        self._running = _Queue()
+        self._in_flight = InFlightPrefixes()
+        self._awaited: dict[str, BlockHash] = {}
+        self._keys: dict[str, SortKey] = {}
+        self._requests: dict[str, Request] = {}
+        self._num_arrived = 0
+
+    # ------------------------------------------------------------------ intake
+
+    def add(self, request: Request) -> None:
+        """Queue a request; its id must not be in use."""
+        assert request.request_id not in self._requests
+        rank = request.priority if self.config.scheduling_policy == "priority" else 0
+        key = (rank, self._num_arrived)
+        self._num_arrived += 1
+        self._keys[request.request_id] = key
+        self._requests[request.request_id] = request
+        self._waiting.add(key, request)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def __len__(self) -> int:
+        """Unfinished requests."""
+        return len(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    # ---------------------------------------------------------------- schedule
+
+    def schedule(self) -> Batch | None:
+        """The next step, or None if there is nothing to do. Allocates the step's blocks.
+
+        The batch must be answered with `commit` or `fail` before the next call.
+        """
+        budget = self.config.max_num_batched_tokens
+        entries, budget, preempted = self._schedule_running(budget)
+        if not preempted:
+            self._admit_waiting(entries, budget)
+        if not entries:
+            # The first in line can always run: a request that would not fit into the empty pool is
+            # refused before it gets here, and preemption ends at the first running request.
+            assert not self._requests, "requests are left, but none of them can run"
+            return None
+        tables, _ = self.manager.block_tables([entry.request.request_id for entry in entries])
+        return build_batch(entries, tables)
+
+    def _schedule_running(self, budget: int) -> tuple[list[BatchEntry], int, bool]:
+        entries: list[BatchEntry] = []
+        preempted = False
+        for request in list(self._running):
+            if not budget:
+                break
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted a moment ago, for one before it
+            start = request.num_computed_tokens
+            end = min(len(request), start + budget)
+            while self.manager.allocate_slots(request.sequence, end) is None:
+                preempted = True
+                victim = self._running.last()
+                self._preempt(victim)
+                if victim is request:
+                    break
+            else:
+                entries.append(BatchEntry(request, start, end))
+                budget -= end - start
+        return entries, budget, preempted
+
+    def _admit_waiting(self, entries: list[BatchEntry], budget: int) -> None:
+        for request in list(self._waiting):
+            if not budget or len(self._running) >= self.config.max_num_seqs:
+                break
+            if self._is_awaiting(request):
+                continue
+            hit = self.manager.get_computed_blocks(
+                request.sequence, skip_reading=request.skips_cache, resumed=request.num_preemptions > 0
+            )
+            if self._awaits_in_flight(request, hit):
+                continue
+            end = min(len(request), hit.num_tokens + budget)
+            if self.manager.allocate_slots(request.sequence, end, hit) is None:
+                break
+            self._start(request, hit, end)
+            entries.append(BatchEntry(request, hit.num_tokens, end))
+            budget -= end - hit.num_tokens
+
+    def _start(self, request: Request, hit: PrefixHit, end: int) -> None:
+        key = self._keys[request.request_id]
+        self._waiting.remove(key)
+        self._running.add(key, request)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = hit.num_tokens
+        request.num_shared_tokens = len(hit.block_ids) * self.manager.block_size
+        if request.metrics.first_scheduled_time is None:
+            request.metrics.first_scheduled_time = time.monotonic()
+            request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
+        if self._coalesces and end < len(request):
+            keys = request.sequence.block_hashes()[end // self.manager.block_size :]
+            self._in_flight.open(request.request_id, keys)
+
+    # -------------------------------------------------------------- coalescing
+
+    @property
+    def _coalesces(self) -> bool:
+        return self.config.coalesce_in_flight and self.manager.enable_prefix_caching
+
+    def _awaits_in_flight(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether the first block that `hit` lacks is being computed by a running request."""
+        if not self._coalesces or not len(self._in_flight) or request.skips_cache:
+            return False
+        keys = request.sequence.block_hashes()
+        if len(hit.block_ids) == len(keys) or keys[len(hit.block_ids)] not in self._in_flight:
+            return False
+        self._awaited[request.request_id] = keys[len(hit.block_ids)]
+        return True
+
+    def _is_awaiting(self, request: Request) -> bool:
+        """Whether the block it was last seen waiting for is still neither cached nor given up."""
+        key = self._awaited.get(request.request_id)
+        if key is None:
+            return False
+        if key in self._in_flight and not self.manager.is_cached(key):
+            return True
+        del self._awaited[request.request_id]
+        return False
+
+    # ------------------------------------------------------------------ commit
+
+    def commit(self, batch: Batch, result: BatchResult) -> None:
+        """Record that `batch` was computed: append sampled tokens, finish what a token or length ends."""
+        for entry, sample in zip(batch.entries, result.samples, strict=True):
+            request = entry.request
+            if request.status is not RequestStatus.RUNNING:
+                continue  # aborted while the step ran
+            request.num_computed_tokens = entry.end
+            if sample is None:
+                continue
+            self._in_flight.close(request.request_id)
+            request.sequence.append(sample.token_id)
+            if sample.logprobs is not None:
+                request.logprobs.append(sample.logprobs)
+            if request.metrics.first_token_time is None:
+                request.metrics.first_token_time = time.monotonic()
+            self._finish_if_due(request, sample.token_id)
+
+    def _finish_if_due(self, request: Request, token_id: int) -> None:
+        if token_id in request.stop_token_ids and request.num_output_tokens > request.params.min_tokens:
+            if token_id in request.params.stop_token_ids:
+                request.stop_reason = token_id
+            self.finish(request.request_id, "stop")
+        elif request.num_output_tokens >= request.max_tokens:
+            self.finish(request.request_id, "length")
+
+    def fail(self, batch: Batch) -> list[Request]:
+        """Give up a batch that could not be computed: its requests end, their uncomputed blocks are forgotten."""
+        failed = [entry for entry in batch.entries if entry.request.status is RequestStatus.RUNNING]
+        for entry in failed:
+            num_computed = max(entry.start, entry.request.num_shared_tokens)
+            self.manager.forget_uncomputed(entry.request.request_id, num_computed)
+        self.abort([entry.request.request_id for entry in failed])
+        return [entry.request for entry in failed]
+
+    # -------------------------------------------------------------------- exit
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests wherever they are; unknown and finished ids are ignored."""
+        for request_id in request_ids:
+            if request_id in self._requests:
+                self.finish(request_id, "abort")
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """End an unfinished request and free its blocks; they stay cached."""
+        request = self._requests.pop(request_id)
+        key = self._keys.pop(request_id)
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(key)
+            self._release(request)
+        else:
+            self._waiting.remove(key)
+        self._awaited.pop(request_id, None)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.metrics.finished_time = time.monotonic()
+
+    def _preempt(self, request: Request) -> None:
+        """Back to waiting with nothing computed; what it computed is still cached, and is looked up anew."""
+        key = self._keys[request.request_id]
+        self._running.remove(key)
+        self._release(request)
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.add(key, request)
+        logger.info("preempted %s: no free blocks", request.request_id)
+
+    def _release(self, request: Request) -> None:
+        self._in_flight.close(request.request_id)
+        self.manager.free(request.request_id)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if queues, holdings and the cache contradict each other."""
+        self.manager.check_integrity()
+        running, waiting = list(self._running), list(self._waiting)
+        assert {r.request_id for r in running} | {r.request_id for r in waiting} == set(self._requests)
+        assert len(running) + len(waiting) == len(self._requests), "a request is queued twice"
+        assert set(self.manager.held_request_ids()) == {r.request_id for r in running}, "a holding leaked"
+        assert all(r.num_computed_tokens <= len(r) for r in running)
+        assert set(self._awaited) <= {r.request_id for r in waiting}

@@ -1,0 +1,425 @@
+"""Text at the two ends of a request: tokenizing, chat templates, streaming, stop strings.
+
+Knows what a model's tokenizer does with strings and token ids. Knows nothing of tensors, of when a
+token is computed, or of what is cached. transformers is imported when a tokenizer is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.errors import ChatTemplateError, InvalidRequestError, ModelLoadError
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "tiktoken.model",
+)
+"""A model that has none of these has no tokenizer."""
+
+_REPLACEMENT = "\ufffd"
+"""What decoders write for bytes that are not, or not yet, a character."""
+
+_MAX_INCOMPLETE = 3
+"""Most replacement characters that bytes still to come can turn into one character (UTF-8: 4 bytes)."""
+
+_WINDOW_TOKENS = 12
+"""A detokenizer's window is shortened when it reaches this length..."""
+
+_KEPT_TOKENS = 6
+"""...to this one: enough bytes (one or more per token) to hold any incomplete character."""
+
+_MAX_WINDOW_TOKENS = 256
+"""A window that could not be shortened until now is shortened regardless."""
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer, fast or slow, as the rest of foreword sees it.
+
+    Text is decoded without special tokens and exactly as the tokens spell it: transformers' optional
+    clean-up of spaces, which takes back characters already written, is never applied.
+    """
+
+    def __init__(self, hf_tokenizer: Any) -> None:
+        """Wraps a loaded `transformers.PreTrainedTokenizerBase`; see also `load`."""
+        self._hf = hf_tokenizer
+        eos_token_id: int | None = hf_tokenizer.eos_token_id
+        self.eos_token_ids: frozenset[int] = (
+            frozenset() if eos_token_id is None else frozenset({eos_token_id})
+        )
+        """What the tokenizer alone calls the end; a model's generation config may name more."""
+        self.vocab_size: int = len(hf_tokenizer)
+        """Tokens the tokenizer knows, added ones included; a model's logits may be padded beyond."""
+        candidates = {*hf_tokenizer.added_tokens_decoder, *hf_tokenizer.all_special_ids}
+        self._skipped_ids = frozenset(i for i in candidates if not self.decode([i]))
+        self._token_texts: dict[int, str] = {}
+
+    @classmethod
+    def load(cls, model: str, *, trust_remote_code: bool = False) -> Tokenizer | None:
+        """Loads the tokenizer of a local folder or a hub id; None when the model comes without one.
+
+        Raises `ModelLoadError` when the folder is missing, the hub cannot be asked, or the files
+        are damaged.
+        """
+        source = _find_tokenizer_files(model)
+        if source is None:
+            return None
+        from transformers import AutoTokenizer
+
+        try:
+            hf_tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        except Exception as error:  # tokenizers raises bare Exception for damaged files
+            raise ModelLoadError(
+                f"The tokenizer of {model!r} cannot be loaded: {_one_line(error)} Check its tokenizer files, "
+                "or delete them to work with token ids alone."
+            ) from error
+        # transformers makes an empty tokenizer when the vocabulary file is missing.
+        if len(hf_tokenizer) <= len(hf_tokenizer.added_tokens_decoder):
+            raise ModelLoadError(
+                f"The tokenizer of {model!r} has no vocabulary. Add its vocabulary (usually tokenizer.json), "
+                "or delete its other tokenizer files to work with token ids alone."
+            )
+        return cls(hf_tokenizer)
+
+    def encode(self, text: str) -> npt.NDArray[np.int32]:
+        """Token ids of `text`, with the special tokens that the tokenizer adds by default."""
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"A prompt's text has to be a str, not {type(text).__name__}.")
+        try:
+            token_ids = self._hf.encode(text, verbose=False)
+        except (TypeError, UnicodeError) as error:
+            raise InvalidRequestError(
+                "The text is not valid Unicode (it holds half of a surrogate pair); decode it with "
+                'errors="replace".'
+            ) from error
+        return np.array(token_ids, dtype=np.int32)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids` without special tokens. Ids beyond the vocabulary have no text."""
+        text: str = self._hf.decode(
+            [int(token_id) for token_id in token_ids],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """One token as it reads in the middle of a text: with its leading space, special tokens by name.
+
+        A token that is only part of a character reads as U+FFFD.
+        """
+        text = self._token_texts.get(token_id)
+        if text is None:
+            # Decoders drop the space before the first word, so the token is read as its own successor.
+            once, twice = (
+                self._hf.decode(
+                    [int(token_id)] * n, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
+                for n in (1, 2)
+            )
+            text = once if _REPLACEMENT in once else twice[len(once) :]
+            self._token_texts[token_id] = text
+        return text
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> npt.NDArray[np.int32]:
+        """Token ids of a conversation, laid out by the tokenizer's chat template.
+
+        `messages` are mappings with at least `role` and `content`. With `add_generation_prompt` the
+        result ends where the assistant's answer begins. Raises `InvalidRequestError` for malformed
+        messages and `ChatTemplateError` when there is no template or it refuses them.
+        """
+        conversation = _checked_messages(messages)
+        if not self._hf.chat_template:
+            raise ChatTemplateError(
+                "The tokenizer has no chat template. Use generate() with a prompt written out in full, or "
+                "add a chat_template.jinja file to the model's folder."
+            )
+        try:
+            token_ids = self._hf.apply_chat_template(
+                conversation, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise ChatTemplateError(
+                f"The chat template does not accept these messages (roles: "
+                f"{', '.join(str(message['role']) for message in conversation)}): {_one_line(error)}"
+            ) from error
+        return np.array(token_ids, dtype=np.int32)
+
+    def stream(
+        self, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
+    ) -> TextStream:
+        """A new `TextStream` for one output.
+
+        `stop` are strings that end it; they are left out of the text unless `include_stop`. They are
+        looked for only in what follows the first `min_tokens` tokens.
+        """
+        if isinstance(stop, str):
+            stop = (stop,)
+        if not all(stop):
+            raise InvalidRequestError("A stop string is empty; leave it out.")
+        detokenizer = _Detokenizer(self.decode, self._skipped_ids)
+        return TextStream(detokenizer, tuple(stop), include_stop=include_stop, min_tokens=min_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStep:
+    """What one `TextStream.push` brought."""
+
+    new_text: str
+    """Text released by it; may be empty."""
+    stop: str | None
+    """The stop string that ended the output, if one did."""
+    num_tokens_used: int
+    """How many of the pushed tokens were read: all, or those up to the one that completed the stop string."""
+
+
+class TextStream:
+    """The text of one output while its tokens arrive.
+
+    What it releases is final: whole characters, nothing beyond a stop string, and nothing that may
+    turn out to be the beginning of one. Without a stop string the pieces add up to
+    `Tokenizer.decode` of all tokens. (One exception: decoders with byte fallback read a run of byte
+    tokens that turns invalid as invalid from its start; characters released before that stand.)
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_finished",
+        "_held",
+        "_include_stop",
+        "_min_tokens",
+        "_num_tokens",
+        "_pieces",
+        "_stop",
+        "_stops",
+    )
+
+    def __init__(
+        self, detokenizer: _Detokenizer, stops: tuple[str, ...], *, include_stop: bool, min_tokens: int
+    ) -> None:
+        """Made by `Tokenizer.stream`."""
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._held = ""  # ends with the longest possible beginning of a stop string
+        self._pieces: list[str] = []
+        self._stop: str | None = None
+        self._finished = False
+
+    @property
+    def text(self) -> str:
+        """All text released so far."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    def push(self, token_ids: Sequence[int]) -> StreamStep:
+        """Reads tokens, up to the one that completes a stop string; after that it reads no more."""
+        assert not self._finished, "push() after finish()"
+        released: list[str] = []
+        num_used = 0
+        for token_id in token_ids:
+            if self._stop is not None:
+                break
+            num_used += 1
+            self._num_tokens += 1
+            piece = self._detokenizer.push(int(token_id))
+            if piece and self._num_tokens > self._min_tokens:
+                piece = self._release(piece)
+            released.append(piece)
+        return StreamStep(self._append("".join(released)), self._stop, num_used)
+
+    def finish(self) -> str:
+        """Ends the output: returns the text held back until now, incomplete characters as U+FFFD."""
+        if self._finished:
+            return ""
+        self._finished = True
+        if self._stop is not None:
+            return ""
+        piece = self._detokenizer.flush()
+        if self._num_tokens > self._min_tokens:
+            piece = self._release(piece)  # U+FFFD may be part of a stop string
+        return self._append(piece + self._held)
+
+    def _append(self, text: str) -> str:
+        if text:
+            self._pieces.append(text)
+        return text
+
+    def _release(self, piece: str) -> str:
+        """The part of held text + `piece` that may be shown; sets `_stop`, keeps the rest in `_held`.
+
+        held + piece:  |------- shown -------|-- stop string --|~~ dropped ~~|
+                   or  |------- shown -------|-- beginning of a stop string --|
+        """
+        if not self._stops:
+            return piece
+        buffer = self._held + piece
+        match = _first_match(buffer, self._stops)
+        if match is not None:
+            start, self._stop = match
+            self._held = ""
+            return buffer[: start + len(self._stop)] if self._include_stop else buffer[:start]
+        num_shown = len(buffer) - max(_overlap(buffer, stop) for stop in self._stops)
+        self._held = buffer[num_shown:]
+        return buffer[:num_shown]
+
+
+class _Detokenizer:
+    """Turns tokens into text one at a time, at a cost that does not grow with the output.
+
+    A token's text depends on its neighbours (a byte of a character, a space that only the first word
+    loses), so it is read off the difference between two decodings. Only a window of the last tokens is
+    decoded:
+
+        window:   | t0 t1 t2 t3 t4 | t5 t6 |
+        its text: |   released     | at most 3 U+FFFD: perhaps the start of a character |
+    """
+
+    __slots__ = ("_decode", "_max_tokens", "_num_settled", "_released", "_skipped_ids", "_window")
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], skipped_ids: frozenset[int]) -> None:
+        self._decode = decode
+        self._skipped_ids = skipped_ids
+        self._window: list[int] = []
+        self._released = ""  # of the window's text
+        self._num_settled = 0  # leading tokens of the window whose text is released completely
+        self._max_tokens = _WINDOW_TOKENS
+
+    def push(self, token_id: int) -> str:
+        """The text that is now certain."""
+        if token_id in self._skipped_ids:
+            return ""
+        self._window.append(token_id)
+        text = self._text()
+        num_certain = len(text) - _num_incomplete(text)
+        piece = text[len(self._released) : num_certain]
+        self._released += piece
+        if len(self._released) == len(text):
+            self._num_settled = len(self._window)
+        if len(self._window) >= self._max_tokens:
+            self._shorten(text)
+        return piece
+
+    def flush(self) -> str:
+        """The remaining text, U+FFFD for incomplete characters."""
+        piece = self._text()[len(self._released) :]
+        self._released += piece
+        return piece
+
+    def _text(self) -> str:
+        """The window's text, which begins with what was released of it."""
+        text = self._decode(self._window)
+        if not text.startswith(self._released):
+            # The decoder changed its mind about text already released, as byte fallback does when a
+            # character is followed by the first byte of another. Go on from the unreleased tokens.
+            del self._window[: self._num_settled]
+            self._num_settled = 0
+            self._released = ""
+            text = self._decode(self._window)
+        return text
+
+    def _shorten(self, text: str) -> None:
+        """Drops the window's first tokens if the rest decodes to an end of `text` without them.
+
+        Starting inside a character spoils only the start of the new window's text, which counts as released.
+        """
+        window = self._window[-_KEPT_TOKENS:]
+        new_text = self._decode(window)
+        num_pending = len(text) - len(self._released)
+        num_compared = num_pending + 1  # the pending text, and a character to lean on
+        agrees = len(new_text) >= num_compared and text.endswith(new_text[-num_compared:])
+        if not agrees and len(self._window) < _MAX_WINDOW_TOKENS:
+            self._max_tokens = 2 * len(self._window)  # tried rarely: the cost per token stays constant
+            return
+        self._num_settled = max(0, self._num_settled - (len(self._window) - len(window)))
+        self._window = window
+        self._released = new_text[: max(0, len(new_text) - num_pending)]
+        self._max_tokens = _WINDOW_TOKENS
+
+
+def _num_incomplete(text: str) -> int:
+    """How many characters at the end of `text` may yet become another character."""
+    return len(text) - len(text[-_MAX_INCOMPLETE:].rstrip(_REPLACEMENT)) - len(text[:-_MAX_INCOMPLETE])
+
+
+def _first_match(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
+    """Start and string of the stop string that is complete first, the longest of several.
+
+    "Complete first" makes the answer independent of how the text was cut into tokens.
+    """
+    found = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
+    if not found:
+        return None
+    _, start, stop = min(found)
+    return start, stop
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`, without being all of it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def _checked_messages(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    if isinstance(messages, str | Mapping):
+        raise InvalidRequestError(
+            'A conversation is a list of messages such as {"role": "user", "content": "Hello"}, '
+            f"not a {type(messages).__name__}."
+        )
+    if not messages:
+        raise InvalidRequestError("The conversation is empty; give at least one message.")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidRequestError(
+                f"Message {index} is a {type(message).__name__}, not a mapping with role and content."
+            )
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise InvalidRequestError(
+                    f"Message {index} needs a string {key!r}, but has {message.get(key)!r} there."
+                )
+    return [dict(message) for message in messages]
+
+
+def _find_tokenizer_files(model: str) -> str | None:
+    """The folder or hub id to load from; None when it is there, but has no tokenizer."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return str(folder) if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
+    if folder.exists():
+        raise ModelLoadError(f"{model!r} is a file; name the folder that holds the model.")
+    if folder.is_absolute() or model.startswith(".") or len(folder.parts) > 2:
+        raise ModelLoadError(f"There is no folder {model!r}; give a model's folder or a hub id (owner/name).")
+    from transformers.utils import cached_files
+
+    try:
+        found = cached_files(model, list(_TOKENIZER_FILES), _raise_exceptions_for_missing_entries=False)
+    except Exception as error:
+        raise ModelLoadError(
+            f"{model!r} is neither a folder here nor a model that the hub provides: {_one_line(error)}"
+        ) from error
+    return model if found else None
+
+
+def _one_line(error: Exception) -> str:
+    """An error's message, fit to stand inside another's."""
+    return " ".join(str(error).split()) or type(error).__name__
