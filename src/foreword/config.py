@@ -131,7 +131,7 @@ class Environment:
         threads = environ.get("FOREWORD_NUM_THREADS")
         if threads is not None and not (threads.isdecimal() and int(threads) > 0):
             raise ConfigError(f"FOREWORD_NUM_THREADS={threads!r} is not a positive number")
-        level = environ.get("FOREWORD_LOG_LEVEL", cls.log_level).upper()
+        level = environ.get("FOREWORD_LOG_LEVEL", "WARNING").upper()
         _one_of("FOREWORD_LOG_LEVEL", level, ("DEBUG", "INFO", "WARNING", "ERROR"))
         return cls(level, int(threads) if threads else None)
 

@@ -206,6 +206,11 @@ class Engine:
         self._collect(group)
         return group.output
 
+    def abort_all(self) -> None:
+        """End every unfinished request."""
+        for request_id in list(self._groups):
+            self.abort_request(request_id)
+
     # -------------------------------------------------------------------- step
 
     def has_unfinished_requests(self) -> bool:

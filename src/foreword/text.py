@@ -196,18 +196,6 @@ class TextStream:
     tokens that turns invalid as invalid from its start; characters released before that stand.)
     """
 
-    __slots__ = (
-        "_detokenizer",
-        "_finished",
-        "_held",
-        "_include_stop",
-        "_min_tokens",
-        "_num_tokens",
-        "_pieces",
-        "_stop",
-        "_stops",
-    )
-
     def __init__(
         self, detokenizer: _Detokenizer, stops: tuple[str, ...], *, include_stop: bool, min_tokens: int
     ) -> None:
@@ -291,8 +279,6 @@ class _Detokenizer:
         window:   | t0 t1 t2 t3 t4 | t5 t6 |
         its text: |   released     | at most 3 U+FFFD: perhaps the start of a character |
     """
-
-    __slots__ = ("_decode", "_max_tokens", "_num_settled", "_released", "_skipped_ids", "_window")
 
     def __init__(self, decode: Callable[[Sequence[int]], str], skipped_ids: frozenset[int]) -> None:
         self._decode = decode
@@ -404,20 +390,24 @@ def _find_tokenizer_files(model: str) -> str | None:
     """The folder or hub id to load from; None when it is there, but has no tokenizer."""
     folder = Path(model).expanduser()
     if folder.is_dir():
-        return str(folder) if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
+        return str(folder) if _holds_tokenizer(folder) else None
     if folder.exists():
         raise ModelLoadError(f"{model!r} is a file; name the folder that holds the model.")
     if folder.is_absolute() or model.startswith(".") or len(folder.parts) > 2:
         raise ModelLoadError(f"There is no folder {model!r}; give a model's folder or a hub id (owner/name).")
-    from transformers.utils import cached_files
+    from huggingface_hub import snapshot_download
 
     try:
-        found = cached_files(model, list(_TOKENIZER_FILES), _raise_exceptions_for_missing_entries=False)
+        snapshot = Path(snapshot_download(model, allow_patterns=list(_TOKENIZER_FILES)))
     except Exception as error:
         raise ModelLoadError(
             f"{model!r} is neither a folder here nor a model that the hub provides: {_one_line(error)}"
         ) from error
-    return model if found else None
+    return model if _holds_tokenizer(snapshot) else None
+
+
+def _holds_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def _one_line(error: Exception) -> str:

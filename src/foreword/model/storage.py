@@ -60,7 +60,7 @@ class KVStorage:
 
     def slot_mapping(self, batch: Batch) -> Tensor:
         """Slot of each token of a batch, [tokens]; a scrap slot where the KV is in a shared block already."""
-        request = np.repeat(np.arange(len(batch.entries)), np.diff(batch.query_starts))
+        request = np.repeat(np.arange(len(batch.query_starts) - 1), np.diff(batch.query_starts))
         block_ids = batch.block_tables[request, batch.positions // self.block_size].astype(np.int64)
         block_ids[batch.positions < batch.write_from[request]] = self.scrap_block
         return torch.from_numpy(block_ids * self.block_size + batch.positions % self.block_size)

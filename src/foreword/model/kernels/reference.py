@@ -62,8 +62,10 @@ class Tile:
     block_tables: Tensor
     """[requests, blocks]: physical blocks, the scrap block where a table has ended."""
     first_position: int
-    """Least and most position in the tile; they bound the chunks to visit."""
     last_position: int
+    """Least and most position in the tile; they bound the chunks to visit."""
+    shortest: int
+    """Least last position of the tile's requests; KV after it may be unwritten."""
 
 
 def plan_tiles(batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> list[Tile]:
@@ -90,6 +92,7 @@ def plan_tiles(batch: Batch, scrap_block: int, block_size: int, device: torch.de
                 torch.from_numpy(tables.astype(np.int64)).to(device),
                 int(positions.min()),
                 last,
+                int(positions[:, -1].min()),
             )
         )
 
@@ -147,7 +150,7 @@ def _attend_tile(
         keys = _gather(key_blocks, blocks, chunk)
         values = _gather(value_blocks, blocks, chunk)
         hidden = _hidden(tile, start, chunk, options.sliding_window)
-        if start + chunk - 1 > tile.last_position:
+        if start + chunk - 1 > tile.shortest:
             _zero_unwritten(values, tile, start, num_kv_heads)
         scores = torch.bmm(rows, keys.transpose(1, 2))
         if options.softcap is not None:
@@ -158,13 +161,14 @@ def _attend_tile(
             view = view.unflatten(2, (num_queries, num_groups))
             view.masked_fill_(hidden[:, None, :, None, :], -torch.inf)
 
-        # Merge the chunk's partial result into what came before. A chunk that a row may not see has
-        # peak -inf there: the new peak is the old one, both weights are exact, nothing changes.
-        new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
-        weights = scores.sub_(new_peak).exp_()
-        decay = peak.sub_(new_peak).exp_()
-        total = total.mul_(decay).add_(weights.sum(-1, keepdim=True))
-        mixed = mixed.mul_(decay).add_(torch.bmm(weights, values))
+        # The chunk's partial result m, n, o. A row that may see nothing of the chunk has n = 0, o = 0 and
+        # the lowest m, so the merge multiplies what came before by exactly 1 and adds exactly 0.
+        chunk_peak = scores.amax(-1, keepdim=True).clamp_(min=_LOWEST)
+        weights = scores.sub_(chunk_peak).exp_()
+        new_peak = torch.maximum(peak, chunk_peak)
+        decay, gain = peak.sub_(new_peak).exp_(), chunk_peak.sub_(new_peak).exp_()
+        total = total.mul_(decay).add_(weights.sum(-1, keepdim=True).mul_(gain))
+        mixed = mixed.mul_(decay).add_(torch.bmm(weights, values).mul_(gain))
         peak = new_peak
 
     if options.sinks is not None:

@@ -1,0 +1,284 @@
+"""LLM: the composition root for offline use.
+
+Knows every room and puts them together; has no logic of its own beyond that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, KVCacheManager
+from foreword.config import EngineConfig, Environment, ModelConfig
+from foreword.engine import Engine, ModelLimits, Prompt
+from foreword.errors import ConfigError, InvalidRequestError
+from foreword.request import RequestOutput, SamplingParams
+from foreword.scheduler import Scheduler
+from foreword.text import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from foreword.model.loader import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+Message = Mapping[str, str]
+PromptInput = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What the prefix cache did so far."""
+
+    hit_rate: float
+    """Share of the queried tokens that were found, 0.0 to 1.0."""
+    total_cached_tokens: int
+    """Tokens whose KV is in the cache now."""
+    cache_utilization: float
+    """Share of the blocks that hold cached KV, 0.0 to 1.0."""
+    requests: int
+    queried_tokens: int
+    hit_tokens: int
+    recent_hit_rate: float
+    """The same as `hit_rate`, over the last 1,000 requests."""
+    preemptions: int
+    evictions: int
+    """Cached blocks whose memory was given to other content."""
+
+
+class LLM:
+    """A model with a prefix cache, for use from Python.
+
+    Options are the fields of `foreword.config.ModelConfig`, `CacheConfig` and `SchedulerConfig`, and
+    `seed`. Raises ModelLoadError, UnsupportedModelError or ConfigError. Can be used as a context
+    manager; `close()` gives the memory back.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        from foreword.model.self_check import find_inexactness
+
+        self.config = EngineConfig.from_options(model, **options)
+        self.tokenizer = Tokenizer.load(model, trust_remote_code=self.config.model.trust_remote_code)
+        loaded = _load(self.config.model)
+        self.inexactness = find_inexactness(loaded) if self.config.model.self_check else None
+        """What breaks the promise of equal bits on this machine; None if nothing was found (or looked for)."""
+        if self.inexactness:
+            logger.warning("results are not bit-exact with this model on this machine: %s", self.inexactness)
+        self.engine = _build_engine(self.config, loaded, self.tokenizer)
+        self._request_numbers = itertools.count()
+
+    # ---------------------------------------------------------------- generate
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue prompts; results in their order.
+
+        A prompt is a text or `{"prompt_token_ids": [...]}` (or `{"prompt": "..."}`), optionally with
+        "cache_salt" and "priority". One SamplingParams serves all prompts, a list gives one each. If a
+        prompt is invalid, InvalidRequestError is raised and none is run.
+        """
+        inputs = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        return self._run([self._prompt(prompt) for prompt in inputs], sampling_params, show_progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of {"role", "content"}) or several; results in their order."""
+        if not len(messages):
+            raise InvalidRequestError("there are no messages; give at least one {'role': ..., 'content': ...}")
+        several = not isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = messages if several else [messages]
+        prompts = [Prompt(self._tokenizer_for("chat()").render_chat(conversation)) for conversation in conversations]
+        return self._run(prompts, sampling_params, show_progress)
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        show_progress: bool,
+    ) -> list[RequestOutput]:
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidRequestError(f"{len(prompts)} prompts, but {len(each)} sampling_params; give one, or one each")
+        outputs: list[RequestOutput] = []
+        try:
+            for prompt, own in zip(prompts, each, strict=True):
+                outputs.append(self.engine.add_request(f"request-{next(self._request_numbers)}", prompt, own))
+            self._step_until_done(outputs, show_progress)
+        except BaseException:
+            for output in outputs:
+                self.engine.abort_request(output.request_id)
+            raise
+        return outputs
+
+    def _step_until_done(self, outputs: list[RequestOutput], show_progress: bool) -> None:
+        with _progress_bar() if show_progress else nullcontext() as bar:
+            task = bar.add_task("prompts", total=len(outputs)) if bar else None
+            while not all(output.finished for output in outputs):
+                moved = self.engine.step()
+                if bar is not None and task is not None:
+                    bar.advance(task, sum(output.finished for output in moved))
+
+    def _prompt(self, prompt: PromptInput) -> Prompt:
+        if isinstance(prompt, str):
+            return Prompt(self._tokenizer_for("a text prompt").encode(prompt), prompt)
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "priority"}
+        if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+            raise InvalidRequestError(
+                f"a prompt has the keys {sorted(prompt)}; give 'prompt' or 'prompt_token_ids', and optionally "
+                "'cache_salt' and 'priority'"
+            )
+        salt = prompt.get("cache_salt")
+        keys = NO_EXTRA_KEYS if salt is None else ExtraKeys(salt=salt)
+        priority = prompt.get("priority", 0)
+        if "prompt" in prompt:
+            text = prompt["prompt"]
+            return Prompt(self._tokenizer_for("a text prompt").encode(text), text, keys, priority)
+        return Prompt(_token_array(prompt["prompt_token_ids"]), None, keys, priority)
+
+    def _tokenizer_for(self, purpose: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                f"model {self.config.model.model!r} has no tokenizer, which {purpose} needs; give "
+                "{'prompt_token_ids': [...]}"
+            )
+        return self.tokenizer
+
+    # ------------------------------------------------------------------- cache
+
+    def get_prefix_cache_stats(self) -> CacheReport:
+        """Counters since the start or the last `reset_prefix_cache()`."""
+        manager = self.engine.manager
+        cached = manager.get_num_cached_blocks()
+        return CacheReport(
+            hit_rate=manager.stats.hit_rate,
+            total_cached_tokens=cached * manager.block_size,
+            cache_utilization=cached / manager.num_blocks,
+            requests=manager.stats.requests,
+            queried_tokens=manager.stats.queries,
+            hit_tokens=manager.stats.hits,
+            recent_hit_rate=manager.recent.hit_rate,
+            preemptions=self.engine.scheduler.num_preemptions,
+            evictions=manager.stats.evictions,
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Raises CacheBusyError while requests run."""
+        self.engine.manager.reset_prefix_cache()
+
+    # ------------------------------------------------------------------- close
+
+    def close(self) -> None:
+        """Abort what runs and give the memory back; may be called twice."""
+        if hasattr(self, "engine"):
+            self.engine.abort_all()
+            del self.engine
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _load(options: ModelConfig) -> LoadedModel:
+    import torch
+
+    from foreword.model.loader import load_model
+
+    threads = Environment.read().num_threads
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return load_model(options)
+
+
+def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None) -> Engine:
+    """Size the pool and join cache, scheduler and runner."""
+    from foreword.model.memory import kv_cache_bytes
+    from foreword.model.runner import ModelRunner
+    from foreword.model.storage import KVStorage, bytes_per_block
+
+    block_size = config.cache.block_size
+    block_bytes = bytes_per_block(model.layers, block_size, model.dtype)
+    budget = kv_cache_bytes(config.model, model.device)
+    num_blocks = budget // block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"{budget} bytes of KV memory do not hold one block of {block_size} tokens ({block_bytes} bytes); raise "
+            "kv_cache_memory_bytes"
+        )
+    limits = ModelLimits(
+        vocab_size=model.vocab_size,
+        max_model_len=_max_model_len(config.model, model.max_positions, num_blocks * block_size),
+        eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
+    )
+    logger.info(
+        "%d blocks of %d tokens (%.2f GiB of KV), max_model_len %d",
+        num_blocks,
+        block_size,
+        num_blocks * block_bytes / 2**30,
+        limits.max_model_len,
+    )
+    storage = KVStorage(model.layers, num_blocks, block_size, model.dtype, model.device)
+    manager = KVCacheManager(
+        num_blocks, block_size=block_size, enable_prefix_caching=config.cache.enable_prefix_caching
+    )
+
+    def open_text_stream(params: SamplingParams) -> TextStream:
+        assert tokenizer is not None
+        return tokenizer.stream(params.stop, include_stop=params.include_stop_str_in_output)
+
+    return Engine(
+        Scheduler(manager, config.scheduler),
+        ModelRunner(model, storage),
+        limits,
+        open_text_stream=open_text_stream if tokenizer else None,
+        seed=config.seed,
+    )
+
+
+def _max_model_len(options: ModelConfig, max_positions: int, pool_tokens: int) -> int:
+    asked = options.max_model_len
+    if asked is None:
+        return min(max_positions, pool_tokens)
+    if asked > max_positions:
+        raise ConfigError(f"max_model_len={asked} is more than the model's {max_positions} positions")
+    if asked > pool_tokens:
+        raise ConfigError(
+            f"max_model_len={asked} does not fit into the KV memory, which holds {pool_tokens} tokens; lower it or "
+            "raise kv_cache_memory_bytes"
+        )
+    return asked
+
+
+def _token_array(token_ids: Any) -> npt.NDArray[np.int32]:
+    """Token ids as an array; anything that is not a flat list of integers raises InvalidRequestError."""
+    array = np.asarray(token_ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidRequestError(f"prompt_token_ids must be a flat list of integers, not {str(token_ids)[:60]!r}")
+    wrong = array[(array < 0) | (array > np.iinfo(np.int32).max)] if array.size else array
+    if wrong.size:
+        raise InvalidRequestError(f"prompt token {wrong[0]} is out of range; ids are 0 or more")
+    return array.astype(np.int32)
+
+
+def _progress_bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True
+    )

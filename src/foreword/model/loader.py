@@ -1,0 +1,224 @@
+"""Loading any Hugging Face causal language model with foreword's attention.
+
+Knows checkpoints, configs and module trees; knows no architecture by name: what a model needs is read
+from its config and found out by running it once. What cannot be served is refused here, with the layer
+and the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from foreword.config import ModelConfig
+from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from foreword.model.attention import ATTENTION_NAME, ForwardContext, LayoutProbe
+from foreword.model.experts import EXPERTS_NAME
+from foreword.model.storage import LayerLayout
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
+SUPPORTED = (
+    "decoder-only language models of transformers whose layers are full or sliding-window attention: "
+    "llama, qwen2, qwen3, qwen3_moe, mistral, phi3, olmo2, granite, gemma2, gemma3, gpt_oss, smollm3 and others"
+)
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and what the engine must know of it."""
+
+    module: PreTrainedModel
+    config: PretrainedConfig
+    layers: list[LayerLayout]
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    max_positions: int
+    """Longest sequence that the model may be given."""
+    eos_token_ids: frozenset[int]
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, keep: Tensor, context: ForwardContext | LayoutProbe) -> Tensor:
+        """Logits [len(keep), vocab] of the rows `keep` of a flattened batch, [1, tokens] each."""
+        output = self.module(
+            input_ids=token_ids,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=keep,
+            forward_context=context,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def activation_widths(self) -> list[int]:
+        """Last sizes of the activations that pass through elementwise functions."""
+        linear = {n for m in self.module.modules() if isinstance(m, nn.Linear) for n in (m.in_features, m.out_features)}
+        experts = {n for name, p in self.module.named_parameters() if p.dim() == 3 for n in p.shape[1:]}
+        heads = {n for layer in self.layers for n in (layer.key_dim, layer.value_dim)}
+        return sorted(linear - {self.vocab_size} | experts | heads)
+
+
+def load_model(options: ModelConfig) -> LoadedModel:
+    """Load a checkpoint from a folder or the hub. Raises ModelLoadError or UnsupportedModelError."""
+    device = _device(options.device)
+    config = _load_config(options)
+    text_config = config.get_text_config()
+    _refuse_unsupported(config, text_config, options)
+    dtype = _dtype(options, text_config)
+    module = _load_weights(options, config, dtype).to(device).eval()
+    model = LoadedModel(
+        module=module,
+        config=text_config,
+        layers=[],
+        dtype=dtype,
+        device=device,
+        vocab_size=module.get_output_embeddings().weight.shape[0],
+        max_positions=_max_positions(text_config),
+        eos_token_ids=_eos_token_ids(module, text_config),
+    )
+    model.layers.extend(_probe_layers(model))
+    return model
+
+
+def _load_config(options: ModelConfig) -> PretrainedConfig:
+    name = options.model
+    if (os.sep in name or name.startswith((".", "~"))) and not os.path.isdir(os.path.expanduser(name)) and name.count("/") != 1:
+        raise ModelLoadError(f"model folder {name!r} does not exist; give a folder with config.json or a hub id")
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        raise ModelLoadError(f"model folder {name!r} has no config.json; is it a Hugging Face checkpoint?")
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=options.trust_remote_code)
+    except ValueError as error:
+        if "does not recognize this architecture" in str(error) or "model_type" in str(error):
+            raise UnsupportedModelError(
+                f"model {name!r} has an architecture that transformers does not know ({_first_line(error)}); "
+                f"supported are {SUPPORTED}"
+            ) from error
+        raise ModelLoadError(f"the config of model {name!r} cannot be read: {_first_line(error)}") from error
+    except OSError as error:
+        raise ModelLoadError(
+            f"model {name!r} is neither a local folder nor a hub id that can be reached: {_first_line(error)}"
+        ) from error
+
+
+def _refuse_unsupported(config: PretrainedConfig, text: PretrainedConfig, options: ModelConfig) -> None:
+    kind = getattr(config, "model_type", "?")
+    for layer, layer_type in enumerate(getattr(text, "layer_types", None) or []):
+        if layer_type not in SUPPORTED_LAYER_TYPES:
+            raise UnsupportedModelError(
+                f"model {options.model!r} ({kind}): layer {layer} is of type {layer_type!r}, which this version cannot "
+                f"run; it runs {', '.join(SUPPORTED_LAYER_TYPES)}. Supported are {SUPPORTED}"
+            )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"model {options.model!r} ({kind}) is an encoder-decoder; supported are {SUPPORTED}")
+
+
+def _load_weights(options: ModelConfig, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            options.model,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            experts_implementation=EXPERTS_NAME if _has_experts(config) else None,
+            trust_remote_code=options.trust_remote_code,
+        )
+    except (SafetensorError, EOFError) as error:
+        raise ModelLoadError(
+            f"the weights of model {options.model!r} are damaged or truncated ({_first_line(error)}); download them anew"
+        ) from error
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModelError(
+            f"model {options.model!r} ({getattr(config, 'model_type', '?')}) cannot run with foreword's attention: "
+            f"{_first_line(error)}; supported are {SUPPORTED}"
+        ) from error
+    except (OSError, RuntimeError) as error:
+        raise ModelLoadError(f"the weights of model {options.model!r} cannot be loaded: {_first_line(error)}") from error
+
+
+def _has_experts(config: PretrainedConfig) -> bool:
+    text = config.get_text_config()
+    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def _probe_layers(model: LoadedModel) -> list[LayerLayout]:
+    """Run two tokens through the model to see which layers ask for attention, and with which shapes."""
+    probe = LayoutProbe()
+    kind = getattr(model.config, "model_type", "?")
+    token_ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    positions = torch.arange(2, device=model.device)[None]
+    try:
+        with torch.inference_mode():
+            model(token_ids, positions, positions[0, :1], probe)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"architecture {kind!r} does not accept a flattened batch ({type(error).__name__}: {_first_line(error)}); "
+            f"supported are {SUPPORTED}"
+        ) from error
+    expected = range(model.config.num_hidden_layers)
+    silent = [layer for layer in expected if layer not in probe.layers]
+    if silent:
+        probe.problems.append(
+            f"layer {silent[0]} keeps something else than keys and values (it never asked for attention)"
+        )
+    if probe.problems:
+        raise UnsupportedModelError(
+            f"architecture {kind!r} cannot be served: {'; '.join(probe.problems[:3])}. Supported are {SUPPORTED}"
+        )
+    return [probe.layers[layer] for layer in expected]
+
+
+def _dtype(options: ModelConfig, text: PretrainedConfig) -> torch.dtype:
+    if options.dtype == "auto":
+        return torch.bfloat16 if getattr(text, "dtype", None) in (torch.bfloat16, "bfloat16") else torch.float32
+    return torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is unknown: {_first_line(error)}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}, but torch sees no CUDA device here; use 'cpu'")
+    return device
+
+
+def _max_positions(text: PretrainedConfig) -> int:
+    """The model's longest sequence.
+
+    Rotary embeddings that change with the length of the sequence would change the KV of a prefix after
+    the fact; such models are kept to the length below which they do not.
+    """
+    longest = int(getattr(text, "max_position_embeddings", None) or 2**20)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    flat = parameters if "rope_type" in parameters else next(iter(parameters.values()), {})
+    if isinstance(flat, dict) and flat.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+        original = int(flat.get("original_max_position_embeddings") or longest)
+        if original < longest:
+            logger.warning(
+                "%s rotary embeddings change beyond %d tokens; max_model_len is limited to that", flat["rope_type"], original
+            )
+        return min(original, longest)
+    return longest
+
+
+def _eos_token_ids(module: PreTrainedModel, text: PretrainedConfig) -> frozenset[int]:
+    generation: Any = getattr(module, "generation_config", None)
+    found = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = getattr(text, "eos_token_id", None)
+    return frozenset(found if isinstance(found, list) else [] if found is None else [found])
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,119 @@
+"""ModelRunner: Batch -> tensors -> forward pass -> BatchResult.
+
+Knows batches, the model and its KV tensors; knows nothing of queues, prefixes or text.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreword.batch import Batch, BatchResult, Sample
+from foreword.model.attention import ForwardContext
+from foreword.model.kernels.reference import plan_tiles
+from foreword.model.loader import LoadedModel
+from foreword.model.sampler import sample, token_logprobs
+from foreword.model.storage import KVStorage
+from foreword.request import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class RowPadding:
+    """How many rows a forward pass must have so that each row's bits do not depend on the others.
+
+    Two things in the CPU's libraries look at the number of rows. A float32 matrix product of fewer than
+    16 rows takes another path. And elementwise functions (silu, gelu, sigmoid) compute the last few
+    elements of each thread's share one by one, with another exponential than in vectors: the share must
+    be whole vectors. See docs/decisions/0002-exactness.md.
+    """
+
+    multiple: int
+    minimum: int
+
+    @classmethod
+    def for_model(cls, widths: list[int], dtype: torch.dtype, num_threads: int) -> RowPadding:
+        """`widths`: last sizes of all activations (their greatest common divisor is what counts)."""
+        vector = 64 * num_threads  # two AVX-512 vectors of bfloat16, for every thread
+        multiple = math.lcm(num_threads, vector // math.gcd(vector, *widths))
+        return cls(multiple, 16 if dtype == torch.float32 else 1)
+
+    def __call__(self, num_rows: int) -> int:
+        rows = max(num_rows, self.minimum)
+        return -(-rows // self.multiple) * self.multiple
+
+
+class ModelRunner:
+    """Runs batches on one model. `execute` is called by one thread at a time."""
+
+    def __init__(self, model: LoadedModel, storage: KVStorage) -> None:
+        self._model = model
+        self._storage = storage
+        self._device = model.device
+        threads = torch.get_num_threads() if model.device.type == "cpu" else 1
+        self._pad_rows = RowPadding.for_model(model.activation_widths(), model.dtype, threads)
+
+    def execute(self, batch: Batch) -> BatchResult:
+        """Compute a batch: its KV is written, and each entry that reaches its end gets a token."""
+        rows = self._logit_rows(batch)
+        logits = self.forward(batch, np.concatenate(rows))
+        result = BatchResult(samples=[None] * len(batch.entries))
+        start = 0
+        sampling: list[tuple[int, Tensor]] = []
+        for number, (entry, entry_rows) in enumerate(zip(batch.entries, rows, strict=True)):
+            own = logits[start : start + len(entry_rows)]
+            start += len(entry_rows)
+            if entry.samples:
+                sampling.append((number, own[-1]))
+            if entry.request.params.prompt_logprobs is not None:
+                result.prompt_logprobs[number] = _prompt_logprobs(batch, number, own)
+        if sampling:
+            requests = [batch.entries[number].request for number, _ in sampling]
+            samples: list[Sample] = sample(torch.stack([row for _, row in sampling]), requests)
+            for (number, _), token in zip(sampling, samples, strict=True):
+                result.samples[number] = token
+        return result
+
+    def forward(self, batch: Batch, logit_rows: np.ndarray) -> Tensor:
+        """Write the batch's KV; return float32 logits [len(logit_rows), vocab] of the given tokens."""
+        with torch.inference_mode():
+            num_padded = self._pad_rows(batch.num_tokens)
+            token_ids = torch.zeros(1, num_padded, dtype=torch.long)
+            token_ids[0, : batch.num_tokens] = torch.from_numpy(batch.token_ids)
+            positions = torch.zeros(1, num_padded, dtype=torch.long)
+            positions[0, : batch.num_tokens] = torch.from_numpy(batch.positions)
+            keep = torch.zeros(self._pad_rows(len(logit_rows)), dtype=torch.long)
+            keep[: len(logit_rows)] = torch.from_numpy(logit_rows)
+            context = ForwardContext(
+                self._storage,
+                self._storage.slot_mapping(batch).to(self._device),
+                plan_tiles(batch, self._storage.scrap_block, self._storage.block_size, self._device),
+            )
+            logits = self._model(token_ids.to(self._device), positions.to(self._device), keep.to(self._device), context)
+            return logits[: len(logit_rows)].float()
+
+    def _logit_rows(self, batch: Batch) -> list[np.ndarray]:
+        """Rows of the flattened batch whose logits are needed, for each entry, ascending."""
+        rows = []
+        for entry, start, end in zip(batch.entries, batch.query_starts[:-1], batch.query_starts[1:], strict=True):
+            first = end - 1 if entry.samples else end
+            if entry.request.params.prompt_logprobs is not None and entry.start < entry.request.num_prompt_tokens - 1:
+                first = start
+            rows.append(np.arange(first, end, dtype=np.int64))
+        return rows
+
+
+def _prompt_logprobs(batch: Batch, number: int, logits: Tensor) -> list[TokenLogprobs]:
+    """Log probabilities of prompt tokens start + 1 ... from the logits of positions start ... [rows, vocab]."""
+    entry = batch.entries[number]
+    request = entry.request
+    end = min(entry.end, request.num_prompt_tokens - 1)
+    following = request.sequence.token_ids[entry.start + 1 : end + 1].tolist()
+    if not following:
+        return []
+    logprobs = logits[: len(following)].log_softmax(-1)
+    count = request.params.prompt_logprobs or 0
+    return [token_logprobs(row, token_id, count) for row, token_id in zip(logprobs, following, strict=True)]

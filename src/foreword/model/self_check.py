@@ -1,0 +1,61 @@
+"""Does the exactness promise hold for this model on this machine?
+
+Knows a runner and its arithmetic; knows nothing of requests or caches.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from foreword.batch import Batch, IntArray
+from foreword.model.loader import LoadedModel
+from foreword.model.runner import ModelRunner
+from foreword.model.storage import KVStorage
+
+NUM_TOKENS = 45
+BLOCK_SIZE = 4
+
+
+def find_inexactness(model: LoadedModel) -> str | None:
+    """Compute the end of one short prompt in several ways; say which way gave other bits, or None.
+
+    The ways: all at once; in uneven chunks down to one token; and beside another request, over KV that
+    a third one wrote. Costs six forward passes of at most 50 tokens.
+    """
+    blocks_per_request = -(-NUM_TOKENS // BLOCK_SIZE)
+    storage = KVStorage(model.layers, 4 * blocks_per_request, BLOCK_SIZE, model.dtype, model.device)
+    runner = ModelRunner(model, storage)
+    num_tokens = min(NUM_TOKENS, model.max_positions)
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, num_tokens, dtype=np.int32)
+    other = tokens[::-1].copy()
+    tables = np.arange(4 * blocks_per_request, dtype=np.int32).reshape(4, -1)
+
+    def run(*parts: tuple[int, IntArray, int, int]) -> torch.Tensor:
+        batch = _batch([(tables[row], ids, start, end) for row, ids, start, end in parts])
+        return runner.forward(batch, batch.query_starts[1:2].astype(np.int64) - 1)[0]
+
+    whole = run((0, tokens, 0, num_tokens))
+    cuts = [0, num_tokens // 2, num_tokens - 1, num_tokens]
+    for start, end in zip(cuts[:-1], cuts[1:], strict=True):
+        chunked = run((1, tokens, start, end))
+    if not torch.equal(whole, chunked):
+        return "logits depend on how prefill is chunked"
+    tables[2, :4] = tables[0, :4]  # the first 16 tokens are a hit
+    beside = run((2, tokens, 4 * BLOCK_SIZE, num_tokens), (3, other, 0, 7))
+    if not torch.equal(whole, beside):
+        return "logits depend on cache hits or on the other requests of a batch"
+    return None
+
+
+def _batch(parts: list[tuple[IntArray, IntArray, int, int]]) -> Batch:
+    """A batch of (block table, token ids, start, end)."""
+    lengths = [end - start for _, _, start, end in parts]
+    return Batch(
+        entries=(),
+        token_ids=np.concatenate([ids[start:end] for _, ids, start, end in parts]),
+        positions=np.concatenate([np.arange(start, end, dtype=np.int32) for _, _, start, end in parts]),
+        query_starts=np.cumsum([0, *lengths], dtype=np.int32),
+        block_tables=np.stack([table for table, *_ in parts]),
+        write_from=np.zeros(len(parts), np.int32),
+    )
