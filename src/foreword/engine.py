@@ -132,9 +132,7 @@ class Engine:
             self.scheduler.add(request)
         return output
 
-    def _continuations(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, max_tokens: int
-    ) -> list[Request]:
+    def _continuations(self, request_id: str, prompt: Prompt, params: SamplingParams, max_tokens: int) -> list[Request]:
         """The n requests behind one prompt; they meet in the prefix cache."""
         self._num_added += 1
         seed = params.seed if params.seed is not None else self._seed + 0x9E3779B9 * self._num_added
@@ -240,9 +238,7 @@ class Engine:
             entry.request.prompt_logprobs[entry.start :] = logprobs
         self.scheduler.commit(batch, result)
         moved = [
-            entry.request
-            for entry, sample in zip(batch.entries, result.samples, strict=True)
-            if sample is not None
+            entry.request for entry, sample in zip(batch.entries, result.samples, strict=True) if sample is not None
         ]
         return self._collect_all(moved)
 

@@ -65,7 +65,12 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _check("n", self.n, self.n >= 1, "use 1 or more")
-        _check("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "use 1 or more, or None")
+        _check(
+            "max_tokens",
+            self.max_tokens,
+            self.max_tokens is None or self.max_tokens >= 1,
+            "use 1 or more, or None",
+        )
         _check("min_tokens", self.min_tokens, self.min_tokens >= 0, "use 0 or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
@@ -179,7 +184,8 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         """Generated tokens (a copy)."""
-        return self.sequence.token_ids[self.num_prompt_tokens :].tolist()
+        token_ids: list[int] = self.sequence.token_ids[self.num_prompt_tokens :].tolist()
+        return token_ids
 
     @property
     def skips_cache(self) -> bool:

@@ -56,9 +56,7 @@ class Tokenizer:
         """Wraps a loaded `transformers.PreTrainedTokenizerBase`; see also `load`."""
         self._hf = hf_tokenizer
         eos_token_id: int | None = hf_tokenizer.eos_token_id
-        self.eos_token_ids: frozenset[int] = (
-            frozenset() if eos_token_id is None else frozenset({eos_token_id})
-        )
+        self.eos_token_ids: frozenset[int] = frozenset() if eos_token_id is None else frozenset({eos_token_id})
         """What the tokenizer alone calls the end; a model's generation config may name more."""
         self.vocab_size: int = len(hf_tokenizer)
         """Tokens the tokenizer knows, added ones included; a model's logits may be padded beyond."""
@@ -101,8 +99,7 @@ class Tokenizer:
             token_ids = self._hf.encode(text, verbose=False)
         except (TypeError, UnicodeError) as error:
             raise InvalidRequestError(
-                "The text is not valid Unicode (it holds half of a surrogate pair); decode it with "
-                'errors="replace".'
+                'The text is not valid Unicode (it holds half of a surrogate pair); decode it with errors="replace".'
             ) from error
         return np.array(token_ids, dtype=np.int32)
 
@@ -124,9 +121,7 @@ class Tokenizer:
         if text is None:
             # Decoders drop the space before the first word, so the token is read as its own successor.
             once, twice = (
-                self._hf.decode(
-                    [int(token_id)] * n, skip_special_tokens=False, clean_up_tokenization_spaces=False
-                )
+                self._hf.decode([int(token_id)] * n, skip_special_tokens=False, clean_up_tokenization_spaces=False)
                 for n in (1, 2)
             )
             text = once if _REPLACEMENT in once else twice[len(once) :]
@@ -159,9 +154,7 @@ class Tokenizer:
             ) from error
         return np.array(token_ids, dtype=np.int32)
 
-    def stream(
-        self, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
-    ) -> TextStream:
+    def stream(self, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0) -> TextStream:
         """A new `TextStream` for one output.
 
         `stop` are strings that end it; they are left out of the text unless `include_stop`. They are

@@ -80,7 +80,8 @@ class FreeKVCacheBlockQueue:
     def in_order(self) -> BlockIds:
         """All free blocks from head to tail (a copy)."""
         window = self._buffer[self._head : self._tail]
-        return window[self._place[window] == np.arange(self._head, self._tail)]
+        alive: BlockIds = window[self._place[window] == np.arange(self._head, self._tail)]
+        return alive
 
     def _compact(self) -> None:
         alive = self.in_order()

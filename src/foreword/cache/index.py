@@ -114,7 +114,8 @@ class HashIndex:
         keyed = {block_id: key for block_id, key in enumerate(self._key_of) if key is not None}
         listed: dict[int, BlockHash] = {block_id: key for key, block_id in self._block_of.items()}
         for key, waiting in self._duplicates.items():
-            assert waiting and key in self._block_of, "a duplicate waits behind nothing"
+            assert waiting, "an empty list of duplicates was left behind"
+            assert key in self._block_of, "a duplicate waits behind nothing"
             listed.update(dict.fromkeys(waiting, key))
         assert keyed == listed, "the map from keys to blocks and its inverse differ"
         assert self._num_indexed == len(keyed), "the index miscounts itself"

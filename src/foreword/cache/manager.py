@@ -102,9 +102,7 @@ class KVCacheManager:
 
     # -------------------------------------------------------------- allocation
 
-    def allocate_slots(
-        self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None = None
-    ) -> BlockIds | None:
+    def allocate_slots(self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None = None) -> BlockIds | None:
         """Make room for the KV of the first `num_tokens` tokens; None, and no change, if blocks are short.
 
         The first call for a request admits it and takes its `hit` (None: nothing was hit). Returns the

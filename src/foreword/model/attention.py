@@ -55,7 +55,7 @@ class LayoutProbe:
         self.module_names[layer] = name
 
 
-def foreword_attention(
+def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -80,9 +80,7 @@ def foreword_attention(
     storage, slots = forward_context.storage, forward_context.slots
     layer: int = module.layer_idx  # type: ignore[assignment]
     num_tokens = len(slots)
-    storage.write(
-        layer, slots, key[0].transpose(0, 1)[:num_tokens], value[0].transpose(0, 1)[:num_tokens]
-    )
+    storage.write(layer, slots, key[0].transpose(0, 1)[:num_tokens], value[0].transpose(0, 1)[:num_tokens])
     options = AttentionOptions(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,

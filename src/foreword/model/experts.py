@@ -30,9 +30,7 @@ def foreword_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
         if expert >= module.num_experts:
             continue  # a routing sentinel that means "no expert"
         pairs = torch.nonzero(chosen == expert).flatten()
-        rows = nn.functional.pad(
-            hidden_states[pairs // num_choices], (0, 0, 0, -len(pairs) % ROW_MULTIPLE)
-        )
+        rows = nn.functional.pad(hidden_states[pairs // num_choices], (0, 0, 0, -len(pairs) % ROW_MULTIPLE))
         results[pairs] = _expert(module, expert, rows)[: len(pairs)]
     weighted = results.view(num_tokens, num_choices, -1) * top_k_weights[..., None].to(results.dtype)
     total = weighted[:, 0].float()

@@ -47,7 +47,9 @@ class LoadedModel:
     """Longest sequence that the model may be given."""
     eos_token_ids: frozenset[int]
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, keep: Tensor, context: ForwardContext | LayoutProbe) -> Tensor:
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, keep: Tensor, context: ForwardContext | LayoutProbe
+    ) -> Tensor:
         """Logits [len(keep), vocab] of the rows `keep` of a flattened batch, [1, tokens] each."""
         output = self.module(
             input_ids=token_ids,
@@ -91,7 +93,11 @@ def load_model(options: ModelConfig) -> LoadedModel:
 
 def _load_config(options: ModelConfig) -> PretrainedConfig:
     name = options.model
-    if (os.sep in name or name.startswith((".", "~"))) and not os.path.isdir(os.path.expanduser(name)) and name.count("/") != 1:
+    if (
+        (os.sep in name or name.startswith((".", "~")))
+        and not os.path.isdir(os.path.expanduser(name))
+        and name.count("/") != 1
+    ):
         raise ModelLoadError(f"model folder {name!r} does not exist; give a folder with config.json or a hub id")
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise ModelLoadError(f"model folder {name!r} has no config.json; is it a Hugging Face checkpoint?")
@@ -119,7 +125,9 @@ def _refuse_unsupported(config: PretrainedConfig, text: PretrainedConfig, option
                 f"run; it runs {', '.join(SUPPORTED_LAYER_TYPES)}. Supported are {SUPPORTED}"
             )
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"model {options.model!r} ({kind}) is an encoder-decoder; supported are {SUPPORTED}")
+        raise UnsupportedModelError(
+            f"model {options.model!r} ({kind}) is an encoder-decoder; supported are {SUPPORTED}"
+        )
 
 
 def _load_weights(options: ModelConfig, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -142,7 +150,9 @@ def _load_weights(options: ModelConfig, config: PretrainedConfig, dtype: torch.d
             f"{_first_line(error)}; supported are {SUPPORTED}"
         ) from error
     except (OSError, RuntimeError) as error:
-        raise ModelLoadError(f"the weights of model {options.model!r} cannot be loaded: {_first_line(error)}") from error
+        raise ModelLoadError(
+            f"the weights of model {options.model!r} cannot be loaded: {_first_line(error)}"
+        ) from error
 
 
 def _has_experts(config: PretrainedConfig) -> bool:
@@ -206,7 +216,9 @@ def _max_positions(text: PretrainedConfig) -> int:
         original = int(flat.get("original_max_position_embeddings") or longest)
         if original < longest:
             logger.warning(
-                "%s rotary embeddings change beyond %d tokens; max_model_len is limited to that", flat["rope_type"], original
+                "%s rotary embeddings change beyond %d tokens; max_model_len is limited to that",
+                flat["rope_type"],
+                original,
             )
         return min(original, longest)
     return longest

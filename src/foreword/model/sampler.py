@@ -89,7 +89,7 @@ def _draw(logits: Tensor, requests: Sequence[Request]) -> list[int]:
     params = [request.params for request in requests]
     vocab = logits.shape[-1]
     scaled = logits.double() / column([p.temperature for p in params])
-    probs, token_ids = scaled.softmax(-1).sort(-1, descending=True, stable=True)
+    probs, token_ids = scaled.softmax(-1).sort(stable=True, dim=-1, descending=True)
     before = probs.cumsum(-1) - probs
     top_k = column([float(p.top_k if 0 < p.top_k < vocab else vocab) for p in params])
     dropped = (torch.arange(vocab, device=logits.device) >= top_k) | (

@@ -5,6 +5,8 @@ Knows a runner and its arithmetic; knows nothing of requests or caches.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -37,7 +39,7 @@ def find_inexactness(model: LoadedModel) -> str | None:
 
     whole = run((0, tokens, 0, num_tokens))
     cuts = [0, num_tokens // 2, num_tokens - 1, num_tokens]
-    for start, end in zip(cuts[:-1], cuts[1:], strict=True):
+    for start, end in itertools.pairwise(cuts):
         chunked = run((1, tokens, start, end))
     if not torch.equal(whole, chunked):
         return "logits depend on how prefill is chunked"

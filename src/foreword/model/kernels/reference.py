@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -78,7 +79,7 @@ def plan_tiles(batch: Batch, scrap_block: int, block_size: int, device: torch.de
     lengths = ends - starts
     tiles: list[Tile] = []
 
-    def add(rows: IntArray, query_index: IntArray) -> None:
+    def add(rows: npt.NDArray[np.intp], query_index: IntArray) -> None:
         positions = batch.positions[query_index]
         last = int(positions.max())
         num_blocks = last // block_size + 1
@@ -96,13 +97,13 @@ def plan_tiles(batch: Batch, scrap_block: int, block_size: int, device: torch.de
             )
         )
 
-    single = np.flatnonzero(lengths == 1).astype(np.int32)
+    single = np.flatnonzero(lengths == 1)
     if single.size:
         add(single, starts[single][:, None])
-    for row in np.flatnonzero(lengths > 1).astype(np.int32):
+    for row in np.flatnonzero(lengths > 1):
         for start in range(starts[row], ends[row], TILE_QUERIES):
-            end = min(start + TILE_QUERIES, ends[row])
-            add(row[None], np.arange(start, end, dtype=np.int32)[None])
+            end = min(start + TILE_QUERIES, int(ends[row]))
+            add(np.array([row]), np.arange(start, end, dtype=np.int32)[None])
     return tiles
 
 
@@ -158,7 +159,7 @@ def _attend_tile(
         if hidden is not None:
             # [requests, queries, chunk] -> the rows of every head; padding rows stay as they are
             view = scores.view(num_requests, num_kv_heads, num_rows + padding, chunk)[:, :, :num_rows]
-            view = view.unflatten(2, (num_queries, num_groups))
+            view = torch.unflatten(view, 2, (num_queries, num_groups))
             view.masked_fill_(hidden[:, None, :, None, :], -torch.inf)
 
         # The chunk's partial result m, n, o. A row that may see nothing of the chunk has n = 0, o = 0 and
@@ -187,10 +188,9 @@ def _attend_tile(
 
 def _gather(blocks: Tensor, block_ids: Tensor, chunk: int) -> Tensor:
     """One chunk of KV, [requests * kv_heads, chunk, dim], float32; zeros where the tables have ended."""
-    num_requests, num_blocks = block_ids.shape
     taken = blocks[block_ids]  # [requests, blocks, block_size, kv_heads, dim]
     taken = taken.flatten(1, 2).permute(0, 2, 1, 3).float()
-    taken = taken.reshape(-1, num_blocks * blocks.shape[1], blocks.shape[-1])
+    taken = taken.reshape(-1, block_ids.shape[1] * blocks.shape[1], blocks.shape[-1])
     return torch.nn.functional.pad(taken, (0, 0, 0, chunk - taken.shape[1]))
 
 
