@@ -12,6 +12,7 @@ value that was wrong and what to do about it.
     ├── ModelLoadError             the model's files cannot be read
     │   └── UnsupportedModelError  they can, but this engine cannot run the architecture
     ├── CacheBusyError             the cache cannot be reset while requests hold its blocks
+    ├── TraceError                 a recorded trace cannot be read
     └── EngineError                a step failed; the requests in it were aborted
 """
 
@@ -50,6 +51,10 @@ class UnsupportedModelError(ModelLoadError):
 
 class CacheBusyError(ForewordError):
     """The prefix cache cannot be reset while running requests hold its blocks."""
+
+
+class TraceError(ForewordError):
+    """A file of recorded requests is missing or malformed; the message names the line."""
 
 
 class EngineError(ForewordError):

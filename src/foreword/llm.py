@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -107,6 +107,31 @@ class LLM:
         prompts = [Prompt(self._tokenizer_for("chat()").render_chat(conversation)) for conversation in conversations]
         return self._run(prompts, sampling_params, show_progress)
 
+    def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Continue one prompt, yielding its output (one object, which grows) after every token.
+
+        Leaving the loop early aborts the request.
+        """
+        return self._stream(self._prompt(prompt), sampling_params)
+
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Answer one conversation, yielding as `stream` does."""
+        return self._stream(Prompt(self._tokenizer_for("chat()").render_chat(messages)), sampling_params)
+
+    def _stream(self, prompt: Prompt, params: SamplingParams | None) -> Iterator[RequestOutput]:
+        output = self.engine.add_request(self._next_id(), prompt, params or SamplingParams())
+        try:
+            while not output.finished:
+                if any(moved is output for moved in self.engine.step()):
+                    yield output
+        finally:
+            self.engine.abort_request(output.request_id)
+
+    def _next_id(self) -> str:
+        return f"request-{next(self._request_numbers)}"
+
     def _run(
         self,
         prompts: list[Prompt],
@@ -119,7 +144,7 @@ class LLM:
         outputs: list[RequestOutput] = []
         try:
             for prompt, own in zip(prompts, each, strict=True):
-                outputs.append(self.engine.add_request(f"request-{next(self._request_numbers)}", prompt, own))
+                outputs.append(self.engine.add_request(self._next_id(), prompt, own))
             self._step_until_done(outputs, show_progress)
         except BaseException:
             for output in outputs:
@@ -198,14 +223,9 @@ class LLM:
 
 
 def _load(options: ModelConfig) -> LoadedModel:
-    import torch
-
     from foreword.model.loader import load_model
 
-    threads = Environment.read().num_threads
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return load_model(options)
+    return load_model(options, num_threads=Environment.read().num_threads)
 
 
 def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None) -> Engine:
@@ -242,7 +262,9 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
 
     def open_text_stream(params: SamplingParams) -> TextStream:
         assert tokenizer is not None
-        return tokenizer.stream(params.stop, include_stop=params.include_stop_str_in_output)
+        return tokenizer.stream(
+            params.stop, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens
+        )
 
     return Engine(
         Scheduler(manager, config.scheduler),

@@ -69,8 +69,13 @@ class LoadedModel:
         return sorted(linear - {self.vocab_size} | experts | heads)
 
 
-def load_model(options: ModelConfig) -> LoadedModel:
-    """Load a checkpoint from a folder or the hub. Raises ModelLoadError or UnsupportedModelError."""
+def load_model(options: ModelConfig, *, num_threads: int | None = None) -> LoadedModel:
+    """Load a checkpoint from a folder or the hub. Raises ModelLoadError or UnsupportedModelError.
+
+    `num_threads` for the CPU's numerical code; None leaves torch's choice.
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
     device = _device(options.device)
     config = _load_config(options)
     text_config = config.get_text_config()
@@ -142,7 +147,8 @@ def _load_weights(options: ModelConfig, config: PretrainedConfig, dtype: torch.d
         )
     except (SafetensorError, EOFError) as error:
         raise ModelLoadError(
-            f"the weights of model {options.model!r} are damaged or truncated ({_first_line(error)}); download them anew"
+            f"the weights of model {options.model!r} are damaged or truncated ({_first_line(error)}); "
+            "download them anew"
         ) from error
     except (ValueError, KeyError) as error:
         raise UnsupportedModelError(

@@ -38,13 +38,14 @@ def find_inexactness(model: LoadedModel) -> str | None:
         return runner.forward(batch, batch.query_starts[1:2].astype(np.int64) - 1)[0]
 
     whole = run((0, tokens, 0, num_tokens))
-    cuts = [0, num_tokens // 2, num_tokens - 1, num_tokens]
-    for start, end in itertools.pairwise(cuts):
+    cuts = {0, num_tokens // 2, num_tokens - 1, num_tokens}
+    for start, end in itertools.pairwise(sorted(cuts)):
         chunked = run((1, tokens, start, end))
     if not torch.equal(whole, chunked):
         return "logits depend on how prefill is chunked"
-    tables[2, :4] = tables[0, :4]  # the first 16 tokens are a hit
-    beside = run((2, tokens, 4 * BLOCK_SIZE, num_tokens), (3, other, 0, 7))
+    num_hit_blocks = min(4, (num_tokens - 1) // BLOCK_SIZE)
+    tables[2, :num_hit_blocks] = tables[0, :num_hit_blocks]
+    beside = run((2, tokens, num_hit_blocks * BLOCK_SIZE, num_tokens), (3, other, 0, min(7, num_tokens)))
     if not torch.equal(whole, beside):
         return "logits depend on cache hits or on the other requests of a batch"
     return None

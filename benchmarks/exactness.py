@@ -1,0 +1,88 @@
+"""Which operations of this machine's torch give a row the same bits whatever stands beside it?
+
+The measurement behind docs/decisions/0002-exactness.md. Every operation is run on 64 rows and on other
+numbers of rows; a number is listed when a shared row came out with other bits. Run it on a new CPU or
+a new torch to see whether the promise of equal bits can hold there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+ROWS = [*range(1, 70), 96, 100, 127, 128, 129, 200, 255, 256, 257, 512, 777, 1000, 1024, 1025, 2048, 2049, 4096]
+LENGTHS = [*range(1, 140), 1000, 32768, 32769, 34048, 50001, 70003, 131077, 199999]
+
+
+def deviating_rows(op: Callable[[Tensor], Tensor], rows: Tensor, counts: Iterable[int]) -> list[int]:
+    """Numbers of rows at which `op` gives one of the first 64 rows other bits than among 64."""
+    reference = op(rows[:64])
+    return [n for n in counts if not torch.equal(op(rows[:n])[: min(n, 64)], reference[: min(n, 64)])]
+
+
+def linear(dtype: torch.dtype, inner: int, outer: int) -> list[int]:
+    weight, bias = torch.randn(outer, inner).mul_(0.02).to(dtype), torch.randn(outer).to(dtype)
+    return deviating_rows(lambda x: F.linear(x, weight, bias), torch.randn(4096, inner).to(dtype), ROWS)
+
+
+def batched_product(inner: int, outer: int, batch: int) -> list[int]:
+    right = torch.randn(batch, inner, outer)
+    rows = torch.randn(4096, batch, inner)
+    return deviating_rows(lambda x: torch.bmm(x.transpose(0, 1), right).transpose(0, 1), rows, ROWS)
+
+
+def row_operation(op: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> list[int]:
+    return deviating_rows(op, torch.randn(4096, width).to(dtype), ROWS)
+
+
+def elementwise(op: Callable[[Tensor], Tensor], dtype: torch.dtype) -> int:
+    """Lengths (of 148) and offsets (of 5) at which some element of a vector came out differently."""
+    values = (3 * torch.randn(200_000)).to(dtype)
+    reference = op(values)
+    by_length = sum(not torch.equal(op(values[:n].clone()), reference[:n]) for n in LENGTHS)
+    offsets = (1, 3, 7, 17, 33)
+    return by_length + sum(not torch.equal(op(values[o : o + 5000].clone()), reference[o : o + 5000]) for o in offsets)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    result: dict[str, dict[str, object]] = {"linear": {}, "bmm": {}, "rows": {}, "elementwise": {}}
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        for inner, outer in ((896, 896), (896, 4864), (4864, 896), (896, 32000), (128, 512), (100, 50)):
+            result["linear"][f"{name} {inner}->{outer}"] = linear(dtype, inner, outer)
+        for width in (40, 64, 896, 4096):
+            for label, op in (("rms_norm", rms_norm), ("softmax", lambda x: x.float().softmax(-1))):
+                result["rows"][f"{label} {name} {width}"] = row_operation(op, width, dtype)
+        for label, function in (
+            ("exp", torch.exp),
+            ("tanh", torch.tanh),
+            ("cos", torch.cos),
+            ("silu", F.silu),
+            ("gelu", F.gelu),
+            ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
+            ("sigmoid", torch.sigmoid),
+        ):
+            result["elementwise"][f"{label} {name}"] = elementwise(function, dtype)
+    for inner, outer in ((64, 256), (256, 64), (128, 256), (40, 256)):
+        for batch in (1, 2, 8):
+            result["bmm"][f"float32 {batch}x[rows,{inner}]x[{inner},{outer}]"] = batched_product(inner, outer, batch)
+    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")
+    for kind, figures in result.items():
+        print(f"\n{kind}: {'numbers of rows' if kind != 'elementwise' else 'how many of 153 cases'} with other bits")
+        for label, found in figures.items():
+            print(f"  {label:34s} {found if found else 'none'}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

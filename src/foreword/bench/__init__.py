@@ -1,0 +1,1 @@
+"""Measurements that drive the engine with recorded traffic."""

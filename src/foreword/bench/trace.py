@@ -1,0 +1,423 @@
+"""`foreword bench trace`: the engine under recorded traffic, held against what the recording allows.
+
+Knows Mooncake traces and the engine's door; knows nothing of how blocks are found or evicted. The reuse
+that a trace allows is worked out here a second time, from its block ids alone, so that the engine's own
+count can be checked.
+
+A trace names the content of every 512 tokens by an id. Both are scaled down, tokens by 32, so that an
+hour of a data centre fits a desk; which request shares what with which stays as it was:
+
+    recorded   |-- id 0: 512 tokens --|-- id 7: 512 tokens --|- id 9: 102 -|    input_length 1126
+    scaled     |-- id 0:  16 tokens --|-- id 7:  16 tokens --|- id 9:   4 -|    prompt tokens 36
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from foreword.errors import ConfigError, PromptTooLongError, RequestTooLargeError, TraceError
+
+if TYPE_CHECKING:
+    from foreword.engine import Engine
+    from foreword.request import RequestOutput
+
+TRACE_BLOCK_TOKENS = 512
+BLOCK_TOKENS = 16
+SCALE = TRACE_BLOCK_TOKENS // BLOCK_TOKENS
+HIT_SHARE = 0.5
+"""A request counts as a hit when at least this share of its prompt was reused."""
+
+DEFINITIONS = (
+    "Closed loop: a request is added when another has ended; the trace's arrival times are not simulated. "
+    "Time to first token runs from add_request() to the first token, so it holds the wait for requests before it. "
+    "A hit reused at least half of its prompt, a miss less."
+)
+
+
+# ------------------------------------------------------------------------------------------ the trace
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One recorded request, scaled down."""
+
+    timestamp_ms: float
+    block_ids: tuple[int, ...]
+    """Content of each block of `BLOCK_TOKENS` prompt tokens; the last block may be partial."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+    @property
+    def full_block_ids(self) -> tuple[int, ...]:
+        return self.block_ids[: self.num_prompt_tokens // BLOCK_TOKENS]
+
+
+def read_trace(file: Path, *, max_requests: int, max_output_tokens: int) -> list[TraceRequest]:
+    """The first requests of a Mooncake-style JSONL file, in order of arrival.
+
+    Raises TraceError, naming the line, for what is not such a file. Lines after the last request that
+    is wanted are not read.
+    """
+    try:
+        with file.open(encoding="utf-8") as lines:
+            filled = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+            requests = [
+                _parse_line(line, f"line {number} of trace {str(file)!r}", max_output_tokens)
+                for number, line in islice(filled, max_requests)
+            ]
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"trace {str(file)!r} cannot be read: {error}; give a JSONL file") from error
+    if not requests:
+        raise TraceError(f"trace {str(file)!r} holds no requests; give a file with one JSON object per line")
+    return sorted(requests, key=lambda request: request.timestamp_ms)
+
+
+def _parse_line(line: str, where: str, max_output_tokens: int) -> TraceRequest:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise TraceError(f"{where} is not JSON ({error}); each line must be one JSON object") from error
+    if not isinstance(record, dict):
+        raise TraceError(f"{where} is {line.strip()[:40]!r}; each line must be one JSON object")
+    for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 0)):
+        value = record.get(name)
+        kinds = (int, float) if name == "timestamp" else (int,)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not value >= least:
+            raise TraceError(f"{where}: {name}={value!r}; it must be a number of at least {least}")
+    ids = record.get("hash_ids")
+    if not isinstance(ids, list) or any(type(block_id) is not int or block_id < 0 for block_id in ids):
+        raise TraceError(f"{where}: hash_ids={str(ids)[:40]}; it must be a list of numbers of at least 0")
+    num_blocks = -(-record["input_length"] // TRACE_BLOCK_TOKENS)
+    if len(ids) != num_blocks:
+        raise TraceError(
+            f"{where}: hash_ids has {len(ids)} ids, but input_length={record['input_length']} fills {num_blocks} blocks "
+            f"of {TRACE_BLOCK_TOKENS} tokens; give one id per block"
+        )
+    return TraceRequest(
+        float(record["timestamp"]),
+        tuple(ids),
+        -(-record["input_length"] // SCALE),
+        max(1, min(-(-record["output_length"] // SCALE), max_output_tokens)),
+    )
+
+
+def prompt_token_ids(request: TraceRequest, vocab_size: int, seed: int) -> npt.NDArray[np.int32]:
+    """Tokens of a prompt: a block id always stands for the same ones, a partial block for their beginning."""
+    blocks = [np.random.default_rng((seed, block_id)).integers(vocab_size, size=16) for block_id in request.block_ids]
+    return np.concatenate(blocks)[: request.num_prompt_tokens].astype(np.int32)
+
+
+class UnlimitedCache:
+    """What a prefix cache that never evicts would reuse of requests that come one after the other."""
+
+    def __init__(self) -> None:
+        self._node_of: dict[tuple[int, int], int] = {}  # (node of the blocks before, block id) -> node
+
+    def admit(self, request: TraceRequest) -> int:
+        """Reusable prompt tokens of the next request, whose own full blocks are reusable from then on.
+
+        That holds for blocks which another request is still computing, too: a request that finds them
+        in the making waits for them. A prompt's last token is always computed.
+        """
+        node, num_known = 0, 0
+        for depth, block_id in enumerate(request.full_block_ids):
+            if (node, block_id) in self._node_of:
+                num_known = depth + 1
+            node = self._node_of.setdefault((node, block_id), len(self._node_of) + 1)
+        return min(num_known * BLOCK_TOKENS, request.num_prompt_tokens - 1)
+
+
+# ---------------------------------------------------------------------------------- options, report
+
+
+@dataclass(frozen=True, slots=True)
+class TraceBenchOptions:
+    """What to run."""
+
+    file: Path
+    """Mooncake-style JSONL."""
+    model: str | None = None
+    """Folder or hub id; None: a random model of about 0.1B parameters, made for this run."""
+    max_requests: int = 300
+    """Requests taken from the beginning of the trace."""
+    max_in_flight: int = 8
+    """Most requests in the engine at a time, running or waiting."""
+    max_output_tokens: int = 64
+    """Longer answers (after scaling) are cut to this."""
+    kv_cache_memory_bytes: int | None = None
+    """Memory for KV blocks; None: the engine's default."""
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    """Chooses the tokens that block ids stand for, and the weights of the random model."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_in_flight", "max_output_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is too small; use at least 1")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed} is too small; use at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Time to first token of one kind of requests."""
+
+    requests: int
+    median_prompt_tokens: float | None
+    median_ms: float | None
+    p90_ms: float | None
+
+    @classmethod
+    def of(cls, outputs: list[RequestOutput]) -> Latency:
+        if not outputs:
+            return cls(0, None, None, None)
+        waits = [output.metrics.time_to_first_token_ms for output in outputs]
+        lengths = [len(output.prompt_token_ids) for output in outputs]
+        median, p90 = np.percentile(np.array(waits, np.float64), (50, 90)).round(2).tolist()
+        return cls(len(outputs), float(np.median(lengths)), median, p90)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceReport:
+    """What the engine did with a trace."""
+
+    file: str
+    model: str
+    requests: int
+    """Requests served."""
+    requests_skipped: int
+    """Requests too long for the model or the pool; they were not submitted."""
+    prompt_tokens: int
+    tokens_reused: int
+    """Prompt tokens that the engine says it took from the cache."""
+    tokens_reusable: int
+    """Prompt tokens that the trace's block ids allow to be reused, with memory for everything."""
+    tokens_computed: int
+    """Tokens that went through the model, decoding included."""
+    equal: bool
+    """Whether reuse is what the trace allows, and the rest of the tokens was computed exactly once."""
+    evictions: int
+    """Cached blocks whose memory was given to other content."""
+    preemptions: int
+    explanation: str
+    """Why reuse is not what the trace allows; empty if it is or if the reason is unknown."""
+    hit_rate: float
+    """Share of the prompt tokens that were reused, 0.0 to 1.0."""
+    ttft_hits: Latency
+    ttft_misses: Latency
+    generated_tokens: int
+    wall_s: float
+    """First request added to last request ended; loading the model is not in it."""
+    generated_tokens_per_s: float
+    prompt_tokens_per_s: float
+    """Prompt tokens served per second, reused ones included."""
+    max_in_flight: int
+    seed: int
+
+
+# ---------------------------------------------------------------------------------------------- run
+
+
+def run_trace(options: TraceBenchOptions, console: Console) -> TraceReport:
+    """Drive the engine with a trace, showing progress on `console`.
+
+    Raises TraceError for a malformed trace, before a model is loaded, and what LLM raises.
+    """
+    from foreword.llm import LLM
+
+    requests = read_trace(options.file, max_requests=options.max_requests, max_output_tokens=options.max_output_tokens)
+    with (
+        _model(options) as model,
+        LLM(
+            model,
+            block_size=BLOCK_TOKENS,
+            enable_prefix_caching=options.enable_prefix_caching,
+            kv_cache_memory_bytes=options.kv_cache_memory_bytes,
+            self_check=False,
+        ) as llm,
+    ):
+        started = time.monotonic()
+        served = _drive(llm.engine, requests, options, console)
+        wall_s = time.monotonic() - started
+        return _report(options, llm.engine, served, len(requests) - len(served), wall_s)
+
+
+Served = list[tuple[TraceRequest, "RequestOutput"]]
+
+
+@contextmanager
+def _model(options: TraceBenchOptions) -> Iterator[str]:
+    if options.model is not None:
+        yield options.model
+        return
+    from foreword.model.random_weights import DEMO_SHAPE, save_random_model
+
+    with TemporaryDirectory(prefix="foreword-") as folder:
+        save_random_model(Path(folder), DEMO_SHAPE, seed=options.seed)
+        yield folder
+
+
+def _drive(engine: Engine, requests: list[TraceRequest], options: TraceBenchOptions, console: Console) -> Served:
+    """Serve the requests in order, as many at a time as `max_in_flight`; those that can never fit are left out."""
+    from foreword.engine import Prompt
+    from foreword.request import SamplingParams
+
+    served: Served = []
+    upcoming = iter(enumerate(requests))
+    in_flight = 0
+    with _progress_bar(console) as bar:
+        task = bar.add_task("requests", total=len(requests))
+        while True:
+            for number, request in islice(upcoming, options.max_in_flight - in_flight):
+                prompt = Prompt(prompt_token_ids(request, engine.limits.vocab_size, options.seed))
+                params = SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0, ignore_eos=True)
+                try:
+                    served.append((request, engine.add_request(f"trace-{number}", prompt, params)))
+                    in_flight += 1
+                except (PromptTooLongError, RequestTooLargeError):
+                    bar.advance(task)
+            if not engine.has_unfinished_requests():
+                return served
+            num_ended = sum(output.finished for output in engine.step())
+            in_flight -= num_ended
+            bar.advance(task, num_ended)
+
+
+def _report(options: TraceBenchOptions, engine: Engine, served: Served, num_skipped: int, wall_s: float) -> TraceReport:
+    unlimited = UnlimitedCache()
+    in_order = sorted(served, key=lambda pair: pair[1].metrics.first_scheduled_time or 0.0)
+    outputs = [output for _, output in served]
+    reusable = sum(unlimited.admit(request) for request, _ in in_order)
+    reused = sum(output.num_cached_tokens for output in outputs)
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    generated = sum(len(output.outputs[0].token_ids) for output in outputs)
+    # A request's last generated token is not fed back into the model.
+    due = prompt_tokens - reusable + generated - len(served)
+    equal = reused == reusable and engine.num_computed_tokens == due
+    hits = [output for output in outputs if output.num_cached_tokens >= HIT_SHARE * len(output.prompt_token_ids)]
+    misses = [output for output in outputs if output.num_cached_tokens < HIT_SHARE * len(output.prompt_token_ids)]
+    return TraceReport(
+        file=options.file.name,
+        model="random weights, 0.1B parameters" if options.model is None else options.model,
+        requests=len(served),
+        requests_skipped=num_skipped,
+        prompt_tokens=prompt_tokens,
+        tokens_reused=reused,
+        tokens_reusable=reusable,
+        tokens_computed=engine.num_computed_tokens,
+        equal=equal,
+        evictions=engine.manager.stats.evictions,
+        preemptions=engine.scheduler.num_preemptions,
+        explanation="" if equal else _explain(engine),
+        hit_rate=reused / prompt_tokens if prompt_tokens else 0.0,
+        ttft_hits=Latency.of(hits),
+        ttft_misses=Latency.of(misses),
+        generated_tokens=generated,
+        wall_s=round(wall_s, 3),
+        generated_tokens_per_s=round(generated / wall_s, 2),
+        prompt_tokens_per_s=round(prompt_tokens / wall_s, 2),
+        max_in_flight=options.max_in_flight,
+        seed=options.seed,
+    )
+
+
+def _explain(engine: Engine) -> str:
+    """What made reuse differ from what the trace allows; empty if nothing is known that could."""
+    reasons = []
+    if not engine.manager.enable_prefix_caching:
+        reasons.append("prefix caching is off")
+    if engine.manager.stats.evictions:
+        reasons.append(f"{engine.manager.stats.evictions} cached blocks were evicted for want of memory")
+    if engine.scheduler.num_preemptions:
+        reasons.append(f"{engine.scheduler.num_preemptions} requests were preempted and computed tokens again")
+    return "; ".join(reasons)
+
+
+def _progress_bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+# ------------------------------------------------------------------------------------- command line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `foreword bench trace`."""
+    defaults = TraceBenchOptions(Path())
+    parser.add_argument("file", metavar="FILE", type=Path, help="requests in Mooncake's JSONL format")
+    parser.add_argument("--model", help="folder or hub id (default: a random model of 0.1B parameters)")
+    parser.add_argument("--max-requests", type=int, default=defaults.max_requests, metavar="N")
+    parser.add_argument("--max-in-flight", type=int, default=defaults.max_in_flight, metavar="N")
+    parser.add_argument("--max-output-tokens", type=int, default=defaults.max_output_tokens, metavar="N")
+    parser.add_argument("--kv-cache-memory-bytes", type=int, metavar="BYTES")
+    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--json", action="store_true", help="end with one JSON line; all else goes to stderr")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run with parsed arguments; 1 if reuse differs from what the trace allows and nothing explains it."""
+    console = Console(stderr=args.json)
+    options = TraceBenchOptions(
+        file=args.file,
+        model=args.model,
+        max_requests=args.max_requests,
+        max_in_flight=args.max_in_flight,
+        max_output_tokens=args.max_output_tokens,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        enable_prefix_caching=args.enable_prefix_caching,
+        seed=args.seed,
+    )
+    report = run_trace(options, console)
+    _print_report(report, console)
+    if args.json:
+        print(json.dumps({"benchmark": "trace", **asdict(report)}))
+    return 0 if report.equal or report.explanation else 1
+
+
+def _print_report(report: TraceReport, console: Console) -> None:
+    table = Table(title=f"{report.file} on {report.model}", show_header=False, title_justify="left")
+    skipped = f", {report.requests_skipped} skipped as too long" if report.requests_skipped else ""
+    table.add_row("requests", f"{report.requests:,}{skipped}, {report.max_in_flight} in flight")
+    table.add_row("prompt tokens", f"{report.prompt_tokens:,}")
+    table.add_row("reused", f"{report.tokens_reused:,} (hit rate {report.hit_rate:.1%})")
+    table.add_row("the trace allows", f"{report.tokens_reusable:,}: {_verdict(report)}")
+    table.add_row("computed", f"{report.tokens_computed:,} (decoding included)")
+    table.add_row("time to first token, hits", _latency_text(report.ttft_hits))
+    table.add_row("time to first token, misses", _latency_text(report.ttft_misses))
+    table.add_row(
+        "tokens per second",
+        f"{report.generated_tokens_per_s:,.1f} generated, {report.prompt_tokens_per_s:,.0f} of prompts served",
+    )
+    console.print(table)
+    console.print(DEFINITIONS, style="dim")
+
+
+def _verdict(report: TraceReport) -> str:
+    if report.equal:
+        return f"equal, {report.evictions} evictions"
+    return f"not equal: {report.explanation or 'the reason is unknown; please report this'}"
+
+
+def _latency_text(latency: Latency) -> str:
+    if not latency.requests:
+        return "none"
+    return (
+        f"median {latency.median_ms:,.0f} ms, p90 {latency.p90_ms:,.0f} ms "
+        f"({latency.requests} requests, median prompt {latency.median_prompt_tokens:,.0f} tokens)"
+    )

@@ -1,0 +1,191 @@
+"""The command line: foreword generate | demo | bench.
+
+Knows arguments, the terminal and exit codes; everything else is called. Logging is configured here and
+nowhere else. Exit codes: 0 done, 1 a check of `demo` or `bench` failed, 2 a user's mistake, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foreword import __version__
+from foreword.config import Environment
+from foreword.errors import ForewordError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from foreword.llm import LLM
+    from foreword.request import RequestOutput, SamplingParams
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        logging.basicConfig(level=Environment.read().log_level, format="%(levelname)s %(name)s: %(message)s")
+        _quieten_libraries()
+        code: int = args.run(args)
+        return code
+    except ForewordError as error:
+        print(f"foreword: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("foreword: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has left; keep Python from complaining when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="foreword", description="LLM inference with automatic prefix caching.")
+    parser.add_argument("--version", action="version", version=f"foreword {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="continue prompts, or answer a chat message")
+    _add_generate_arguments(generate)
+    generate.set_defaults(run=_generate)
+
+    demo = commands.add_parser("demo", help="three workloads with and without the prefix cache, in a table")
+    demo.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
+    demo.set_defaults(run=_demo)
+
+    bench = commands.add_parser("bench", help="measurements on recorded traffic")
+    kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    trace = kinds.add_parser("trace", help="drive the engine with a Mooncake trace")
+    from foreword.bench import trace as trace_bench
+
+    trace_bench.add_arguments(trace)
+    trace.set_defaults(run=trace_bench.run)
+    return parser
+
+
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder or hub id of a Hugging Face causal LM")
+    parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be given several times")
+    parser.add_argument("--prompt-file", type=Path, action="append", default=[], help="file whose text to continue")
+    parser.add_argument("--prompt-token-ids", action="append", default=[], metavar="IDS", help="such as 5,17,9")
+    parser.add_argument("--chat", action="store_true", help="take each prompt as a user's message")
+    parser.add_argument("--json", action="store_true", help="print one JSON line per prompt")
+
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, default=128)
+    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    sampling.add_argument("--top-p", type=float, default=1.0)
+    sampling.add_argument("--top-k", type=int, default=0)
+    sampling.add_argument("--seed", type=int)
+    sampling.add_argument("--stop", action="append", default=[], help="string that ends the answer")
+    sampling.add_argument("--ignore-eos", action="store_true")
+
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--dtype", choices=("auto", "float32", "bfloat16"))
+    engine.add_argument("--device")
+    engine.add_argument("--max-model-len", type=int)
+    engine.add_argument("--kv-cache-memory-bytes", type=int)
+    engine.add_argument("--gpu-memory-utilization", type=float)
+    engine.add_argument("--block-size", type=int)
+    engine.add_argument("--max-num-batched-tokens", type=int)
+    engine.add_argument("--max-num-seqs", type=int)
+    engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    engine.add_argument("--trust-remote-code", action="store_true", default=None)
+    engine.set_defaults(engine_options=[action.dest for action in engine._group_actions])
+
+
+def _generate(args: argparse.Namespace) -> int:
+    prompts = _prompts(args)
+    from foreword.llm import LLM
+    from foreword.request import SamplingParams
+
+    options = {name: getattr(args, name) for name in args.engine_options if getattr(args, name) is not None}
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+    )
+    with LLM(args.model, **options) as llm:
+        if len(prompts) == 1 and not args.json and llm.tokenizer is not None:
+            _print_stream(llm, prompts[0], params, chat=args.chat)
+            return 0
+        if args.chat:
+            conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            outputs = llm.chat(conversations, params, show_progress=sys.stderr.isatty())
+        else:
+            outputs = llm.generate(prompts, params, show_progress=sys.stderr.isatty())
+        for output in outputs:
+            print(json.dumps(_as_json(output)) if args.json else _as_text(output))
+    return 0
+
+
+def _prompts(args: argparse.Namespace) -> list[Any]:
+    texts = list(args.prompt)
+    for path in args.prompt_file:
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequestError(f"prompt file {str(path)!r} cannot be read as UTF-8 text: {error}") from error
+    if args.chat and args.prompt_token_ids:
+        raise InvalidRequestError("--chat needs text; give --prompt or --prompt-file instead of --prompt-token-ids")
+    prompts: list[Any] = texts
+    for ids in args.prompt_token_ids:
+        try:
+            prompts.append({"prompt_token_ids": [int(token_id) for token_id in ids.split(",")]})
+        except ValueError as error:
+            raise InvalidRequestError(f"--prompt-token-ids {ids!r} is not a list of numbers such as 5,17,9") from error
+    if not prompts:
+        raise InvalidRequestError("there is nothing to continue; give --prompt, --prompt-file or --prompt-token-ids")
+    return prompts
+
+
+def _print_stream(llm: LLM, prompt: Any, params: SamplingParams, *, chat: bool) -> None:
+    """Print one answer as its tokens arrive."""
+    outputs = llm.stream_chat([{"role": "user", "content": prompt}], params) if chat else llm.stream(prompt, params)
+    shown = 0
+    for output in outputs:
+        text = output.outputs[0].text
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+    print()
+
+
+def _as_text(output: RequestOutput) -> str:
+    completion = output.outputs[0]
+    return completion.text or " ".join(str(token_id) for token_id in completion.token_ids)
+
+
+def _as_json(output: RequestOutput) -> dict[str, Any]:
+    completion = output.outputs[0]
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "ttft_ms": output.metrics.time_to_first_token_ms,
+    }
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from foreword.demo.run import run_demo
+
+    return run_demo(as_json=args.json)
+
+
+def _quieten_libraries() -> None:
+    """Model loading has progress bars of its own; they are noise beside ours."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

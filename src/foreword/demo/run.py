@@ -1,0 +1,167 @@
+"""`foreword demo`: run the workloads, show what the cache did, and check that it changed no answer."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from foreword.demo.timing import TimingReport, time_shapes
+from foreword.demo.workloads import WorkloadReport, compare, make_workloads
+from foreword.llm import LLM
+
+EMBEDDED_KV_BYTES = 64 * 2**20
+TIMED_KV_BYTES = 512 * 2**20
+
+
+def run_demo(*, as_json: bool) -> int:
+    """Run all, print a table or one JSON line. 0 if every answer is right and the same without the cache."""
+    console = Console(quiet=as_json)
+    with console.status("loading the embedded model"):
+        reports = _run_workloads(console)
+    console.print(_workload_table(reports))
+    with console.status("timing a larger model with random weights"):
+        timings = _run_timings()
+    console.print(_timing_table(timings))
+    summary = _summary(reports, timings)
+    console.print(_verdict(summary))
+    if as_json:
+        print(json.dumps(summary))
+    right = summary["answers_correct"] == summary["answers"]
+    return 0 if right and _all_identical(summary) else 1
+
+
+def embedded_model() -> Any:
+    """Context manager that gives the embedded model's folder."""
+    return as_file(files("foreword.demo") / "weights")
+
+
+def _run_workloads(console: Console) -> list[WorkloadReport]:
+    with embedded_model() as folder:
+        options = {"kv_cache_memory_bytes": EMBEDDED_KV_BYTES}
+        cached = LLM(str(folder), **options)
+        uncached = LLM(str(folder), enable_prefix_caching=False, self_check=False, **options)
+    with cached, uncached:
+        if cached.inexactness:
+            console.print(f"[yellow]this machine breaks bit-exactness: {cached.inexactness}[/]")
+        return [compare(cached, uncached, workload) for workload in make_workloads()]
+
+
+def _run_timings() -> list[TimingReport]:
+    from foreword.model.random_weights import DEMO_SHAPE, save_random_model
+
+    with tempfile.TemporaryDirectory(prefix="foreword-demo-") as folder:
+        save_random_model(Path(folder), DEMO_SHAPE)
+        cached = LLM(folder, kv_cache_memory_bytes=TIMED_KV_BYTES)
+        uncached = LLM(folder, enable_prefix_caching=False, self_check=False, kv_cache_memory_bytes=TIMED_KV_BYTES)
+        with cached, uncached:
+            return list(time_shapes(cached, uncached))
+
+
+def _workload_table(reports: list[WorkloadReport]) -> Table:
+    table = Table(
+        title="The embedded model answers questions about its prompt",
+        caption="reused = found in the prefix cache instead of computed; same = token for token as without the cache",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("workload")
+    for name in ("prompt tokens", "computed", "reused", "hit rate", "first token\ncold", "\nwarm", "right", "same"):
+        table.add_column(name, justify="right")
+    for report in reports:
+        table.add_row(
+            report.name,
+            f"{report.num_prompt_tokens:,}",
+            f"{report.num_prompt_tokens - report.num_reused_tokens:,}",
+            f"{report.num_reused_tokens:,}",
+            f"{report.hit_rate:.1%}",
+            f"{report.ttft_cold_ms:.0f} ms",
+            f"{report.ttft_warm_ms:.0f} ms",
+            f"{report.num_correct}/{len(report.cached)}",
+            f"{report.num_identical}/{len(report.cached)}",
+        )
+    return table
+
+
+def _timing_table(timings: list[TimingReport]) -> Table:
+    table = Table(
+        title="The same shapes on a model with random weights (its words mean nothing, its times do)",
+        caption="prompts are Python's own library sources, a token per byte; median time to first token",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("workload")
+    for name in ("prompt tokens", "computed", "cold", "warm", "faster", "same"):
+        table.add_column(name, justify="right")
+    for timing in timings:
+        table.add_row(
+            timing.name,
+            f"{timing.num_prompt_tokens:,}",
+            f"{timing.num_computed_tokens:,}",
+            f"{timing.ttft_cold_ms:.0f} ms",
+            f"{timing.ttft_warm_ms:.0f} ms",
+            f"{timing.ttft_cold_ms / timing.ttft_warm_ms:.1f}x",
+            f"{timing.num_identical}/{timing.num_requests}",
+        )
+    return table
+
+
+def _summary(reports: list[WorkloadReport], timings: list[TimingReport]) -> dict[str, Any]:
+    """What --json prints. Times are those of the first shape, a long document with many questions."""
+    num_prompt_tokens = sum(report.num_prompt_tokens for report in reports)
+    return {
+        "hit_rate": round(sum(report.num_reused_tokens for report in reports) / num_prompt_tokens, 4),
+        "prompt_tokens": num_prompt_tokens,
+        "ttft_cold_ms": round(timings[0].ttft_cold_ms, 1),
+        "ttft_warm_ms": round(timings[0].ttft_warm_ms, 1),
+        "answers": sum(len(report.cached) for report in reports),
+        "answers_correct": sum(report.num_correct for report in reports),
+        "answers_identical": sum(report.num_identical for report in reports),
+        "workloads": {
+            report.name: {
+                "prompt_tokens": report.num_prompt_tokens,
+                "reused_tokens": report.num_reused_tokens,
+                "hit_rate": round(report.hit_rate, 4),
+                "ttft_cold_ms": round(report.ttft_cold_ms, 1),
+                "ttft_warm_ms": round(report.ttft_warm_ms, 1),
+                "answers": len(report.cached),
+                "answers_correct": report.num_correct,
+                "answers_identical": report.num_identical,
+            }
+            for report in reports
+        },
+        "timed_workloads": {
+            timing.name: {
+                "prompt_tokens": timing.num_prompt_tokens,
+                "computed_tokens": timing.num_computed_tokens,
+                "ttft_cold_ms": round(timing.ttft_cold_ms, 1),
+                "ttft_warm_ms": round(timing.ttft_warm_ms, 1),
+                "requests": timing.num_requests,
+                "requests_identical": timing.num_identical,
+            }
+            for timing in timings
+        },
+    }
+
+
+def _all_identical(summary: dict[str, Any]) -> bool:
+    timed = summary["timed_workloads"].values()
+    return summary["answers_identical"] == summary["answers"] and all(
+        timing["requests_identical"] == timing["requests"] for timing in timed
+    )
+
+
+def _verdict(summary: dict[str, Any]) -> str:
+    same = (
+        "every answer is the same with and without the cache"
+        if _all_identical(summary)
+        else ("[red]some answers differ with and without the cache[/]")
+    )
+    return (
+        f"{summary['answers_correct']} of {summary['answers']} answers right, {summary['hit_rate']:.1%} of prompt tokens "
+        f"reused; {same}."
+    )

@@ -1,0 +1,243 @@
+"""KVCacheManager: the worked examples of vLLM's design, and what they leave open."""
+
+import random
+
+import numpy as np
+import pytest
+
+from foreword.cache import ExtraKeys, KVCacheManager, TokenSequence
+from foreword.errors import CacheBusyError, ConfigError
+
+
+def sequence(name, tokens, block_size=4, **extra):
+    return TokenSequence(name, list(tokens), block_size=block_size, extra_keys=ExtraKeys(**extra))
+
+
+def admit(manager, seq, num_tokens=None):
+    """Look a sequence up and take its blocks; returns the hit."""
+    hit = manager.get_computed_blocks(seq)
+    assert manager.allocate_slots(seq, len(seq) if num_tokens is None else num_tokens, hit) is not None
+    manager.check_integrity()
+    return hit
+
+
+def table(manager, name):
+    return manager.block_ids(name).tolist()
+
+
+def generate(manager, seq, *tokens):
+    for token in tokens:
+        seq.append(token)
+        assert manager.allocate_slots(seq, len(seq)) is not None
+    manager.check_integrity()
+
+
+def test_worked_example_of_three_requests_and_ten_blocks():
+    manager = KVCacheManager(10, block_size=4)
+    zero = sequence("0", range(15))
+    admit(manager, zero)
+    assert table(manager, "0") == [0, 1, 2, 3]
+    assert manager.get_num_cached_blocks() == 3
+
+    generate(manager, zero, 100)
+    assert manager.get_num_cached_blocks() == 4  # block 3 is full
+    generate(manager, zero, 101)
+    assert table(manager, "0") == [0, 1, 2, 3, 4]
+
+    one = sequence("1", [*range(10), 50, 51, 52, 53])
+    hit = admit(manager, one)
+    assert hit.block_ids.tolist() == [0, 1]
+    assert hit.num_tokens == 8
+    assert table(manager, "1") == [0, 1, 5, 6]
+
+    manager.free("0")
+    assert manager.free_block_ids().tolist() == [7, 8, 9, 4, 3, 2]
+    manager.free("1")
+    assert manager.free_block_ids().tolist() == [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
+
+    two = sequence("2", [*range(12), *range(200, 217)])
+    hit = manager.get_computed_blocks(two)
+    assert hit.block_ids.tolist() == [0, 1, 2]
+    evictions = manager.stats.evictions
+    assert manager.allocate_slots(two, 29, hit) is not None
+    assert table(manager, "2") == [0, 1, 2, 7, 8, 9, 4, 3]
+    assert manager.stats.evictions == evictions + 1  # block 3 was cached
+    assert manager.free_block_ids().tolist() == [6, 5]
+    manager.check_integrity()
+
+
+def test_worked_example_of_a_duplicate_block():
+    manager = KVCacheManager(10, block_size=4)
+    prompt = [ord(letter) for letter in "ABCDEF"]
+    answer = [ord(letter) for letter in "GHI"]
+    one = sequence("1", prompt)
+    admit(manager, one)
+    generate(manager, one, *answer)
+    assert table(manager, "1") == [0, 1, 2]
+
+    again = sequence("2", prompt)
+    assert admit(manager, again).block_ids.tolist() == [0]
+    generate(manager, again, *answer[:2])
+    assert table(manager, "2") == [0, 3]
+    assert manager.get_num_cached_blocks() == 3  # 0, 1 and its duplicate 3
+
+    # Whichever goes first, the other still answers.
+    manager.evict_blocks(np.array([1], np.int32))
+    assert manager.get_computed_blocks(sequence("3", prompt + answer)).block_ids.tolist() == [0, 3]
+    manager.check_integrity()
+
+
+def test_too_few_blocks_change_nothing():
+    manager = KVCacheManager(4, block_size=4)
+    admit(manager, sequence("a", range(9)))
+    big = sequence("b", range(100, 112))
+    before = manager.free_block_ids().tolist()
+    assert manager.allocate_slots(big, 12, manager.get_computed_blocks(big)) is None
+    assert manager.free_block_ids().tolist() == before
+    assert manager.held_request_ids() == ["a"]
+    manager.check_integrity()
+
+
+def test_hit_blocks_that_are_free_are_not_counted_twice():
+    manager = KVCacheManager(4, block_size=4)
+    admit(manager, sequence("a", range(8)))
+    manager.free("a")
+    # Two of the four free blocks are the hit itself; 3 more would be needed, 2 remain.
+    longer = sequence("b", [*range(8), *range(50, 62)])
+    assert manager.allocate_slots(longer, 20, manager.get_computed_blocks(longer)) is None
+    shorter = sequence("c", [*range(8), *range(50, 58)])
+    assert manager.allocate_slots(shorter, 16, manager.get_computed_blocks(shorter)) is not None
+    assert manager.get_num_free_blocks() == 0
+    manager.check_integrity()
+
+
+def test_a_prompt_that_is_cached_whole_keeps_all_its_blocks_and_computes_one_token():
+    manager = KVCacheManager(8, block_size=4)
+    admit(manager, sequence("a", range(8)))
+    hit = admit(manager, sequence("b", range(8)))
+    assert hit.num_tokens == 7
+    assert table(manager, "b") == table(manager, "a")
+
+
+def test_blocks_of_a_batch_member_are_hit_by_later_members_at_once():
+    manager = KVCacheManager(8, block_size=4)
+    admit(manager, sequence("a", range(10)))  # scheduled, not computed yet
+    assert admit(manager, sequence("b", range(10))).num_tokens == 8
+
+
+def test_a_block_is_indexed_no_earlier_than_its_tokens_are_scheduled():
+    manager = KVCacheManager(8, block_size=4)
+    prompt = sequence("a", range(16))
+    admit(manager, prompt, num_tokens=7)
+    assert manager.get_num_cached_blocks() == 1
+    manager.allocate_slots(prompt, 12)
+    assert manager.get_num_cached_blocks() == 3
+
+
+def test_forgetting_a_failed_step_leaves_only_computed_blocks():
+    manager = KVCacheManager(8, block_size=4)
+    prompt = sequence("a", range(16))
+    admit(manager, prompt, num_tokens=8)
+    manager.allocate_slots(prompt, 16)
+    manager.forget_uncomputed("a", 8)
+    manager.free("a")
+    assert manager.get_computed_blocks(sequence("b", range(16))).num_tokens == 8
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["salt", "adapter", "embeddings_hash"])
+def test_other_extra_keys_never_hit(kind):
+    manager = KVCacheManager(16, block_size=4)
+    admit(manager, sequence("a", range(12), **{kind: "x"}))
+    assert admit(manager, sequence("b", range(12), **{kind: "y"})).num_tokens == 0
+    assert admit(manager, sequence("c", range(12))).num_tokens == 0
+    assert admit(manager, sequence("d", range(12), **{kind: "x"})).num_tokens == 11
+
+
+def test_reset_is_refused_while_blocks_are_held_and_says_who_holds_them():
+    manager = KVCacheManager(8, block_size=4)
+    admit(manager, sequence("holder", range(8)))
+    with pytest.raises(CacheBusyError, match="holder"):
+        manager.reset_prefix_cache()
+    manager.free("holder")
+    manager.reset_prefix_cache()
+    assert manager.get_num_cached_blocks() == 0
+    assert manager.get_computed_blocks(sequence("b", range(8))).num_tokens == 0
+    manager.check_integrity()
+
+
+def test_caching_can_be_off():
+    manager = KVCacheManager(8, block_size=4, enable_prefix_caching=False)
+    admit(manager, sequence("a", range(8)))
+    assert admit(manager, sequence("b", range(8))).num_tokens == 0
+    assert manager.get_num_cached_blocks() == 0
+
+
+def test_statistics_count_admissions_and_keep_resumed_requests_apart():
+    manager = KVCacheManager(8, block_size=4)
+    admit(manager, sequence("a", range(10)))
+    admit(manager, sequence("b", range(10)))
+    manager.free("b")
+    again = sequence("b", range(10))
+    manager.allocate_slots(again, 10, manager.get_computed_blocks(again, resumed=True))
+    stats = manager.stats
+    assert (stats.requests, stats.queries, stats.hits) == (2, 20, 8)
+    assert (stats.preempted_requests, stats.preempted_queries, stats.preempted_hits) == (1, 10, 8)
+    assert stats.hit_rate == manager.recent.hit_rate == 0.4
+
+
+def test_common_prefix_counts_blocks_that_are_physically_shared():
+    manager = KVCacheManager(16, block_size=4)
+    for name, tail in (("a", 50), ("b", 60), ("c", 70)):
+        admit(manager, sequence(name, [*range(8), *range(tail, tail + 5)]))
+    assert manager.get_num_common_prefix_blocks(["a", "b", "c"]) == 2
+    assert manager.get_num_common_prefix_blocks(["a"]) == 4
+    assert manager.get_num_common_prefix_blocks([]) == 0
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0)])
+def test_impossible_sizes_are_refused(num_blocks, block_size):
+    with pytest.raises(ConfigError, match="at least 1"):
+        KVCacheManager(num_blocks, block_size=block_size)
+
+
+def test_random_lives_over_two_tokens_leak_nothing_and_hit_only_true_prefixes():
+    rng = random.Random(1)
+    for block_size in (1, 3, 4):
+        manager = KVCacheManager(24, block_size=block_size)
+        live: dict[str, TokenSequence] = {}
+        content: dict[int, tuple[int, ...]] = {}  # block -> the whole prefix that it was filled with
+        for number in range(2000):
+            kind = rng.random()
+            if kind < 0.4:
+                seq = sequence(str(number), [rng.randint(0, 1) for _ in range(rng.randint(1, 20))], block_size)
+                hit = manager.get_computed_blocks(seq)
+                for block, held in enumerate(hit.block_ids.tolist()):
+                    assert content[held] == tuple(seq.token_ids[: (block + 1) * block_size].tolist())
+                if manager.allocate_slots(seq, len(seq), hit) is None:
+                    continue
+                live[seq.request_id] = seq
+            elif kind < 0.8 and live:
+                seq = rng.choice(list(live.values()))
+                seq.append(rng.randint(0, 1))
+                if manager.allocate_slots(seq, len(seq)) is None:
+                    manager.free(seq.request_id)
+                    del live[seq.request_id]
+                    continue
+            elif live:
+                name = rng.choice(list(live))
+                manager.free(name)
+                del live[name]
+                continue
+            elif rng.random() < 0.1:
+                manager.reset_prefix_cache()
+                continue
+            else:
+                continue
+            for block, held in enumerate(manager.block_ids(seq.request_id).tolist()[: seq.num_full_blocks]):
+                content[held] = tuple(seq.token_ids[: (block + 1) * block_size].tolist())
+            manager.check_integrity()
+        for name in list(live):
+            manager.free(name)
+        assert manager.get_num_free_blocks() == 24
+        manager.check_integrity()

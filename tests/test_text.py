@@ -1,0 +1,579 @@
+"""Tokenizing, chat templates, streaming and stop strings, on tokenizers that the tests train."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from foreword.errors import ChatTemplateError, InvalidRequestError, ModelLoadError
+from foreword.text import TextStream, Tokenizer
+
+CORPUS = [
+    "The code of the amber falcon is 4821. What is the code of the amber falcon?",
+    "A prefix that two requests share is computed once; the second request reads it.",
+    "Ein Präfix, zwei Anfragen: größer wird der Speicher dadurch nicht.",
+    "前置きは一度だけ計算されます。二度目は読むだけです。",
+    "One 🙂, two 🙂🙂, and a family: 👩‍👩‍👧.",
+    "ab ba aab abab bbaa abba",
+] * 5
+SPECIAL_TOKENS = ["<unk>", "<s>", "</s>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+STRICT_TEMPLATE = (
+    "{% if messages[0]['role'] != 'user' %}{{ raise_exception('start with the user') }}{% endif %}" + CHAT_TEMPLATE
+)
+
+PROPERTY = settings(deadline=None, max_examples=150)
+
+
+def byte_level_backend() -> Backend:
+    """As GPT-2, Llama 3 and Qwen have it: tokens are byte strings, and may end within a character."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=SPECIAL_TOKENS)
+    )
+    return backend
+
+
+def metaspace_backend() -> Backend:
+    """As sentencepiece has it: a word carries the space before it, except the first."""
+    backend = Backend(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL_TOKENS))
+    return backend
+
+
+def byte_fallback_backend() -> Backend:
+    """As Llama 2 and Gemma have it: sentencepiece, and unknown characters as tokens of one byte each."""
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    trained = json.loads(metaspace_backend().to_str())
+    vocab: dict[str, int] = trained["model"]["vocab"]
+    vocab.update({token: len(vocab) + index for index, token in enumerate(byte_tokens)})
+    merges = [tuple(pair) for pair in trained["model"]["merges"]]
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    backend.add_special_tokens(SPECIAL_TOKENS)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return backend
+
+
+def word_piece_backend() -> Backend:
+    """As BERT has it: pieces within a word are marked, spaces are not kept."""
+    backend = Backend(models.WordPiece(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    backend.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIAL_TOKENS))
+    return backend
+
+
+def save(backend: Backend, folder: Path, chat_template: str | None = None) -> Path:
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    fast.chat_template = chat_template
+    fast.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer.load(str(folder))
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load(save(byte_level_backend(), tmp_path_factory.mktemp("byte_level"), CHAT_TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load(save(metaspace_backend(), tmp_path_factory.mktemp("metaspace")))
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load(save(byte_fallback_backend(), tmp_path_factory.mktemp("byte_fallback")))
+
+
+@pytest.fixture(scope="module")
+def word_piece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load(save(word_piece_backend(), tmp_path_factory.mktemp("word_piece")))
+
+
+# --- Loading --------------------------------------------------------------------------------------
+
+
+def test_importing_the_module_loads_neither_transformers_nor_torch() -> None:
+    code = "import sys, foreword.text; print(sorted({'transformers', 'torch'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_a_model_folder_without_tokenizer_files_has_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    assert Tokenizer.load(str(tmp_path)) is None
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"no folder .*nowhere"):
+        Tokenizer.load(str(tmp_path / "nowhere"))
+
+
+def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(ModelLoadError, match="is a file"):
+        Tokenizer.load(str(file))
+
+
+def test_a_truncated_tokenizer_file_is_a_load_error(tmp_path: Path) -> None:
+    save(byte_level_backend(), tmp_path)
+    whole = (tmp_path / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelLoadError, match="cannot be loaded"):
+        Tokenizer.load(str(tmp_path))
+
+
+def test_a_tokenizer_whose_vocabulary_file_is_missing_is_a_load_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(ModelLoadError, match="no vocabulary"):
+        Tokenizer.load(str(tmp_path))
+
+
+def test_a_hub_id_is_told_from_one_without_tokenizer_and_from_one_that_does_not_exist(tmp_path: Path) -> None:
+    """Offline, from a hub cache laid out by hand: the environment has to be set before transformers loads."""
+    revision = "a" * 40
+    for name in ("with", "without"):
+        repository = tmp_path / f"models--owner--{name}"
+        snapshot = repository / "snapshots" / revision
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text('{"model_type": "llama"}')
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(revision)
+    save(byte_level_backend(), tmp_path / "models--owner--with" / "snapshots" / revision)
+    code = (
+        "from foreword.errors import ModelLoadError\n"
+        "from foreword.text import Tokenizer\n"
+        "print(Tokenizer.load('owner/with').vocab_size, Tokenizer.load('owner/without'))\n"
+        "try: Tokenizer.load('owner/never')\n"
+        "except ModelLoadError as error: print(str(error)[:30])\n"
+    )
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert result.stdout.split("\n") == ["420 None", "'owner/never' is neither a fol", ""]
+
+
+def test_the_end_token_and_the_vocabulary_size_come_from_the_tokenizer(byte_level: Tokenizer) -> None:
+    assert byte_level.eos_token_ids == {SPECIAL_TOKENS.index("</s>")}
+    assert byte_level.vocab_size == 420
+
+
+# --- Encoding and decoding ------------------------------------------------------------------------
+
+
+def test_encoding_gives_int32_and_decoding_gives_the_text_back(byte_level: Tokenizer) -> None:
+    text = "The falcon says 🙂 twice.\n"
+    token_ids = byte_level.encode(text)
+    assert token_ids.dtype == np.int32
+    assert token_ids.ndim == 1
+    assert byte_level.decode(token_ids.tolist()) == text
+
+
+def test_the_empty_text_has_no_tokens(byte_level: Tokenizer) -> None:
+    assert byte_level.encode("").shape == (0,)
+    assert byte_level.decode([]) == ""
+
+
+def test_encoding_adds_the_special_tokens_that_the_tokenizer_adds(tmp_path: Path) -> None:
+    backend = byte_level_backend()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = load(save(backend, tmp_path))
+    token_ids = tokenizer.encode("falcon")
+    assert token_ids[0] == 1
+    assert tokenizer.decode(token_ids.tolist()) == "falcon"
+
+
+def test_spaces_before_punctuation_survive_decoding(tmp_path: Path) -> None:
+    save(word_piece_backend(), tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["clean_up_tokenization_spaces"] = True
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("falcon.").tolist()).endswith(" .")
+
+
+def test_half_of_a_surrogate_pair_is_refused(byte_level: Tokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        byte_level.encode("broken \ud83d text")
+
+
+def test_a_prompt_that_is_no_string_is_refused(byte_level: Tokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match="not bytes"):
+        byte_level.encode(b"bytes")  # type: ignore[arg-type]
+
+
+def test_a_token_alone_reads_as_in_the_middle_of_a_text(
+    byte_level: Tokenizer, metaspace: Tokenizer, word_piece: Tokenizer
+) -> None:
+    for tokenizer in (byte_level, metaspace, word_piece):
+        *_, last = tokenizer.encode("The falcon").tolist()
+        first, *_ = tokenizer.encode("falcon falcon").tolist()
+        assert "The falcon".endswith(tokenizer.token_text(last))
+        assert tokenizer.token_text(first).strip() == tokenizer.decode([first]).strip()
+    space_word = metaspace.encode("the the").tolist()[-1]
+    assert metaspace.token_text(space_word) == " the"
+
+
+def test_a_special_token_reads_by_its_name_and_a_piece_of_a_character_as_a_replacement(
+    byte_level: Tokenizer,
+) -> None:
+    assert byte_level.token_text(SPECIAL_TOKENS.index("</s>")) == "</s>"
+    first_byte = byte_level.encode("\U0001f9ff").tolist()[0]
+    assert byte_level.token_text(first_byte) == "\ufffd"
+
+
+# --- Chat -----------------------------------------------------------------------------------------
+
+
+def test_a_conversation_is_laid_out_by_the_chat_template(byte_level: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "What is the code?"}]
+    open_end = byte_level.render_chat(messages)
+    closed = byte_level.render_chat(messages, add_generation_prompt=False)
+    assert closed.dtype == np.int32
+    assert byte_level.decode(closed.tolist()) == "user: What is the code?"
+    assert byte_level.decode(open_end.tolist()) == "user: What is the code?assistant:"
+    assert closed[0] == SPECIAL_TOKENS.index("<s>")
+
+
+def test_the_next_turn_begins_with_the_tokens_of_the_turn_before(byte_level: Tokenizer) -> None:
+    first = [{"role": "user", "content": "What is the code?"}]
+    second = [*first, {"role": "assistant", "content": "4821"}, {"role": "user", "content": "Sure?"}]
+    earlier, later = (byte_level.render_chat(m, add_generation_prompt=False) for m in (first, second))
+    assert later[: len(earlier)].tolist() == earlier.tolist()
+
+
+def test_chatting_without_a_template_names_the_remedy(metaspace: Tokenizer) -> None:
+    with pytest.raises(ChatTemplateError, match=r"generate\(\)"):
+        metaspace.render_chat([{"role": "user", "content": "Hello"}])
+
+
+def test_a_template_that_refuses_the_conversation_is_quoted(tmp_path: Path) -> None:
+    tokenizer = load(save(byte_level_backend(), tmp_path, STRICT_TEMPLATE))
+    with pytest.raises(ChatTemplateError, match="start with the user"):
+        tokenizer.render_chat([{"role": "system", "content": "Be brief."}])
+
+
+def test_a_broken_template_is_a_template_error(tmp_path: Path) -> None:
+    tokenizer = load(save(byte_level_backend(), tmp_path, "{% for message in %}"))
+    with pytest.raises(ChatTemplateError):
+        tokenizer.render_chat([{"role": "user", "content": "Hello"}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ([], "empty"),
+        ("Hello", "list of messages"),
+        ({"role": "user", "content": "Hello"}, "list of messages"),
+        (["Hello"], "Message 0 is a str"),
+        ([{"content": "Hello"}], "'role'"),
+        ([{"role": "user", "content": "Hi"}, {"role": "user"}], "Message 1 needs a string 'content'"),
+        ([{"role": "user", "content": None}], "'content'"),
+    ],
+)
+def test_malformed_messages_are_refused(byte_level: Tokenizer, messages: object, complaint: str) -> None:
+    with pytest.raises(InvalidRequestError, match=complaint):
+        byte_level.render_chat(messages)  # type: ignore[arg-type]
+
+
+# --- Streaming ------------------------------------------------------------------------------------
+
+
+def stream_in_pieces(stream: TextStream, token_ids: Sequence[int], sizes: Sequence[int] = (1,)) -> list[str]:
+    """Pushes all tokens, in pushes of `sizes` (repeated), and returns every piece of text released."""
+    pieces: list[str] = []
+    start = 0
+    while start < len(token_ids):
+        size = sizes[len(pieces) % len(sizes)]
+        step = stream.push(token_ids[start : start + size])
+        assert stream.text == "".join(pieces) + step.new_text
+        pieces.append(step.new_text)
+        start += size
+    pieces.append(stream.finish())
+    assert stream.text == "".join(pieces)
+    return pieces
+
+
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+LIKELY_TEXT = st.text(st.sampled_from("abc the 🙂👩‍👧é前置き\n\ufffd"), max_size=60)
+SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
+
+
+@PROPERTY
+@given(text=ANY_TEXT | LIKELY_TEXT, sizes=SIZES)
+def test_streamed_byte_level_text_is_the_decoded_text(byte_level: Tokenizer, text: str, sizes: list[int]) -> None:
+    token_ids = byte_level.encode(text).tolist()
+    assert "".join(stream_in_pieces(byte_level.stream(), token_ids, sizes)) == text
+
+
+@PROPERTY
+@given(token_ids=st.lists(st.integers(0, 430), max_size=120), sizes=SIZES)
+def test_streamed_random_byte_level_tokens_are_the_decoded_text(
+    byte_level: Tokenizer, token_ids: list[int], sizes: list[int]
+) -> None:
+    """Invalid bytes, special tokens and ids beyond the vocabulary (420 tokens) included."""
+    pieces = stream_in_pieces(byte_level.stream(), token_ids, sizes)
+    assert "".join(pieces) == byte_level.decode(token_ids)
+
+
+@pytest.fixture(scope="module")
+def ids_of_bytes(byte_level: Tokenizer) -> list[int]:
+    """The token id of every byte. GPT-2's alphabet writes unprintable bytes as characters from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable}
+    characters |= {byte: chr(256 + index) for index, byte in enumerate(unprintable)}
+    vocab: dict[str, int] = byte_level._hf.get_vocab()
+    return [vocab[characters[byte]] for byte in range(256)]
+
+
+@PROPERTY
+@given(values=st.lists(st.sampled_from([0x80, 0xBF, 0xE2, 0xF0, 0x9F, 0xFF, 0xC3, 0x61]), max_size=80))
+def test_streamed_invalid_bytes_are_the_decoded_text(
+    byte_level: Tokenizer, ids_of_bytes: list[int], values: list[int]
+) -> None:
+    token_ids = [ids_of_bytes[value] for value in values]
+    assert byte_level.decode(token_ids) == bytes(values).decode(errors="replace")
+    assert "".join(stream_in_pieces(byte_level.stream(), token_ids)) == byte_level.decode(token_ids)
+
+
+@PROPERTY
+@given(text=ANY_TEXT | LIKELY_TEXT, sizes=SIZES)
+def test_streamed_metaspace_text_is_the_decoded_text(metaspace: Tokenizer, text: str, sizes: list[int]) -> None:
+    token_ids = metaspace.encode(text).tolist()
+    assert "".join(stream_in_pieces(metaspace.stream(), token_ids, sizes)) == metaspace.decode(token_ids)
+
+
+@PROPERTY
+@given(token_ids=st.lists(st.integers(0, 299), max_size=120))
+def test_streamed_random_metaspace_tokens_are_the_decoded_text(metaspace: Tokenizer, token_ids: list[int]) -> None:
+    assert "".join(stream_in_pieces(metaspace.stream(), token_ids)) == metaspace.decode(token_ids)
+
+
+@PROPERTY
+@given(text=ANY_TEXT | LIKELY_TEXT, sizes=SIZES)
+def test_streamed_byte_fallback_text_is_the_decoded_text(byte_fallback: Tokenizer, text: str, sizes: list[int]) -> None:
+    token_ids = byte_fallback.encode(text).tolist()
+    assert "".join(stream_in_pieces(byte_fallback.stream(), token_ids, sizes)) == byte_fallback.decode(token_ids)
+
+
+@PROPERTY
+@given(token_ids=st.lists(st.integers(0, 299), max_size=120))
+def test_streamed_word_pieces_are_the_decoded_text(word_piece: Tokenizer, token_ids: list[int]) -> None:
+    assert "".join(stream_in_pieces(word_piece.stream(), token_ids)) == word_piece.decode(token_ids)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_characters_are_released_whole_and_as_soon_as_they_are_complete(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    text = "\U00103456\U00103456\u1a3c"  # their bytes are not in the training text: one token per byte
+    token_ids = tokenizer.encode(text).tolist()[-11:]
+    stream = tokenizer.stream()
+    pieces = [stream.push([token_id]).new_text for token_id in token_ids]
+    assert pieces == ["", "", "", "\U00103456", "", "", "", "\U00103456", "", "", "\u1a3c"]
+
+
+def test_an_incomplete_character_comes_out_as_a_replacement_at_the_end(byte_level: Tokenizer) -> None:
+    token_ids = byte_level.encode("code \U0001f9ff").tolist()
+    stream = byte_level.stream()
+    stream.push(token_ids[:-1])
+    assert stream.text == "code "
+    assert stream.finish() == "\ufffd"
+    assert stream.text == "code \ufffd"
+    assert stream.finish() == ""
+
+
+def test_special_tokens_within_a_text_leave_no_trace(metaspace: Tokenizer) -> None:
+    the = metaspace.encode("the").tolist()
+    token_ids = [*the, *[2] * 40, *the, *the]
+    assert "".join(stream_in_pieces(metaspace.stream(), token_ids)) == "the the the"
+
+
+def test_a_byte_run_that_turns_invalid_does_not_take_back_what_was_released(byte_fallback: Tokenizer) -> None:
+    valid = byte_fallback.encode("\U0001f9ff").tolist()[-4:]
+    stream = byte_fallback.stream()
+    assert stream.push(valid).new_text == "\U0001f9ff"
+    stream.push(valid[1:2])  # a byte that cannot begin a character
+    stream.push(byte_fallback.encode("the").tolist())
+    assert stream.text + stream.finish() == "\U0001f9ff\ufffd the"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace", "byte_fallback", "word_piece"])
+def test_the_cost_of_a_token_does_not_grow_with_the_output(kind: str, request: pytest.FixtureRequest) -> None:
+    class Counting(Tokenizer):
+        longest = 0
+
+        def decode(self, token_ids: Sequence[int]) -> str:
+            self.longest = max(self.longest, len(token_ids))
+            return super().decode(token_ids)
+
+    loaded: Tokenizer = request.getfixturevalue(kind)
+    tokenizer = Counting(loaded._hf)
+    random = np.random.default_rng(7)
+    invalid_bytes = random.integers(0, loaded.vocab_size, 1500).tolist()
+    text = loaded.encode(" ".join(CORPUS)).tolist()
+    stream_in_pieces(tokenizer.stream(), text + invalid_bytes + text)
+    assert tokenizer.longest <= 50
+
+
+# --- Stop strings ---------------------------------------------------------------------------------
+
+
+def cut_at_first_complete(text: str, stops: Sequence[str]) -> tuple[str, str] | None:
+    """Text before and name of the stop string that a reader of single characters meets first."""
+    for end in range(len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            longest = max(ending, key=len)
+            return text[: end - len(longest)], longest
+    return None
+
+
+AB = st.text(st.sampled_from("ab 🙂"), max_size=40)
+STOPS = st.lists(st.text(st.sampled_from("ab 🙂"), min_size=1, max_size=6), min_size=1, max_size=3)
+
+
+@PROPERTY
+@given(text=AB, stops=STOPS, sizes=SIZES, include_stop=st.booleans())
+def test_output_ends_at_the_stop_string_that_is_complete_first_however_tokens_arrive(
+    byte_level: Tokenizer, text: str, stops: list[str], sizes: list[int], include_stop: bool
+) -> None:
+    token_ids = byte_level.encode(text).tolist()
+    expected = cut_at_first_complete(text, stops)
+    stream = byte_level.stream(stops, include_stop=include_stop)
+    pieces: list[str] = []
+    num_used = start = 0
+    stop: str | None = None
+    while start < len(token_ids) and stop is None:
+        size = sizes[len(pieces) % len(sizes)]
+        step = stream.push(token_ids[start : start + size])
+        pieces.append(step.new_text)
+        num_used += step.num_tokens_used
+        stop = step.stop
+        start += size
+    pieces.append(stream.finish())
+    assert stream.text == "".join(pieces)
+    if expected is None:
+        assert stop is None
+        assert stream.text == text
+        assert num_used == len(token_ids)
+    else:
+        before, stop_string = expected
+        assert stop == stop_string
+        assert stream.text == (before + stop_string if include_stop else before)
+        assert stop in byte_level.decode(token_ids[:num_used])
+        assert cut_at_first_complete(byte_level.decode(token_ids[: num_used - 1]), stops) is None
+
+
+@PROPERTY
+@given(text=AB, stops=STOPS)
+def test_what_may_begin_a_stop_string_is_held_back_and_nothing_more(
+    byte_level: Tokenizer, text: str, stops: list[str]
+) -> None:
+    stream = byte_level.stream(stops)
+    token_ids = byte_level.encode(text).tolist()
+    for num_tokens, token_id in enumerate(token_ids, start=1):
+        if stream.push([token_id]).stop is not None:
+            return
+        known = byte_level.decode(token_ids[:num_tokens]).rstrip("\ufffd")
+        held = known[len(stream.text) :]
+        assert known.startswith(stream.text)
+        beginnings = {stop[:length] for stop in stops for length in range(len(stop))}
+        assert held == max((b for b in beginnings if known.endswith(b)), key=len)
+
+
+def test_a_stop_string_split_over_many_tokens_is_found(byte_level: Tokenizer) -> None:
+    token_ids = byte_level.encode("The code is 4821. Next question").tolist()
+    stream = byte_level.stream(["4821. N"])
+    step = stream.push(token_ids)
+    assert step.stop == "4821. N"
+    assert step.new_text == stream.text == "The code is "
+    assert step.num_tokens_used < len(token_ids)
+    assert "4821. N" in byte_level.decode(token_ids[: step.num_tokens_used])
+    assert "4821. N" not in byte_level.decode(token_ids[: step.num_tokens_used - 1])
+
+
+def test_the_stop_string_can_be_kept_in_the_text_but_nothing_after_it(byte_level: Tokenizer) -> None:
+    stream = byte_level.stream(["falc"], include_stop=True)
+    stream.push(byte_level.encode("the amber falcon").tolist())
+    assert stream.text == "the amber falc"
+
+
+def test_held_text_comes_out_when_it_was_no_stop_string_after_all(byte_level: Tokenizer) -> None:
+    stream = byte_level.stream(["abab!"])
+    stream.push(byte_level.encode("x abab").tolist())
+    assert stream.text == "x "
+    assert stream.push(byte_level.encode("a").tolist()).new_text == "ab"
+    assert stream.finish() == "aba"
+
+
+def test_after_a_stop_string_no_more_tokens_are_read(byte_level: Tokenizer) -> None:
+    stream = byte_level.stream(["falcon"])
+    stream.push(byte_level.encode("a falcon").tolist())
+    step = stream.push(byte_level.encode(" and more").tolist())
+    assert (step.new_text, step.stop, step.num_tokens_used) == ("", "falcon", 0)
+    assert stream.finish() == ""
+    assert stream.text == "a "
+
+
+def test_stop_strings_within_the_first_min_tokens_are_overlooked(byte_level: Tokenizer) -> None:
+    first = byte_level.encode("falcon falcon").tolist()
+    rest = byte_level.encode(" and a falcon").tolist()
+    stream = byte_level.stream(["falcon"], min_tokens=len(first))
+    assert stream.push(first).new_text == "falcon falcon"
+    step = stream.push(rest)
+    assert step.stop == "falcon"
+    assert stream.text == "falcon falcon and a "
+
+
+def test_a_single_stop_string_need_not_stand_in_a_list(byte_level: Tokenizer) -> None:
+    stream = byte_level.stream("falcon")
+    stream.push(byte_level.encode("on a falcon").tolist())
+    assert stream.text == "on a "
+
+
+def test_an_empty_stop_string_is_refused(byte_level: Tokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match="stop string is empty"):
+        byte_level.stream(["a", ""])
+
+
+def test_an_incomplete_character_at_the_end_may_complete_a_stop_string(byte_level: Tokenizer) -> None:
+    token_ids = byte_level.encode("code \U0001f9ff").tolist()
+    stream = byte_level.stream([" \ufffd"])
+    stream.push(token_ids[:-1])
+    assert stream.text + stream.finish() == "code"
