@@ -1,14 +1,6 @@
 """`foreword bench trace`: the engine under recorded traffic, held against what the recording allows.
 
-Knows Mooncake traces and the engine's door; knows nothing of how blocks are found or evicted. The reuse
-that a trace allows is worked out here a second time, from its block ids alone, so that the engine's own
-count can be checked.
-
-A trace names the content of every 512 tokens by an id. Both are scaled down, tokens by 32, so that an
-hour of a data centre fits a desk; which request shares what with which stays as it was:
-
-    recorded   |-- id 0: 512 tokens --|-- id 7: 512 tokens --|- id 9: 102 -|    input_length 1126
-    scaled     |-- id 0:  16 tokens --|-- id 7:  16 tokens --|- id 9:   4 -|    prompt tokens 36
+Knows recordings and the engine's door; knows nothing of how blocks are found or evicted.
 """
 
 from __future__ import annotations
@@ -19,26 +11,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from foreword.errors import ConfigError, PromptTooLongError, RequestTooLargeError, TraceError
+from foreword.bench.recording import BLOCK_TOKENS, TraceRequest, UnlimitedCache, prompt_token_ids, read_trace
+from foreword.errors import ConfigError, PromptTooLongError, RequestTooLargeError
 
 if TYPE_CHECKING:
     from foreword.engine import Engine
     from foreword.request import RequestOutput
 
-TRACE_BLOCK_TOKENS = 512
-BLOCK_TOKENS = 16
-SCALE = TRACE_BLOCK_TOKENS // BLOCK_TOKENS
 HIT_SHARE = 0.5
 """A request counts as a hit when at least this share of its prompt was reused."""
 
@@ -47,99 +35,6 @@ DEFINITIONS = (
     "Time to first token runs from add_request() to the first token, so it holds the wait for requests before it. "
     "A hit reused at least half of its prompt, a miss less."
 )
-
-
-# ------------------------------------------------------------------------------------------ the trace
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One recorded request, scaled down."""
-
-    timestamp_ms: float
-    block_ids: tuple[int, ...]
-    """Content of each block of `BLOCK_TOKENS` prompt tokens; the last block may be partial."""
-    num_prompt_tokens: int
-    num_output_tokens: int
-
-    @property
-    def full_block_ids(self) -> tuple[int, ...]:
-        return self.block_ids[: self.num_prompt_tokens // BLOCK_TOKENS]
-
-
-def read_trace(file: Path, *, max_requests: int, max_output_tokens: int) -> list[TraceRequest]:
-    """The first requests of a Mooncake-style JSONL file, in order of arrival.
-
-    Raises TraceError, naming the line, for what is not such a file. Lines after the last request that
-    is wanted are not read.
-    """
-    try:
-        with file.open(encoding="utf-8") as lines:
-            filled = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
-            requests = [
-                _parse_line(line, f"line {number} of trace {str(file)!r}", max_output_tokens)
-                for number, line in islice(filled, max_requests)
-            ]
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"trace {str(file)!r} cannot be read: {error}; give a JSONL file") from error
-    if not requests:
-        raise TraceError(f"trace {str(file)!r} holds no requests; give a file with one JSON object per line")
-    return sorted(requests, key=lambda request: request.timestamp_ms)
-
-
-def _parse_line(line: str, where: str, max_output_tokens: int) -> TraceRequest:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise TraceError(f"{where} is not JSON ({error}); each line must be one JSON object") from error
-    if not isinstance(record, dict):
-        raise TraceError(f"{where} is {line.strip()[:40]!r}; each line must be one JSON object")
-    for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 0)):
-        value = record.get(name)
-        kinds = (int, float) if name == "timestamp" else (int,)
-        if not isinstance(value, kinds) or isinstance(value, bool) or not value >= least:
-            raise TraceError(f"{where}: {name}={value!r}; it must be a number of at least {least}")
-    ids = record.get("hash_ids")
-    if not isinstance(ids, list) or any(type(block_id) is not int or block_id < 0 for block_id in ids):
-        raise TraceError(f"{where}: hash_ids={str(ids)[:40]}; it must be a list of numbers of at least 0")
-    num_blocks = -(-record["input_length"] // TRACE_BLOCK_TOKENS)
-    if len(ids) != num_blocks:
-        raise TraceError(
-            f"{where}: hash_ids has {len(ids)} ids, but input_length={record['input_length']} fills {num_blocks} blocks "
-            f"of {TRACE_BLOCK_TOKENS} tokens; give one id per block"
-        )
-    return TraceRequest(
-        float(record["timestamp"]),
-        tuple(ids),
-        -(-record["input_length"] // SCALE),
-        max(1, min(-(-record["output_length"] // SCALE), max_output_tokens)),
-    )
-
-
-def prompt_token_ids(request: TraceRequest, vocab_size: int, seed: int) -> npt.NDArray[np.int32]:
-    """Tokens of a prompt: a block id always stands for the same ones, a partial block for their beginning."""
-    blocks = [np.random.default_rng((seed, block_id)).integers(vocab_size, size=16) for block_id in request.block_ids]
-    return np.concatenate(blocks)[: request.num_prompt_tokens].astype(np.int32)
-
-
-class UnlimitedCache:
-    """What a prefix cache that never evicts would reuse of requests that come one after the other."""
-
-    def __init__(self) -> None:
-        self._node_of: dict[tuple[int, int], int] = {}  # (node of the blocks before, block id) -> node
-
-    def admit(self, request: TraceRequest) -> int:
-        """Reusable prompt tokens of the next request, whose own full blocks are reusable from then on.
-
-        That holds for blocks which another request is still computing, too: a request that finds them
-        in the making waits for them. A prompt's last token is always computed.
-        """
-        node, num_known = 0, 0
-        for depth, block_id in enumerate(request.full_block_ids):
-            if (node, block_id) in self._node_of:
-                num_known = depth + 1
-            node = self._node_of.setdefault((node, block_id), len(self._node_of) + 1)
-        return min(num_known * BLOCK_TOKENS, request.num_prompt_tokens - 1)
 
 
 # ---------------------------------------------------------------------------------- options, report
@@ -283,7 +178,8 @@ def _drive(engine: Engine, requests: list[TraceRequest], options: TraceBenchOpti
     with _progress_bar(console) as bar:
         task = bar.add_task("requests", total=len(requests))
         while True:
-            for number, request in islice(upcoming, options.max_in_flight - in_flight):
+            while in_flight < options.max_in_flight and (following := next(upcoming, None)) is not None:
+                number, request = following
                 prompt = Prompt(prompt_token_ids(request, engine.limits.vocab_size, options.seed))
                 params = SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0, ignore_eos=True)
                 try:

@@ -18,6 +18,15 @@ from foreword.llm import LLM
 
 EMBEDDED_KV_BYTES = 64 * 2**20
 TIMED_KV_BYTES = 512 * 2**20
+LEGEND = """\
+long document: many questions about one text; many users: one system prompt, all at once
+computed, reused: prompt tokens that went through the model / were found in the cache
+cold, warm: median time to first token without the cache / of hits; same: as without the cache
+"""
+TIMING_LEGEND = """\
+made on the spot: its words mean nothing, its times do
+prompts are the sources of Python's standard library, one token per byte
+"""
 
 
 def run_demo(*, as_json: bool) -> int:
@@ -26,9 +35,11 @@ def run_demo(*, as_json: bool) -> int:
     with console.status("loading the embedded model"):
         reports = _run_workloads(console)
     console.print(_workload_table(reports))
+    console.print(LEGEND, style="dim", highlight=False)
     with console.status("timing a larger model with random weights"):
         timings = _run_timings()
     console.print(_timing_table(timings))
+    console.print(TIMING_LEGEND, style="dim", highlight=False)
     summary = _summary(reports, timings)
     console.print(_verdict(summary))
     if as_json:
@@ -67,12 +78,12 @@ def _run_timings() -> list[TimingReport]:
 def _workload_table(reports: list[WorkloadReport]) -> Table:
     table = Table(
         title="The embedded model answers questions about its prompt",
-        caption="reused = found in the prefix cache instead of computed; same = token for token as without the cache",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
-    table.add_column("workload")
-    for name in ("prompt tokens", "computed", "reused", "hit rate", "first token\ncold", "\nwarm", "right", "same"):
-        table.add_column(name, justify="right")
+    table.add_column("workload", no_wrap=True)
+    for name in ("prompt\ntokens", "com-\nputed", "reused", "hit\nrate", "cold", "warm", "right\nanswers", "same"):
+        table.add_column(name, justify="right", no_wrap=True)
     for report in reports:
         table.add_row(
             report.name,
@@ -90,13 +101,13 @@ def _workload_table(reports: list[WorkloadReport]) -> Table:
 
 def _timing_table(timings: list[TimingReport]) -> Table:
     table = Table(
-        title="The same shapes on a model with random weights (its words mean nothing, its times do)",
-        caption="prompts are Python's own library sources, a token per byte; median time to first token",
+        title="The same shapes on a 98M-parameter model with random weights",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
-    table.add_column("workload")
-    for name in ("prompt tokens", "computed", "cold", "warm", "faster", "same"):
-        table.add_column(name, justify="right")
+    table.add_column("workload", no_wrap=True)
+    for name in ("prompt\ntokens", "com-\nputed", "cold", "warm", "faster", "same"):
+        table.add_column(name, justify="right", no_wrap=True)
     for timing in timings:
         table.add_row(
             timing.name,

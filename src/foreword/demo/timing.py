@@ -36,9 +36,9 @@ class TimedShape:
 
 
 SHAPES = (
-    TimedShape("long document, many questions", 2048, 32, 5),
+    TimedShape("long document", 2048, 32, 5),
     TimedShape("multi-turn chat", 768, 128, 6, grows=True),
-    TimedShape("one system prompt, many users", 768, 32, 6, together=True),
+    TimedShape("many users", 768, 32, 6, together=True),
 )
 
 

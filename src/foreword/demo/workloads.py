@@ -94,7 +94,7 @@ def make_workloads(seed: int = 0) -> list[Workload]:
     system_prompt = make_document(rng, num_facts_for(500))
     return [
         Workload(
-            "long document, many questions",
+            "long document",
             tuple(Conversation(long_document, (question,)) for question in questions),
             together=False,
         ),
@@ -104,7 +104,7 @@ def make_workloads(seed: int = 0) -> list[Workload]:
             together=False,
         ),
         Workload(
-            "one system prompt, many users",
+            "many users",
             tuple(Conversation(system_prompt, (question,)) for question in ask(rng, system_prompt, 16)),
             together=True,
         ),

@@ -33,7 +33,7 @@ from foreword.batch import Batch, IntArray
 
 CHUNK_TOKENS = 256
 """Length of a chunk of KV (rounded down to whole blocks, at least one block)."""
-TILE_QUERIES = 128
+TILE_QUERIES = 256
 """Most queries of one request that share a tile."""
 ROW_MULTIPLE = 16
 _LOWEST = torch.finfo(torch.float32).min
@@ -136,7 +136,8 @@ def _attend_tile(
     rows = rows.view(num_requests, num_queries, num_kv_heads, num_groups, -1).permute(0, 2, 1, 3, 4)
     rows = rows.reshape(num_requests * num_kv_heads, num_rows, -1)
     padding = -num_rows % ROW_MULTIPLE
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
+    if padding:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
 
     peak = rows.new_full((*rows.shape[:2], 1), _LOWEST)  # m of the merge so far
     total = torch.zeros_like(peak)  # n
@@ -191,7 +192,8 @@ def _gather(blocks: Tensor, block_ids: Tensor, chunk: int) -> Tensor:
     taken = blocks[block_ids]  # [requests, blocks, block_size, kv_heads, dim]
     taken = taken.flatten(1, 2).permute(0, 2, 1, 3).float()
     taken = taken.reshape(-1, block_ids.shape[1] * blocks.shape[1], blocks.shape[-1])
-    return torch.nn.functional.pad(taken, (0, 0, 0, chunk - taken.shape[1]))
+    missing = chunk - taken.shape[1]
+    return torch.nn.functional.pad(taken, (0, 0, 0, missing)) if missing else taken
 
 
 def _hidden(tile: Tile, start: int, chunk: int, sliding_window: int | None) -> Tensor | None:

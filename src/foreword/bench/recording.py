@@ -1,0 +1,121 @@
+"""A recording of requests, as Mooncake publishes them, scaled down to a desk.
+
+Knows the file format and which request shares what with which; knows neither the engine nor a model. The
+reuse that a recording allows is worked out here from its block ids alone, so that an engine's own count can
+be checked against it.
+
+A recording names the content of every 512 tokens by an id. Both are divided by 32; the sharing stays
+as it was:
+
+    recorded   |-- id 0: 512 tokens --|-- id 7: 512 tokens --|- id 9: 102 -|    input_length 1126
+    scaled     |-- id 0:  16 tokens --|-- id 7:  16 tokens --|- id 9:   4 -|    36 prompt tokens
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.errors import TraceError
+
+RECORDED_BLOCK_TOKENS = 512
+BLOCK_TOKENS = 16
+SCALE = RECORDED_BLOCK_TOKENS // BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One recorded request, scaled down."""
+
+    timestamp_ms: float
+    block_ids: tuple[int, ...]
+    """Content of each block of `BLOCK_TOKENS` prompt tokens; the last block may be partial."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+    @property
+    def full_block_ids(self) -> tuple[int, ...]:
+        return self.block_ids[: self.num_prompt_tokens // BLOCK_TOKENS]
+
+
+def read_trace(file: Path, *, max_requests: int, max_output_tokens: int) -> list[TraceRequest]:
+    """The first requests of a Mooncake-style JSONL file, in order of arrival.
+
+    Raises TraceError, naming the line, for what is not such a file. Lines after the last request that
+    is wanted are not read.
+    """
+    try:
+        with file.open(encoding="utf-8") as lines:
+            filled = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+            requests = [
+                _parse_line(line, f"line {number} of trace {str(file)!r}", max_output_tokens)
+                for number, line in islice(filled, max_requests)
+            ]
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"trace {str(file)!r} cannot be read: {error}; give a JSONL file") from error
+    if not requests:
+        raise TraceError(f"trace {str(file)!r} holds no requests; give a file with one JSON object per line")
+    return sorted(requests, key=lambda request: request.timestamp_ms)
+
+
+def _parse_line(line: str, where: str, max_output_tokens: int) -> TraceRequest:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise TraceError(f"{where} is not JSON ({error}); each line must be one JSON object") from error
+    if not isinstance(record, dict):
+        raise TraceError(f"{where} is {line.strip()[:40]!r}; each line must be one JSON object")
+    for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 0)):
+        value = record.get(name)
+        kinds = (int, float) if name == "timestamp" else (int,)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not value >= least:
+            raise TraceError(f"{where}: {name}={value!r}; it must be a number of at least {least}")
+    ids = record.get("hash_ids")
+    if not isinstance(ids, list) or any(type(block_id) is not int or block_id < 0 for block_id in ids):
+        raise TraceError(f"{where}: hash_ids={str(ids)[:40]}; it must be a list of numbers of at least 0")
+    num_blocks = -(-record["input_length"] // RECORDED_BLOCK_TOKENS)
+    if len(ids) != num_blocks:
+        raise TraceError(
+            f"{where}: hash_ids has {len(ids)} ids, but input_length={record['input_length']} takes {num_blocks} "
+            f"blocks of {RECORDED_BLOCK_TOKENS} tokens; give one id per block"
+        )
+    return TraceRequest(
+        float(record["timestamp"]),
+        tuple(ids),
+        -(-record["input_length"] // SCALE),
+        max(1, min(-(-record["output_length"] // SCALE), max_output_tokens)),
+    )
+
+
+def prompt_token_ids(request: TraceRequest, vocab_size: int, seed: int) -> npt.NDArray[np.int32]:
+    """Tokens of a prompt: a block id always stands for the same ones, a partial block for their beginning."""
+    blocks = [
+        np.random.default_rng((seed, block_id)).integers(vocab_size, size=BLOCK_TOKENS)
+        for block_id in request.block_ids
+    ]
+    return np.concatenate(blocks)[: request.num_prompt_tokens].astype(np.int32)
+
+
+class UnlimitedCache:
+    """What a prefix cache that never evicts would reuse of requests that come one after the other."""
+
+    def __init__(self) -> None:
+        self._node_of: dict[tuple[int, int], int] = {}  # (node of the blocks before, block id) -> node
+
+    def admit(self, request: TraceRequest) -> int:
+        """Reusable prompt tokens of the next request, whose own full blocks are reusable from then on.
+
+        That holds for blocks which another request is still computing, too: a request that finds them
+        in the making waits for them. A prompt's last token is always computed.
+        """
+        node, num_known = 0, 0
+        for depth, block_id in enumerate(request.full_block_ids):
+            if (node, block_id) in self._node_of:
+                num_known = depth + 1
+            node = self._node_of.setdefault((node, block_id), len(self._node_of) + 1)
+        return min(num_known * BLOCK_TOKENS, request.num_prompt_tokens - 1)
