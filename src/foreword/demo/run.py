@@ -19,9 +19,10 @@ from foreword.llm import LLM
 EMBEDDED_KV_BYTES = 64 * 2**20
 TIMED_KV_BYTES = 512 * 2**20
 LEGEND = """\
-long document: many questions about one text; many users: one system prompt, all at once
-computed, reused: prompt tokens that went through the model / were found in the cache
-cold, warm: median time to first token without the cache / of hits; same: as without the cache
+long document: many questions about one text. many users: one system prompt, all
+at once. computed, reused: prompt tokens that went through the model, or were
+found in the cache. cold, warm: median time to first token without the cache, and
+of hits. same: answers that are token for token those given without the cache.
 """
 TIMING_LEGEND = """\
 made on the spot: its words mean nothing, its times do
@@ -82,7 +83,16 @@ def _workload_table(reports: list[WorkloadReport]) -> Table:
         padding=(0, 1, 0, 0),
     )
     table.add_column("workload", no_wrap=True)
-    for name in ("prompt\ntokens", "com-\nputed", "reused", "hit\nrate", "cold", "warm", "right\nanswers", "same"):
+    for name in (
+        "prompt\ntokens",
+        "com-\nputed",
+        "reused",
+        "hit\nrate",
+        "cold\nms",
+        "warm\nms",
+        "right\nanswers",
+        "same",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for report in reports:
         table.add_row(
@@ -91,8 +101,8 @@ def _workload_table(reports: list[WorkloadReport]) -> Table:
             f"{report.num_prompt_tokens - report.num_reused_tokens:,}",
             f"{report.num_reused_tokens:,}",
             f"{report.hit_rate:.1%}",
-            f"{report.ttft_cold_ms:.0f} ms",
-            f"{report.ttft_warm_ms:.0f} ms",
+            f"{report.ttft_cold_ms:,.0f}",
+            f"{report.ttft_warm_ms:,.0f}",
             f"{report.num_correct}/{len(report.cached)}",
             f"{report.num_identical}/{len(report.cached)}",
         )
@@ -106,15 +116,15 @@ def _timing_table(timings: list[TimingReport]) -> Table:
         padding=(0, 1, 0, 0),
     )
     table.add_column("workload", no_wrap=True)
-    for name in ("prompt\ntokens", "com-\nputed", "cold", "warm", "faster", "same"):
+    for name in ("prompt\ntokens", "com-\nputed", "cold\nms", "warm\nms", "faster", "same"):
         table.add_column(name, justify="right", no_wrap=True)
     for timing in timings:
         table.add_row(
             timing.name,
             f"{timing.num_prompt_tokens:,}",
             f"{timing.num_computed_tokens:,}",
-            f"{timing.ttft_cold_ms:.0f} ms",
-            f"{timing.ttft_warm_ms:.0f} ms",
+            f"{timing.ttft_cold_ms:,.0f}",
+            f"{timing.ttft_warm_ms:,.0f}",
             f"{timing.ttft_cold_ms / timing.ttft_warm_ms:.1f}x",
             f"{timing.num_identical}/{timing.num_requests}",
         )

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from foreword.model.attention import ATTENTION_NAME, ForwardContext, LayoutProbe
+from foreword.model.attention import ATTENTION_NAME, PROBE_NAME, ForwardContext, LayoutProbe
 from foreword.model.experts import EXPERTS_NAME
 from foreword.model.storage import LayerLayout
 
@@ -172,6 +172,7 @@ def _probe_layers(model: LoadedModel) -> list[LayerLayout]:
     kind = getattr(model.config, "model_type", "?")
     token_ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
+    model.module.set_attn_implementation(PROBE_NAME)
     try:
         with torch.inference_mode():
             model(token_ids, positions, positions[0, :1], probe)
@@ -180,6 +181,8 @@ def _probe_layers(model: LoadedModel) -> list[LayerLayout]:
             f"architecture {kind!r} does not accept a flattened batch ({type(error).__name__}: {_first_line(error)}); "
             f"supported are {SUPPORTED}"
         ) from error
+    finally:
+        model.module.set_attn_implementation(ATTENTION_NAME)
     expected = range(model.config.num_hidden_layers)
     silent = [layer for layer in expected if layer not in probe.layers]
     if silent:
