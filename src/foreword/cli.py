@@ -119,9 +119,9 @@ def _generate(args: argparse.Namespace) -> int:
             return 0
         if args.chat:
             conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            outputs = llm.chat(conversations, params, show_progress=sys.stderr.isatty())
+            outputs = llm.chat(conversations, params)
         else:
-            outputs = llm.generate(prompts, params, show_progress=sys.stderr.isatty())
+            outputs = llm.generate(prompts, params)
         for output in outputs:
             print(json.dumps(_as_json(output)) if args.json else _as_text(output))
     return 0

@@ -35,14 +35,16 @@ def run_demo(*, as_json: bool) -> int:
     console = Console(quiet=as_json)
     with console.status("loading the embedded model"):
         reports = _run_workloads(console)
+    console.print("[bold]The embedded model answers questions about its prompt[/]")
     console.print(_workload_table(reports))
-    console.print(LEGEND, style="dim", highlight=False)
+    console.print(LEGEND, style="dim", highlight=False, soft_wrap=True)
     with console.status("timing a larger model with random weights"):
         timings = _run_timings()
+    console.print("[bold]The same shapes on a model with random weights, 98M parameters[/]")
     console.print(_timing_table(timings))
-    console.print(TIMING_LEGEND, style="dim", highlight=False)
+    console.print(TIMING_LEGEND, style="dim", highlight=False, soft_wrap=True)
     summary = _summary(reports, timings)
-    console.print(_verdict(summary))
+    console.print(_verdict(summary), soft_wrap=True)
     if as_json:
         print(json.dumps(summary))
     right = summary["answers_correct"] == summary["answers"]
@@ -78,7 +80,6 @@ def _run_timings() -> list[TimingReport]:
 
 def _workload_table(reports: list[WorkloadReport]) -> Table:
     table = Table(
-        title="The embedded model answers questions about its prompt",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
@@ -111,7 +112,6 @@ def _workload_table(reports: list[WorkloadReport]) -> Table:
 
 def _timing_table(timings: list[TimingReport]) -> Table:
     table = Table(
-        title="The same shapes on a 98M-parameter model with random weights",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
@@ -177,12 +177,8 @@ def _all_identical(summary: dict[str, Any]) -> bool:
 
 
 def _verdict(summary: dict[str, Any]) -> str:
-    same = (
-        "every answer is the same with and without the cache"
-        if _all_identical(summary)
-        else ("[red]some answers differ with and without the cache[/]")
-    )
-    return (
-        f"{summary['answers_correct']} of {summary['answers']} answers right, {summary['hit_rate']:.1%} of prompt tokens "
-        f"reused; {same}."
-    )
+    same = "[red]some answers differ with and without the cache[/]"
+    if _all_identical(summary):
+        same = "every answer is the same with and without the cache"
+    right = f"{summary['answers_correct']} of {summary['answers']} answers right"
+    return f"{right}, {summary['hit_rate']:.1%} of prompt tokens reused;\n{same}."
