@@ -311,5 +311,6 @@ def _progress_bar() -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
+        console=Console(stderr=True),
         transient=True,
     )
