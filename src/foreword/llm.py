@@ -296,7 +296,10 @@ def _max_model_len(options: ModelConfig, max_positions: int, pool_tokens: int) -
 
 def _token_array(token_ids: Any) -> npt.NDArray[np.int32]:
     """Token ids as an array; anything that is not a flat list of integers raises InvalidRequestError."""
-    array = np.asarray(token_ids)
+    try:
+        array = np.asarray(token_ids)
+    except ValueError:  # lists of unequal length
+        array = np.empty((0, 0))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidRequestError(f"prompt_token_ids must be a flat list of integers, not {str(token_ids)[:60]!r}")
     wrong = array[(array < 0) | (array > np.iinfo(np.int32).max)] if array.size else array
