@@ -17,7 +17,8 @@ from foreword.demo.workloads import Conversation, Workload, compare, make_worklo
 @pytest.fixture(scope="module")
 def engines():
     with (
-        embedded_model() as folder, LLM(str(folder), kv_cache_memory_bytes=32 << 20) as cached,
+        embedded_model() as folder,
+        LLM(str(folder), kv_cache_memory_bytes=32 << 20) as cached,
         LLM(str(folder), kv_cache_memory_bytes=32 << 20, enable_prefix_caching=False) as uncached,
     ):
         yield cached, uncached

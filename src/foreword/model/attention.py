@@ -32,6 +32,9 @@ class ForwardContext:
     tiles: list[Tile]
 
 
+_KNOWN_TENSORS = ("s_aux", "position_ids")
+"""What a layer may hand to attention besides query, key and value; positions are known anyway."""
+
 _WINDOW = "foreword_window"
 """Attribute of the tensor that a probed model gets in place of a mask: how many positions it leaves to a
 query, None if all before it. A tensor computed from it does not have it."""
@@ -63,14 +66,15 @@ class LayoutProbe:
 
     def observe_mask(self, module: nn.Module, mask: Tensor | None, sliding_window: int | None) -> None:
         """Note a layer whose mask hides other positions than it tells attention, which sees no mask."""
-        at = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
         if mask is None:
             return
-        if not hasattr(mask, _WINDOW):
+        at = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
+        masked = getattr(mask, _WINDOW, "its own")
+        if masked == "its own":
             self.problems.append(f"{at} makes a mask of its own")
-        elif getattr(mask, _WINDOW) != sliding_window:
+        elif masked != sliding_window:
             self.problems.append(
-                f"{at} asks attention for a window of {sliding_window} positions, and its mask for {getattr(mask, _WINDOW)}"
+                f"{at} asks attention for a window of {sliding_window}, and its mask for one of {masked}"
             )
 
 
@@ -90,13 +94,16 @@ def probing_attention(
     *,
     forward_context: LayoutProbe | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute nothing, but tell the probe what was asked; the interface is that of `foreword_attention`."""
     if forward_context is None:
         raise TypeError(f"{type(module).__name__} is not handed the keyword arguments that the model was called with")
     forward_context.observe(module, query, key, value)
     forward_context.observe_mask(module, attention_mask, sliding_window)
+    unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _KNOWN_TENSORS]
+    if unknown:
+        forward_context.problems.append(f"{type(module).__name__} passes {', '.join(unknown)} to attention")
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

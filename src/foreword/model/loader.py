@@ -136,14 +136,16 @@ def _refuse_unsupported(config: PretrainedConfig, text: PretrainedConfig, option
 
 
 def _load_weights(options: ModelConfig, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    module: PreTrainedModel
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        module, report = AutoModelForCausalLM.from_pretrained(
             options.model,
             config=config,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             experts_implementation=EXPERTS_NAME if _has_experts(config) else None,
             trust_remote_code=options.trust_remote_code,
+            output_loading_info=True,
         )
     except (SafetensorError, EOFError) as error:
         raise ModelLoadError(
@@ -159,6 +161,13 @@ def _load_weights(options: ModelConfig, config: PretrainedConfig, dtype: torch.d
         raise ModelLoadError(
             f"the weights of model {options.model!r} cannot be loaded: {_first_line(error)}"
         ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers has filled them with random numbers
+        raise ModelLoadError(
+            f"the weights of model {options.model!r} lack {len(missing)} of those that its config.json asks for "
+            f"(first: {missing[0]!r}); download it anew, or correct config.json"
+        )
+    return module
 
 
 def _has_experts(config: PretrainedConfig) -> bool:

@@ -45,8 +45,9 @@ def find_inexactness(model: LoadedModel) -> str | None:
         return "logits depend on how prefill is chunked"
     num_hit_blocks = min(4, (num_tokens - 1) // BLOCK_SIZE)
     tables[2, :num_hit_blocks] = tables[0, :num_hit_blocks]
-    beside = run((2, tokens, num_hit_blocks * BLOCK_SIZE, num_tokens), (3, other, 0, min(7, num_tokens)))
-    decoded = run((2, tokens, num_tokens - 1, num_tokens), (3, other, num_tokens - 1, num_tokens))
+    num_other = min(7, num_tokens)
+    beside = run((2, tokens, num_hit_blocks * BLOCK_SIZE, num_tokens), (3, other, 0, num_other))
+    decoded = run((2, tokens, num_tokens - 1, num_tokens), (3, other, num_other - 1, num_other))
     if not torch.equal(whole, beside) or not torch.equal(whole, decoded):
         return "logits depend on cache hits or on the other requests of a batch"
     return None
