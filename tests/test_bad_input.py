@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from foreword import LLM, SamplingParams
@@ -25,6 +26,7 @@ from foreword.errors import (
     RequestTooLargeError,
     UnsupportedModelError,
 )
+from foreword.model.attention import LayoutProbe, probing_attention
 from hash_runner import HashEngine
 from tiny_models import EOS_TOKEN_ID, MAX_POSITIONS, VOCAB_SIZE, Recipe, TinyModels, greedy, save_model, save_tokenizer
 
@@ -277,8 +279,6 @@ def test_malformed_messages_are_refused(llm: LLM, messages: Any, message: str) -
     ids=str,
 )
 def test_a_bad_option_is_refused(chat_model: Path, options: dict[str, Any], message: str) -> None:
-    import torch
-
     if options.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -416,6 +416,17 @@ def test_an_architecture_that_cannot_be_served_is_named_with_the_reason(
     folder = save_model(tmp_path, recipe)
     with pytest.raises(UnsupportedModelError, match=f"{recipe.model_type}.*{reason}.*[Ss]upported are decoder-only"):
         open_llm(folder)
+
+
+def test_a_layer_that_hands_attention_something_unknown_is_noted() -> None:
+    """Whatever it is for, leaving it out would give other answers."""
+    layer = torch.nn.Identity()
+    layer.layer_idx = 0
+    probe, heads = LayoutProbe(), torch.zeros(1, 2, 3, 8)
+    probing_attention(
+        layer, heads, heads, heads, None, forward_context=probe, block_indices=torch.zeros(1), dropout=0.0
+    )
+    assert probe.problems == ["Identity passes block_indices to attention"]
 
 
 def test_an_architecture_that_transformers_does_not_know_is_named(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class Driver:
     def _maybe_fail(self, batch: Batch) -> None:
         if self.next_step_fails:
             self.next_step_fails = False
-            raise FloatingPointError("the model broke")
+            raise KeyboardInterrupt if self.rng.random() < 0.3 else FloatingPointError("the model broke")
 
     def run(self, num_operations: int) -> None:
         operations = [self.submit, self.step, self.abort, self.reset, self.fail]
@@ -164,7 +164,9 @@ class Driver:
     def step(self) -> None:
         try:
             outputs = self.parts.engine.step()
-        except EngineError:
+        except (EngineError, KeyboardInterrupt) as error:
+            if not isinstance(error.__cause__, FloatingPointError | None):
+                raise  # it broke by itself
             COUNTERS.failures += 1
             outputs = [submitted.output for submitted in self.live.values()]
         for output in outputs:
