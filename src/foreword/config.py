@@ -15,6 +15,7 @@ from foreword.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Policy = Literal["fcfs", "priority"]
+IndexName = Literal["radix", "hash"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,12 @@ class CacheConfig:
     """Tokens per KV block; only full blocks are cached."""
     enable_prefix_caching: bool = True
     """Keep the KV of computed tokens and reuse it for equal prefixes."""
+    prefix_index: IndexName = "radix"
+    """How prefixes are found: "radix" compares tokens and matches to the token, "hash" compares block keys."""
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
+        _one_of("prefix_index", self.prefix_index, ("radix", "hash"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class Scheduler:
         self._waiting = _Queue()
         self._running = _Queue()
         self._in_flight = InFlightPrefixes()
-        self._awaited: dict[str, BlockHash] = {}
+        self._awaited: dict[str, int] = {}
         self._keys: dict[str, SortKey] = {}
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
@@ -135,6 +135,7 @@ class Scheduler:
 
         The batch must be answered with `commit` or `fail` before the next call.
         """
+        self.manager.begin_step()
         budget = self.config.max_num_batched_tokens
         entries, budget, preempted = self._schedule_running(budget)
         if not preempted:
@@ -145,7 +146,7 @@ class Scheduler:
             assert not self._requests, "requests are left, but none of them can run"
             return None
         tables, _ = self.manager.block_tables([entry.request.request_id for entry in entries])
-        return build_batch(entries, tables)
+        return build_batch(entries, tables, self.manager.take_copies())
 
     def _schedule_running(self, budget: int) -> tuple[list[BatchEntry], int, bool]:
         entries: list[BatchEntry] = []
@@ -213,15 +214,16 @@ class Scheduler:
         keys = request.sequence.block_hashes()
         if len(hit.block_ids) == len(keys) or keys[len(hit.block_ids)] not in self._in_flight:
             return False
-        self._awaited[request.request_id] = keys[len(hit.block_ids)]
+        self._awaited[request.request_id] = len(hit.block_ids)
         return True
 
     def _is_awaiting(self, request: Request) -> bool:
         """Whether the block it was last seen waiting for is still neither cached nor given up."""
-        key = self._awaited.get(request.request_id)
-        if key is None:
+        block = self._awaited.get(request.request_id)
+        if block is None:
             return False
-        if key in self._in_flight and not self.manager.is_cached(key):
+        in_flight = request.sequence.block_hashes()[block] in self._in_flight
+        if in_flight and not self.manager.is_cached(request.sequence, block):
             return True
         del self._awaited[request.request_id]
         return False

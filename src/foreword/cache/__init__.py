@@ -14,8 +14,9 @@ from foreword.cache.hashing import (
     hash_blocks,
     sha256,
 )
-from foreword.cache.index import HashIndex, PrefixIndex
+from foreword.cache.index import HashIndex, PartialBlock, PrefixIndex, PrefixMatch
 from foreword.cache.manager import KVCacheManager, PrefixHit
+from foreword.cache.radix import RadixIndex, make_index
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
 
@@ -30,11 +31,15 @@ __all__ = [
     "HashIndex",
     "KVCacheManager",
     "MediaItem",
+    "PartialBlock",
     "PrefixCacheStats",
     "PrefixHit",
     "PrefixIndex",
+    "PrefixMatch",
+    "RadixIndex",
     "TokenSequence",
     "hash_block_tokens",
     "hash_blocks",
+    "make_index",
     "sha256",
 ]

@@ -6,6 +6,7 @@ of free and used blocks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,26 +16,46 @@ from foreword.cache.hashing import BlockHash
 from foreword.cache.sequence import TokenSequence
 
 
+@dataclass(frozen=True, slots=True)
+class PartialBlock:
+    """A block whose first tokens continue a match; copy it to use them (copy on write)."""
+
+    block_id: int
+    num_tokens: int
+    """Leading tokens that match, 1 to block_size - 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The indexed beginning of a sequence."""
+
+    block_ids: BlockIds
+    """Blocks of its leading full blocks."""
+    partial: PartialBlock | None = None
+    """What matches beyond them, where the index can tell."""
+
+
 class PrefixIndex(Protocol):
     """Finds the blocks that already hold the beginning of a sequence."""
 
-    def match(self, sequence: TokenSequence) -> BlockIds:
-        """Ids of the longest run of leading full blocks that are indexed. Changes nothing."""
+    def match(self, sequence: TokenSequence) -> PrefixMatch:
+        """The longest indexed beginning of `sequence`. Changes nothing."""
+
+    def holds(self, sequence: TokenSequence, block: int) -> bool:
+        """Whether the sequence's full block number `block` is indexed, given that those before it are."""
 
     def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
         """From now on `block_ids` hold the sequence's full blocks number `first`, `first + 1`, ...
 
-        A block may be a duplicate of one that is indexed already: both stay.
+        The blocks before `first` are indexed. A block may be a duplicate of one that is indexed
+        already: both stay.
         """
 
     def remove(self, block_ids: BlockIds) -> None:
-        """Forget these blocks; ids that are not indexed are ignored."""
+        """Forget these blocks, and what can no longer be found without them; other ids are ignored."""
 
     def clear(self) -> None:
         """Forget all blocks."""
-
-    def __contains__(self, key: BlockHash) -> bool:
-        """Whether some block holds the prefix with this key."""
 
     def __len__(self) -> int:
         """Number of indexed blocks, duplicates included."""
@@ -56,7 +77,7 @@ class HashIndex:
         self._key_of: list[BlockHash | None] = [None] * num_blocks
         self._num_indexed = 0
 
-    def match(self, sequence: TokenSequence) -> BlockIds:
+    def match(self, sequence: TokenSequence) -> PrefixMatch:
         found: list[int] = []
         block_of = self._block_of.get
         for key in sequence.block_hashes():
@@ -64,7 +85,10 @@ class HashIndex:
             if block_id is None:
                 break
             found.append(block_id)
-        return np.array(found, np.int32)
+        return PrefixMatch(np.array(found, np.int32))
+
+    def holds(self, sequence: TokenSequence, block: int) -> bool:
+        return sequence.block_hashes()[block] in self._block_of
 
     def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
         keys = sequence.block_hashes()[first : first + len(block_ids)]
@@ -99,9 +123,6 @@ class HashIndex:
         self._duplicates.clear()
         self._key_of = [None] * len(self._key_of)
         self._num_indexed = 0
-
-    def __contains__(self, key: BlockHash) -> bool:
-        return key in self._block_of
 
     def __len__(self) -> int:
         return self._num_indexed

@@ -3,9 +3,11 @@
 Knows sequences of token ids and the blocks that hold their KV; knows nothing of text, tensors,
 priorities or time. One request's life, as in vLLM v1:
 
+    begin_step()
     hit = get_computed_blocks(sequence)            what is there already; changes nothing
     allocate_slots(sequence, num_tokens, hit)      admitted: hit blocks held, new blocks taken
     allocate_slots(sequence, num_tokens) ...       each step: room for the tokens of this step
+    take_copies()                                  what the runner copies first
     free(request_id)                               blocks leave the request, but stay cached
 
 The blocks that a step will fill are indexed when their slots are allocated, before the step runs, so
@@ -23,8 +25,7 @@ import numpy.typing as npt
 
 from foreword.cache.block_pool import BlockIds, BlockPool
 from foreword.cache.block_table import BlockTables
-from foreword.cache.hashing import BlockHash
-from foreword.cache.index import HashIndex, PrefixIndex
+from foreword.cache.index import HashIndex, PartialBlock, PrefixIndex
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
 from foreword.errors import CacheBusyError, ConfigError
@@ -38,6 +39,8 @@ class PrefixHit:
 
     block_ids: BlockIds
     """Blocks of the leading full blocks that were found."""
+    partial: PartialBlock | None
+    """A block that holds some of the tokens after those; it is copied if the hit is taken."""
     num_tokens: int
     """Leading tokens that need not be computed.
 
@@ -83,6 +86,21 @@ class KVCacheManager:
         self._pool = BlockPool(num_blocks, on_reuse=self._forget_reused)
         self._tables = BlockTables()
         self._held: dict[str, _Holding] = {}
+        self._copies: list[tuple[int, int]] = []
+        self._step = 0
+        self._indexed_in: npt.NDArray[np.int64] = np.full(num_blocks, -1, np.int64)
+
+    # -------------------------------------------------------------------- step
+
+    def begin_step(self) -> None:
+        """A new batch is being put together; what was allocated before has been computed."""
+        self._step += 1
+
+    def take_copies(self) -> BlockIds:
+        """Blocks to copy before the step writes anything, [copies, (source, target)]; handed out once."""
+        copies = np.array(self._copies, np.int32).reshape(-1, 2)
+        self._copies.clear()
+        return copies
 
     # ------------------------------------------------------------------ lookup
 
@@ -91,14 +109,19 @@ class KVCacheManager:
     ) -> PrefixHit:
         """The longest cached prefix of `sequence`. Changes nothing, counts nothing."""
         if skip_reading or not self.enable_prefix_caching:
-            return PrefixHit(NO_BLOCKS, 0, resumed)
-        block_ids = self._index.match(sequence)
-        num_tokens = min(len(block_ids) * self.block_size, len(sequence) - 1)
-        return PrefixHit(block_ids, num_tokens, resumed)
+            return PrefixHit(NO_BLOCKS, None, 0, resumed)
+        match = self._index.match(sequence)
+        whole = len(match.block_ids) * self.block_size
+        computed_last = len(sequence) - 1
+        partial = match.partial
+        if partial is None or whole >= computed_last or self._indexed_in[partial.block_id] == self._step:
+            # A block that this very step fills is filled too late to be copied.
+            return PrefixHit(match.block_ids, None, min(whole, computed_last), resumed)
+        return PrefixHit(match.block_ids, partial, min(whole + partial.num_tokens, computed_last), resumed)
 
-    def is_cached(self, key: BlockHash) -> bool:
-        """Whether some block holds the prefix with this key."""
-        return key in self._index
+    def is_cached(self, sequence: TokenSequence, block: int) -> bool:
+        """Whether the full block number `block` is cached, given that those before it are."""
+        return self._index.holds(sequence, block)
 
     # -------------------------------------------------------------- allocation
 
@@ -119,9 +142,23 @@ class KVCacheManager:
         if holding is None:
             holding = self._admit(sequence, hit_ids, hit)
         new_ids = self._pool.get_new_blocks(num_new)
+        if hit is not None and hit.partial is not None:
+            self._copy_on_write(hit.partial.block_id, int(new_ids[0]))
         self._tables.append(holding.row, new_ids)
         self.cache_blocks(sequence, num_tokens)
         return new_ids
+
+    def _copy_on_write(self, source: int, target: int) -> None:
+        """Have a block copied before the step writes anything.
+
+        The source need not be held: even if this step gives it to someone else, it is copied first. If
+        nobody holds it, it counts as used just now.
+        """
+        self._copies.append((source, target))
+        block_ids = np.array([source], np.int32)
+        if self._pool.count_free(block_ids):
+            self._pool.touch(block_ids)
+            self._pool.free_blocks(block_ids)
 
     def _admit(self, sequence: TokenSequence, hit_ids: BlockIds, hit: PrefixHit | None) -> _Holding:
         holding = _Holding(sequence, self._tables.open_row(), len(hit_ids))
@@ -149,6 +186,7 @@ class KVCacheManager:
         if num_full > holding.num_indexed:
             block_ids = self._tables.row(holding.row)[holding.num_indexed : num_full]
             self._index.insert(sequence, holding.num_indexed, block_ids)
+            self._indexed_in[block_ids] = self._step
             holding.num_indexed = num_full
 
     def forget_uncomputed(self, request_id: str, num_computed_tokens: int) -> None:
