@@ -112,17 +112,20 @@ class HashIndex:
 
     def remove(self, block_ids: BlockIds) -> None:
         key_of, block_of, duplicates = self._key_of, self._block_of, self._duplicates
+        removed: list[BlockHash | VerifiedPrefix] = []
         for block_id in block_ids.tolist():
             key = key_of[block_id]
             if key is None:
                 continue
             key_of[block_id] = None
-            self._num_indexed -= 1
+            removed.append(key)
             if duplicates and key in duplicates:
                 self._remove_duplicate(key, block_id)
             else:
                 del block_of[key]
-            if self._prefixes is not None:
+        self._num_indexed -= len(removed)
+        if self._prefixes is not None:
+            for key in removed:
                 assert isinstance(key, VerifiedPrefix)
                 self._prefixes.release(key)
 

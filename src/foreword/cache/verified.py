@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from foreword.cache.hashing import BlockHash
 from foreword.cache.sequence import TokenSequence
 
@@ -28,10 +30,6 @@ class VerifiedPrefix:
         self.num_uses = 0
         """Blocks that hold it, and prefixes that continue it."""
 
-    def is_content(self, parent: VerifiedPrefix | BlockHash, tokens: bytes, extra_keys: Sequence[str]) -> bool:
-        """Whether this is the prefix with that content. Parents that are prefixes compare as objects."""
-        return self.parent == parent and self.tokens == tokens and self.extra_keys == extra_keys
-
 
 class VerifiedPrefixes:
     """Every prefix that a block holds, and their beginnings.
@@ -47,8 +45,8 @@ class VerifiedPrefixes:
         """The known prefixes of a sequence, by number of full blocks. Changes nothing."""
         found: list[VerifiedPrefix] = []
         parent: VerifiedPrefix | BlockHash = sequence.root
-        for block, key in enumerate(sequence.block_hashes()):
-            prefix = self._look_up(sequence, block, key, parent)
+        for key, tokens, extra_keys in _contents(sequence, sequence.num_full_blocks):
+            prefix = self._look_up(parent, key, tokens, extra_keys)
             if prefix is None:
                 break
             found.append(prefix)
@@ -59,10 +57,10 @@ class VerifiedPrefixes:
         """The prefixes that end in the blocks number `first` to `first + count`, each used once more."""
         prefixes: list[VerifiedPrefix] = []
         parent: VerifiedPrefix | BlockHash = sequence.root
-        for block, key in enumerate(sequence.block_hashes()[: first + count]):
-            prefix = self._look_up(sequence, block, key, parent)
+        for key, tokens, extra_keys in _contents(sequence, first + count):
+            prefix = self._look_up(parent, key, tokens, extra_keys)
             if prefix is None:
-                prefix = VerifiedPrefix(parent, key, *_content(sequence, block))
+                prefix = VerifiedPrefix(parent, key, tokens, extra_keys)
                 self._of_key.setdefault(key, []).append(prefix)
                 if isinstance(parent, VerifiedPrefix):
                     parent.num_uses += 1
@@ -86,13 +84,13 @@ class VerifiedPrefixes:
             above = above.parent
 
     def _look_up(
-        self, sequence: TokenSequence, block: int, key: BlockHash, parent: VerifiedPrefix | BlockHash
+        self, parent: VerifiedPrefix | BlockHash, key: BlockHash, tokens: bytes, extra_keys: Sequence[str]
     ) -> VerifiedPrefix | None:
-        candidates = self._of_key.get(key)
-        if candidates is None:
-            return None
-        content = _content(sequence, block)
-        return next((prefix for prefix in candidates if prefix.is_content(parent, *content)), None)
+        for prefix in self._of_key.get(key, ()):
+            # Parents that are prefixes compare as objects.
+            if prefix.parent == parent and prefix.tokens == tokens and prefix.extra_keys == extra_keys:
+                return prefix
+        return None
 
     def check_integrity(self, held: Iterable[VerifiedPrefix]) -> None:
         """Raise AssertionError unless uses are these, one for each block, and those by longer prefixes."""
@@ -105,7 +103,8 @@ class VerifiedPrefixes:
         assert all(prefix.num_uses == count > 0 for prefix, count in uses.items()), "a prefix miscounts its uses"
 
 
-def _content(sequence: TokenSequence, block: int) -> tuple[bytes, tuple[str, ...]]:
-    """Tokens and extra keys of a full block."""
-    start, end = block * sequence.block_size, (block + 1) * sequence.block_size
-    return sequence.token_ids[start:end].tobytes(), sequence.extra_keys.of_block(start, end)
+def _contents(sequence: TokenSequence, count: int) -> Iterable[tuple[BlockHash, bytes, Sequence[str]]]:
+    """Key, tokens and extra keys of each of the first full blocks."""
+    size = sequence.block_size
+    tokens = np.frombuffer(sequence.token_ids[: count * size], f"V{4 * size}").tolist()
+    return zip(sequence.block_hashes()[:count], tokens, sequence.extra_keys.of_blocks(0, size, count), strict=True)
