@@ -9,10 +9,14 @@ from foreword.cache.hashing import (
     NO_EXTRA_KEYS,
     BlockHash,
     ExtraKeys,
+    HashFunction,
     MediaItem,
+    chain_root,
     hash_block_tokens,
     hash_blocks,
+    make_hash_function,
     sha256,
+    sha256_cbor,
 )
 from foreword.cache.index import HashIndex, PartialBlock, PrefixIndex, PrefixMatch
 from foreword.cache.manager import KVCacheManager, PrefixHit
@@ -28,6 +32,7 @@ __all__ = [
     "CachingMetrics",
     "ExtraKeys",
     "FreeKVCacheBlockQueue",
+    "HashFunction",
     "HashIndex",
     "KVCacheManager",
     "MediaItem",
@@ -38,8 +43,11 @@ __all__ = [
     "PrefixMatch",
     "RadixIndex",
     "TokenSequence",
+    "chain_root",
     "hash_block_tokens",
     "hash_blocks",
+    "make_hash_function",
     "make_index",
     "sha256",
+    "sha256_cbor",
 ]
