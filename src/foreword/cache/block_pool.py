@@ -115,6 +115,10 @@ class BlockPool:
         """How many of these blocks are in the free queue (touching them would shorten it)."""
         return int(np.count_nonzero(self._ref_counts[block_ids] == 0))
 
+    def count_held_once(self, block_ids: BlockIds) -> int:
+        """How many of these blocks would join the free queue if they were freed."""
+        return int(np.count_nonzero(self._ref_counts[block_ids] == 1))
+
     def get_new_blocks(self, count: int) -> BlockIds:
         """Take `count` blocks (at most `get_num_free_blocks()`) from the head of the free queue."""
         block_ids = self._free.popleft(count)
