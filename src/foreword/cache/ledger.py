@@ -12,13 +12,16 @@ forgets; the ledger answers three questions:
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache.block_pool import BlockIds
 from foreword.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from foreword.cache.hashing import NO_EXTRA_KEYS, BlockHash, ExtraKeys, hash_blocks, sha256
-from foreword.cache.index import PrefixIndex
 from foreword.cache.sequence import TokenSequence
 
 
@@ -82,15 +85,15 @@ class LookupExplanation:
 
 
 class CacheLedger:
-    """Remembers what the index forgot. Costs nothing on a hit, and O(1) per stored or forgotten block.
-
-    Keys of sequences without extra keys are not kept here while they are findable: the index has them.
-    """
+    """Keeps track of keys. Costs nothing on a hit, and O(1) per stored or forgotten block."""
 
     def __init__(self, num_blocks: int, block_size: int, events: EventLog | None = None) -> None:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._events = events
+        self._keys: npt.NDArray[np.object_] = np.full(num_blocks, None, object)
+        """Key of each block that is indexed, None for others."""
+        self._num_copies: dict[BlockHash, int] = {}
         self._ghosts: OrderedDict[BlockHash, Eviction] = OrderedDict()
         self._variants: dict[BlockHash, dict[ExtraKeys, int]] = {}
         self._variant_of: dict[BlockHash, tuple[BlockHash, ExtraKeys]] = {}
@@ -99,11 +102,19 @@ class CacheLedger:
 
     # ----------------------------------------------------------------- reports
 
-    def stored(self, sequence: TokenSequence, new: Sequence[int]) -> None:
-        """The sequence's full blocks with these numbers (ascending) became findable."""
-        if not new:
-            return
+    def stored(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
+        """The sequence's full blocks number `first` and on were indexed as `block_ids`."""
         keys = sequence.block_hashes()
+        own = keys[first : first + len(block_ids)]
+        self._keys[block_ids] = own
+        copies = self._num_copies
+        new: list[int] = []
+        for number, key in enumerate(own, first):
+            if key in copies:
+                copies[key] += 1
+            else:
+                copies[key] = 1
+                new.append(number)
         if self._ghosts:
             for number in new:
                 self._ghosts.pop(keys[number], None)
@@ -116,12 +127,23 @@ class CacheLedger:
         if self._events is not None:
             self._report_stored(self._events, sequence, keys, new)
 
-    def removed(self, keys: Sequence[BlockHash], eviction: Eviction) -> None:
-        """These keys ceased to be findable."""
+    def removed(self, block_ids: BlockIds, eviction: Eviction) -> None:
+        """These blocks were forgotten; those that were not indexed are ignored."""
+        keys: list[BlockHash] = []
+        copies = self._num_copies
+        for key in self._keys[block_ids].tolist():
+            if key is None:
+                continue
+            copies[key] -= 1
+            if not copies[key]:
+                del copies[key]
+                keys.append(key)
+        self._keys[block_ids] = None
         if not keys:
             return
         for key in keys:
             self._ghosts[key] = eviction
+            self._ghosts.move_to_end(key)
             if key in self._variant_of:
                 self._forget_variant(key)
         while len(self._ghosts) > self._num_blocks:
@@ -131,6 +153,8 @@ class CacheLedger:
 
     def cleared(self) -> None:
         """Everything was forgotten on request."""
+        self._keys.fill(None)
+        self._num_copies.clear()
         self._ghosts.clear()
         self._variants.clear()
         self._variant_of.clear()
@@ -149,16 +173,14 @@ class CacheLedger:
 
     # ----------------------------------------------------------------- answers
 
-    def reason(
-        self, sequence: TokenSequence, num_hit_blocks: int, index: PrefixIndex
-    ) -> tuple[MissReason, Eviction | None]:
-        """Why the full block number `num_hit_blocks` was not found in `index`."""
+    def reason(self, sequence: TokenSequence, num_hit_blocks: int) -> tuple[MissReason, Eviction | None]:
+        """Why the full block number `num_hit_blocks` was not found."""
         if num_hit_blocks >= sequence.num_full_blocks:
             return MissReason.PARTIAL_BLOCK, None
         eviction = self._ghosts.get(sequence.block_hashes()[num_hit_blocks])
         if eviction is not None:
             return MissReason.EVICTED, eviction
-        for other in self._known_variants(sequence, num_hit_blocks, index):
+        for other in self._known_variants(sequence, num_hit_blocks):
             if other.salt != sequence.extra_keys.salt:
                 return MissReason.SALT_DIFFERS, None
             if other.adapter != sequence.extra_keys.adapter:
@@ -166,13 +188,20 @@ class CacheLedger:
             return MissReason.MEDIA_DIFFERS, None
         return MissReason.NEVER_SEEN, None
 
-    def _known_variants(self, sequence: TokenSequence, block: int, index: PrefixIndex) -> list[ExtraKeys]:
+    def check_integrity(self, indexed: set[int]) -> None:
+        """Raise AssertionError unless exactly the `indexed` blocks are recorded."""
+        recorded = {block_id: key for block_id, key in enumerate(self._keys.tolist()) if key is not None}
+        assert set(recorded) == indexed, "ledger and index know different blocks"
+        assert Counter(recorded.values()) == self._num_copies, "the ledger miscounts a key"
+        assert not set(self._ghosts) & set(self._num_copies), "a findable key is among the ghosts"
+        assert set(self._variant_of) <= set(self._num_copies), "a forgotten key still has a variant"
+
+    def _known_variants(self, sequence: TokenSequence, block: int) -> list[ExtraKeys]:
         """Other extra keys under which the same tokens are findable."""
-        variants = list(self._variants.get(self._plain_keys(sequence)[block], ()))
-        if sequence.extra_keys != NO_EXTRA_KEYS:
-            plain = TokenSequence(sequence.request_id, sequence.token_ids, block_size=self._block_size)
-            if len(index.match(plain).block_ids) > block:
-                variants.append(NO_EXTRA_KEYS)
+        plain = self._plain_keys(sequence)[block]
+        variants = list(self._variants.get(plain, ()))
+        if plain in self._num_copies:
+            variants.append(NO_EXTRA_KEYS)
         return [variant for variant in variants if variant != sequence.extra_keys]
 
     # ------------------------------------------------------------------ inside
