@@ -212,9 +212,8 @@ def hash_blocks(
     """
     blocks = _encode_tokens(hash_fn, token_ids, block_size)
     parent = parent_hash or ROOT_HASH
-    if extra_keys == NO_EXTRA_KEYS:
-        none = _encode_extra(hash_fn, ())
-        return _fold(hash_fn, parent, blocks, repeat(none) if none else None)
+    if extra_keys is NO_EXTRA_KEYS or extra_keys == NO_EXTRA_KEYS:
+        return _fold(hash_fn, parent, blocks, None if hash_fn.encoding == "packed" else repeat(cbor.NULL))
     keys = extra_keys.of_blocks(first_position, block_size, len(blocks))
     encoded = {key: _encode_extra(hash_fn, key) for key in set(keys)}
     return _fold(hash_fn, parent, blocks, [encoded[key] for key in keys])
