@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from foreword.cache.block_pool import BlockIds, BlockPool
 from foreword.cache.block_table import MultiGroupBlockTable
@@ -68,9 +67,10 @@ class KVCacheCoordinatorNoPrefixCache:
         self.step = 0
         """Number of the step that is being put together."""
         self._pool = pool
+        self._indexed_in: IntArray = np.full(pool.num_blocks, -1, np.int64)
         self.tables = MultiGroupBlockTable(len(groups))
         self.managers = tuple(
-            make_group_manager(spec, tables, pool, self.alignment)
+            make_group_manager(spec, tables, self.alignment)
             for spec, tables in zip(groups, self.tables.groups, strict=True)
         )
         self._releases = any(manager.releases_blocks for manager in self.managers)
@@ -104,19 +104,33 @@ class KVCacheCoordinatorNoPrefixCache:
     def clear(self) -> None:
         """Forget everything."""
 
+    def _note_indexed(self, block_ids: BlockIds) -> None:
+        self._indexed_in[block_ids] = self.step
+
     # -------------------------------------------------------------- allocation
 
     def num_required_blocks(self, hit: PrefixHit, num_tokens: int) -> int:
         """Free blocks that admitting a request takes: new ones, and those of the hit that nobody holds."""
-        return self._num_admission_blocks(hit, num_tokens) + self._pool.count_free(_needed(hit.tables))
+        return self._num_admission_blocks(hit, num_tokens) + self._pool.count_free(self._needed(hit.tables))
 
     def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         """Most blocks that one request of `num_tokens` holds, in steps of at most `max_step_tokens`."""
         return sum(manager.max_num_blocks(num_tokens, max_step_tokens) for manager in self.managers)
 
+    def reserve(self) -> None:
+        """Take the blocks that no request can get (sinks); called once, before anything else."""
+        for manager in self.managers:
+            manager.reserve(self._pool)
+
     def held_for_ever(self) -> BlockIds:
-        """Blocks that no request can get (sinks)."""
+        """What `reserve` took."""
         return np.concatenate([manager.held_for_ever() for manager in self.managers])
+
+    def _needed(self, tables: tuple[BlockIds, ...]) -> BlockIds:
+        """The blocks in these tables."""
+        if not self._releases and len(tables) == 1:
+            return tables[0]
+        return without_null(np.concatenate(tables))
 
     def _num_admission_blocks(self, hit: PrefixHit, num_tokens: int) -> int:
         return sum(
@@ -130,7 +144,7 @@ class KVCacheCoordinatorNoPrefixCache:
         None, and no change, if blocks are short.
         """
         hit = hit or self.nothing
-        hit_ids = _needed(hit.tables)
+        hit_ids = self._needed(hit.tables)
         num_new = self._num_admission_blocks(hit, num_tokens)
         if num_new + self._pool.count_free(hit_ids) > self._pool.get_num_free_blocks():
             return None
@@ -218,7 +232,6 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         assert self._manager.hits_every_prefix, "groups that skip blocks need HybridKVCacheCoordinator"
         self._size = group.block_size
         self._index = index
-        self._indexed_in: npt.NDArray[np.int64] = np.full(pool.num_blocks, -1, np.int64)
 
     @property
     def num_indexed(self) -> int:
@@ -244,13 +257,13 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         if num_full > first:
             block_ids = self._manager.tables.row(row)[first:num_full]
             self._index.insert(sequence, first, block_ids)
-            self._indexed_in[block_ids] = self.step
+            self._note_indexed(block_ids)
             self._manager.num_indexed[row] = num_full
 
     def forget_from(self, row: int, num_tokens: int) -> None:
         num_full, num_indexed = num_tokens // self._size, self._manager.num_indexed[row]
         if num_full < num_indexed:
-            self._index.remove(self._manager.tables.row(row)[num_full:num_indexed])
+            self.forget(self._manager.tables.row(row)[num_full:num_indexed])
             self._manager.num_indexed[row] = num_full
 
     def forget(self, block_ids: BlockIds) -> int:
@@ -278,10 +291,3 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
     def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
         super().check_integrity(rows, sequence_of)
         self._index.check_integrity()
-
-
-def _needed(tables: tuple[BlockIds, ...]) -> BlockIds:
-    """The blocks in these tables."""
-    if len(tables) == 1 and not len(tables[0]):
-        return NO_BLOCKS
-    return without_null(tables[0] if len(tables) == 1 else np.concatenate(tables))

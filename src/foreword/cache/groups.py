@@ -72,8 +72,11 @@ class SingleTypeKVCacheManager:
         """Row -> number of leading blocks that have been offered to the index, or came from it."""
         self._num_released: IntArray = np.zeros(0, np.int64)
 
+    def reserve(self, pool: BlockPool) -> None:
+        """Take the blocks that belong to no request and are never evicted; called once."""
+
     def held_for_ever(self) -> BlockIds:
-        """Blocks that belong to no request and are never evicted."""
+        """What `reserve` took."""
         return NO_BLOCKS
 
     # ------------------------------------------------------------------ lookup
@@ -213,12 +216,16 @@ class SinkFullAttentionManager(FullAttentionManager):
     They are in no request's table: attention puts them before it.
     """
 
-    def __init__(self, spec: SinkFullSpec, tables: BlockTables, pool: BlockPool) -> None:
+    def __init__(self, spec: SinkFullSpec, tables: BlockTables) -> None:
         super().__init__(spec.block_size, tables)
-        num_blocks = -(-spec.num_sink_tokens // spec.block_size)
+        self._num_sink_tokens = spec.num_sink_tokens
+        self._sink_ids = NO_BLOCKS
+
+    def reserve(self, pool: BlockPool) -> None:
+        num_blocks = -(-self._num_sink_tokens // self.block_size)
         if num_blocks >= pool.get_num_free_blocks():
             raise ConfigError(
-                f"num_sink_tokens={spec.num_sink_tokens} take {num_blocks} blocks and leave none of "
+                f"num_sink_tokens={self._num_sink_tokens} take {num_blocks} blocks and leave none of "
                 f"{pool.get_num_free_blocks()} to requests; give the cache more memory"
             )
         self._sink_ids = pool.get_new_blocks(num_blocks)
@@ -337,15 +344,13 @@ class MambaManager(SingleTypeKVCacheManager):
         assert (table != NULL_BLOCK).sum() <= 2, "a request holds states that no step reads"
 
 
-def make_group_manager(
-    spec: GroupSpec, tables: BlockTables, pool: BlockPool, alignment: int
-) -> SingleTypeKVCacheManager:
+def make_group_manager(spec: GroupSpec, tables: BlockTables, alignment: int) -> SingleTypeKVCacheManager:
     """The manager of a spec's type; `alignment` is the multiple of tokens in which hits are counted."""
     match spec:
         case FullAttentionSpec():
             return FullAttentionManager(spec.block_size, tables)
         case SinkFullSpec():
-            return SinkFullAttentionManager(spec, tables, pool)
+            return SinkFullAttentionManager(spec, tables)
         case SlidingWindowSpec():
             return SlidingWindowManager(spec, tables)
         case ChunkedLocalSpec():

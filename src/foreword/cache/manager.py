@@ -83,6 +83,7 @@ class KVCacheManager:
         self.recent = CachingMetrics()
         self._pool = BlockPool(num_blocks, on_reuse=self._forget_reused)
         self._coordinator = self._make_coordinator(index)
+        self._coordinator.reserve()
         self._held: dict[str, _Holding] = {}
         self._sequences: dict[int, TokenSequence] = {}
         self._num_slots: IntArray = np.zeros(16, np.int64)
