@@ -75,7 +75,6 @@ def test_the_fixed_point_is_the_longest_length_on_which_all_groups_agree(specs, 
     key_size = math.gcd(*(spec.block_size for spec in specs))
     manager = KVCacheManager(512, groups=specs, block_size=key_size)
     coordinator = HybridKVCacheCoordinator(specs, manager._pool, key_size)
-    coordinator.step = 1
     sequence = TokenSequence("r", range(num_tokens), block_size=key_size)
     cached, next_id = {}, 0
     for group, spec in enumerate(specs):
@@ -441,7 +440,7 @@ def one_by_one(manager, sequences):
     return len(sequences)
 
 
-@pytest.mark.parametrize("kind", ["hash", "radix", "off", "full and window", "all types"])
+@pytest.mark.parametrize("kind", ["hash", "radix", "off", "full and window", "full and narrow windows", "all types"])
 def test_one_call_for_a_batch_does_what_single_calls_do(kind):
     for seed in range(4):
         rng = random.Random(seed)
@@ -497,3 +496,14 @@ def test_a_batch_that_is_short_serves_the_front_and_leaves_the_rest_alone():
     assert manager.allocate_decode_slots(manager.handles("abcd")) == 1
     assert [len(manager.block_ids(name)) for name in "abcd"] == [2, 1, 1, 1]
     manager.check_integrity()
+
+
+def test_two_requests_of_a_batch_may_give_up_the_block_that_they_share():
+    manager = KVCacheManager(8, groups=[SlidingWindowSpec(4, 4)])
+    sequences = [admitted(manager, name, [*range(4), ord(name), 0, 0, 0])[0] for name in "ab"]
+    assert manager.block_ids("a")[0] == manager.block_ids("b")[0]
+    for sequence in sequences:
+        sequence.append(1)
+    assert manager.allocate_decode_slots(manager.handles("ab")) == 2
+    manager.check_integrity()
+    assert manager.get_num_free_blocks() == 4

@@ -58,6 +58,8 @@ class SingleTypeKVCacheManager:
     This class alone manages attention over a suffix that `first_needed_block` begins.
     """
 
+    only_appends = True
+    """Whether a table grows by its new blocks alone."""
     releases_blocks = True
     """Whether blocks are given up while a request runs."""
     hits_every_prefix = False
@@ -164,6 +166,17 @@ class SingleTypeKVCacheManager:
         if end > released:
             self.tables.row(row)[released:end] = NULL_BLOCK
             self._num_released[row] = end
+
+    def release_each(self, rows: IntArray, starts: IntArray) -> tuple[IntArray, BlockIds]:
+        """`releasable` and `release` for many rows: which of them give up blocks (repeated), and the blocks."""
+        released, ends = self._num_released[rows], self.first_needed_block(starts)
+        leaving = np.flatnonzero(ends > released)
+        if not len(leaving):
+            return leaving, NO_BLOCKS
+        rows, released, ends = rows[leaving], released[leaving], ends[leaving]
+        block_ids = self.tables.replace_each(rows, released, ends, NULL_BLOCK)
+        self._num_released[rows] = ends
+        return np.repeat(leaving, ends - released), block_ids
 
     def extend(self, row: int, start: int, end: int, new_ids: BlockIds) -> None:
         """Take over the `num_new_blocks(row, start, end)` new blocks."""
@@ -278,6 +291,7 @@ class MambaManager(SingleTypeKVCacheManager):
     position start - 1, or if that is NULL_BLOCK the one it writes; at start 0 it begins with no state.
     """
 
+    only_appends = False
     readable_in_same_step = False
 
     def __init__(self, spec: RecurrentSpec, tables: BlockTables, alignment: int) -> None:

@@ -81,7 +81,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
 
         def find_computed(key: BlockHash) -> int | None:
             block_id = find(key)
-            return None if block_id is None or self._indexed_in[block_id] == self.step else block_id
+            return None if block_id is None or self._is_being_filled(block_id) else block_id
 
         return find_computed
 
@@ -96,7 +96,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
             numbers = manager.blocks_to_index(row, num_tokens)
             if not numbers:
                 continue
-            block_ids = manager.tables.row(row)[numbers.start : numbers.stop]
+            block_ids = manager.tables.row(row)[numbers.start : numbers.stop].copy()
             self._index.insert(group_id, self._keys(group_id, sequence, numbers.start, numbers.stop), block_ids)
             self._note_indexed(block_ids)
             manager.set_indexed(row, numbers.stop)
