@@ -66,6 +66,23 @@ class BlockTables:
             self._ids[np.repeat(rows, counts), shifts + np.arange(len(block_ids))] = block_ids
         self._lengths[rows] = ends
 
+    def replace_each(
+        self, rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], block_id: int
+    ) -> BlockIds:
+        """Write `block_id` into entries `starts[i]` to `ends[i]` of row `rows[i]`; returns what stood there.
+
+        The order is that of the rows, the last entry of each first.
+        """
+        counts = ends - starts
+        if len(counts) == counts.sum():
+            at = (rows, starts)
+        else:
+            lasts = np.repeat(ends - 1 + np.cumsum(counts) - counts, counts)
+            at = (np.repeat(rows, counts), lasts - np.arange(len(lasts)))
+        replaced: BlockIds = self._ids[at]
+        self._ids[at] = block_id
+        return replaced
+
     def _widen(self, least: int) -> None:
         wider = np.zeros((len(self._lengths), max(least, 2 * self._ids.shape[1])), np.int32)
         wider[:, : self._ids.shape[1]] = self._ids

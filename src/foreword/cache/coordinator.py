@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from foreword.cache.block_pool import BlockIds, BlockPool
 from foreword.cache.block_table import MultiGroupBlockTable
@@ -29,6 +28,8 @@ from foreword.cache.groups import (
 from foreword.cache.index import PartialBlock, PrefixIndex
 from foreword.cache.sequence import TokenSequence
 
+MAX_NOTES = 1024
+"""Notes of filled blocks that are kept unread; most steps never read them."""
 SequenceOfRow = Callable[[int], TokenSequence]
 
 
@@ -65,14 +66,15 @@ class KVCacheCoordinatorNoPrefixCache:
         self.block_sizes = tuple(spec.block_size for spec in groups)
         self.alignment = math.lcm(*self.block_sizes)
         """Hits are multiples of this many tokens, where the index cannot tell more."""
-        self.step = 0
-        """Number of the step that is being put together."""
         self._pool = pool
+        self._indexed_now: set[int] = set()
+        self._noted: list[BlockIds] = []
         self.tables = MultiGroupBlockTable(len(groups))
         self.managers = tuple(
-            make_group_manager(spec, tables, pool, self.alignment)
+            make_group_manager(spec, tables, self.alignment)
             for spec, tables in zip(groups, self.tables.groups, strict=True)
         )
+        self._only_appends = all(manager.only_appends for manager in self.managers)
         self._releases = any(manager.releases_blocks for manager in self.managers)
         self.nothing = PrefixHit((NO_BLOCKS,) * len(groups), None, 0, 0)
 
@@ -104,19 +106,51 @@ class KVCacheCoordinatorNoPrefixCache:
     def clear(self) -> None:
         """Forget everything."""
 
+    def begin_step(self) -> None:
+        """A new batch is being put together; what was indexed before has been computed."""
+        self._indexed_now.clear()
+        self._noted.clear()
+
+    def _note_indexed(self, block_ids: BlockIds) -> None:
+        """These blocks (a copy of the caller's) are filled by this step."""
+        self._noted.append(block_ids)
+        if len(self._noted) > MAX_NOTES:
+            self._gather_notes()
+
+    def _is_being_filled(self, block_id: int) -> bool:
+        """Whether this step fills the block, so that it can be indexed but not be copied or read yet."""
+        self._gather_notes()
+        return block_id in self._indexed_now
+
+    def _gather_notes(self) -> None:
+        for block_ids in self._noted:
+            self._indexed_now.update(block_ids.tolist())
+        self._noted.clear()
+
     # -------------------------------------------------------------- allocation
 
     def num_required_blocks(self, hit: PrefixHit, num_tokens: int) -> int:
         """Free blocks that admitting a request takes: new ones, and those of the hit that nobody holds."""
-        return self._num_admission_blocks(hit, num_tokens) + self._pool.count_free(_needed(hit.tables))
+        return self._num_admission_blocks(hit, num_tokens) + self._pool.count_free(self._needed(hit.tables))
 
     def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         """Most blocks that one request of `num_tokens` holds, in steps of at most `max_step_tokens`."""
         return sum(manager.max_num_blocks(num_tokens, max_step_tokens) for manager in self.managers)
 
+    def reserve(self) -> None:
+        """Take the blocks that no request can get (sinks); called once, before anything else."""
+        for manager in self.managers:
+            manager.reserve(self._pool)
+
     def held_for_ever(self) -> BlockIds:
-        """Blocks that no request can get (sinks)."""
+        """What `reserve` took."""
         return np.concatenate([manager.held_for_ever() for manager in self.managers])
+
+    def _needed(self, tables: tuple[BlockIds, ...]) -> BlockIds:
+        """The blocks in these tables."""
+        if not self._releases and len(tables) == 1:
+            return tables[0]
+        return without_null(np.concatenate(tables))
 
     def _num_admission_blocks(self, hit: PrefixHit, num_tokens: int) -> int:
         return sum(
@@ -130,7 +164,7 @@ class KVCacheCoordinatorNoPrefixCache:
         None, and no change, if blocks are short.
         """
         hit = hit or self.nothing
-        hit_ids = _needed(hit.tables)
+        hit_ids = self._needed(hit.tables)
         num_new = self._num_admission_blocks(hit, num_tokens)
         if num_new + self._pool.count_free(hit_ids) > self._pool.get_num_free_blocks():
             return None
@@ -176,6 +210,25 @@ class KVCacheCoordinatorNoPrefixCache:
 
     def grow_each(self, rows: IntArray, starts: IntArray, ends: IntArray) -> int:
         """`grow` for many rows, in their order, up to the first that is short; returns how many were served."""
+        if not self._only_appends:
+            return self._grow_one_by_one(rows, starts, ends)
+        num_blocks = [-(-ends // size) for size in self.block_sizes]
+        counts = np.stack(
+            [blocks - tables.lengths(rows) for blocks, tables in zip(num_blocks, self.tables.groups, strict=True)], 1
+        )
+        np.maximum(counts, 0, out=counts)
+        num_new = int(counts.sum())
+        if num_new > self._pool.get_num_free_blocks():
+            return self._grow_one_by_one(rows, starts, ends)
+        # The same blocks as one by one: rows take from the queue's head, in their order, what was free
+        # before this call, and what they give up joins its tail.
+        if self._releases:
+            self._release_each(rows, starts)
+        if num_new:
+            self._append_each(rows, counts, self._pool.get_new_blocks(num_new))
+        return len(rows)
+
+    def _grow_one_by_one(self, rows: IntArray, starts: IntArray, ends: IntArray) -> int:
         changes = np.zeros(len(rows), np.bool_)
         for manager in self.managers:
             changes |= manager.changes(rows, starts, ends)
@@ -183,6 +236,29 @@ class KVCacheCoordinatorNoPrefixCache:
             if self.grow(int(rows[at]), int(starts[at]), int(ends[at])) is None:
                 return int(at)
         return len(rows)
+
+    def _release_each(self, rows: IntArray, starts: IntArray) -> None:
+        """Free what the rows no longer need."""
+        parts = [manager.release_each(rows, starts) for manager in self.managers if manager.releases_blocks]
+        places = np.concatenate([place for place, _ in parts])
+        if not len(places):
+            return
+        order = np.argsort(places, kind="stable")
+        places, block_ids = places[order], np.concatenate([ids for _, ids in parts])[order]
+        if len(np.unique(block_ids)) == len(block_ids):
+            self._pool.free_blocks(block_ids)
+        else:  # two requests give up a block that they share
+            for of_row in np.split(block_ids, np.flatnonzero(np.diff(places)) + 1):
+                self._pool.free_blocks(of_row)
+
+    def _append_each(self, rows: IntArray, counts: IntArray, new_ids: BlockIds) -> None:
+        """Hand out new blocks, row by row and in a row group by group; `counts` [rows, groups]."""
+        groups = self.tables.groups
+        owners = np.repeat(np.tile(np.arange(len(groups)), len(rows)), counts.ravel()) if len(groups) > 1 else None
+        for group_id, tables in enumerate(groups):
+            growing = np.flatnonzero(counts[:, group_id])
+            block_ids = new_ids if owners is None else new_ids[owners == group_id]
+            tables.append_each(rows[growing], counts[growing, group_id], block_ids)
 
     def close(self, row: int) -> None:
         """Free a row's blocks, those that end last first, so that tails are evicted before heads."""
@@ -218,7 +294,6 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         assert self._manager.hits_every_prefix, "groups that skip blocks need HybridKVCacheCoordinator"
         self._size = group.block_size
         self._index = index
-        self._indexed_in: npt.NDArray[np.int64] = np.full(pool.num_blocks, -1, np.int64)
 
     @property
     def num_indexed(self) -> int:
@@ -229,7 +304,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         num_shared = len(match.block_ids) * self._size
         computed_last = len(sequence) - 1
         partial = match.partial
-        if partial is None or num_shared >= computed_last or self._indexed_in[partial.block_id] == self.step:
+        if partial is None or num_shared >= computed_last or self._is_being_filled(partial.block_id):
             # A block that this very step fills is filled too late to be copied.
             return PrefixHit((match.block_ids,), None, min(num_shared, computed_last), num_shared)
         num_tokens = min(num_shared + partial.num_tokens, computed_last)
@@ -242,15 +317,15 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         first = self._manager.num_indexed[row]
         num_full = min(num_tokens, len(sequence)) // self._size
         if num_full > first:
-            block_ids = self._manager.tables.row(row)[first:num_full]
+            block_ids = self._manager.tables.row(row)[first:num_full].copy()
             self._index.insert(sequence, first, block_ids)
-            self._indexed_in[block_ids] = self.step
+            self._note_indexed(block_ids)
             self._manager.num_indexed[row] = num_full
 
     def forget_from(self, row: int, num_tokens: int) -> None:
         num_full, num_indexed = num_tokens // self._size, self._manager.num_indexed[row]
         if num_full < num_indexed:
-            self._index.remove(self._manager.tables.row(row)[num_full:num_indexed])
+            self.forget(self._manager.tables.row(row)[num_full:num_indexed])
             self._manager.num_indexed[row] = num_full
 
     def forget(self, block_ids: BlockIds) -> int:
@@ -261,27 +336,6 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
     def clear(self) -> None:
         self._index.clear()
 
-    def grow_each(self, rows: IntArray, starts: IntArray, ends: IntArray) -> int:
-        tables = self._manager.tables
-        counts = -(-ends // self._size) - tables.lengths(rows)
-        growing = np.flatnonzero(counts > 0)
-        if not len(growing):
-            return len(rows)
-        counts = counts[growing]
-        num_new = int(counts.sum())
-        if num_new > self._pool.get_num_free_blocks():
-            return super().grow_each(rows, starts, ends)
-        # The same blocks as one by one: rows take from the queue's head in their order.
-        tables.append_each(rows[growing], counts, self._pool.get_new_blocks(num_new))
-        return len(rows)
-
     def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
         super().check_integrity(rows, sequence_of)
         self._index.check_integrity()
-
-
-def _needed(tables: tuple[BlockIds, ...]) -> BlockIds:
-    """The blocks in these tables."""
-    if len(tables) == 1 and not len(tables[0]):
-        return NO_BLOCKS
-    return without_null(tables[0] if len(tables) == 1 else np.concatenate(tables))

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from foreword.cache.block_pool import BlockIds
 from foreword.cache.hashing import BlockHash
 
@@ -79,16 +81,17 @@ class GroupedHashIndex:
             blocks.insert(key, block_id)
         self._num_indexed += len(keys)
 
-    def remove(self, block_ids: BlockIds) -> int:
-        """Forget these blocks; others are ignored. Returns how many it forgot."""
-        before = self._num_indexed
+    def remove(self, block_ids: BlockIds) -> BlockIds:
+        """Forget these blocks; others are ignored. Returns those it forgot."""
+        forgotten: list[int] = []
         for block_id in block_ids.tolist():
             key = self._key_of[block_id]
             if key is not None:
                 self._maps[self._group_of[block_id]].remove(key, block_id)
                 self._key_of[block_id] = None
-                self._num_indexed -= 1
-        return before - self._num_indexed
+                forgotten.append(block_id)
+        self._num_indexed -= len(forgotten)
+        return np.array(forgotten, np.int32)
 
     def group_of(self, block_id: int) -> int | None:
         """Group under which a block is indexed, or None."""

@@ -58,6 +58,8 @@ class SingleTypeKVCacheManager:
     This class alone manages attention over a suffix that `first_needed_block` begins.
     """
 
+    only_appends = True
+    """Whether a table grows by its new blocks alone."""
     releases_blocks = True
     """Whether blocks are given up while a request runs."""
     hits_every_prefix = False
@@ -72,8 +74,11 @@ class SingleTypeKVCacheManager:
         """Row -> number of leading blocks that have been offered to the index, or came from it."""
         self._num_released: IntArray = np.zeros(0, np.int64)
 
+    def reserve(self, pool: BlockPool) -> None:
+        """Take the blocks that belong to no request and are never evicted; called once."""
+
     def held_for_ever(self) -> BlockIds:
-        """Blocks that belong to no request and are never evicted."""
+        """What `reserve` took."""
         return NO_BLOCKS
 
     # ------------------------------------------------------------------ lookup
@@ -162,6 +167,17 @@ class SingleTypeKVCacheManager:
             self.tables.row(row)[released:end] = NULL_BLOCK
             self._num_released[row] = end
 
+    def release_each(self, rows: IntArray, starts: IntArray) -> tuple[IntArray, BlockIds]:
+        """`releasable` and `release` for many rows: which of them give up blocks (repeated), and the blocks."""
+        released, ends = self._num_released[rows], self.first_needed_block(starts)
+        leaving = np.flatnonzero(ends > released)
+        if not len(leaving):
+            return leaving, NO_BLOCKS
+        rows, released, ends = rows[leaving], released[leaving], ends[leaving]
+        block_ids = self.tables.replace_each(rows, released, ends, NULL_BLOCK)
+        self._num_released[rows] = ends
+        return np.repeat(leaving, ends - released), block_ids
+
     def extend(self, row: int, start: int, end: int, new_ids: BlockIds) -> None:
         """Take over the `num_new_blocks(row, start, end)` new blocks."""
         self.tables.append(row, new_ids)
@@ -213,12 +229,16 @@ class SinkFullAttentionManager(FullAttentionManager):
     They are in no request's table: attention puts them before it.
     """
 
-    def __init__(self, spec: SinkFullSpec, tables: BlockTables, pool: BlockPool) -> None:
+    def __init__(self, spec: SinkFullSpec, tables: BlockTables) -> None:
         super().__init__(spec.block_size, tables)
-        num_blocks = -(-spec.num_sink_tokens // spec.block_size)
+        self._num_sink_tokens = spec.num_sink_tokens
+        self._sink_ids = NO_BLOCKS
+
+    def reserve(self, pool: BlockPool) -> None:
+        num_blocks = -(-self._num_sink_tokens // self.block_size)
         if num_blocks >= pool.get_num_free_blocks():
             raise ConfigError(
-                f"num_sink_tokens={spec.num_sink_tokens} take {num_blocks} blocks and leave none of "
+                f"num_sink_tokens={self._num_sink_tokens} take {num_blocks} blocks and leave none of "
                 f"{pool.get_num_free_blocks()} to requests; give the cache more memory"
             )
         self._sink_ids = pool.get_new_blocks(num_blocks)
@@ -271,6 +291,7 @@ class MambaManager(SingleTypeKVCacheManager):
     position start - 1, or if that is NULL_BLOCK the one it writes; at start 0 it begins with no state.
     """
 
+    only_appends = False
     readable_in_same_step = False
 
     def __init__(self, spec: RecurrentSpec, tables: BlockTables, alignment: int) -> None:
@@ -337,15 +358,13 @@ class MambaManager(SingleTypeKVCacheManager):
         assert (table != NULL_BLOCK).sum() <= 2, "a request holds states that no step reads"
 
 
-def make_group_manager(
-    spec: GroupSpec, tables: BlockTables, pool: BlockPool, alignment: int
-) -> SingleTypeKVCacheManager:
+def make_group_manager(spec: GroupSpec, tables: BlockTables, alignment: int) -> SingleTypeKVCacheManager:
     """The manager of a spec's type; `alignment` is the multiple of tokens in which hits are counted."""
     match spec:
         case FullAttentionSpec():
             return FullAttentionManager(spec.block_size, tables)
         case SinkFullSpec():
-            return SinkFullAttentionManager(spec, tables, pool)
+            return SinkFullAttentionManager(spec, tables)
         case SlidingWindowSpec():
             return SlidingWindowManager(spec, tables)
         case ChunkedLocalSpec():

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from foreword.cache.block_pool import BlockIds, BlockPool
 from foreword.cache.coordinator import KVCacheCoordinatorNoPrefixCache, PrefixHit, SequenceOfRow
 from foreword.cache.group_index import GroupedHashIndex
 from foreword.cache.group_specs import GroupSpec
-from foreword.cache.groups import NULL_BLOCK, BlockFinder, IntArray, without_null
+from foreword.cache.groups import NULL_BLOCK, BlockFinder, without_null
 from foreword.cache.hashing import BlockHash
 from foreword.cache.sequence import TokenSequence
 
@@ -34,7 +32,6 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         self._index = GroupedHashIndex(pool.num_blocks, len(self.managers))
         # Groups whose hits shrink to hits are asked first: they are looked up once and then only cut.
         self._order = sorted(range(len(self.managers)), key=lambda g: not self.managers[g].hits_every_prefix)
-        self._indexed_in: IntArray = np.full(pool.num_blocks, -1, np.int64)
 
     @property
     def num_indexed(self) -> int:
@@ -84,7 +81,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
 
         def find_computed(key: BlockHash) -> int | None:
             block_id = find(key)
-            return None if block_id is None or self._indexed_in[block_id] == self.step else block_id
+            return None if block_id is None or self._is_being_filled(block_id) else block_id
 
         return find_computed
 
@@ -99,9 +96,9 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
             numbers = manager.blocks_to_index(row, num_tokens)
             if not numbers:
                 continue
-            block_ids = manager.tables.row(row)[numbers.start : numbers.stop]
+            block_ids = manager.tables.row(row)[numbers.start : numbers.stop].copy()
             self._index.insert(group_id, self._keys(group_id, sequence, numbers.start, numbers.stop), block_ids)
-            self._indexed_in[block_ids] = self.step
+            self._note_indexed(block_ids)
             manager.set_indexed(row, numbers.stop)
 
     def forget_from(self, row: int, num_tokens: int) -> None:
@@ -109,11 +106,11 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
             num_full = num_tokens // manager.block_size
             if num_full < manager.num_indexed[row]:
                 block_ids = manager.tables.row(row)[num_full : manager.num_indexed[row]]
-                self._index.remove(without_null(block_ids))
+                self.forget(without_null(block_ids))
                 manager.num_indexed[row] = num_full
 
     def forget(self, block_ids: BlockIds) -> int:
-        return self._index.remove(block_ids)
+        return len(self._index.remove(block_ids))
 
     def clear(self) -> None:
         self._index.clear()

@@ -7,6 +7,7 @@ priorities or time. One request's life, as in vLLM v1:
     hit = get_computed_blocks(sequence)            what is there already; changes nothing
     allocate_slots(sequence, num_tokens, hit)      admitted: hit blocks held, new blocks taken
     allocate_slots(sequence, num_tokens) ...       each step: room for the tokens of this step
+    allocate_running_slots(handles, num_tokens)    the same for all running requests at once
     take_copies()                                  what the runner copies first
     free(request_id)                               blocks leave the request, but stay cached
 
@@ -83,6 +84,7 @@ class KVCacheManager:
         self.recent = CachingMetrics()
         self._pool = BlockPool(num_blocks, on_reuse=self._forget_reused)
         self._coordinator = self._make_coordinator(index)
+        self._coordinator.reserve()
         self._held: dict[str, _Holding] = {}
         self._sequences: dict[int, TokenSequence] = {}
         self._num_slots: IntArray = np.zeros(16, np.int64)
@@ -113,7 +115,7 @@ class KVCacheManager:
 
     def begin_step(self) -> None:
         """A new batch is being put together; what was allocated before has been computed."""
-        self._coordinator.step += 1
+        self._coordinator.begin_step()
 
     def take_copies(self) -> BlockIds:
         """Blocks to copy before the step writes anything, [copies, (source, target)]; handed out once."""
@@ -189,6 +191,8 @@ class KVCacheManager:
         if served < len(handles):
             handles, starts, num_tokens = handles[:served], starts[:served], num_tokens[:served]
         self._num_slots[handles] = num_tokens
+        if not self.enable_prefix_caching:
+            return served
         filled = np.flatnonzero(num_tokens // self.block_size > starts // self.block_size)
         for row, end in zip(handles[filled].tolist(), num_tokens[filled].tolist(), strict=True):
             self._coordinator.cache_blocks(row, self._sequences[row], end)
