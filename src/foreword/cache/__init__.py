@@ -5,6 +5,7 @@ text, tensors or requests. `KVCacheManager` is the door; a scheduler needs nothi
 """
 
 from foreword.cache.block_pool import BlockIds, BlockPool, FreeKVCacheBlockQueue
+from foreword.cache.eviction import EvictionPolicy, make_policy
 from foreword.cache.hashing import (
     NO_EXTRA_KEYS,
     BlockHash,
@@ -16,6 +17,7 @@ from foreword.cache.hashing import (
 )
 from foreword.cache.index import HashIndex, PartialBlock, PrefixIndex, PrefixMatch
 from foreword.cache.manager import KVCacheManager, PrefixHit
+from foreword.cache.policies import PriorityPolicy
 from foreword.cache.radix import RadixIndex, make_index
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
@@ -26,6 +28,7 @@ __all__ = [
     "BlockIds",
     "BlockPool",
     "CachingMetrics",
+    "EvictionPolicy",
     "ExtraKeys",
     "FreeKVCacheBlockQueue",
     "HashIndex",
@@ -36,10 +39,12 @@ __all__ = [
     "PrefixHit",
     "PrefixIndex",
     "PrefixMatch",
+    "PriorityPolicy",
     "RadixIndex",
     "TokenSequence",
     "hash_block_tokens",
     "hash_blocks",
     "make_index",
+    "make_policy",
     "sha256",
 ]

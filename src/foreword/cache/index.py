@@ -51,8 +51,11 @@ class PrefixIndex(Protocol):
         already: both stay.
         """
 
-    def remove(self, block_ids: BlockIds) -> None:
-        """Forget these blocks, and what can no longer be found without them; other ids are ignored."""
+    def remove(self, block_ids: BlockIds) -> BlockIds:
+        """Forget these (distinct) blocks, and what can no longer be found without them; returns all of those.
+
+        Blocks that were not indexed are ignored, and returned too.
+        """
 
     def clear(self) -> None:
         """Forget all blocks."""
@@ -100,7 +103,7 @@ class HashIndex:
                 self._duplicates.setdefault(key, []).append(block_id)
         self._num_indexed += len(keys)
 
-    def remove(self, block_ids: BlockIds) -> None:
+    def remove(self, block_ids: BlockIds) -> BlockIds:
         for block_id in block_ids.tolist():
             key = self._key_of[block_id]
             if key is None:
@@ -117,6 +120,7 @@ class HashIndex:
                 waiting.remove(block_id)
             if not waiting:
                 del self._duplicates[key]
+        return block_ids
 
     def clear(self) -> None:
         self._block_of.clear()

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from foreword.cache.block_pool import BlockIds, BlockPool
 from foreword.cache.block_table import BlockTables
+from foreword.cache.eviction import EvictionPolicy, make_policy
 from foreword.cache.index import HashIndex, PartialBlock, PrefixIndex
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
@@ -71,6 +72,7 @@ class KVCacheManager:
         block_size: int = 16,
         enable_prefix_caching: bool = True,
         index: PrefixIndex | None = None,
+        eviction_policy: str | EvictionPolicy = "lru",
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(
@@ -83,7 +85,8 @@ class KVCacheManager:
         self.stats = PrefixCacheStats()
         self.recent = CachingMetrics()
         self._index = index if index is not None else HashIndex(num_blocks)
-        self._pool = BlockPool(num_blocks, on_reuse=self._forget_reused)
+        policy = make_policy(eviction_policy, num_blocks) if isinstance(eviction_policy, str) else eviction_policy
+        self._pool = BlockPool(num_blocks, on_reuse=self._forget_reused, policy=policy)
         self._tables = BlockTables()
         self._held: dict[str, _Holding] = {}
         self._copies: list[tuple[int, int]] = []
@@ -186,6 +189,7 @@ class KVCacheManager:
         if num_full > holding.num_indexed:
             block_ids = self._tables.row(holding.row)[holding.num_indexed : num_full]
             self._index.insert(sequence, holding.num_indexed, block_ids)
+            self._pool.note_cached(block_ids, np.arange(holding.num_indexed, num_full, dtype=np.int32))
             self._indexed_in[block_ids] = self._step
             holding.num_indexed = num_full
 
@@ -194,7 +198,7 @@ class KVCacheManager:
         holding = self._held[request_id]
         num_full = num_computed_tokens // self.block_size
         if num_full < holding.num_indexed:
-            self._index.remove(self._tables.row(holding.row)[num_full : holding.num_indexed])
+            self.evict_blocks(self._tables.row(holding.row)[num_full : holding.num_indexed])
             holding.num_indexed = num_full
 
     def free(self, request_id: str) -> None:
@@ -207,7 +211,7 @@ class KVCacheManager:
 
     def evict_blocks(self, block_ids: BlockIds) -> None:
         """Forget what these blocks hold. Requests that hold them keep them."""
-        self._index.remove(block_ids)
+        self._pool.note_forgotten(self._index.remove(block_ids))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes and start the statistics anew. Raises CacheBusyError while in use."""
@@ -217,12 +221,13 @@ class KVCacheManager:
                 f"(first: {next(iter(self._held))!r}); wait for them or abort them"
             )
         self._index.clear()
+        self._pool.note_forgotten(np.arange(self.num_blocks, dtype=np.int32))
         self.stats = PrefixCacheStats()
         self.recent.reset()
 
     def _forget_reused(self, block_ids: BlockIds) -> None:
         before = len(self._index)
-        self._index.remove(block_ids)
+        self.evict_blocks(block_ids)
         self.stats.evictions += before - len(self._index)
 
     # -------------------------------------------------------------------- view
