@@ -17,6 +17,7 @@ from foreword.cache.hashing import (
 )
 from foreword.cache.index import HashIndex, PartialBlock, PrefixIndex, PrefixMatch
 from foreword.cache.manager import KVCacheManager, PrefixHit
+from foreword.cache.pins import PinnedPolicy
 from foreword.cache.policies import PriorityPolicy
 from foreword.cache.radix import RadixIndex, make_index
 from foreword.cache.sequence import TokenSequence
@@ -35,6 +36,7 @@ __all__ = [
     "KVCacheManager",
     "MediaItem",
     "PartialBlock",
+    "PinnedPolicy",
     "PrefixCacheStats",
     "PrefixHit",
     "PrefixIndex",
