@@ -45,7 +45,7 @@ class BlockPool:
 
     def count_free(self, block_ids: BlockIds) -> int:
         """How many of these blocks are free (touching them would leave so many fewer)."""
-        return int(np.count_nonzero(self._ref_counts[block_ids] == 0))
+        return int(np.count_nonzero(self._ref_counts.take(block_ids) == 0))
 
     def get_new_blocks(self, count: int) -> BlockIds:
         """Take `count` blocks (at most `get_num_free_blocks()`), those first that the policy gives away first."""
@@ -57,17 +57,17 @@ class BlockPool:
 
     def touch(self, block_ids: BlockIds) -> None:
         """Hold these (distinct) blocks, which a lookup found, once more; free ones are free no longer."""
-        counts = self._ref_counts[block_ids]
-        self._free.remove(block_ids[counts == 0])
+        counts = self._ref_counts.take(block_ids)
+        self._free.remove(block_ids.compress(counts == 0))
         self._ref_counts[block_ids] = counts + 1
         self._free.note_hit(block_ids)
 
     def free_blocks(self, block_ids: BlockIds) -> None:
         """Hold these (distinct) blocks once less; those at 0 are free, and count as freed in the order given."""
-        counts = self._ref_counts[block_ids] - 1
+        counts = self._ref_counts.take(block_ids) - 1
         assert counts.size == 0 or counts.min() >= 0, "a block was freed more often than it was held"
         self._ref_counts[block_ids] = counts
-        self._free.append(block_ids[counts == 0])
+        self._free.append(block_ids.compress(counts == 0))
 
     def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
         """These held blocks can be found from now on, as blocks number `depths` of their prefixes."""

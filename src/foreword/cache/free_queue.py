@@ -4,7 +4,8 @@ Know block ids and their places; know nothing of what blocks hold or who holds t
 
 A linked list removes from its middle in O(1) but takes blocks one by one. These queues are buffers in
 which a removed block leaves a stale entry behind: an entry is alive only while its block's record names
-it. Taking, adding and removing k blocks are each a few numpy calls.
+it. Taking, adding and removing k blocks are each a few numpy calls (`take` and `compress`, which are
+several times as fast as the same in brackets).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy.typing as npt
 BlockIds = npt.NDArray[np.int32]
 NOT_QUEUED = -1
 NO_BLOCKS: BlockIds = np.empty(0, np.int32)
+WINDOW = 64
+"""Fewest entries that are looked at together: a numpy call costs as much for 64 as for one."""
 
 
 class FreeKVCacheBlockQueue:
@@ -32,7 +35,7 @@ class FreeKVCacheBlockQueue:
     def __init__(self, num_blocks: int) -> None:
         self._buffer: BlockIds = np.empty(2 * num_blocks, np.int32)
         self._buffer[:num_blocks] = np.arange(num_blocks, dtype=np.int32)
-        self._place: npt.NDArray[np.int64] = np.arange(num_blocks, dtype=np.int64)
+        self._place: npt.NDArray[np.int32] = np.arange(num_blocks, dtype=np.int32)
         self._head = 0
         self._tail = num_blocks
         self._num_free = num_blocks
@@ -62,7 +65,7 @@ class FreeKVCacheBlockQueue:
         if self._tail + count > len(self._buffer):
             self._compact()
         self._buffer[self._tail : self._tail + count] = block_ids
-        self._place[block_ids] = np.arange(self._tail, self._tail + count)
+        self._place[block_ids] = np.arange(self._tail, self._tail + count, dtype=np.int32)
         self._tail += count
         self._num_free += count
 
@@ -74,35 +77,43 @@ class FreeKVCacheBlockQueue:
     def popleft(self, count: int) -> BlockIds:
         """Take `count` blocks from the head; the caller has checked `count <= len(self)`."""
         assert count <= self._num_free
-        end = self._head + count
-        block_ids = self._buffer[self._head : end]
-        if (self._place[block_ids] == np.arange(self._head, end)).all():
-            block_ids = block_ids.copy()
-            self._head = end
+        if count == 1 and self._place[self._buffer[self._head]] == self._head:  # a decoding request's next block
+            block_ids = self._buffer[self._head : self._head + 1].copy()
+            self._head += 1
         else:
-            block_ids = self._popleft_alive(count)
+            # Most often no stale entry lies between, and the first window is enough.
+            first = self._take_alive(count) if count >= WINDOW else NO_BLOCKS
+            missing = count - len(first)
+            block_ids = np.concatenate((first, self._take_missing(missing))) if missing else first
         self._place[block_ids] = NOT_QUEUED
         self._num_free -= count
         return block_ids
 
-    def _popleft_alive(self, count: int) -> BlockIds:
-        """The same when stale entries lie between; moves the head alone."""
+    def _take_alive(self, num_entries: int) -> BlockIds:
+        """The blocks of the next entries that are alive; moves the head past those entries."""
+        end = self._head + num_entries
+        window = self._buffer[self._head : end]
+        block_ids = window.compress(self._place.take(window) == np.arange(self._head, end, dtype=np.int32))
+        self._head = end
+        return block_ids
+
+    def _take_missing(self, count: int) -> BlockIds:
+        """The next `count` blocks that are alive; moves the head past the last of them."""
         taken: list[BlockIds] = []
         missing = count
         while missing:
-            end = min(self._tail, self._head + max(2 * missing, 64))
+            end = min(self._tail, self._head + max(2 * missing, WINDOW))
             window = self._buffer[self._head : end]
-            alive = np.flatnonzero(self._place[window] == np.arange(self._head, end))[:missing]
-            taken.append(window[alive])
+            alive = np.flatnonzero(self._place.take(window) == np.arange(self._head, end, dtype=np.int32))[:missing]
+            taken.append(window.take(alive))
             missing -= len(alive)
             self._head = end if missing else self._head + int(alive[-1]) + 1
-        return np.concatenate(taken)
+        return taken[0] if len(taken) == 1 else np.concatenate(taken)
 
     def in_order(self) -> BlockIds:
         """All free blocks from head to tail (a copy)."""
         window = self._buffer[self._head : self._tail]
-        alive: BlockIds = window[self._place[window] == np.arange(self._head, self._tail)]
-        return alive
+        return window.compress(self._place.take(window) == np.arange(self._head, self._tail, dtype=np.int32))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if buffer, places and count contradict each other."""
@@ -116,7 +127,7 @@ class FreeKVCacheBlockQueue:
         alive = self.in_order()
         self._head, self._tail = 0, len(alive)
         self._buffer[: self._tail] = alive
-        self._place[alive] = np.arange(self._tail)
+        self._place[alive] = np.arange(self._tail, dtype=np.int32)
 
 
 class _Lane:
@@ -204,10 +215,10 @@ class KeyedBlockQueue:
         missing = count
         while missing:
             lane = self._lanes[self._keys[0]]
-            end = min(lane.tail, lane.head + max(2 * missing, 64))
+            end = min(lane.tail, lane.head + max(2 * missing, WINDOW))
             window = lane.block_ids[lane.head : end]
-            alive = np.flatnonzero(self._entry[window] == lane.entries[lane.head : end])[:missing]
-            taken.append(window[alive])
+            alive = np.flatnonzero(self._entry.take(window) == lane.entries[lane.head : end])[:missing]
+            taken.append(window.take(alive))
             missing -= len(alive)
             passed = end - lane.head if missing else int(alive[-1]) + 1
             lane.head += passed
@@ -244,8 +255,8 @@ class KeyedBlockQueue:
 
     def _alive(self, lane: _Lane) -> tuple[BlockIds, npt.NDArray[np.int64]]:
         block_ids, entries = lane.block_ids[lane.head : lane.tail], lane.entries[lane.head : lane.tail]
-        alive = self._entry[block_ids] == entries
-        return block_ids[alive], entries[alive]
+        alive = self._entry.take(block_ids) == entries
+        return block_ids.compress(alive), entries.compress(alive)
 
     def _compact(self) -> None:
         for key, lane in list(self._lanes.items()):

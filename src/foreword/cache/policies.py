@@ -122,10 +122,10 @@ class _EmptyFirst(ABC):
 
     def _divide(self, block_ids: BlockIds) -> tuple[BlockIds, BlockIds]:
         """Those that are cached, and those that hold nothing."""
-        cached = self._is_cached[block_ids]
+        cached = self._is_cached.take(block_ids)
         if cached.all():
             return block_ids, NO_BLOCKS
-        return block_ids[cached], block_ids[~cached]
+        return block_ids.compress(cached), block_ids.compress(~cached)
 
 
 class LfuPolicy(_EmptyFirst):
