@@ -425,8 +425,9 @@ def run(manager, name, tokens):
 @pytest.mark.parametrize("name", NAMES)
 def test_random_requests_keep_every_policy_and_index_in_step(name, index):
     rng = random.Random(3)
+    policy = make_policy(name, 20)
     manager = KVCacheManager(
-        20, block_size=2, eviction_policy=name, index=RadixIndex(20, 2) if index == "radix" else None
+        20, block_size=2, eviction_policy=policy, index=RadixIndex(20, 2) if index == "radix" else None
     )
     live = {}
     for number in range(1200):
@@ -447,6 +448,12 @@ def test_random_requests_keep_every_policy_and_index_in_step(name, index):
         elif not live:
             manager.reset_prefix_cache()
         manager.check_integrity()
+        if name != "lru":
+            known = int(policy._is_cached.sum())
+            # A radix index takes no block behind one that was evicted from under a running request.
+            assert known == manager.get_num_cached_blocks() or (
+                index == "radix" and known > manager.get_num_cached_blocks()
+            )
 
 
 def test_what_a_radix_index_forgets_along_with_a_head_goes_first():
