@@ -261,6 +261,7 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
         block_size=block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         index=make_index(config.cache.prefix_index, num_blocks, block_size),
+        eviction_policy=config.cache.eviction_policy,
     )
 
     def open_text_stream(params: SamplingParams) -> TextStream:

@@ -11,6 +11,7 @@ from foreword.cache.coordinator import (
     PrefixHit,
     UnitaryKVCacheCoordinator,
 )
+from foreword.cache.eviction import EvictionPolicy, make_policy
 from foreword.cache.group_index import GroupedHashIndex
 from foreword.cache.group_specs import (
     ChunkedLocalSpec,
@@ -44,6 +45,8 @@ from foreword.cache.hashing import (
 from foreword.cache.hybrid import HybridKVCacheCoordinator
 from foreword.cache.index import HashIndex, PartialBlock, PrefixIndex, PrefixMatch
 from foreword.cache.manager import KVCacheManager
+from foreword.cache.pins import PinnedPolicy
+from foreword.cache.policies import PriorityPolicy
 from foreword.cache.radix import RadixIndex, make_index
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
@@ -57,6 +60,7 @@ __all__ = [
     "CachingMetrics",
     "ChunkedLocalAttentionManager",
     "ChunkedLocalSpec",
+    "EvictionPolicy",
     "ExtraKeys",
     "FreeKVCacheBlockQueue",
     "FullAttentionManager",
@@ -72,10 +76,12 @@ __all__ = [
     "MediaItem",
     "MultiGroupBlockTable",
     "PartialBlock",
+    "PinnedPolicy",
     "PrefixCacheStats",
     "PrefixHit",
     "PrefixIndex",
     "PrefixMatch",
+    "PriorityPolicy",
     "RadixIndex",
     "RecurrentSpec",
     "SinkFullAttentionManager",
@@ -89,6 +95,7 @@ __all__ = [
     "hash_blocks",
     "make_hash_function",
     "make_index",
+    "make_policy",
     "sha256",
     "sha256_cbor",
 ]

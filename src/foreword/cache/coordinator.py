@@ -111,8 +111,9 @@ class KVCacheCoordinatorNoPrefixCache:
         self._indexed_now.clear()
         self._noted.clear()
 
-    def _note_indexed(self, block_ids: BlockIds) -> None:
-        """These blocks (a copy of the caller's) are filled by this step."""
+    def _note_indexed(self, block_ids: BlockIds, first: int) -> None:
+        """These blocks (a copy of the caller's), number `first` and on of a prefix, are filled by this step."""
+        self._pool.note_cached(block_ids, np.arange(first, first + len(block_ids), dtype=np.int32))
         self._noted.append(block_ids)
         if len(self._noted) > MAX_NOTES:
             self._gather_notes()
@@ -319,7 +320,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         if num_full > first:
             block_ids = self._manager.tables.row(row)[first:num_full].copy()
             self._index.insert(sequence, first, block_ids)
-            self._note_indexed(block_ids)
+            self._note_indexed(block_ids, first)
             self._manager.num_indexed[row] = num_full
 
     def forget_from(self, row: int, num_tokens: int) -> None:
@@ -330,11 +331,12 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     def forget(self, block_ids: BlockIds) -> int:
         before = len(self._index)
-        self._index.remove(block_ids)
+        self._pool.note_forgotten(self._index.remove(block_ids))
         return before - len(self._index)
 
     def clear(self) -> None:
         self._index.clear()
+        self._pool.note_forgotten(np.arange(self._pool.num_blocks, dtype=np.int32))
 
     def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
         super().check_integrity(rows, sequence_of)

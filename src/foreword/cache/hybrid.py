@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from foreword.cache.block_pool import BlockIds, BlockPool
 from foreword.cache.coordinator import KVCacheCoordinatorNoPrefixCache, PrefixHit, SequenceOfRow
 from foreword.cache.group_index import GroupedHashIndex
@@ -98,7 +100,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
                 continue
             block_ids = manager.tables.row(row)[numbers.start : numbers.stop].copy()
             self._index.insert(group_id, self._keys(group_id, sequence, numbers.start, numbers.stop), block_ids)
-            self._note_indexed(block_ids)
+            self._note_indexed(block_ids, numbers.start)
             manager.set_indexed(row, numbers.stop)
 
     def forget_from(self, row: int, num_tokens: int) -> None:
@@ -110,10 +112,13 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
                 manager.num_indexed[row] = num_full
 
     def forget(self, block_ids: BlockIds) -> int:
-        return len(self._index.remove(block_ids))
+        forgotten = self._index.remove(block_ids)
+        self._pool.note_forgotten(forgotten)
+        return len(forgotten)
 
     def clear(self) -> None:
         self._index.clear()
+        self._pool.note_forgotten(np.arange(self._pool.num_blocks, dtype=np.int32))
 
     def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
         super().check_integrity(rows, sequence_of)

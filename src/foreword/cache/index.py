@@ -53,8 +53,11 @@ class PrefixIndex(Protocol):
         already: both stay.
         """
 
-    def remove(self, block_ids: BlockIds) -> None:
-        """Forget these blocks, and what can no longer be found without them; other ids are ignored."""
+    def remove(self, block_ids: BlockIds) -> BlockIds:
+        """Forget these (distinct) blocks, and what can no longer be found without them; returns all of those.
+
+        Blocks that were not indexed are ignored, and returned too.
+        """
 
     def clear(self) -> None:
         """Forget all blocks."""
@@ -110,7 +113,7 @@ class HashIndex:
                 self._duplicates.setdefault(key, []).append(block_id)
         self._num_indexed += len(keys)
 
-    def remove(self, block_ids: BlockIds) -> None:
+    def remove(self, block_ids: BlockIds) -> BlockIds:
         key_of, block_of, duplicates = self._key_of, self._block_of, self._duplicates
         removed: list[BlockHash | VerifiedPrefix] = []
         for block_id in block_ids.tolist():
@@ -128,6 +131,7 @@ class HashIndex:
             for key in removed:
                 assert isinstance(key, VerifiedPrefix)
                 self._prefixes.release(key)
+        return block_ids
 
     def _remove_duplicate(self, key: BlockHash | VerifiedPrefix, block_id: int) -> None:
         """Take away one of several blocks with this key."""

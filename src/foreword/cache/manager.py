@@ -31,6 +31,7 @@ from foreword.cache.coordinator import (
     PrefixHit,
     UnitaryKVCacheCoordinator,
 )
+from foreword.cache.eviction import EvictionPolicy, make_policy
 from foreword.cache.group_specs import FullAttentionSpec, GroupSpec, SinkFullSpec
 from foreword.cache.groups import IntArray, MambaManager
 from foreword.cache.hybrid import HybridKVCacheCoordinator
@@ -67,6 +68,7 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         index: PrefixIndex | None = None,
         groups: Sequence[GroupSpec] | None = None,
+        eviction_policy: str | EvictionPolicy = "lru",
     ) -> None:
         if block_size is None:
             block_size = math.gcd(*(group.block_size for group in groups)) if groups else DEFAULT_BLOCK_SIZE
@@ -82,7 +84,8 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.stats = PrefixCacheStats()
         self.recent = CachingMetrics()
-        self._pool = BlockPool(num_blocks, on_reuse=self._forget_reused)
+        policy = make_policy(eviction_policy, num_blocks) if isinstance(eviction_policy, str) else eviction_policy
+        self._pool = BlockPool(num_blocks, on_reuse=self._forget_reused, policy=policy)
         self._coordinator = self._make_coordinator(index)
         self._coordinator.reserve()
         self._held: dict[str, _Holding] = {}

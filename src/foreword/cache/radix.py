@@ -201,7 +201,8 @@ class RadixIndex:
 
     # ------------------------------------------------------------------ remove
 
-    def remove(self, block_ids: BlockIds) -> None:
+    def remove(self, block_ids: BlockIds) -> BlockIds:
+        forgotten = dict.fromkeys(block_ids.tolist())
         for block_id in block_ids.tolist():
             original = self._original_of.pop(block_id, None)
             if original is not None:
@@ -215,7 +216,8 @@ class RadixIndex:
                 continue
             at = int(self._number_of[block_id]) - node.start // self._block_size
             if not self._replace(node, at):
-                self._cut(node, at)
+                forgotten.update(dict.fromkeys(self._cut(node, at)))
+        return block_ids if len(forgotten) == len(block_ids) else np.array(list(forgotten), np.int32)
 
     def _replace(self, node: _Node, at: int) -> bool:
         """Let a duplicate take the place of the node's block number `at`; False if there is none."""
@@ -235,17 +237,19 @@ class RadixIndex:
         self._num_indexed -= 1
         return True
 
-    def _cut(self, node: _Node, at: int) -> None:
-        """Forget the node's blocks from number `at` on, and everything below."""
+    def _cut(self, node: _Node, at: int) -> list[int]:
+        """Forget the node's blocks from number `at` on, and everything below; returns what was forgotten."""
+        forgotten: list[int] = []
         below = list(node.children.values())
         for child in below:
             below += child.children.values()
-            self._drop(child.block_ids)
+            forgotten += self._drop(child.block_ids)
             del self._nodes[child.node_id]
         node.children = {}
-        self._drop(node.block_ids[at:])
+        forgotten += self._drop(node.block_ids[at:])
         node.block_ids = node.block_ids[:at]
         self._trim(node)
+        return forgotten
 
     def _trim(self, node: _Node) -> None:
         """Take back tokens that lead to no block, here and above."""
@@ -257,14 +261,17 @@ class RadixIndex:
             del node.parent.children[int(node.tokens[0])], self._nodes[node.node_id]
             node = node.parent
 
-    def _drop(self, block_ids: BlockIds) -> None:
+    def _drop(self, block_ids: BlockIds) -> list[int]:
+        """Forget blocks of a node and their duplicates; returns both."""
+        dropped: list[int] = block_ids.tolist()
         self._node_id_of[block_ids] = NOT_INDEXED
-        self._num_indexed -= len(block_ids)
         if self._duplicates:
             for block_id in block_ids.tolist():
                 for duplicate in self._duplicates.pop(block_id, ()):
                     del self._original_of[duplicate]
-                    self._num_indexed -= 1
+                    dropped.append(duplicate)
+        self._num_indexed -= len(dropped)
+        return dropped
 
     # -------------------------------------------------------------------- keys
 
