@@ -386,6 +386,9 @@ def test_streamed_random_metaspace_tokens_are_the_decoded_text(metaspace: Tokeni
 @PROPERTY
 @given(text=ANY_TEXT | LIKELY_TEXT, sizes=SIZES)
 def test_streamed_byte_fallback_text_is_the_decoded_text(byte_fallback: Tokenizer, text: str, sizes: list[int]) -> None:
+    # Spelled out in bytes, a U+FFFD that is meant cannot be told from one that marks an incomplete run
+    # until the run ends; TextStream documents the exception.
+    text = text.replace("\ufffd", "?")
     token_ids = byte_fallback.encode(text).tolist()
     assert "".join(stream_in_pieces(byte_fallback.stream(), token_ids, sizes)) == byte_fallback.decode(token_ids)
 

@@ -142,7 +142,7 @@ class Engine:
         return [
             Request(
                 TokenSequence(
-                    request_id if params.n == 1 else f"{request_id}#{index}",
+                    own_id,
                     prompt.token_ids,
                     block_size=self.manager.block_size,
                     extra_keys=prompt.extra_keys,
@@ -153,13 +153,14 @@ class Engine:
                 seed=seed + index,
                 priority=prompt.priority,
             )
-            for index in range(params.n)
+            for index, own_id in enumerate(_continuation_ids(request_id, params.n))
         ]
 
     def _validate(self, request_id: str, prompt: Prompt, params: SamplingParams) -> int:
         """Most tokens to generate, all limits considered; raises InvalidRequestError."""
-        if request_id in self._groups or request_id in self._group_of:
-            raise InvalidRequestError(f"request id {request_id!r} is in use; give each request its own")
+        for own_id in (request_id, *_continuation_ids(request_id, params.n)):
+            if own_id in self._groups or own_id in self._group_of:
+                raise InvalidRequestError(f"request id {own_id!r} is in use; give each request its own")
         length = len(prompt.token_ids)
         if length == 0:
             raise InvalidRequestError("the prompt is empty; give at least one token")
@@ -225,9 +226,11 @@ class Engine:
             return []
         try:
             result = self._runner.execute(batch)
-        except Exception as error:
+        except BaseException as error:
             failed = self.scheduler.fail(batch)
             self._collect_all(failed)
+            if not isinstance(error, Exception):
+                raise  # an interrupt goes on to the caller, but leaves no uncomputed blocks in the cache
             names = ", ".join(request.request_id for request in failed[:4])
             raise EngineError(
                 f"computing a batch of {len(failed)} requests ({names}) failed: {type(error).__name__}: {error}"
@@ -295,3 +298,8 @@ class Engine:
         }
         assert len(self.scheduler) == len(unfinished), "scheduler and engine disagree on what is unfinished"
         assert all(request_id in self.scheduler for request_id in unfinished)
+
+
+def _continuation_ids(request_id: str, n: int) -> list[str]:
+    """Ids under which the scheduler knows a prompt's continuations."""
+    return [request_id] if n == 1 else [f"{request_id}#{index}" for index in range(n)]

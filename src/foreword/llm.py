@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, KVCacheManager, make_index
@@ -81,13 +83,14 @@ class LLM:
         prompts: PromptInput | Sequence[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        show_progress: bool = False,
+        show_progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts; results in their order.
 
         A prompt is a text or `{"prompt_token_ids": [...]}` (or `{"prompt": "..."}`), optionally with
         "cache_salt" and "priority". One SamplingParams serves all prompts, a list gives one each. If a
-        prompt is invalid, InvalidRequestError is raised and none is run.
+        prompt is invalid, InvalidRequestError is raised and none is run. `show_progress` None shows a
+        progress bar if there are several prompts and standard error is a terminal.
         """
         inputs = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         return self._run([self._prompt(prompt) for prompt in inputs], sampling_params, show_progress)
@@ -97,7 +100,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        show_progress: bool = False,
+        show_progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or several; results in their order."""
         if not len(messages):
@@ -136,11 +139,13 @@ class LLM:
         self,
         prompts: list[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        show_progress: bool,
+        show_progress: bool | None,
     ) -> list[RequestOutput]:
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise InvalidRequestError(f"{len(prompts)} prompts, but {len(each)} sampling_params; give one, or one each")
+        if show_progress is None:
+            show_progress = len(prompts) > 1 and sys.stderr.isatty()
         outputs: list[RequestOutput] = []
         try:
             for prompt, own in zip(prompts, each, strict=True):
@@ -295,7 +300,10 @@ def _max_model_len(options: ModelConfig, max_positions: int, pool_tokens: int) -
 
 def _token_array(token_ids: Any) -> npt.NDArray[np.int32]:
     """Token ids as an array; anything that is not a flat list of integers raises InvalidRequestError."""
-    array = np.asarray(token_ids)
+    try:
+        array = np.asarray(token_ids)
+    except ValueError:  # lists of unequal length
+        array = np.empty((0, 0))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidRequestError(f"prompt_token_ids must be a flat list of integers, not {str(token_ids)[:60]!r}")
     wrong = array[(array < 0) | (array > np.iinfo(np.int32).max)] if array.size else array
@@ -310,5 +318,6 @@ def _progress_bar() -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
+        console=Console(stderr=True),
         transient=True,
     )

@@ -91,7 +91,7 @@ class SamplingParams:
             _check(name, count, count is None or count >= 0, "use a count of likeliest tokens, or None")
         _check("stop", self.stop, all(self.stop), "a stop string cannot be empty")
         for token_id, bias in self.logit_bias.items():
-            _check(f"logit_bias[{token_id}]", bias, not math.isnan(bias), "use a number")
+            _check(f"logit_bias[{token_id}]", bias, bias < math.inf, "use a finite number, or -inf to forbid the token")
 
 
 def _check(name: str, value: object, ok: bool, remedy: str) -> None:

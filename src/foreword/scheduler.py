@@ -77,6 +77,10 @@ class InFlightPrefixes:
         for key in keys:
             self._owner_of.setdefault(key, request_id)
 
+    def owner_ids(self) -> set[str]:
+        """Requests that have prefixes open."""
+        return set(self._keys_of)
+
     def close(self, request_id: str) -> None:
         for key in self._keys_of.pop(request_id, ()):
             if self._owner_of.get(key) == request_id:
@@ -331,3 +335,4 @@ class Scheduler:
         assert set(self.manager.held_request_ids()) == {r.request_id for r in running}, "a holding leaked"
         assert all(r.num_computed_tokens <= len(r) for r in running)
         assert set(self._awaited) <= {r.request_id for r in waiting}
+        assert self._in_flight.owner_ids() <= {r.request_id for r in running}, "a prefix waits for nobody's step"

@@ -186,7 +186,8 @@ class TextStream:
     What it releases is final: whole characters, nothing beyond a stop string, and nothing that may
     turn out to be the beginning of one. Without a stop string the pieces add up to
     `Tokenizer.decode` of all tokens. (One exception: decoders with byte fallback read a run of byte
-    tokens that turns invalid as invalid from its start; characters released before that stand.)
+    tokens that turns invalid as invalid from its start; characters released before that stand. So does
+    a U+FFFD too many, if the text itself has one in the middle of such a run.)
     """
 
     def __init__(

@@ -19,9 +19,10 @@ from foreword.llm import LLM
 EMBEDDED_KV_BYTES = 64 * 2**20
 TIMED_KV_BYTES = 512 * 2**20
 LEGEND = """\
-long document: many questions about one text; many users: one system prompt, all at once
-computed, reused: prompt tokens that went through the model / were found in the cache
-cold, warm: median time to first token without the cache / of hits; same: as without the cache
+long document: many questions about one text. many users: one system prompt, all
+at once. computed, reused: prompt tokens that went through the model, or were
+found in the cache. cold, warm: median time to first token without the cache, and
+of hits. same: answers that are token for token those given without the cache.
 """
 TIMING_LEGEND = """\
 made on the spot: its words mean nothing, its times do
@@ -34,14 +35,16 @@ def run_demo(*, as_json: bool) -> int:
     console = Console(quiet=as_json)
     with console.status("loading the embedded model"):
         reports = _run_workloads(console)
+    console.print("[bold]The embedded model answers questions about its prompt[/]")
     console.print(_workload_table(reports))
-    console.print(LEGEND, style="dim", highlight=False)
+    console.print(LEGEND, style="dim", highlight=False, soft_wrap=True)
     with console.status("timing a larger model with random weights"):
         timings = _run_timings()
+    console.print("[bold]The same shapes on a model with random weights, 98M parameters[/]")
     console.print(_timing_table(timings))
-    console.print(TIMING_LEGEND, style="dim", highlight=False)
+    console.print(TIMING_LEGEND, style="dim", highlight=False, soft_wrap=True)
     summary = _summary(reports, timings)
-    console.print(_verdict(summary))
+    console.print(_verdict(summary), soft_wrap=True)
     if as_json:
         print(json.dumps(summary))
     right = summary["answers_correct"] == summary["answers"]
@@ -77,12 +80,20 @@ def _run_timings() -> list[TimingReport]:
 
 def _workload_table(reports: list[WorkloadReport]) -> Table:
     table = Table(
-        title="The embedded model answers questions about its prompt",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     table.add_column("workload", no_wrap=True)
-    for name in ("prompt\ntokens", "com-\nputed", "reused", "hit\nrate", "cold", "warm", "right\nanswers", "same"):
+    for name in (
+        "prompt\ntokens",
+        "com-\nputed",
+        "reused",
+        "hit\nrate",
+        "cold\nms",
+        "warm\nms",
+        "right\nanswers",
+        "same",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for report in reports:
         table.add_row(
@@ -91,8 +102,8 @@ def _workload_table(reports: list[WorkloadReport]) -> Table:
             f"{report.num_prompt_tokens - report.num_reused_tokens:,}",
             f"{report.num_reused_tokens:,}",
             f"{report.hit_rate:.1%}",
-            f"{report.ttft_cold_ms:.0f} ms",
-            f"{report.ttft_warm_ms:.0f} ms",
+            f"{report.ttft_cold_ms:,.0f}",
+            f"{report.ttft_warm_ms:,.0f}",
             f"{report.num_correct}/{len(report.cached)}",
             f"{report.num_identical}/{len(report.cached)}",
         )
@@ -101,20 +112,19 @@ def _workload_table(reports: list[WorkloadReport]) -> Table:
 
 def _timing_table(timings: list[TimingReport]) -> Table:
     table = Table(
-        title="The same shapes on a 98M-parameter model with random weights",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     table.add_column("workload", no_wrap=True)
-    for name in ("prompt\ntokens", "com-\nputed", "cold", "warm", "faster", "same"):
+    for name in ("prompt\ntokens", "com-\nputed", "cold\nms", "warm\nms", "faster", "same"):
         table.add_column(name, justify="right", no_wrap=True)
     for timing in timings:
         table.add_row(
             timing.name,
             f"{timing.num_prompt_tokens:,}",
             f"{timing.num_computed_tokens:,}",
-            f"{timing.ttft_cold_ms:.0f} ms",
-            f"{timing.ttft_warm_ms:.0f} ms",
+            f"{timing.ttft_cold_ms:,.0f}",
+            f"{timing.ttft_warm_ms:,.0f}",
             f"{timing.ttft_cold_ms / timing.ttft_warm_ms:.1f}x",
             f"{timing.num_identical}/{timing.num_requests}",
         )
@@ -167,12 +177,8 @@ def _all_identical(summary: dict[str, Any]) -> bool:
 
 
 def _verdict(summary: dict[str, Any]) -> str:
-    same = (
-        "every answer is the same with and without the cache"
-        if _all_identical(summary)
-        else ("[red]some answers differ with and without the cache[/]")
-    )
-    return (
-        f"{summary['answers_correct']} of {summary['answers']} answers right, {summary['hit_rate']:.1%} of prompt tokens "
-        f"reused; {same}."
-    )
+    same = "[red]some answers differ with and without the cache[/]"
+    if _all_identical(summary):
+        same = "every answer is the same with and without the cache"
+    right = f"{summary['answers_correct']} of {summary['answers']} answers right"
+    return f"{right}, {summary['hit_rate']:.1%} of prompt tokens reused;\n{same}."

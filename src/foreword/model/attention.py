@@ -3,6 +3,7 @@
 Knows the calling convention of `transformers.AttentionInterface`; knows no model by name. Importing
 this module registers the function as attn_implementation="foreword". No mask function is registered
 under that name, so models build no mask: which positions a query sees follows from its own position.
+Whether that is all a model wants to hide is found out once, at load, under a second name that has masks.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from foreword.model.kernels.reference import AttentionOptions, Tile, paged_attention
 from foreword.model.storage import KVStorage, LayerLayout
 
 ATTENTION_NAME = "foreword"
+PROBE_NAME = "foreword_probe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +32,23 @@ class ForwardContext:
     tiles: list[Tile]
 
 
+_KNOWN_TENSORS = ("s_aux", "position_ids")
+"""What a layer may hand to attention besides query, key and value; positions are known anyway."""
+
+_WINDOW = "foreword_window"
+"""Attribute of the tensor that a probed model gets in place of a mask: how many positions it leaves to a
+query, None if all before it. A tensor computed from it does not have it."""
+
+
 @dataclass(slots=True)
 class LayoutProbe:
     """Stands in for the context once, at load, to see which layers call attention and with what shapes."""
 
     layers: dict[int, LayerLayout] = field(default_factory=dict)
-    module_names: dict[int, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def observe(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Note one layer's shapes, and what about it cannot be served."""
         name = type(module).__name__
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
@@ -52,7 +63,48 @@ class LayoutProbe:
         if query.shape[1] % key.shape[1]:
             self.problems.append(f"layer {layer} ({name}) has {query.shape[1]} query and {key.shape[1]} KV heads")
         self.layers[layer] = LayerLayout(key.shape[1], key.shape[3], value.shape[3])
-        self.module_names[layer] = name
+
+    def observe_mask(self, module: nn.Module, mask: Tensor | None, sliding_window: int | None) -> None:
+        """Note a layer whose mask hides other positions than it tells attention, which sees no mask."""
+        if mask is None:
+            return
+        at = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
+        masked = getattr(mask, _WINDOW, "its own")
+        if masked == "its own":
+            self.problems.append(f"{at} makes a mask of its own")
+        elif masked != sliding_window:
+            self.problems.append(
+                f"{at} asks attention for a window of {sliding_window}, and its mask for one of {masked}"
+            )
+
+
+def _probing_mask(*, q_length: int, kv_length: int, local_size: int | None = None, **_: Any) -> Tensor:
+    """Called by transformers' mask functions in place of what builds a mask."""
+    mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
+    setattr(mask, _WINDOW, local_size)
+    return mask
+
+
+def probing_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    forward_context: LayoutProbe | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute nothing, but tell the probe what was asked; the interface is that of `foreword_attention`."""
+    if forward_context is None:
+        raise TypeError(f"{type(module).__name__} is not handed the keyword arguments that the model was called with")
+    forward_context.observe(module, query, key, value)
+    forward_context.observe_mask(module, attention_mask, sliding_window)
+    unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _KNOWN_TENSORS]
+    if unknown:
+        forward_context.problems.append(f"{type(module).__name__} passes {', '.join(unknown)} to attention")
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
@@ -62,7 +114,7 @@ def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    forward_context: ForwardContext | LayoutProbe,
+    forward_context: ForwardContext,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -74,9 +126,6 @@ def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
     query [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim]; returns
     [1, tokens, heads, value_dim] as the interface asks.
     """
-    if isinstance(forward_context, LayoutProbe):
-        forward_context.observe(module, query, key, value)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     storage, slots = forward_context.storage, forward_context.slots
     layer: int = module.layer_idx  # type: ignore[assignment]
     num_tokens = len(slots)
@@ -94,9 +143,11 @@ def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
 
 
 def register() -> None:
-    """Make the function known to transformers; calling it again changes nothing."""
+    """Make the functions known to transformers; calling it again changes nothing."""
     AttentionInterface.register(ATTENTION_NAME, foreword_attention)
+    AttentionInterface.register(PROBE_NAME, probing_attention)
+    AttentionMaskInterface.register(PROBE_NAME, _probing_mask)
 
 
 register()
-__all__ = ["ATTENTION_NAME", "ForwardContext", "LayoutProbe", "foreword_attention"]
+__all__ = ["ATTENTION_NAME", "PROBE_NAME", "ForwardContext", "LayoutProbe", "foreword_attention"]

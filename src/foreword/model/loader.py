@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from foreword.model.attention import ATTENTION_NAME, ForwardContext, LayoutProbe
+from foreword.model.attention import ATTENTION_NAME, PROBE_NAME, ForwardContext, LayoutProbe
 from foreword.model.experts import EXPERTS_NAME
 from foreword.model.storage import LayerLayout
 
@@ -136,14 +136,16 @@ def _refuse_unsupported(config: PretrainedConfig, text: PretrainedConfig, option
 
 
 def _load_weights(options: ModelConfig, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    module: PreTrainedModel
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        module, report = AutoModelForCausalLM.from_pretrained(
             options.model,
             config=config,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             experts_implementation=EXPERTS_NAME if _has_experts(config) else None,
             trust_remote_code=options.trust_remote_code,
+            output_loading_info=True,
         )
     except (SafetensorError, EOFError) as error:
         raise ModelLoadError(
@@ -159,6 +161,13 @@ def _load_weights(options: ModelConfig, config: PretrainedConfig, dtype: torch.d
         raise ModelLoadError(
             f"the weights of model {options.model!r} cannot be loaded: {_first_line(error)}"
         ) from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers has filled them with random numbers
+        raise ModelLoadError(
+            f"the weights of model {options.model!r} lack {len(missing)} of those that its config.json asks for "
+            f"(first: {missing[0]!r}); download it anew, or correct config.json"
+        )
+    return module
 
 
 def _has_experts(config: PretrainedConfig) -> bool:
@@ -172,6 +181,7 @@ def _probe_layers(model: LoadedModel) -> list[LayerLayout]:
     kind = getattr(model.config, "model_type", "?")
     token_ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
+    model.module.set_attn_implementation(PROBE_NAME)
     try:
         with torch.inference_mode():
             model(token_ids, positions, positions[0, :1], probe)
@@ -180,6 +190,8 @@ def _probe_layers(model: LoadedModel) -> list[LayerLayout]:
             f"architecture {kind!r} does not accept a flattened batch ({type(error).__name__}: {_first_line(error)}); "
             f"supported are {SUPPORTED}"
         ) from error
+    finally:
+        model.module.set_attn_implementation(ATTENTION_NAME)
     expected = range(model.config.num_hidden_layers)
     silent = [layer for layer in expected if layer not in probe.layers]
     if silent:

@@ -23,7 +23,7 @@ def find_inexactness(model: LoadedModel) -> str | None:
     """Compute the end of one short prompt in several ways; say which way gave other bits, or None.
 
     The ways: all at once; in uneven chunks down to one token; and beside another request, over KV that
-    a third one wrote. Costs six forward passes of at most 50 tokens.
+    a third one wrote, once as prefill and once as decoding. Costs six forward passes of at most 52 tokens.
     """
     blocks_per_request = -(-NUM_TOKENS // BLOCK_SIZE)
     storage = KVStorage(model.layers, 4 * blocks_per_request, BLOCK_SIZE, model.dtype, model.device)
@@ -45,8 +45,10 @@ def find_inexactness(model: LoadedModel) -> str | None:
         return "logits depend on how prefill is chunked"
     num_hit_blocks = min(4, (num_tokens - 1) // BLOCK_SIZE)
     tables[2, :num_hit_blocks] = tables[0, :num_hit_blocks]
-    beside = run((2, tokens, num_hit_blocks * BLOCK_SIZE, num_tokens), (3, other, 0, min(7, num_tokens)))
-    if not torch.equal(whole, beside):
+    num_other = min(7, num_tokens)
+    beside = run((2, tokens, num_hit_blocks * BLOCK_SIZE, num_tokens), (3, other, 0, num_other))
+    decoded = run((2, tokens, num_tokens - 1, num_tokens), (3, other, num_other - 1, num_other))
+    if not torch.equal(whole, beside) or not torch.equal(whole, decoded):
         return "logits depend on cache hits or on the other requests of a batch"
     return None
 

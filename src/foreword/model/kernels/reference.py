@@ -11,7 +11,8 @@ keep it:
    may not see at all adds exactly nothing, so neighbours in the tile do not matter.
 2. Each matrix product has a fixed inner length and output width; its number of rows is padded to a
    multiple of 16, from where on the CPU's matrix product gives each row the same bits whatever the
-   number of rows (docs/decisions/0002-exactness.md has the measurements).
+   number of rows (docs/decisions/0002-exactness.md has the measurements). There are always at least
+   two matrices in a product: a lone one goes another way.
 3. Everything else works on one row at a time, in float32, and never as a fused multiply-add that one
    code path has and another has not.
 
@@ -154,7 +155,7 @@ def _attend_tile(
         hidden = _hidden(tile, start, chunk, options.sliding_window)
         if start + chunk - 1 > tile.shortest:
             _zero_unwritten(values, tile, start, num_kv_heads)
-        scores = torch.bmm(rows, keys.transpose(1, 2))
+        scores = _products(rows, keys.transpose(1, 2))
         if options.softcap is not None:
             scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)
         if hidden is not None:
@@ -170,7 +171,7 @@ def _attend_tile(
         new_peak = torch.maximum(peak, chunk_peak)
         decay, gain = peak.sub_(new_peak).exp_(), chunk_peak.sub_(new_peak).exp_()
         total = total.mul_(decay).add_(weights.sum(-1, keepdim=True).mul_(gain))
-        mixed = mixed.mul_(decay).add_(torch.bmm(weights, values).mul_(gain))
+        mixed = mixed.mul_(decay).add_(_products(weights, values).mul_(gain))
         peak = new_peak
 
     if options.sinks is not None:
@@ -185,6 +186,19 @@ def _attend_tile(
     result = mixed.div_(total)[:, :num_rows]
     result = result.view(num_requests, num_kv_heads, num_queries, num_groups, -1).permute(0, 2, 1, 3, 4)
     return result.reshape(num_requests, num_queries, num_kv_heads * num_groups, -1)
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """Products of matrices, [n, rows, inner] x [n, inner, width], with equal bits whatever n is.
+
+    With three or more threads the library cuts a lone product's inner length among them, which several
+    products at a time are spared. So a lone one (one KV head, one request) is done as two halves.
+    """
+    if len(left) > 1:
+        return torch.bmm(left, right)
+    num_rows = left.shape[1]
+    halves = torch.nn.functional.pad(left, (0, 0, 0, -num_rows % (2 * ROW_MULTIPLE))).view(2, -1, left.shape[2])
+    return torch.bmm(halves, right.expand(2, -1, -1)).view(1, -1, right.shape[2])[:, :num_rows]
 
 
 def _gather(blocks: Tensor, block_ids: Tensor, chunk: int) -> Tensor:

@@ -1,0 +1,82 @@
+"""The demo: its workloads reuse prefixes, its answers are right and do not depend on the cache."""
+
+import itertools
+import json
+import subprocess
+import sys
+from random import Random
+
+import pytest
+
+from foreword import LLM, SamplingParams
+from foreword.demo.recall import ask, conversation, make_document, num_facts_for
+from foreword.demo.run import embedded_model
+from foreword.demo.workloads import Conversation, Workload, compare, make_workloads
+
+
+@pytest.fixture(scope="module")
+def engines():
+    with (
+        embedded_model() as folder,
+        LLM(str(folder), kv_cache_memory_bytes=32 << 20) as cached,
+        LLM(str(folder), kv_cache_memory_bytes=32 << 20, enable_prefix_caching=False) as uncached,
+    ):
+        yield cached, uncached
+
+
+def test_a_chat_is_answered_rightly_and_alike_with_and_without_the_cache(engines):
+    rng = Random(7)
+    document = make_document(rng, num_facts_for(200))
+    workload = Workload("chat", (Conversation(document, tuple(ask(rng, document, 5))),), together=False)
+    report = compare(*engines, workload)
+    assert report.num_identical == report.num_correct == 5
+    assert report.hit_rate > 0.5
+    assert all(turn.num_cached_tokens == 0 for turn in report.uncached)
+
+
+def test_workloads_depend_on_nothing_but_their_seed():
+    assert make_workloads(3) == make_workloads(3)
+    assert make_workloads(3) != make_workloads(4)
+
+
+def test_a_longer_conversation_begins_with_the_tokens_of_the_shorter_one(engines):
+    tokenizer = engines[0].tokenizer
+    rng = Random(1)
+    document = make_document(rng, 10)
+    messages = conversation(document, ask(rng, document, 4))
+    turns = [
+        tokenizer.render_chat(messages[:length], add_generation_prompt=False).tolist()
+        for length in range(1, len(messages) + 1)
+    ]
+    for shorter, longer in itertools.pairwise(turns):
+        assert longer[: len(shorter)] == shorter
+    with_prompt = tokenizer.render_chat(messages[:2]).tolist()
+    assert turns[2][: len(with_prompt)] == with_prompt
+
+
+def test_the_embedded_model_round_trips_any_text(engines):
+    tokenizer = engines[0].tokenizer
+    text = "The code of the amber falcon is 4821.\n\tänd 🙂 \x00 何か"
+    assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
+
+
+def test_the_embedded_model_ends_its_answer_by_itself(engines):
+    rng = Random(5)
+    document = make_document(rng, 20)
+    question = ask(rng, document, 1)[0]
+    messages = conversation(document, [question])[:-1]
+    answer = engines[0].chat(messages, SamplingParams(temperature=0, max_tokens=50))[0].outputs[0]
+    assert (answer.text, answer.finish_reason) == (question.answer, "stop")
+
+
+@pytest.mark.slow
+def test_the_demo_prints_one_json_line_and_exits_0():
+    result = subprocess.run(
+        [sys.executable, "-m", "foreword.cli", "demo", "--json"], capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stderr
+    (line,) = result.stdout.splitlines()
+    summary = json.loads(line)
+    assert summary["answers"] == summary["answers_correct"] == summary["answers_identical"] > 0
+    assert summary["hit_rate"] > 0.7
+    assert {"ttft_cold_ms", "ttft_warm_ms"} <= set(summary)

@@ -1,0 +1,183 @@
+"""A deterministic stand-in for a model, whose KV is one number per slot: it makes any cache corruption visible.
+
+Knows batches and block tables, as every runner does; knows nothing of tensors. What is stored for a
+position depends on what the block tables say is stored for *all* positions before it, and a sampled token
+on what is stored for all positions. A wrong, stale, overwritten or unwritten block anywhere changes the
+answer. `answer` computes the same without any storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.batch import Batch, BatchEntry, BatchResult, Sample
+from foreword.cache import KVCacheManager
+from foreword.config import SchedulerConfig
+from foreword.engine import Engine, ModelLimits, Prompt
+from foreword.request import SamplingParams
+from foreword.scheduler import Scheduler
+
+_MASK = 2**64 - 1
+_LONGEST = 4096
+_WEIGHTS = np.random.default_rng(0).integers(0, 2**63, _LONGEST, dtype=np.uint64) | np.uint64(1)
+_WEIGHT_LIST: list[int] = _WEIGHTS.tolist()
+
+
+def _mix(*numbers: int) -> int:
+    """A well spread 64-bit number."""
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = ((state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9) & _MASK
+        state ^= state >> 29
+    return state
+
+
+def _salt_number(salt: str | None) -> int:
+    """Salts enter what is stored, so that a block shared across salts shows."""
+    return 0 if salt is None else _mix(*salt.encode())
+
+
+def _kv(token_id: int, position: int, context: int, salt: int) -> int:
+    return _mix(token_id, position, context, salt)
+
+
+def _next_token(context: int, seed: int, num_output_tokens: int, vocab_size: int) -> int:
+    return _mix(context, seed, num_output_tokens) % vocab_size
+
+
+class HashRunner:
+    """Stores a number per slot and samples from all numbers of a request."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.batches: list[Batch] = []
+        """Every batch that was computed."""
+        self.on_execute: Callable[[Batch], None] = lambda _: None
+        """Called before a batch is computed; may raise, as a model may."""
+        self._scrap_slot = num_blocks * block_size
+        self._slots: npt.NDArray[np.uint64] = np.zeros(self._scrap_slot + 1, np.uint64)
+
+    def execute(self, batch: Batch) -> BatchResult:
+        self.on_execute(batch)
+        self.batches.append(batch)
+        samples = [self._compute(batch, row, entry) for row, entry in enumerate(batch.entries)]
+        return BatchResult(list(samples))
+
+    def _compute(self, batch: Batch, row: int, entry: BatchEntry) -> Sample | None:
+        request = entry.request
+        table = batch.block_tables[row].astype(np.int64)
+        own = slice(batch.query_starts[row], batch.query_starts[row + 1])
+        assert entry.start < entry.end, "logits come from computing a token, even if all KV is there"
+        assert batch.positions[own].tolist() == list(range(entry.start, entry.end))
+        salt = _salt_number(request.sequence.extra_keys.salt)
+        context = self._context(table, entry.start)
+        for position, token_id in zip(range(entry.start, entry.end), batch.token_ids[own].tolist(), strict=True):
+            value = _kv(token_id, position, context, salt)
+            slot = self._slot(table, position) if position >= batch.write_from[row] else self._scrap_slot
+            self._slots[slot] = value
+            context = (context + value * _WEIGHT_LIST[position]) & _MASK
+        if not entry.samples:
+            return None
+        context = self._context(table, entry.end)
+        return Sample(_next_token(context, request.seed, request.num_output_tokens, self.vocab_size))
+
+    def _slot(self, table: npt.NDArray[np.int64], position: int) -> int:
+        return int(table[position // self.block_size]) * self.block_size + position % self.block_size
+
+    def _context(self, table: npt.NDArray[np.int64], num_tokens: int) -> int:
+        """Everything that is stored for the first `num_tokens` positions, read through the block table."""
+        positions = np.arange(num_tokens)
+        slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
+        return int((self._slots[slots] * _WEIGHTS[:num_tokens]).sum(dtype=np.uint64))
+
+
+def continuation(prompt: Sequence[int], *, seed: int, vocab_size: int, salt: str | None = None) -> Iterator[int]:
+    """What `HashRunner` has to answer, token by token, computed from the prompt alone."""
+    context, position, num_output_tokens = 0, 0, 0
+    pending = list(prompt)
+    while True:
+        for token_id in pending:
+            value = _kv(token_id, position, context, _salt_number(salt))
+            context = (context + value * _WEIGHT_LIST[position]) & _MASK
+            position += 1
+        token_id = _next_token(context, seed, num_output_tokens, vocab_size)
+        num_output_tokens += 1
+        yield token_id
+        pending = [token_id]
+
+
+def expected_answer(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    seed: int,
+    vocab_size: int,
+    max_model_len: int,
+    salt: str | None = None,
+) -> tuple[list[int], str]:
+    """The answer's tokens and why it ends."""
+    room = max_model_len - len(prompt)
+    limit = room if params.max_tokens is None else min(room, params.max_tokens)
+    answer: list[int] = []
+    for token_id in continuation(prompt, seed=seed, vocab_size=vocab_size, salt=salt):
+        answer.append(token_id)
+        if token_id in params.stop_token_ids and len(answer) > params.min_tokens:
+            return answer, "stop"
+        if len(answer) == limit:
+            return answer, "length"
+    raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True)
+class HashEngine:
+    """An engine on a HashRunner, with its parts at hand."""
+
+    engine: Engine
+    runner: HashRunner
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        vocab_size: int = 50,
+        max_model_len: int = 512,
+        enable_prefix_caching: bool = True,
+        **scheduler_options: object,
+    ) -> HashEngine:
+        manager = KVCacheManager(num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
+        runner = HashRunner(num_blocks, block_size, vocab_size)
+        config = SchedulerConfig(**scheduler_options)  # type: ignore[arg-type]
+        return cls(Engine(Scheduler(manager, config), runner, ModelLimits(vocab_size, max_model_len)), runner)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.engine.scheduler
+
+    @property
+    def manager(self) -> KVCacheManager:
+        return self.engine.manager
+
+    def add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, priority: int = 0) -> None:
+        self.engine.add_request(request_id, Prompt(np.array(token_ids, np.int32), priority=priority), params)
+
+    def step(self) -> dict[str, tuple[int, int]]:
+        """Run one step; the span of positions that it computed for each request, in the batch's order."""
+        num_batches = len(self.runner.batches)
+        self.engine.step()
+        self.engine.check_integrity()
+        return {
+            entry.request.request_id: (entry.start, entry.end)
+            for batch in self.runner.batches[num_batches:]
+            for entry in batch.entries
+        }
+
+    def drain(self) -> None:
+        while self.engine.has_unfinished_requests():
+            self.step()

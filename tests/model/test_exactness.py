@@ -1,0 +1,283 @@
+"""Logits have the same bits whether a prefix was hit or missed, however prefill was cut, whoever shares the batch.
+
+The real runner runs; a subclass only writes down what `forward` returned, by request and position.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from foreword.batch import Batch
+from foreword.config import ModelConfig
+from foreword.engine import Engine
+from foreword.model import attention, runner
+from foreword.model.kernels import reference
+from foreword.model.loader import LoadedModel, load_model
+from foreword.model.runner import ModelRunner, RowPadding
+from foreword.model.self_check import find_inexactness
+from tiny_models import Recipe, TinyModels, add, build_engine, complete, drain, greedy, random_tokens, save_model
+
+FAMILIES = ["llama", "qwen2", "qwen3_moe", "gpt_oss", "gemma2", "phi3", "odd_llama", "mqa_llama"]
+"""With tied embeddings, experts, sinks, softcap, heads of 16 and 20, and an intermediate size of 100."""
+NUM_TOKENS = 10
+BLOCK_SIZE = 4
+Logits = dict[int, Tensor]
+"""Position -> logits [vocab] of the token that follows it."""
+
+
+class RecordingRunner(ModelRunner):
+    """Remembers the logits of every position that was computed to its logits."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.logits: dict[str, Logits] = {}
+
+    def forward(self, batch: Batch, logit_rows: np.ndarray) -> Tensor:
+        logits = super().forward(batch, logit_rows)
+        owners = np.searchsorted(batch.query_starts, logit_rows, side="right") - 1
+        for owner, row, values in zip(owners.tolist(), logit_rows.tolist(), logits, strict=True):
+            own = self.logits.setdefault(batch.entries[owner].request.request_id, {})
+            own[int(batch.positions[row])] = values.clone()
+        return logits
+
+
+class Recorded:
+    """An engine, and the logits of every request that it ran."""
+
+    def __init__(self, model: LoadedModel, **options: Any) -> None:
+        options = {"num_blocks": 256, "block_size": BLOCK_SIZE, **options}
+        self.engine: Engine = build_engine(model, runner_class=RecordingRunner, **options)
+        assert isinstance(self.engine._runner, RecordingRunner)
+        self.logits = self.engine._runner.logits
+
+    def run(self, name: str, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+        """Run one prompt alone; its answer."""
+        [output] = complete(self.engine, [prompt], greedy(num_tokens), name=name)
+        return output.outputs[0].token_ids
+
+
+def assert_same_bits(ours: Logits, theirs: Logits) -> None:
+    assert ours.keys() == theirs.keys()
+    for position, logits in ours.items():
+        assert torch.equal(logits, theirs[position]), f"logits after position {position} differ"
+
+
+@pytest.fixture(params=list(itertools.product(FAMILIES, ["float32", "bfloat16"])), ids="-".join)
+def model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> LoadedModel:
+    family, dtype = request.param
+    return tiny_models.loaded(family, dtype)
+
+
+@pytest.fixture
+def prompt() -> list[int]:
+    """Longer than one chunk of KV and than two tiles of queries."""
+    return random_tokens(np.random.default_rng(11), 301)
+
+
+@pytest.fixture
+def alone(model: LoadedModel, prompt: list[int]) -> Logits:
+    """What every other way of computing has to reproduce: one request, one chunk, no cache."""
+    recorded = Recorded(model, enable_prefix_caching=False)
+    recorded.run("alone", prompt)
+    return recorded.logits["alone-0"]
+
+
+def test_a_hit_gives_the_bits_of_a_miss(model: LoadedModel, prompt: list[int], alone: Logits) -> None:
+    recorded = Recorded(model)
+    recorded.run("miss", prompt)
+    recorded.run("hit", prompt)
+    assert recorded.engine.manager.stats.hits == 300
+    assert_same_bits(recorded.logits["miss-0"], alone)
+    assert_same_bits(recorded.logits["hit-0"], alone)
+
+
+def test_a_hit_of_every_length_gives_the_bits_of_a_miss(model: LoadedModel, prompt: list[int], alone: Logits) -> None:
+    for num_shared in (4, 60, 128, 252, 256, 260, 299):
+        recorded = Recorded(model)
+        recorded.run("other", prompt[:num_shared], 1)
+        recorded.run("hit", prompt)
+        assert recorded.engine.manager.stats.hits == num_shared // BLOCK_SIZE * BLOCK_SIZE
+        assert_same_bits(recorded.logits["hit-0"], alone)
+
+
+def test_a_whole_prompt_hit_gives_the_bits_of_a_miss(model: LoadedModel, prompt: list[int]) -> None:
+    recorded = Recorded(model)
+    recorded.run("miss", prompt[:256])
+    recorded.run("hit", prompt[:256])
+    assert recorded.engine.manager.stats.hits == 255
+    assert_same_bits(recorded.logits["hit-0"], recorded.logits["miss-0"])
+
+
+@pytest.mark.parametrize("budget", [7, 37, 130])
+def test_chunks_do_not_show(model: LoadedModel, prompt: list[int], alone: Logits, budget: int) -> None:
+    recorded = Recorded(model, max_num_batched_tokens=budget)
+    recorded.run("chunked", prompt)
+    assert_same_bits(recorded.logits["chunked-0"], alone)
+
+
+@pytest.mark.parametrize("block_size", [1, 32])
+def test_a_block_size_that_divides_the_chunk_does_not_show(
+    model: LoadedModel, prompt: list[int], alone: Logits, block_size: int
+) -> None:
+    recorded = Recorded(model, block_size=block_size, num_blocks=1024 // block_size)
+    recorded.run("miss", prompt)
+    recorded.run("hit", prompt)
+    assert recorded.engine.manager.stats.hits == 300 // block_size * block_size
+    assert_same_bits(recorded.logits["miss-0"], alone)
+    assert_same_bits(recorded.logits["hit-0"], alone)
+
+
+def test_the_other_requests_of_a_batch_do_not_show(model: LoadedModel, prompt: list[int], alone: Logits) -> None:
+    """Before, beside and after it: prompts, decodes, and a request that shares its prefix in the same batch."""
+    rng = np.random.default_rng(12)
+    recorded = Recorded(model, max_num_batched_tokens=350)
+    for number, length in enumerate((1, 70, 9)):
+        add(recorded.engine, f"early-{number}", random_tokens(rng, length), greedy(30))
+    recorded.engine.step()
+    add(recorded.engine, "in company", prompt, greedy(NUM_TOKENS))
+    add(recorded.engine, "same prompt", prompt, greedy(NUM_TOKENS))
+    add(recorded.engine, "same beginning", prompt[:130] + random_tokens(rng, 33), greedy(NUM_TOKENS))
+    drain(recorded.engine)
+    assert recorded.engine.manager.stats.hits == 300 + 128
+    assert_same_bits(recorded.logits["in company"], alone)
+    assert_same_bits(recorded.logits["same prompt"], alone)
+
+
+def test_kv_written_while_decoding_gives_the_bits_of_prefill(model: LoadedModel, prompt: list[int]) -> None:
+    """Turn 2 reads turn 1's answer from the cache."""
+    rng = np.random.default_rng(13)
+    warm, cold = Recorded(model), Recorded(model, enable_prefix_caching=False)
+    first = prompt[:101]
+    second = first + warm.run("turn 1", first, 40) + random_tokens(rng, 5)
+    warm.run("turn 2", second)
+    assert warm.engine.manager.stats.hits == 140, "the answer's blocks were not hit"
+    cold.run("turn 2", second)
+    assert_same_bits(warm.logits["turn 2-0"], cold.logits["turn 2-0"])
+
+
+def test_kv_decoded_in_company_gives_the_bits_of_prefill(model: LoadedModel, prompt: list[int]) -> None:
+    """As before, but turn 1 of several conversations was decoded in one batch."""
+    rng = np.random.default_rng(14)
+    warm = Recorded(model)
+    firsts = [prompt[start : start + 23] for start in (0, 20, 40)]
+    answers = complete(warm.engine, firsts, greedy(20), name="turn 1")
+    for number, (first, answer) in enumerate(zip(firsts, answers, strict=True)):
+        second = first + answer.outputs[0].token_ids + random_tokens(rng, 5)
+        warm.run(f"turn 2 of {number}", second)
+        cold = Recorded(model, enable_prefix_caching=False)
+        cold.run("turn 2", second)
+        assert_same_bits(warm.logits[f"turn 2 of {number}-0"], cold.logits["turn 2-0"])
+    assert warm.engine.manager.stats.hits == 3 * 40
+
+
+def test_preemption_does_not_show(model: LoadedModel, prompt: list[int]) -> None:
+    prompts = [prompt[start : start + 18] for start in (0, 50, 100)]
+    small = Recorded(model, num_blocks=14, max_num_batched_tokens=25)
+    complete(small.engine, prompts, greedy(20), name="tight")
+    assert small.engine.scheduler.num_preemptions > 0
+    assert small.engine.manager.stats.preempted_hits > 0
+    for number, own in enumerate(prompts):
+        large = Recorded(model, enable_prefix_caching=False)
+        large.run("alone", own, 20)
+        assert_same_bits(small.logits[f"tight-{number}"], large.logits["alone-0"])
+
+
+def test_prompt_logprobs_do_not_show(model: LoadedModel, prompt: list[int], alone: Logits) -> None:
+    """Asking for the logits of every position changes how many rows the output head computes."""
+    recorded = Recorded(model, max_num_batched_tokens=77)
+    complete(recorded.engine, [prompt], greedy(NUM_TOKENS, prompt_logprobs=1), name="all rows")
+    everything = recorded.logits["all rows-0"]
+    assert len(everything) == 300 + NUM_TOKENS
+    assert_same_bits({position: everything[position] for position in alone}, alone)
+
+
+# ------------------------------------------------------------------------------------------- threads
+
+
+@pytest.fixture
+def num_threads() -> Iterator[None]:
+    """Gives torch back its number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [2, 3, 4])
+@pytest.mark.usefixtures("num_threads")
+def test_several_threads_keep_the_bits(model: LoadedModel, prompt: list[int], threads: int) -> None:
+    torch.set_num_threads(threads)
+    cold = Recorded(model, enable_prefix_caching=False)
+    cold.run("alone", prompt)
+    warm = Recorded(model, max_num_batched_tokens=37)
+    warm.run("miss", prompt)
+    outputs = complete(warm.engine, [prompt, prompt[:100], prompt[:77]], greedy(NUM_TOKENS), name="hit")
+    assert outputs[0].num_cached_tokens == 300
+    assert_same_bits(warm.logits["miss-0"], cold.logits["alone-0"])
+    assert_same_bits(warm.logits["hit-0"], cold.logits["alone-0"])
+
+
+# ---------------------------------------------------------------------------------------- self-check
+
+
+def test_the_self_check_finds_nothing(model: LoadedModel) -> None:
+    assert find_inexactness(model) is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("threads", [2, 3, 4])
+def test_the_self_check_finds_nothing_with_several_threads(model: LoadedModel, threads: int) -> None:
+    torch.set_num_threads(threads)
+    assert find_inexactness(model) is None
+
+
+def test_the_self_check_notices_matrix_products_of_too_few_rows(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_models.loaded("odd_llama")
+    monkeypatch.setattr(RowPadding, "for_model", classmethod(lambda cls, *_: cls(1, 1)))
+    assert find_inexactness(model) is not None
+
+
+def test_the_self_check_notices_chunks_of_kv_that_are_not_at_fixed_positions(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(*args: Any) -> Tensor:
+        tiles: list[reference.Tile] = args[3]
+        monkeypatch.setattr(reference, "CHUNK_TOKENS", 8 if tiles[0].first_position == 0 else 12)
+        return reference.paged_attention(*args)
+
+    monkeypatch.setattr(attention, "paged_attention", attend)
+    assert find_inexactness(tiny_models.loaded("llama")) == "logits depend on how prefill is chunked"
+
+
+def test_the_self_check_notices_that_neighbours_matter(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KV that is off by little for every request but the first of a batch, as a wrong slot would be."""
+    plan_tiles = runner.plan_tiles
+
+    def plan(batch: Batch, *args: Any) -> list[reference.Tile]:
+        tiles = plan_tiles(batch, *args)
+        if len(batch.query_starts) > 2:
+            tiles[0].positions[:, -1] -= 1  # the last query does not see itself
+        return tiles
+
+    monkeypatch.setattr(runner, "plan_tiles", plan)
+    reason = find_inexactness(tiny_models.loaded("llama"))
+    assert reason == "logits depend on cache hits or on the other requests of a batch"
+
+
+def test_the_self_check_serves_models_with_few_positions(tmp_path: Path) -> None:
+    for positions in (2, 16, 17):
+        folder = save_model(tmp_path / f"{positions}", Recipe("llama", {"max_position_embeddings": positions}))
+        assert find_inexactness(load_model(ModelConfig(str(folder)))) is None

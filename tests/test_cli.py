@@ -1,0 +1,80 @@
+"""The command line, run as a user runs it: in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.resources import files
+
+import pytest
+
+MODEL = str(files("foreword.demo") / "weights")
+
+
+def foreword(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "foreword.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=300,
+    )
+
+
+def test_generate_answers_a_chat_message_from_the_prompt():
+    prompt = "The code of the amber falcon is 4821.\n\nWhat is the code of the amber falcon?"
+    result = foreword("generate", MODEL, "--chat", "--prompt", prompt)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "4821\n"
+
+
+def test_generate_prints_one_json_line_per_prompt_and_reports_what_was_cached():
+    ids = ",".join(str(number) for number in range(5, 45))
+    result = foreword(
+        "generate", MODEL, "--json", "--max-tokens", "4", "--ignore-eos", "--prompt-token-ids", ids,
+        "--prompt-token-ids", ids,
+    )  # fmt: skip
+    first, second = [json.loads(line) for line in result.stdout.splitlines()]
+    assert first["token_ids"] == second["token_ids"]
+    assert len(first["token_ids"]) == 4
+    assert (first["num_cached_tokens"], second["num_cached_tokens"]) == (0, 32)
+
+
+def test_generate_reads_a_prompt_from_a_file(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("The amber falcon", encoding="utf-8")
+    result = foreword("generate", MODEL, "--prompt-file", str(path), "--max-tokens", "2", "--json")
+    assert json.loads(result.stdout)["num_prompt_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", MODEL], "nothing to continue"),
+        (["generate", MODEL, "--prompt", ""], "empty"),
+        (["generate", MODEL, "--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
+        (["generate", MODEL, "--prompt-token-ids", "5,x"], "'5,x'"),
+        (["generate", MODEL, "--prompt-token-ids", "99999999"], "99999999"),
+        (["generate", MODEL, "--prompt-file", "no-such-file"], "no-such-file"),
+        (["generate", MODEL, "--chat", "--prompt-token-ids", "5"], "--chat needs text"),
+        (["generate", "./no-such-folder", "--prompt", "x"], "./no-such-folder"),
+        (["generate", MODEL, "--prompt", "x", "--max-model-len", "99999999"], "max_model_len=99999999"),
+        (["bench", "trace", "no-such-trace.jsonl"], "no-such-trace.jsonl"),
+    ],
+)
+def test_mistakes_are_named_on_one_line_without_a_traceback(arguments, message):
+    result = foreword(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_wrong_environment_variable_is_named():
+    result = foreword("generate", MODEL, "--prompt", "x", FOREWORD_NUM_THREADS="many")
+    assert result.returncode == 2
+    assert "FOREWORD_NUM_THREADS='many'" in result.stderr
+
+
+def test_version_is_printed():
+    assert foreword("--version").stdout.startswith("foreword ")

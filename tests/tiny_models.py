@@ -1,0 +1,274 @@
+"""Tiny random models, made on the spot, what transformers says of them, and engines that run them.
+
+Knows recipes of architectures; their words mean nothing, but every weight, bias, norm and sink is random,
+so that a mistake anywhere changes the tokens.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from foreword.cache import KVCacheManager
+from foreword.config import ModelConfig, SchedulerConfig
+from foreword.engine import Engine, ModelLimits, Prompt
+from foreword.model.loader import LoadedModel, load_model
+from foreword.model.runner import ModelRunner
+from foreword.model.storage import KVStorage
+from foreword.request import RequestOutput, SamplingParams
+from foreword.scheduler import Scheduler
+
+VOCAB_SIZE = 320
+EOS_TOKEN_ID = 2
+MAX_POSITIONS = 1024
+
+BASE: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "bos_token_id": 1,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": 0,
+}
+SLIDING_SLIDING_FULL = ["sliding_attention", "sliding_attention", "full_attention"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One architecture of transformers, made small."""
+
+    model_type: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "llama": Recipe("llama"),
+    "qwen2": Recipe("qwen2"),
+    "qwen3": Recipe("qwen3", {"head_dim": 16}),
+    "mistral": Recipe("mistral", {"head_dim": 16, "sliding_window": 24}),
+    "phi3": Recipe("phi3"),
+    "olmo2": Recipe("olmo2"),
+    "granite": Recipe("granite", {"embedding_multiplier": 2.0, "logits_scaling": 0.5, "residual_multiplier": 0.7}),
+    "qwen3_moe": Recipe(
+        "qwen3_moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    ),
+    "gemma2": Recipe(
+        "gemma2",
+        {"head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16},
+    ),
+    "gemma3_text": Recipe("gemma3_text", {"head_dim": 16, "sliding_window": 8, "layer_types": SLIDING_SLIDING_FULL}),
+    "gpt_oss": Recipe(
+        "gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+    ),
+    "smollm3": Recipe(
+        "smollm3",
+        {
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 12,
+            "layer_types": SLIDING_SLIDING_FULL,
+        },
+    ),
+    "cohere2": Recipe("cohere2", {"sliding_window": 8, "layer_types": SLIDING_SLIDING_FULL}),
+    "glm4": Recipe("glm4", {"head_dim": 16}),
+    # Positions as an embedding; names of its own for every size.
+    "gpt2": Recipe("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4}),
+    # Keys of another size than values, and experts that are chosen in groups.
+    "deepseek_v3": Recipe(
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 24,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 48,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    # One KV head: a lone request leaves attention a single matrix to multiply.
+    "mqa_llama": Recipe("llama", {"hidden_size": 60, "num_key_value_heads": 1, "num_attention_heads": 3}),
+    # Sizes that no vector width divides, and an embedding that is also the output head.
+    "odd_llama": Recipe(
+        "llama", {"hidden_size": 60, "head_dim": 20, "intermediate_size": 100, "tie_word_embeddings": True}
+    ),
+}
+
+
+def save_model(folder: Path, recipe: Recipe, *, seed: int = 0) -> Path:
+    """Write a checkpoint of random weights; equal arguments give equal weights."""
+    config = AutoConfig.for_model(recipe.model_type, **{**BASE, **recipe.options})
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if "embed_tokens" in name:  # small, or a tied model only repeats its last token
+                parameter.normal_(0.0, 0.15 if not config.tie_word_embeddings else 0.02)
+            elif parameter.dim() > 1:
+                parameter.normal_(0.0, 0.15)
+            elif name.endswith("sinks"):
+                parameter.normal_(0.0, 1.0)
+            else:  # biases around 0, norms around what they were
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+
+
+def save_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+    """Write a byte-level BPE tokenizer, no larger than the tiny models' vocabulary, beside a model."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    corpus = ["The prefix that two requests share is computed once.", "The answer of the second request is the same."]
+    backend.train_from_iterator(
+        corpus,
+        trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            special_tokens=["<pad>", "<s>", "</s>"],
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class Oracle:
+    """The same checkpoint run by transformers alone: eager attention, float32, no cache of any kind."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self._answers: dict[tuple[int, ...], list[int]] = {}
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """The likeliest continuation of exactly `num_tokens` tokens; the end token is one like any other."""
+        known = self._answers.get(tuple(prompt), [])
+        if len(known) < num_tokens:
+            generated = self._model.generate(
+                torch.tensor([list(prompt)]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                use_cache=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            known = generated[0, len(prompt) :].tolist()
+            self._answers[tuple(prompt)] = known
+        return known[:num_tokens]
+
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Logits at every position, [tokens, vocab]."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+        return logits
+
+
+class TinyModels:
+    """Every recipe's checkpoint, loaded model and oracle, each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._folders: dict[str, Path] = {}
+        self._loaded: dict[tuple[str, str], LoadedModel] = {}
+        self._oracles: dict[str, Oracle] = {}
+
+    def folder(self, name: str) -> Path:
+        if name not in self._folders:
+            self._folders[name] = save_model(self._root / name, RECIPES[name])
+        return self._folders[name]
+
+    def folder_with_tokenizer(self, name: str) -> Path:
+        """The same weights with a tokenizer and a chat template beside them."""
+        folder = self._root / f"{name} with tokenizer"
+        if not folder.exists():
+            shutil.copytree(self.folder(name), folder)
+            save_tokenizer(folder)
+        return folder
+
+    def loaded(self, name: str, dtype: Literal["float32", "bfloat16"] = "float32") -> LoadedModel:
+        if (name, dtype) not in self._loaded:
+            self._loaded[name, dtype] = load_model(ModelConfig(str(self.folder(name)), dtype=dtype))
+        return self._loaded[name, dtype]
+
+    def oracle(self, name: str) -> Oracle:
+        if name not in self._oracles:
+            self._oracles[name] = Oracle(self.folder(name))
+        return self._oracles[name]
+
+
+def build_engine(
+    model: LoadedModel,
+    *,
+    num_blocks: int = 64,
+    block_size: int = 16,
+    enable_prefix_caching: bool = True,
+    runner_class: type[ModelRunner] = ModelRunner,
+    **scheduler_options: Any,
+) -> Engine:
+    """An engine over exactly `num_blocks` blocks, put together as `LLM` does it."""
+    manager = KVCacheManager(num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
+    storage = KVStorage(model.layers, num_blocks, block_size, model.dtype, model.device)
+    limits = ModelLimits(
+        model.vocab_size, min(model.max_positions, num_blocks * block_size), frozenset(model.eos_token_ids)
+    )
+    return Engine(Scheduler(manager, SchedulerConfig(**scheduler_options)), runner_class(model, storage), limits)
+
+
+def greedy(max_tokens: int, **options: Any) -> SamplingParams:
+    """The likeliest `max_tokens` tokens, whatever they are."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **options)
+
+
+def add(engine: Engine, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
+    """Queue a prompt given as token ids."""
+    return engine.add_request(request_id, Prompt(np.array(token_ids, np.int32)), params)
+
+
+def drain(engine: Engine) -> None:
+    """Step until nothing is left, checking the engine's integrity after every step."""
+    while engine.has_unfinished_requests():
+        engine.step()
+        engine.check_integrity()
+
+
+def complete(
+    engine: Engine, prompts: Iterable[Sequence[int]], params: SamplingParams, *, name: str = "request"
+) -> list[RequestOutput]:
+    """Run prompts together to their ends."""
+    outputs = [add(engine, f"{name}-{number}", prompt, params) for number, prompt in enumerate(prompts)]
+    drain(engine)
+    return outputs
+
+
+def random_tokens(rng: np.random.Generator, num_tokens: int) -> list[int]:
+    """A prompt without the special tokens."""
+    token_ids: list[int] = rng.integers(3, VOCAB_SIZE, num_tokens).tolist()
+    return token_ids

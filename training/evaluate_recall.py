@@ -1,0 +1,179 @@
+"""Measures exact match of the demo model, by context length, through transformers alone.
+
+    python training/evaluate_recall.py src/foreword/demo/weights --questions 500
+
+Every question belongs to a fresh document. Half of the questions come first in their conversation, half
+after up to nineteen answered ones; the document stands in a system message or before the first
+question. An answer counts if it is right to the character and ends where it should: decoding is
+greedy, so that is so exactly if every answer token and the end token have the highest logit when
+the right answer is fed in. One JSON line comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from foreword.demo import recall
+
+LENGTHS = (256, 512, 1024, 2048, 4096)
+TOKENS_PER_BATCH = 8192
+TABLE_MARKS = ("<!-- table begins -->", "<!-- table ends -->")
+
+
+@dataclass
+class Tally:
+    """Counts and logit margins of the questions of one length and one kind of conversation."""
+
+    asked: int = 0
+    right: int = 0
+    margins: list[float] = field(default_factory=list)
+
+    def add(self, right: bool, margin: float) -> None:
+        """Count one answer; `margin` is the smallest top1 - top2 over its tokens."""
+        self.asked += 1
+        self.right += int(right)
+        self.margins.append(margin)
+
+    @property
+    def exact_match(self) -> float:
+        """Right answers in percent."""
+        return 100 * self.right / max(1, self.asked)
+
+    @property
+    def margin_p1(self) -> float:
+        """First percentile of the margins."""
+        return sorted(self.margins)[len(self.margins) // 100] if self.margins else 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question in its conversation: the prompt's tokens and the answer's, end token included."""
+
+    kind: str
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+
+def make_case(rng: Random, tokenizer: PreTrainedTokenizerFast, length: int, number: int) -> Case:
+    """A fresh conversation of about `length` tokens, never more, and its last question."""
+    num_turns = 1 if number % 2 == 0 else rng.randint(2, min(20, max(2, length // 50)))
+    placement: recall.Placement = "system" if number // 2 % 2 == 0 else "user"
+    num_facts = recall.num_facts_for(length - num_turns * recall.TOKENS_PER_TURN - 20)
+    while True:
+        document = recall.make_document(rng, num_facts)
+        messages = recall.conversation(document, recall.ask(rng, document, num_turns), placement)
+        prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        prompt_ids, whole_ids = tokenizer.encode(prompt), tokenizer.encode(whole)
+        assert whole_ids[: len(prompt_ids)] == prompt_ids, "the chat template is not append-only"
+        if len(whole_ids) <= length:
+            break
+        num_facts -= 1
+    end = whole_ids.index(tokenizer.eos_token_id, len(prompt_ids))
+    kind = f"{'one turn' if num_turns == 1 else 'several turns'}, {placement}"
+    return Case(kind, prompt_ids, whole_ids[len(prompt_ids) : end + 1])
+
+
+@torch.inference_mode()
+def judge(model: PreTrainedModel, cases: list[Case], pad_id: int) -> list[tuple[bool, float]]:
+    """Whether each case is answered right, and its smallest logit margin; one batched forward."""
+    rows = [case.prompt_ids + case.answer_ids[:-1] for case in cases]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])
+    hidden = model.model(input_ids=ids).last_hidden_state
+    verdicts = []
+    for row, case in enumerate(cases):
+        first = len(case.prompt_ids) - 1
+        logits = model.lm_head(hidden[row, first : first + len(case.answer_ids)]).float()
+        top = logits.topk(2, dim=-1)
+        right = top.indices[:, 0].tolist() == case.answer_ids
+        verdicts.append((right, (top.values[:, 0] - top.values[:, 1]).min().item()))
+    return verdicts
+
+
+def evaluate_length(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, length: int, questions: int, seed: int
+) -> dict[str, Tally]:
+    """Tallies of one context length: one per kind of conversation, and "all"."""
+    rng = Random(f"evaluation {seed} {length}")
+    tallies = {"all": Tally()}
+    batch_size = max(1, TOKENS_PER_BATCH // length)
+    for begin in range(0, questions, batch_size):
+        numbers = range(begin, min(begin + batch_size, questions))
+        cases = [make_case(rng, tokenizer, length, number) for number in numbers]
+        for case, (right, margin) in zip(cases, judge(model, cases, tokenizer.pad_token_id), strict=True):
+            tallies["all"].add(right, margin)
+            tallies.setdefault(case.kind, Tally()).add(right, margin)
+    return tallies
+
+
+def markdown_table(results: dict[str, dict[int, dict[str, Tally]]]) -> str:
+    """The model card's table: one row per precision and length."""
+    kinds = sorted(kind for kind in next(iter(next(iter(results.values())).values())) if kind != "all")
+    head = ["precision", "context", "exact match", *kinds, "questions", "margin (1st percentile)"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for precision, by_length in results.items():
+        for length, tallies in by_length.items():
+            total = tallies["all"]
+            cells = [precision, str(length), f"**{total.exact_match:.1f}%**"]
+            cells += [f"{tallies[kind].exact_match:.1f}%" for kind in kinds]
+            cells += [str(total.asked), f"{total.margin_p1:.1f}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def write_card(card: Path, table: str) -> None:
+    """Replace what stands between the two marks in the model card."""
+    text = card.read_text(encoding="utf-8")
+    begin, end = (re.escape(mark) for mark in TABLE_MARKS)
+    block = f"{TABLE_MARKS[0]}\n\n{table}\n\n{TABLE_MARKS[1]}"
+    new, count = re.subn(f"{begin}.*?{end}", lambda _: block, text, flags=re.DOTALL)
+    if count != 1:
+        raise SystemExit(f"{card} has no place for the table; put in {TABLE_MARKS}")
+    card.write_text(new, encoding="utf-8")
+
+
+def main() -> None:
+    """Read the command line, evaluate, print the table and a JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="a Hugging Face folder")
+    parser.add_argument("--questions", type=int, default=500, help="per length")
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float32"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--write-card", action="store_true", help="update the README of the folder")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
+    results: dict[str, dict[int, dict[str, Tally]]] = {}
+    for dtype in arguments.dtypes:
+        model = AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=getattr(torch, dtype))
+        results[dtype] = {
+            length: evaluate_length(model.eval(), tokenizer, length, arguments.questions, arguments.seed)
+            for length in arguments.lengths
+        }
+    table = markdown_table(results)
+    print(table)
+    if arguments.write_card:
+        write_card(arguments.folder / "README.md", table)
+    summary = {
+        dtype: {
+            length: {"exact_match": tallies["all"].exact_match, "margin_p1": tallies["all"].margin_p1}
+            for length, tallies in by_length.items()
+        }
+        for dtype, by_length in results.items()
+    }
+    print(json.dumps({"questions_per_length": arguments.questions, "results": summary}))
+
+
+if __name__ == "__main__":
+    main()

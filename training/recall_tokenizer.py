@@ -1,0 +1,123 @@
+"""Builds the tokenizer of the demo model; knows the words of `foreword.demo.recall`, no weights.
+
+Byte-level BPE whose pre-tokenizer leaves no choice: a lower-case word takes its leading space with
+it; three digits, a capitalised word and a line break stand alone. A value therefore has the same tokens in
+the document, in the answer and in the history of a chat, and whatever is joined at a line break or at
+a chat marker is tokenized as its parts are - prefix caching depends on both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from foreword.demo import recall
+from recall_model import WordClasses
+
+END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+MAX_LENGTH = 8192
+
+SPLIT = r"[0-9]{1,3}|\r|\n| ?\p{Ll}+|\p{Lu}\p{Ll}*"
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+
+ORDINARY_TEXT = """
+a able about above after again all also always am an and any are as at back be because been before being
+below best better between big both but by call came can carry change come could day did different do does
+done down each end even ever every example far few find first for found from full gave get give go good
+got great had hand has have he hello help her here high him his hot house how if in into is it its just keep
+kind know large last later learn left less let life like line list little live long look made make man many
+may me mean might more most much must my name need never new next no not nothing now of off often old on
+once one only open or order other our out over own page part people place please point put question read
+right said same say see seem set she should show side small so some something sorry still stop such system
+take tell text than thank that the their them then there these they thing think this those three through time
+to today together told too try turn two under until up us use user very want was water way we well went were
+what when where which while who why will with without word work world would write year yes yet you young your
+A After All An And Answer Are As At But By Can Could Do Does Else Everyone For From Good He Hello Here How I If
+In Is It Let May Me My No Nobody Not Now Of On One Or Our Please Say She Should So Some Sorry Thank Thanks That
+The Then There These They This To Two We What When Where Which Who Why Will With Would Yes You Your
+assistant conversation document facts instruction note paragraph prompt prefix cache token request
+"""
+"""Common words, so that prompts outside the generator's world do not fall into single bytes."""
+
+
+def words() -> list[str]:
+    """Every word the generator can write, and some ordinary ones, as the pre-tokenizer cuts them."""
+    generated: list[str] = [*recall.CITIES, *recall.NAMES]
+    for group in (
+        recall.ADJECTIVES,
+        recall.NOUNS,
+        recall.NUMBER_ATTRIBUTES,
+        recall.CITY_ATTRIBUTES,
+        recall.NAME_ATTRIBUTES,
+    ):
+        generated += [" " + word for word in group]
+    fact = recall.Fact("code of the brave lion", "1")
+    for sentence in (*recall.HEADINGS, fact.text, *fact.question_texts()):
+        generated += re.findall(r" ?[a-z]+|[A-Z][a-z]*", sentence)
+    for word in ORDINARY_TEXT.split():
+        generated += [word] if word[0].isupper() else [" " + word]
+    generated += ["system", "user", "assistant"]
+    generated += [f"{number:0{width}}" for width in (1, 2, 3) for number in range(10**width)]
+    return sorted(set(generated))
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Train the BPE until every word is one token, and dress it for `transformers`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=8192,
+        min_frequency=1,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in (END_OF_TEXT, START, END)],
+    )
+    tokenizer.train_from_iterator(words(), trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=END_OF_TEXT,
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    check_tokenizer(fast)
+    return fast
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Assert that words are single tokens and that any text survives the round trip."""
+    for word in words():
+        assert len(tokenizer.encode(word)) == 1, f"{word!r} is not one token"
+    for text in ("Maria lives in Lisbon.\n\n 4821", "Grüße, 世界! \t🙂 \x00 ABC xYz  end \r\n"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text, f"{text!r} does not round-trip"
+
+
+def word_classes(tokenizer: PreTrainedTokenizerFast) -> WordClasses:
+    """The token ids of the generator's words, by their place in a fact."""
+
+    def ids_of(members: Iterable[str]) -> list[int]:
+        return [tokenizer.encode(member)[0] for member in members]
+
+    attributes = recall.NUMBER_ATTRIBUTES + recall.CITY_ATTRIBUTES + recall.NAME_ATTRIBUTES
+    key_words = (attributes, recall.ADJECTIVES, recall.NOUNS)
+    numbers = [str(number) for number in range(1000)]
+    return WordClasses(
+        keys=tuple(ids_of(f" {word}" for word in group) for group in key_words),
+        values=ids_of([*recall.CITIES, *recall.NAMES, *numbers]),
+    )
