@@ -18,6 +18,7 @@ A search for ABCDEFGZ matches 7 tokens: block 0 whole, and 3 tokens of block 1, 
 from __future__ import annotations
 
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,7 @@ MAX_APPENDED_TOKENS = 4096
 class _Node:
     """The tokens at positions `start` to `end` (exclusive) of all sequences that pass through."""
 
-    __slots__ = ("block_ids", "children", "node_id", "parent", "start", "tokens")
+    __slots__ = ("block_ids", "children", "node_id", "num_cuts", "parent", "start", "tokens")
 
     def __init__(self, node_id: int, parent: _Node | None, start: int, tokens: TokenArray, block_ids: BlockIds) -> None:
         self.node_id = node_id
@@ -47,6 +48,8 @@ class _Node:
         """Blocks that end in this node, in order."""
         self.children: dict[int, _Node] = {}
         """By first token."""
+        self.num_cuts = 0
+        """How often its end was taken back; what follows then need not be what was there before."""
 
     @property
     def end(self) -> int:
@@ -70,6 +73,9 @@ class RadixIndex:
 
     def clear(self) -> None:
         self._roots: dict[Namespace, _Node] = {}
+        self._namespace_of: dict[int, Namespace] = {}
+        self._ends: WeakKeyDictionary[TokenSequence, tuple[_Node, int]] = WeakKeyDictionary()
+        """Node in which a sequence's last insertion ended, and how often it had been cut by then."""
         self._nodes: dict[int, _Node] = {}
         self._num_made = 0
         self._node_id_of: npt.NDArray[np.int64] = np.full(self._num_blocks, NOT_INDEXED, np.int64)
@@ -132,29 +138,44 @@ class RadixIndex:
     def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
         size = self._block_size
         tokens = self._tokens(sequence)[: (first + len(block_ids)) * size]
-        node = self._root(_namespace(sequence.extra_keys))
-        position = 0
-        while True:
-            shared = _common_length(node.tokens, tokens[position:])
-            self._add_duplicates(node, position, position + shared, first, block_ids)
-            position += shared
-            if position == len(tokens):
-                return
-            if shared < len(node.tokens):
-                node = self._split(node, shared)
+        node, position = self._start(sequence, first * size)
+        while position < len(tokens):
             below = node.children.get(int(tokens[position]))
             if below is None:
                 break
             node = below
+            shared = _common_length(node.tokens, tokens[position:])
+            self._add_duplicates(node, position, position + shared, first, block_ids)
+            position += shared
+            if shared < len(node.tokens) and position < len(tokens):
+                node = self._split(node, shared)
         num_known = position // size
         if num_known < first:
+            self._trim(node)
             return  # the blocks before were forgotten while the request ran: these could not be found
-        own = block_ids[num_known - first :].copy()
-        self._number_of[own] = np.arange(num_known, num_known + len(own))
-        self._num_indexed += len(own)
-        self._grow(node, position, tokens[position:], own)
+        if position < len(tokens):
+            own = block_ids[num_known - first :].copy()
+            self._number_of[own] = np.arange(num_known, num_known + len(own))
+            self._num_indexed += len(own)
+            node = self._grow(node, position, tokens[position:], own)
+        self._ends[sequence] = (node, node.num_cuts)
 
-    def _grow(self, node: _Node, position: int, tokens: TokenArray, block_ids: BlockIds) -> None:
+    def _start(self, sequence: TokenSequence, position: int) -> tuple[_Node, int]:
+        """Where to go on with a sequence whose tokens before `position` are in the tree.
+
+        That is where its last insertion ended, if the tree still has a node that ends there; else the root.
+        """
+        node, num_cuts = self._ends.get(sequence, (None, 0))
+        if (
+            node is not None
+            and node.end == position
+            and node.num_cuts == num_cuts
+            and self._nodes.get(node.node_id) is node
+        ):
+            return node, position
+        return self._root(_namespace(sequence.extra_keys)), 0
+
+    def _grow(self, node: _Node, position: int, tokens: TokenArray, block_ids: BlockIds) -> _Node:
         """Hang a run of tokens under `node`, which ends at `position`: lengthen it if nothing else hangs there."""
         if node.parent is not None and not node.children and len(node.tokens) < MAX_APPENDED_TOKENS:
             node.tokens = np.concatenate((node.tokens, tokens))
@@ -163,6 +184,7 @@ class RadixIndex:
             parent, node = node, self._make(node, position, tokens.copy(), block_ids)
             parent.children[int(tokens[0])] = node
         self._node_id_of[block_ids] = node.node_id
+        return node
 
     def _make(self, parent: _Node | None, start: int, tokens: TokenArray, block_ids: BlockIds) -> _Node:
         node = _Node(self._num_made, parent, start, tokens, block_ids)
@@ -174,6 +196,7 @@ class RadixIndex:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = self._make(None, 0, np.empty(0, np.int32), np.empty(0, np.int32))
+            self._namespace_of[root.node_id] = namespace
         return root
 
     def _split(self, node: _Node, length: int) -> _Node:
@@ -202,22 +225,40 @@ class RadixIndex:
     # ------------------------------------------------------------------ remove
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
-        forgotten = dict.fromkeys(block_ids.tolist())
-        for block_id in block_ids.tolist():
-            original = self._original_of.pop(block_id, None)
-            if original is not None:
-                self._duplicates[original].remove(block_id)
-                if not self._duplicates[original]:
-                    del self._duplicates[original]
-                self._num_indexed -= 1
-                continue
-            node = self._nodes.get(int(self._node_id_of[block_id]))
-            if node is None:
-                continue
-            at = int(self._number_of[block_id]) - node.start // self._block_size
-            if not self._replace(node, at):
-                forgotten.update(dict.fromkeys(self._cut(node, at)))
+        if self._duplicates:
+            forgotten = dict.fromkeys(block_ids.tolist())
+            for block_id in block_ids.tolist():
+                forgotten.update(dict.fromkeys(self._remove_one(block_id)))
+        else:
+            node_ids = self._node_id_of[block_ids]
+            indexed = node_ids != NOT_INDEXED
+            if not indexed.any():
+                return block_ids
+            forgotten = dict.fromkeys(block_ids.tolist())
+            # Of several blocks in one node the first decides: cut each node once, there.
+            order = np.lexsort((self._number_of[block_ids], node_ids))[np.count_nonzero(~indexed) :]
+            nodes, firsts = np.unique(node_ids[order], return_index=True)
+            numbers = self._number_of[block_ids[order[firsts]]]
+            for node_id, number in zip(nodes.tolist(), numbers.tolist(), strict=True):
+                node = self._nodes.get(node_id)
+                if node is not None:  # else it went with a node above
+                    forgotten.update(dict.fromkeys(self._cut(node, number - node.start // self._block_size)))
         return block_ids if len(forgotten) == len(block_ids) else np.array(list(forgotten), np.int32)
+
+    def _remove_one(self, block_id: int) -> list[int]:
+        """Forget one block where duplicates have to be seen to; returns what was forgotten with it."""
+        original = self._original_of.pop(block_id, None)
+        if original is not None:
+            self._duplicates[original].remove(block_id)
+            if not self._duplicates[original]:
+                del self._duplicates[original]
+            self._num_indexed -= 1
+            return []
+        node = self._nodes.get(int(self._node_id_of[block_id]))
+        if node is None:
+            return []
+        at = int(self._number_of[block_id]) - node.start // self._block_size
+        return [] if self._replace(node, at) else self._cut(node, at)
 
     def _replace(self, node: _Node, at: int) -> bool:
         """Let a duplicate take the place of the node's block number `at`; False if there is none."""
@@ -257,9 +298,12 @@ class RadixIndex:
             end = (node.start // self._block_size + len(node.block_ids)) * self._block_size
             if end > node.start:
                 node.tokens = node.tokens[: end - node.start]
+                node.num_cuts += 1
                 return
             del node.parent.children[int(node.tokens[0])], self._nodes[node.node_id]
             node = node.parent
+        if node.parent is None and not node.children:
+            del self._roots[self._namespace_of.pop(node.node_id)], self._nodes[node.node_id]
 
     def _drop(self, block_ids: BlockIds) -> list[int]:
         """Forget blocks of a node and their duplicates; returns both."""
@@ -295,7 +339,9 @@ class RadixIndex:
     def check_integrity(self) -> None:
         seen: dict[int, int] = {}
         num_nodes = 0
+        assert {root.node_id: namespace for namespace, root in self._roots.items()} == self._namespace_of
         for root in self._roots.values():
+            assert root.children, "a tree without leaves was left behind"
             stack = [root]
             for node in stack:
                 num_nodes += 1

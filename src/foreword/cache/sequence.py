@@ -28,7 +28,17 @@ class TokenSequence:
     sequences that share an index have the same hash function.
     """
 
-    __slots__ = ("_hash_fn", "_hashes", "_length", "_tokens", "block_size", "extra_keys", "request_id", "root")
+    __slots__ = (
+        "__weakref__",
+        "_hash_fn",
+        "_hashes",
+        "_length",
+        "_tokens",
+        "block_size",
+        "extra_keys",
+        "request_id",
+        "root",
+    )
 
     def __init__(
         self,
