@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.batch import Batch, BatchEntry, BatchResult, Sample
-from foreword.cache import KVCacheManager
+from foreword.cache import KVCacheManager, make_index
 from foreword.config import SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt
 from foreword.request import SamplingParams
@@ -65,8 +66,14 @@ class HashRunner:
     def execute(self, batch: Batch) -> BatchResult:
         self.on_execute(batch)
         self.batches.append(batch)
+        self._copy_blocks(batch)
         samples = [self._compute(batch, row, entry) for row, entry in enumerate(batch.entries)]
         return BatchResult(list(samples))
+
+    def _copy_blocks(self, batch: Batch) -> None:
+        blocks = self._slots[: self._scrap_slot].reshape(-1, self.block_size)
+        sources, targets = batch.copies.T
+        blocks[targets] = blocks[sources]
 
     def _compute(self, batch: Batch, row: int, entry: BatchEntry) -> Sample | None:
         request = entry.request
@@ -149,9 +156,17 @@ class HashEngine:
         vocab_size: int = 50,
         max_model_len: int = 512,
         enable_prefix_caching: bool = True,
+        prefix_index: Literal["radix", "hash"] = "hash",
+        eviction_policy: str = "lru",
         **scheduler_options: object,
     ) -> HashEngine:
-        manager = KVCacheManager(num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
+        manager = KVCacheManager(
+            num_blocks,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            index=make_index(prefix_index, num_blocks, block_size) if enable_prefix_caching else None,
+            eviction_policy=eviction_policy,
+        )
         runner = HashRunner(num_blocks, block_size, vocab_size)
         config = SchedulerConfig(**scheduler_options)  # type: ignore[arg-type]
         return cls(Engine(Scheduler(manager, config), runner, ModelLimits(vocab_size, max_model_len)), runner)

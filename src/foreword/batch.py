@@ -51,6 +51,8 @@ class Batch:
     """[requests, longest table]; entries past a request's own table are meaningless."""
     write_from: IntArray
     """[requests]: KV of positions before this is in shared blocks and must not be written."""
+    copies: IntArray
+    """[copies, 2]: blocks (source, target) to copy before anything is written."""
 
     @property
     def num_tokens(self) -> int:
@@ -75,7 +77,7 @@ class BatchResult:
     """Entry number -> log probabilities of the prompt tokens that follow the computed positions."""
 
 
-def build_batch(entries: Sequence[BatchEntry], block_tables: IntArray) -> Batch:
+def build_batch(entries: Sequence[BatchEntry], block_tables: IntArray, copies: IntArray) -> Batch:
     """Lay the entries end to end; `block_tables` [entries, longest] in the same order."""
     starts = np.array([entry.start for entry in entries], np.int32)
     lengths = np.array([entry.end for entry in entries], np.int32) - starts
@@ -88,4 +90,5 @@ def build_batch(entries: Sequence[BatchEntry], block_tables: IntArray) -> Batch:
         query_starts=query_starts,
         block_tables=block_tables,
         write_from=np.array([entry.request.num_shared_tokens for entry in entries], np.int32),
+        copies=copies,
     )

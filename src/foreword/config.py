@@ -9,12 +9,14 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from foreword.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Policy = Literal["fcfs", "priority"]
+IndexName = Literal["radix", "hash"]
+EvictionName = Literal["lru", "lfu", "slru", "fifo", "last_accessed", "priority"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,15 @@ class CacheConfig:
     """Tokens per KV block; only full blocks are cached."""
     enable_prefix_caching: bool = True
     """Keep the KV of computed tokens and reuse it for equal prefixes."""
+    prefix_index: IndexName = "radix"
+    """How prefixes are found: "radix" compares tokens and matches to the token, "hash" compares block keys."""
+    eviction_policy: EvictionName = "lru"
+    """Which cached block makes room when memory is short; `foreword.cache.eviction` describes the orders."""
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
+        _one_of("prefix_index", self.prefix_index, ("radix", "hash"))
+        _one_of("eviction_policy", self.eviction_policy, get_args(EvictionName))
 
 
 @dataclass(frozen=True, slots=True)

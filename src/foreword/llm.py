@@ -18,7 +18,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, KVCacheManager
+from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, KVCacheManager, make_index
 from foreword.config import EngineConfig, Environment, ModelConfig
 from foreword.engine import Engine, ModelLimits, Prompt
 from foreword.errors import ConfigError, InvalidRequestError
@@ -262,7 +262,11 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
     )
     storage = KVStorage(model.layers, num_blocks, block_size, model.dtype, model.device)
     manager = KVCacheManager(
-        num_blocks, block_size=block_size, enable_prefix_caching=config.cache.enable_prefix_caching
+        num_blocks,
+        block_size=block_size,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        index=make_index(config.cache.prefix_index, num_blocks, block_size),
+        eviction_policy=config.cache.eviction_policy,
     )
 
     def open_text_stream(params: SamplingParams) -> TextStream:

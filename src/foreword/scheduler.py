@@ -16,6 +16,8 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+
 from foreword.batch import Batch, BatchEntry, BatchResult, build_batch
 from foreword.cache import BlockHash, KVCacheManager, PrefixHit
 from foreword.config import SchedulerConfig
@@ -100,7 +102,7 @@ class Scheduler:
         self._waiting = _Queue()
         self._running = _Queue()
         self._in_flight = InFlightPrefixes()
-        self._awaited: dict[str, BlockHash] = {}
+        self._awaited: dict[str, int] = {}
         self._keys: dict[str, SortKey] = {}
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
@@ -139,6 +141,7 @@ class Scheduler:
 
         The batch must be answered with `commit` or `fail` before the next call.
         """
+        self.manager.begin_step()
         budget = self.config.max_num_batched_tokens
         entries, budget, preempted = self._schedule_running(budget)
         if not preempted:
@@ -149,28 +152,45 @@ class Scheduler:
             assert not self._requests, "requests are left, but none of them can run"
             return None
         tables, _ = self.manager.block_tables([entry.request.request_id for entry in entries])
-        return build_batch(entries, tables)
+        return build_batch(entries, tables, self.manager.take_copies())
 
     def _schedule_running(self, budget: int) -> tuple[list[BatchEntry], int, bool]:
+        entries = self._plan_running(budget)
+        handles = self.manager.handles(entry.request.request_id for entry in entries)
+        ends = np.array([entry.end for entry in entries], np.int64)
+        served = self.manager.allocate_running_slots(handles, ends)
+        preempted = served < len(entries)
+        if preempted:
+            entries = self._schedule_while_short(entries, served)
+        return entries, budget - sum(entry.end - entry.start for entry in entries), preempted
+
+    def _plan_running(self, budget: int) -> list[BatchEntry]:
+        """What the running requests compute next if there are blocks for all of it."""
         entries: list[BatchEntry] = []
-        preempted = False
-        for request in list(self._running):
+        for request in self._running:
             if not budget:
                 break
-            if request.status is not RequestStatus.RUNNING:
-                continue  # preempted a moment ago, for one before it
             start = request.num_computed_tokens
             end = min(len(request), start + budget)
-            while self.manager.allocate_slots(request.sequence, end) is None:
-                preempted = True
+            entries.append(BatchEntry(request, start, end))
+            budget -= end - start
+        return entries
+
+    def _schedule_while_short(self, entries: list[BatchEntry], served: int) -> list[BatchEntry]:
+        """The entries that can run, when the first `served` have their slots and the next lacks blocks."""
+        running = entries[:served]
+        for entry in entries[served:]:
+            request = entry.request
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted a moment ago, for one before it
+            while self.manager.allocate_slots(request.sequence, entry.end) is None:
                 victim = self._running.last()
                 self._preempt(victim)
                 if victim is request:
                     break
             else:
-                entries.append(BatchEntry(request, start, end))
-                budget -= end - start
-        return entries, budget, preempted
+                running.append(entry)
+        return running
 
     def _admit_waiting(self, entries: list[BatchEntry], budget: int) -> None:
         for request in list(self._waiting):
@@ -196,7 +216,7 @@ class Scheduler:
         self._running.add(key, request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = hit.num_tokens
-        request.num_shared_tokens = len(hit.block_ids) * self.manager.block_size
+        request.num_shared_tokens = hit.num_shared_tokens
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
@@ -215,17 +235,19 @@ class Scheduler:
         if not self._coalesces or not len(self._in_flight) or request.skips_cache:
             return False
         keys = request.sequence.block_hashes()
-        if len(hit.block_ids) == len(keys) or keys[len(hit.block_ids)] not in self._in_flight:
+        missing = hit.num_shared_tokens // self.manager.block_size
+        if missing == len(keys) or keys[missing] not in self._in_flight:
             return False
-        self._awaited[request.request_id] = keys[len(hit.block_ids)]
+        self._awaited[request.request_id] = missing
         return True
 
     def _is_awaiting(self, request: Request) -> bool:
         """Whether the block it was last seen waiting for is still neither cached nor given up."""
-        key = self._awaited.get(request.request_id)
-        if key is None:
+        block = self._awaited.get(request.request_id)
+        if block is None:
             return False
-        if key in self._in_flight and not self.manager.is_cached(key):
+        in_flight = request.sequence.block_hashes()[block] in self._in_flight
+        if in_flight and not self.manager.is_cached(request.sequence, block):
             return True
         del self._awaited[request.request_id]
         return False

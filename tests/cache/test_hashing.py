@@ -1,13 +1,29 @@
 """Block keys: stable everywhere, equal exactly when prefix and extra keys are."""
 
+import hashlib
+import logging
 import os
+import struct
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from foreword.cache import ExtraKeys, MediaItem, TokenSequence, hash_block_tokens, hash_blocks, sha256
+from foreword.cache import (
+    ExtraKeys,
+    HashFunction,
+    MediaItem,
+    TokenSequence,
+    chain_root,
+    hash_block_tokens,
+    hash_blocks,
+    make_hash_function,
+    sha256,
+    sha256_cbor,
+)
+from foreword.cache.hashing import as_token_array
+from foreword.errors import ConfigError
 
 TOKENS = np.arange(100, 164, dtype=np.int32)
 
@@ -17,9 +33,6 @@ def chain(tokens=TOKENS, block_size=16, extra=None):
 
 
 def test_a_key_is_the_digest_of_parent_tokens_and_extra_keys():
-    import hashlib
-    import struct
-
     root = hashlib.sha256(b"foreword block chain 1").digest()
     first = hashlib.sha256(root + struct.pack("<4i", 1, 2, 3, 4)).digest()
     second = hashlib.sha256(first + struct.pack("<4i", 5, 6, 7, 8) + b"\x09\x00\x00\x00adapter=a").digest()
@@ -65,9 +78,9 @@ def test_growing_hashes_only_the_new_blocks():
 
     def counting(data):
         calls.append(data)
-        return sha256(data)
+        return hashlib.sha256(data)
 
-    sequence = TokenSequence("r", TOKENS[:40], block_size=16, hash_fn=counting)
+    sequence = TokenSequence("r", TOKENS[:40], block_size=16, hash_fn=HashFunction("counting", counting))
     assert len(sequence.block_hashes()) == 2
     for token in TOKENS[40:].tolist():
         sequence.append(token)
@@ -106,3 +119,134 @@ def test_the_salt_enters_only_the_first_block():
     extra = ExtraKeys(salt="s")
     assert extra.of_block(0, 16) == ("salt=s",)
     assert extra.of_block(16, 32) == ()
+
+
+def test_keys_of_many_blocks_are_those_of_each_block():
+    extra = ExtraKeys(adapter="a", salt="s", media=(MediaItem("x", 5, 9), MediaItem("y", 30, 1)), embeddings_hash="e")
+    tokens = np.arange(60_000, 60_048, dtype=np.int32)
+    for hash_fn in (sha256, sha256_cbor):
+        for first in (0, 4, 16):
+            parent, expected = chain_root("m"), []
+            for start in range(0, 48, 4):
+                keys = extra.of_block(first + start, first + start + 4)
+                parent = hash_block_tokens(hash_fn, parent, tokens[start : start + 4], keys)
+                expected.append(parent)
+            assert hash_blocks(hash_fn, chain_root("m"), tokens, 4, first, extra) == expected
+
+
+def test_the_fingerprint_separates_models_that_share_a_cache():
+    chains = [
+        TokenSequence("r", TOKENS, block_size=16, root=root).block_hashes()
+        for root in (chain_root(), chain_root("model-a"), chain_root("model-b"))
+    ]
+    assert len({key for keys in chains for key in keys}) == 12
+
+
+# The vectors of docs/concepts/keys.md. Whoever changes one of them invalidates every stored cache.
+PROMPT = [100, 200, 300, 400, 70000, 5, 6, 7]
+ALL_KEYS = ExtraKeys(adapter="sql", salt="tenant-a", media=(MediaItem("c0ffee", 3, 2),))
+VECTORS = [
+    (
+        "sha256",
+        "",
+        ExtraKeys(),
+        "4f7ab314f046a2df1434b8f8eb08c82d441f8a4eaacdb44d736059a2233c5e8f",
+        "d804e68642621febb36c912f948b1719d661fc8088432ce2927702a0c58fce3f",
+    ),
+    (
+        "sha256",
+        "example/model@1 bf16",
+        ALL_KEYS,
+        "31ed2ded3ed17dfaf5a0c42156018b1292edccdc4d847818f2eb3ebea79aec8f",
+        "cd926b846dd740d1b339239e8f148714b908bb86c05c1acb417754e7c19b6c44",
+    ),
+    (
+        "sha256_cbor",
+        "",
+        ExtraKeys(),
+        "c8bbcfa55037d8a5128d094f51eb82b29b44d18f5397783f8022f1b4818e3817",
+        "40add6ae831948779c64decb3081346384b59c72c358b44efb08e681b816b4ca",
+    ),
+    (
+        "sha256_cbor",
+        "example/model@1 bf16",
+        ALL_KEYS,
+        "bdeb1cbf6dfe682c997c9c2c39ef003a225dba8074ae33d05df8750309c79e20",
+        "d7af95b9ca8380211bd6d891460afaa7b685a2c0e914e2f9181f31c2a8bdd9b8",
+    ),
+    (
+        "xxhash",
+        "",
+        ExtraKeys(),
+        "17ec501591aebd4175b3e979996cd28d",
+        "27d0978be31c3d849591b1ba89527f39",
+    ),
+    (
+        "xxhash",
+        "example/model@1 bf16",
+        ALL_KEYS,
+        "b3fa2a69487c4ad51f82ef5ad2e2a214",
+        "9112d65619288c4f2e58c0b3ae61bce2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "fingerprint", "extra", "first", "second"), VECTORS)
+def test_published_vectors_hold(name, fingerprint, extra, first, second):
+    if name == "xxhash":
+        pytest.importorskip("xxhash")
+    sequence = TokenSequence(
+        "r",
+        PROMPT,
+        block_size=4,
+        extra_keys=extra,
+        hash_fn=make_hash_function(name),
+        root=chain_root(fingerprint),
+    )
+    assert [key.hex() for key in sequence.block_hashes()] == [first, second]
+
+
+def test_published_vectors_stand_in_the_docs(request):
+    page = (request.config.rootpath / "docs/concepts/keys.md").read_text()
+    for *_, first, second in VECTORS:
+        assert first in page
+        assert second in page
+
+
+def test_the_cbor_message_is_what_the_docs_spell_out():
+    message = bytes.fromhex("83 5820") + chain_root() + bytes.fromhex("84 1864 18c8 19012c 190190 f6")
+    assert hashlib.sha256(message).digest() == hash_block_tokens(sha256_cbor, None, PROMPT[:4])
+
+
+def test_an_unknown_hash_function_is_refused_with_the_known_names():
+    with pytest.raises(ConfigError, match=r"'md5'.*sha256, sha256_cbor, xxhash"):
+        make_hash_function("md5")
+
+
+def test_xxhash_says_what_it_needs_when_it_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(ConfigError, match=r"pip install foreword\[xxhash\]"):
+        make_hash_function("xxhash")
+
+
+def test_xxhash_warns_that_tenants_can_reach_each_other(caplog):
+    pytest.importorskip("xxhash")
+    with caplog.at_level(logging.WARNING):
+        assert len(make_hash_function("xxhash")(b"")) == 16
+    assert "not collision-safe" in caplog.text
+
+
+def test_a_list_becomes_the_same_array_as_in_numpy():
+    for length in (0, 1, 1023, 1024, 1025, 5000):
+        tokens = [token * 7919 % 150_000 for token in range(length)]
+        assert as_token_array(tokens).tolist() == tokens
+    assert as_token_array([np.int64(3), True]).tolist() == [3, 1]
+    with pytest.raises(OverflowError):
+        as_token_array([1 << 31])
+
+
+def test_an_array_is_copied():
+    given = TOKENS.copy()
+    sequence = TokenSequence("r", given, block_size=16)
+    given[:] = 0
+    assert sequence.block_hashes() == chain()

@@ -72,6 +72,7 @@ class Case:
             query_starts=np.cumsum([0, *(end - start for start, end in spans)], dtype=np.int32),
             block_tables=tables,
             write_from=np.zeros(len(spans), np.int32),
+            copies=np.empty((0, 2), np.int32),
         )
 
     def _normal(self, rng: np.random.Generator, *size: int) -> Tensor:

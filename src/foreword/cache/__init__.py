@@ -5,36 +5,97 @@ text, tensors or requests. `KVCacheManager` is the door; a scheduler needs nothi
 """
 
 from foreword.cache.block_pool import BlockIds, BlockPool, FreeKVCacheBlockQueue
+from foreword.cache.block_table import MultiGroupBlockTable
+from foreword.cache.coordinator import (
+    KVCacheCoordinatorNoPrefixCache,
+    PrefixHit,
+    UnitaryKVCacheCoordinator,
+)
+from foreword.cache.eviction import EvictionPolicy, make_policy
+from foreword.cache.group_index import GroupedHashIndex
+from foreword.cache.group_specs import (
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    GroupSpec,
+    RecurrentSpec,
+    SinkFullSpec,
+    SlidingWindowSpec,
+)
+from foreword.cache.groups import (
+    NULL_BLOCK,
+    ChunkedLocalAttentionManager,
+    FullAttentionManager,
+    MambaManager,
+    SinkFullAttentionManager,
+    SlidingWindowManager,
+)
 from foreword.cache.hashing import (
     NO_EXTRA_KEYS,
     BlockHash,
     ExtraKeys,
+    HashFunction,
     MediaItem,
+    chain_root,
     hash_block_tokens,
     hash_blocks,
+    make_hash_function,
     sha256,
+    sha256_cbor,
 )
-from foreword.cache.index import HashIndex, PrefixIndex
-from foreword.cache.manager import KVCacheManager, PrefixHit
+from foreword.cache.hybrid import HybridKVCacheCoordinator
+from foreword.cache.index import HashIndex, PartialBlock, PrefixIndex, PrefixMatch
+from foreword.cache.manager import KVCacheManager
+from foreword.cache.pins import PinnedPolicy
+from foreword.cache.policies import PriorityPolicy
+from foreword.cache.radix import RadixIndex, make_index
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
 
 __all__ = [
     "NO_EXTRA_KEYS",
+    "NULL_BLOCK",
     "BlockHash",
     "BlockIds",
     "BlockPool",
     "CachingMetrics",
+    "ChunkedLocalAttentionManager",
+    "ChunkedLocalSpec",
+    "EvictionPolicy",
     "ExtraKeys",
     "FreeKVCacheBlockQueue",
+    "FullAttentionManager",
+    "FullAttentionSpec",
+    "GroupSpec",
+    "GroupedHashIndex",
+    "HashFunction",
     "HashIndex",
+    "HybridKVCacheCoordinator",
+    "KVCacheCoordinatorNoPrefixCache",
     "KVCacheManager",
+    "MambaManager",
     "MediaItem",
+    "MultiGroupBlockTable",
+    "PartialBlock",
+    "PinnedPolicy",
     "PrefixCacheStats",
     "PrefixHit",
     "PrefixIndex",
+    "PrefixMatch",
+    "PriorityPolicy",
+    "RadixIndex",
+    "RecurrentSpec",
+    "SinkFullAttentionManager",
+    "SinkFullSpec",
+    "SlidingWindowManager",
+    "SlidingWindowSpec",
     "TokenSequence",
+    "UnitaryKVCacheCoordinator",
+    "chain_root",
     "hash_block_tokens",
     "hash_blocks",
+    "make_hash_function",
+    "make_index",
+    "make_policy",
     "sha256",
+    "sha256_cbor",
 ]

@@ -2,35 +2,109 @@
 
 Knows token ids and extra keys as bytes; knows nothing of blocks, pools or requests.
 
-    key(i) = SHA-256( key(i-1) | token ids of block i, int32 little endian | extra keys of block i )
+    key(i) = HASH( key(i-1), token ids of block i, extra keys of block i )        key(-1) = chain root
 
 A key therefore stands for the whole prefix up to and including its block, and is the same in every
 process, on every machine and after every restart (Python's own `hash()` is none of that). The method
-is vLLM v1's automatic prefix caching.
+is vLLM v1's automatic prefix caching. docs/concepts/keys.md gives the bytes and test vectors.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import logging
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NewType
+from itertools import pairwise, repeat
+from typing import Literal, NewType, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from foreword.cache import cbor
+from foreword.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
 BlockHash = NewType("BlockHash", bytes)
-HashFunction = Callable[[bytes], bytes]
 TokenArray = npt.NDArray[np.int32]
 
-
-def sha256(data: bytes) -> bytes:
-    """32-byte digest; collisions cannot be constructed, so tenants cannot reach each other's blocks."""
-    return hashlib.sha256(data).digest()
+_PACKED_AT_ONCE = struct.Struct("1024i")
 
 
-ROOT_HASH = BlockHash(sha256(b"foreword block chain 1"))
-"""Parent of every first block."""
+class Digester(Protocol):
+    """What `hashlib.sha256(data)` returns, as far as it is needed."""
+
+    def digest(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HashFunction:
+    """How a block's parent, tokens and extra keys become its key."""
+
+    name: str
+    new: Callable[[bytes], Digester]
+    """`hashlib.sha256` or a function like it."""
+    encoding: Literal["packed", "cbor"] = "packed"
+    """packed: parent | tokens as int32, little endian | extra keys, each with its length in front.
+    cbor: canonical CBOR of [parent, [tokens], [extra keys] or null]."""
+
+    def __call__(self, data: bytes) -> bytes:
+        """Digest of bytes that are encoded already."""
+        return self.new(data).digest()
+
+
+sha256 = HashFunction("sha256", hashlib.sha256)
+"""The default: collisions cannot be constructed, so tenants cannot reach each other's blocks."""
+
+sha256_cbor = HashFunction("sha256_cbor", hashlib.sha256, "cbor")
+"""As safe; programs in other languages recompute it with any CBOR library. Slower than `sha256`.
+
+Without extra keys, and given the same root, these are the keys of vLLM's function of that name."""
+
+HASH_FUNCTION_NAMES = ("sha256", "sha256_cbor", "xxhash")
+
+
+def make_hash_function(name: str) -> HashFunction:
+    """The hash function that a user chose by name. Raises ConfigError if it is unknown or not installed."""
+    if name == "sha256":
+        return sha256
+    if name == "sha256_cbor":
+        return sha256_cbor
+    if name == "xxhash":
+        return _make_xxhash()
+    raise ConfigError(f"unknown hash function {name!r}; choose one of {', '.join(HASH_FUNCTION_NAMES)}")
+
+
+def _make_xxhash() -> HashFunction:
+    """128-bit xxh3 over packed bytes."""
+    try:
+        import xxhash
+    except ImportError as error:
+        raise ConfigError(
+            "hash function 'xxhash' needs the package xxhash, which is not installed; "
+            "run `pip install foreword[xxhash]` or choose sha256"
+        ) from error
+    logger.warning(
+        "xxhash is not collision-safe: whoever can send prompts can construct two with equal keys, and so reach "
+        "the cache of another tenant; use it only where all prompts come from people who trust each other"
+    )
+    return HashFunction("xxhash", xxhash.xxh3_128)
+
+
+def chain_root(fingerprint: str = "") -> BlockHash:
+    """Parent of every first block, for a model.
+
+    Give everything that decides the KV besides the prompt (model, revision, dtype, layout), so that keys of
+    different models never meet in a cache that they share. The tenant's salt follows in the first block.
+    """
+    version = b"foreword block chain 1"
+    return BlockHash(hashlib.sha256(version + b"\n" + fingerprint.encode() if fingerprint else version).digest())
+
+
+ROOT_HASH = chain_root()
+"""Parent of every first block where no fingerprint was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +148,41 @@ class ExtraKeys:
             keys.append(f"salt={self.salt}")
         return tuple(keys)
 
+    def of_blocks(self, first_position: int, block_size: int, num_blocks: int) -> list[tuple[str, ...]]:
+        """`of_block` of consecutive blocks; computed only for those that differ from their neighbours."""
+        everywhere = ExtraKeys(adapter=self.adapter, embeddings_hash=self.embeddings_hash)
+        keys = [everywhere.of_block(1, 2)] * num_blocks
+        special = {0} if first_position == 0 and num_blocks else set()
+        for item in self.media:
+            start, end = item.offset - first_position, item.offset + item.num_tokens - first_position
+            special.update(range(max(0, start // block_size), min(num_blocks, -(-end // block_size))))
+        for block in special:
+            start = first_position + block * block_size
+            keys[block] = self.of_block(start, start + block_size)
+        return keys
+
 
 NO_EXTRA_KEYS = ExtraKeys()
+
+
+def as_token_array(token_ids: npt.ArrayLike) -> TokenArray:
+    """Token ids as a new array of int32.
+
+    A list is packed piece by piece: twice as fast as np.array, which looks at every element's type.
+    """
+    if not isinstance(token_ids, list):
+        return np.array(token_ids, dtype=np.int32)
+    count = len(token_ids)
+    tokens = np.empty(count, np.int32)
+    target, pack_into, piece = tokens.data.cast("B"), _PACKED_AT_ONCE.pack_into, 1024
+    packed = count - count % piece
+    try:
+        for at in range(0, packed, piece):
+            pack_into(target, 4 * at, *token_ids[at : at + piece])
+        struct.pack_into(f"{count - packed}i", target, 4 * packed, *token_ids[packed:])
+    except struct.error:
+        return np.array(token_ids, dtype=np.int32)
+    return tokens
 
 
 def hash_block_tokens(
@@ -84,9 +191,10 @@ def hash_block_tokens(
     token_ids: npt.ArrayLike,
     extra_keys: Sequence[str] = (),
 ) -> BlockHash:
-    """Key of one full block; `parent_hash` is None for the first block of a sequence."""
-    tokens = np.asarray(token_ids, dtype="<i4").tobytes()
-    return BlockHash(hash_fn((parent_hash or ROOT_HASH) + tokens + _pack(extra_keys)))
+    """Key of one full block; `parent_hash` is None for the first block of a sequence without fingerprint."""
+    tokens = np.asarray(token_ids, dtype=np.int32)
+    blocks = _encode_tokens(hash_fn, tokens, len(tokens))
+    return _fold(hash_fn, parent_hash or ROOT_HASH, blocks, [_encode_extra(hash_fn, extra_keys)])[0]
 
 
 def hash_blocks(
@@ -100,24 +208,56 @@ def hash_blocks(
     """Keys of consecutive full blocks: `token_ids` [k * block_size] -> k keys.
 
     `first_position` is the position of `token_ids[0]` in its sequence; extra keys depend on it.
+    `parent_hash` is None for the beginning of a sequence without fingerprint.
     """
-    data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
-    width = 4 * block_size
+    blocks = _encode_tokens(hash_fn, token_ids, block_size)
     parent = parent_hash or ROOT_HASH
-    keys: list[BlockHash] = []
-    if extra_keys == NO_EXTRA_KEYS:
-        for at in range(0, len(data), width):
-            parent = BlockHash(hash_fn(parent + data[at : at + width]))
-            keys.append(parent)
-        return keys
-    for at in range(0, len(data), width):
-        start = first_position + at // 4
-        packed = _pack(extra_keys.of_block(start, start + block_size))
-        parent = BlockHash(hash_fn(parent + data[at : at + width] + packed))
-        keys.append(parent)
-    return keys
+    if extra_keys is NO_EXTRA_KEYS or extra_keys == NO_EXTRA_KEYS:
+        return _fold(hash_fn, parent, blocks, None if hash_fn.encoding == "packed" else repeat(cbor.NULL))
+    keys = extra_keys.of_blocks(first_position, block_size, len(blocks))
+    encoded = {key: _encode_extra(hash_fn, key) for key in set(keys)}
+    return _fold(hash_fn, parent, blocks, [encoded[key] for key in keys])
 
 
-def _pack(extra_keys: Sequence[str]) -> bytes:
-    """Length-prefixed, so that no two lists of keys give the same bytes."""
+def _fold(
+    hash_fn: HashFunction, parent: BlockHash, blocks: Iterable[bytes], extra: Iterable[bytes] | None
+) -> list[BlockHash]:
+    """The chain from `parent` on. What is left of the cost is the digests themselves."""
+    new = hash_fn.new
+    keys: list[bytes] = []
+    add = keys.append
+    key: bytes = parent
+    if hash_fn.encoding == "cbor":
+        head = cbor.encode_head(cbor.ARRAY, 3) + cbor.encode_head(cbor.BYTES, len(parent))
+        for block, tail in zip(blocks, extra or (), strict=False):
+            key = new(head + key + block + tail).digest()
+            add(key)
+    elif extra is None:
+        for block in blocks:
+            key = new(key + block).digest()
+            add(key)
+    else:
+        for block, tail in zip(blocks, extra, strict=False):
+            key = new(key + block + tail).digest()
+            add(key)
+    return keys  # type: ignore[return-value]  # a digest in a chain is a BlockHash
+
+
+def _encode_tokens(hash_fn: HashFunction, token_ids: TokenArray, block_size: int) -> list[bytes]:
+    """The part of each block's message that stands for its tokens."""
+    if hash_fn.encoding == "packed":
+        data = np.ascontiguousarray(token_ids, dtype="<i4")
+        blocks: list[bytes] = np.frombuffer(data, f"V{4 * block_size}").tolist()  # one bytes object each
+        return blocks
+    head = cbor.encode_head(cbor.ARRAY, block_size)
+    encoded, ends = cbor.encode_integers(np.asarray(token_ids, np.int32))
+    cuts = [0, *ends[block_size - 1 :: block_size].tolist()]
+    return [head + encoded[start:end] for start, end in pairwise(cuts)]
+
+
+def _encode_extra(hash_fn: HashFunction, extra_keys: Sequence[str]) -> bytes:
+    """The part of a block's message that stands for its extra keys."""
+    if hash_fn.encoding == "cbor":
+        return cbor.encode_texts(extra_keys) if extra_keys else cbor.NULL
+    # Length-prefixed, so that no two lists of keys give the same bytes.
     return b"".join(len(key.encode()).to_bytes(4, "little") + key.encode() for key in extra_keys)

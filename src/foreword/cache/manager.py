@@ -3,9 +3,12 @@
 Knows sequences of token ids and the blocks that hold their KV; knows nothing of text, tensors,
 priorities or time. One request's life, as in vLLM v1:
 
+    begin_step()
     hit = get_computed_blocks(sequence)            what is there already; changes nothing
     allocate_slots(sequence, num_tokens, hit)      admitted: hit blocks held, new blocks taken
     allocate_slots(sequence, num_tokens) ...       each step: room for the tokens of this step
+    allocate_running_slots(handles, num_tokens)    the same for all running requests at once
+    take_copies()                                  what the runner copies first
     free(request_id)                               blocks leave the request, but stay cached
 
 The blocks that a step will fill are indexed when their slots are allocated, before the step runs, so
@@ -15,37 +18,29 @@ before it reads any.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.block_pool import BlockIds, BlockPool
-from foreword.cache.block_table import BlockTables
-from foreword.cache.hashing import BlockHash
+from foreword.cache.coordinator import (
+    KVCacheCoordinatorNoPrefixCache,
+    PrefixHit,
+    UnitaryKVCacheCoordinator,
+)
+from foreword.cache.eviction import EvictionPolicy, make_policy
+from foreword.cache.group_specs import FullAttentionSpec, GroupSpec, SinkFullSpec
+from foreword.cache.groups import IntArray, MambaManager
+from foreword.cache.hybrid import HybridKVCacheCoordinator
 from foreword.cache.index import HashIndex, PrefixIndex
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
 from foreword.errors import CacheBusyError, ConfigError
 
-NO_BLOCKS: BlockIds = np.empty(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """The cached beginning of a sequence. Valid until the next call that changes the cache."""
-
-    block_ids: BlockIds
-    """Blocks of the leading full blocks that were found."""
-    num_tokens: int
-    """Leading tokens that need not be computed.
-
-    One less than the blocks hold when they hold the whole sequence: its last token is computed all the
-    same, for its logits, but its KV stays as it is.
-    """
-    resumed: bool = False
-    """The request was preempted before; its lookup is counted apart."""
+DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(slots=True)
@@ -54,21 +49,29 @@ class _Holding:
 
     sequence: TokenSequence
     row: int
-    num_indexed: int
-    """Leading blocks that are in the index, by hit or by insertion."""
 
 
 class KVCacheManager:
-    """Gives blocks to requests and finds the blocks that earlier requests left behind."""
+    """Gives blocks to requests and finds the blocks that earlier requests left behind.
+
+    Without `groups` all layers attend to everything: one table per request, blocks of `block_size`
+    tokens (default 16), any `index` (default HashIndex). With `groups` a request has one table per
+    group; `block_size` is then that of the sequences, and divides every group's (default: the greatest
+    that does). Raises ConfigError for sizes that do not fit together.
+    """
 
     def __init__(
         self,
         num_blocks: int,
         *,
-        block_size: int = 16,
+        block_size: int | None = None,
         enable_prefix_caching: bool = True,
         index: PrefixIndex | None = None,
+        groups: Sequence[GroupSpec] | None = None,
+        eviction_policy: str | EvictionPolicy = "lru",
     ) -> None:
+        if block_size is None:
+            block_size = math.gcd(*(group.block_size for group in groups)) if groups else DEFAULT_BLOCK_SIZE
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(
                 f"num_blocks={num_blocks} and block_size={block_size} must both be at least 1; give the cache "
@@ -76,13 +79,52 @@ class KVCacheManager:
             )
         self.num_blocks = num_blocks
         self.block_size = block_size
+        """Tokens per block of the sequences that this manager serves."""
+        self.groups = tuple(groups) if groups else (FullAttentionSpec(block_size),)
         self.enable_prefix_caching = enable_prefix_caching
         self.stats = PrefixCacheStats()
         self.recent = CachingMetrics()
-        self._index = index if index is not None else HashIndex(num_blocks)
-        self._pool = BlockPool(num_blocks, on_reuse=self._forget_reused)
-        self._tables = BlockTables()
+        policy = make_policy(eviction_policy, num_blocks) if isinstance(eviction_policy, str) else eviction_policy
+        self._pool = BlockPool(num_blocks, on_reuse=self._forget_reused, policy=policy)
+        self._coordinator = self._make_coordinator(index)
+        self._coordinator.reserve()
         self._held: dict[str, _Holding] = {}
+        self._sequences: dict[int, TokenSequence] = {}
+        self._num_slots: IntArray = np.zeros(16, np.int64)
+        self._copies: list[tuple[int, int]] = []
+
+    def _make_coordinator(self, index: PrefixIndex | None) -> KVCacheCoordinatorNoPrefixCache:
+        for group in self.groups:
+            if group.block_size % self.block_size:
+                raise ConfigError(
+                    f"block_size={self.block_size} does not divide the block_size of {group}; leave it out, or "
+                    "choose a common divisor of all groups' sizes"
+                )
+        if not self.enable_prefix_caching:
+            return KVCacheCoordinatorNoPrefixCache(self.groups, self._pool)
+        first = self.groups[0]
+        is_prefix = len(self.groups) == 1 and isinstance(first, (FullAttentionSpec, SinkFullSpec))
+        if is_prefix and first.block_size == self.block_size:
+            index = index if index is not None else HashIndex(self.num_blocks)
+            return UnitaryKVCacheCoordinator(first, self._pool, index)
+        if index is not None:
+            raise ConfigError(
+                f"index={type(index).__name__} finds whole prefixes only, but these groups look up single blocks; "
+                "leave it out"
+            )
+        return HybridKVCacheCoordinator(self.groups, self._pool, self.block_size)
+
+    # -------------------------------------------------------------------- step
+
+    def begin_step(self) -> None:
+        """A new batch is being put together; what was allocated before has been computed."""
+        self._coordinator.begin_step()
+
+    def take_copies(self) -> BlockIds:
+        """Blocks to copy before the step writes anything, [copies, (source, target)]; handed out once."""
+        copies = np.array(self._copies, np.int32).reshape(-1, 2)
+        self._copies.clear()
+        return copies
 
     # ------------------------------------------------------------------ lookup
 
@@ -90,86 +132,135 @@ class KVCacheManager:
         self, sequence: TokenSequence, *, skip_reading: bool = False, resumed: bool = False
     ) -> PrefixHit:
         """The longest cached prefix of `sequence`. Changes nothing, counts nothing."""
-        if skip_reading or not self.enable_prefix_caching:
-            return PrefixHit(NO_BLOCKS, 0, resumed)
-        block_ids = self._index.match(sequence)
-        num_tokens = min(len(block_ids) * self.block_size, len(sequence) - 1)
-        return PrefixHit(block_ids, num_tokens, resumed)
+        if skip_reading:
+            hit = self._coordinator.nothing
+        else:
+            hit = self._coordinator.find_longest_cache_hit(sequence)
+        return replace(hit, resumed=True) if resumed else hit
 
-    def is_cached(self, key: BlockHash) -> bool:
-        """Whether some block holds the prefix with this key."""
-        return key in self._index
+    def is_cached(self, sequence: TokenSequence, block: int) -> bool:
+        """Whether the full block number `block` is cached, given that those before it are."""
+        return self._coordinator.holds(sequence, block)
 
     # -------------------------------------------------------------- allocation
 
     def allocate_slots(self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None = None) -> BlockIds | None:
         """Make room for the KV of the first `num_tokens` tokens; None, and no change, if blocks are short.
 
-        The first call for a request admits it and takes its `hit` (None: nothing was hit). Returns the
-        newly taken blocks. Blocks that these tokens fill are indexed at once.
+        The first call for a request admits it and takes its `hit` (None: nothing was hit). Later calls
+        take what earlier ones made room for as computed, and give up blocks that are no longer needed.
+        Returns the newly taken blocks, group by group. Blocks that these tokens fill are indexed at once.
         """
         holding = self._held.get(sequence.request_id)
-        assert holding is None or hit is None, "a hit is taken when the request is admitted, not later"
-        hit_ids = hit.block_ids if hit is not None else NO_BLOCKS
-        num_held = self._tables.length(holding.row) if holding else len(hit_ids)
-        num_new = max(0, -(-num_tokens // self.block_size) - num_held)
-        if num_new + self._pool.count_free(hit_ids) > self._pool.get_num_free_blocks():
-            return None
-
         if holding is None:
-            holding = self._admit(sequence, hit_ids, hit)
-        new_ids = self._pool.get_new_blocks(num_new)
-        self._tables.append(holding.row, new_ids)
-        self.cache_blocks(sequence, num_tokens)
+            return self._admit(sequence, num_tokens, hit)
+        assert hit is None, "a hit is taken when the request is admitted, not later"
+        row = holding.row
+        new_ids = self._coordinator.grow(row, int(self._num_slots[row]), num_tokens)
+        if new_ids is not None:
+            self._num_slots[row] = num_tokens
+            self._coordinator.cache_blocks(row, sequence, num_tokens)
         return new_ids
 
-    def _admit(self, sequence: TokenSequence, hit_ids: BlockIds, hit: PrefixHit | None) -> _Holding:
-        holding = _Holding(sequence, self._tables.open_row(), len(hit_ids))
-        self._held[sequence.request_id] = holding
-        self._pool.touch(hit_ids)
-        self._tables.append(holding.row, hit_ids)
+    def _admit(self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None) -> BlockIds | None:
+        admitted = self._coordinator.admit(hit, num_tokens)
+        if admitted is None:
+            return None
+        row, new_ids = admitted
+        if hit is not None and hit.partial is not None:
+            self._copy_on_write(hit.partial.block_id, int(new_ids[0]))
+        self._held[sequence.request_id] = _Holding(sequence, row)
+        self._sequences[row] = sequence
+        if row >= len(self._num_slots):
+            self._num_slots = np.concatenate((self._num_slots, np.zeros_like(self._num_slots)))
+        self._num_slots[row] = num_tokens
+        self._count(len(sequence), hit)
+        self._coordinator.cache_blocks(row, sequence, num_tokens)
+        return new_ids
+
+    def handles(self, request_ids: Iterable[str]) -> IntArray:
+        """Numbers that stand for held requests in `allocate_running_slots`, each valid until it is freed."""
+        return np.array([self._held[request_id].row for request_id in request_ids], np.int64)
+
+    def allocate_running_slots(self, handles: IntArray, num_tokens: IntArray) -> int:
+        """`allocate_slots` for many distinct held requests, in their order, up to the first that is short.
+
+        Request `handles[i]` gets room for `num_tokens[i]` tokens. Returns how many were served, all of
+        them from the front; for the others nothing has changed. Blocks, counts and index are the same
+        as after as many single calls, but only requests that begin or fill a block cost Python work.
+        """
+        starts = self._num_slots[handles]
+        served = self._coordinator.grow_each(handles, starts, num_tokens)
+        if served < len(handles):
+            handles, starts, num_tokens = handles[:served], starts[:served], num_tokens[:served]
+        self._num_slots[handles] = num_tokens
+        if not self.enable_prefix_caching:
+            return served
+        filled = np.flatnonzero(num_tokens // self.block_size > starts // self.block_size)
+        for row, end in zip(handles[filled].tolist(), num_tokens[filled].tolist(), strict=True):
+            self._coordinator.cache_blocks(row, self._sequences[row], end)
+        return served
+
+    def allocate_decode_slots(self, handles: IntArray) -> int:
+        """`allocate_running_slots` for requests that all have grown by one token since their last call."""
+        return self.allocate_running_slots(handles, self._num_slots[handles] + 1)
+
+    def _copy_on_write(self, source: int, target: int) -> None:
+        """Have a block copied before the step writes anything.
+
+        The source need not be held: even if this step gives it to someone else, it is copied first. If
+        nobody holds it, it counts as used just now.
+        """
+        self._copies.append((source, target))
+        block_ids = np.array([source], np.int32)
+        if self._pool.count_free(block_ids):
+            self._pool.touch(block_ids)
+            self._pool.free_blocks(block_ids)
+
+    def _count(self, num_tokens: int, hit: PrefixHit | None) -> None:
         num_hit_tokens = hit.num_tokens if hit is not None else 0
+        stats = self.stats
         if hit is not None and hit.resumed:
-            self.stats.preempted_requests += 1
-            self.stats.preempted_queries += len(sequence)
-            self.stats.preempted_hits += num_hit_tokens
+            stats.preempted_requests += 1
+            stats.preempted_queries += num_tokens
+            stats.preempted_hits += num_hit_tokens
         else:
-            self.stats.requests += 1
-            self.stats.queries += len(sequence)
-            self.stats.hits += num_hit_tokens
-            self.recent.observe(len(sequence), num_hit_tokens)
-        return holding
+            stats.requests += 1
+            stats.queries += num_tokens
+            stats.hits += num_hit_tokens
+            self.recent.observe(num_tokens, num_hit_tokens)
 
     def cache_blocks(self, sequence: TokenSequence, num_tokens: int) -> None:
         """Index the blocks that the first `num_tokens` tokens fill and that are not indexed yet."""
-        if not self.enable_prefix_caching:
-            return
-        holding = self._held[sequence.request_id]
-        num_full = min(num_tokens, len(sequence)) // self.block_size
-        if num_full > holding.num_indexed:
-            block_ids = self._tables.row(holding.row)[holding.num_indexed : num_full]
-            self._index.insert(sequence, holding.num_indexed, block_ids)
-            holding.num_indexed = num_full
+        self._coordinator.cache_blocks(self._held[sequence.request_id].row, sequence, num_tokens)
+
+    def save_states_at(self, request_id: str, positions: Iterable[int]) -> None:
+        """Have recurrent states behind these numbers of tokens saved too, beyond the groups' intervals.
+
+        Takes effect for steps that end exactly there; numbers that are no multiples of every group's
+        block size are ignored, as no hit could end there.
+        """
+        row = self._held[request_id].row
+        positions = list(positions)
+        for manager in self._coordinator.managers:
+            if isinstance(manager, MambaManager):
+                manager.ask_for_states(row, positions)
 
     def forget_uncomputed(self, request_id: str, num_computed_tokens: int) -> None:
         """Take back the early indexing of blocks whose step failed: only computed blocks stay."""
-        holding = self._held[request_id]
-        num_full = num_computed_tokens // self.block_size
-        if num_full < holding.num_indexed:
-            self._index.remove(self._tables.row(holding.row)[num_full : holding.num_indexed])
-            holding.num_indexed = num_full
+        self._coordinator.forget_from(self._held[request_id].row, num_computed_tokens)
 
     def free(self, request_id: str) -> None:
         """Release a request's blocks, last block first, so that tails are evicted before heads."""
-        holding = self._held.pop(request_id)
-        self._pool.free_blocks(self._tables.row(holding.row)[::-1].copy())
-        self._tables.close_row(holding.row)
+        row = self._held.pop(request_id).row
+        del self._sequences[row]
+        self._coordinator.close(row)
 
     # ---------------------------------------------------------------- eviction
 
     def evict_blocks(self, block_ids: BlockIds) -> None:
         """Forget what these blocks hold. Requests that hold them keep them."""
-        self._index.remove(block_ids)
+        self._coordinator.forget(block_ids)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes and start the statistics anew. Raises CacheBusyError while in use."""
@@ -178,35 +269,53 @@ class KVCacheManager:
                 f"the prefix cache cannot be reset while {len(self._held)} requests hold its blocks "
                 f"(first: {next(iter(self._held))!r}); wait for them or abort them"
             )
-        self._index.clear()
+        self._coordinator.clear()
         self.stats = PrefixCacheStats()
         self.recent.reset()
 
     def _forget_reused(self, block_ids: BlockIds) -> None:
-        before = len(self._index)
-        self._index.remove(block_ids)
-        self.stats.evictions += before - len(self._index)
+        self.stats.evictions += self._coordinator.forget(block_ids)
 
     # -------------------------------------------------------------------- view
 
-    def block_ids(self, request_id: str) -> BlockIds:
-        """Block table of one request (a copy)."""
-        return self._tables.row(self._held[request_id].row).copy()
+    def block_ids(self, request_id: str, group_id: int = 0) -> BlockIds:
+        """Block table of one request in one group (a copy)."""
+        return self._coordinator.tables.groups[group_id].row(self._held[request_id].row).copy()
 
-    def block_tables(self, request_ids: Sequence[str]) -> tuple[BlockIds, npt.NDArray[np.int32]]:
-        """Block tables of several requests, [requests, longest], and their lengths in blocks (copies)."""
-        rows = np.array([self._held[request_id].row for request_id in request_ids], np.int64)
-        return self._tables.gather(rows)
+    def block_tables(self, request_ids: Sequence[str], group_id: int = 0) -> tuple[BlockIds, npt.NDArray[np.int32]]:
+        """One group's tables of several requests, [requests, longest], and their lengths in blocks (copies).
+
+        An entry is NULL_BLOCK where the group needs nothing any more.
+        """
+        return self._coordinator.tables.groups[group_id].gather(self.handles(request_ids))
+
+    def group_block_tables(self, request_ids: Sequence[str]) -> list[tuple[BlockIds, npt.NDArray[np.int32]]]:
+        """`block_tables` of every group."""
+        rows = self.handles(request_ids)
+        return [tables.gather(rows) for tables in self._coordinator.tables.groups]
+
+    def sink_block_ids(self) -> BlockIds:
+        """Blocks that hold the groups' sinks, in the order of the groups; in no request's table (a copy)."""
+        return self._coordinator.held_for_ever()
+
+    def num_required_blocks(self, num_tokens: int, hit: PrefixHit) -> int:
+        """Free blocks that admitting a request with this hit takes, for its first `num_tokens` tokens."""
+        return self._coordinator.num_required_blocks(hit, num_tokens)
+
+    def can_ever_hold(self, num_tokens: int, max_step_tokens: int) -> bool:
+        """Whether a request of `num_tokens` fits into the empty pool, in steps of `max_step_tokens` at most."""
+        usable = self.num_blocks - len(self.sink_block_ids())
+        return self._coordinator.max_num_blocks(num_tokens, max_step_tokens) <= usable
 
     def held_request_ids(self) -> list[str]:
         """Requests that hold blocks."""
         return list(self._held)
 
-    def get_num_common_prefix_blocks(self, request_ids: Sequence[str]) -> int:
-        """Number of leading blocks that all these requests share physically."""
+    def get_num_common_prefix_blocks(self, request_ids: Sequence[str], group_id: int = 0) -> int:
+        """Number of leading table entries of one group that all these requests share physically."""
         if not request_ids:
             return 0
-        tables, lengths = self.block_tables(request_ids)
+        tables, lengths = self.block_tables(request_ids, group_id)
         shared = (tables == tables[0]).all(axis=0)[: int(lengths.min())]
         return int(shared.argmin()) if not shared.all() else len(shared)
 
@@ -215,7 +324,7 @@ class KVCacheManager:
 
     def get_num_cached_blocks(self) -> int:
         """Blocks that hold an indexed prefix, held by requests or not."""
-        return len(self._index)
+        return self._coordinator.num_indexed
 
     def get_usage(self) -> float:
         """Share of the blocks held by requests, 0.0 to 1.0."""
@@ -227,10 +336,6 @@ class KVCacheManager:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if counts, queue, tables and index contradict each other."""
-        tables = [self._tables.row(holding.row) for holding in self._held.values()]
-        held = np.concatenate([*tables, NO_BLOCKS])
-        self._pool.check_integrity(np.bincount(held, minlength=self.num_blocks).astype(np.int32))
-        self._index.check_integrity()
-        for table, holding in zip(tables, self._held.values(), strict=True):
-            assert len(np.unique(table)) == len(table), "a block stands twice in one table"
-            assert holding.num_indexed <= holding.sequence.num_full_blocks, "a block was indexed too early"
+        rows = [holding.row for holding in self._held.values()]
+        assert self._sequences == {h.row: h.sequence for h in self._held.values()}, "rows and requests differ"
+        self._coordinator.check_integrity(rows, self._sequences.__getitem__)

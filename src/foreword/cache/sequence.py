@@ -10,10 +10,12 @@ import numpy.typing as npt
 
 from foreword.cache.hashing import (
     NO_EXTRA_KEYS,
+    ROOT_HASH,
     BlockHash,
     ExtraKeys,
     HashFunction,
     TokenArray,
+    as_token_array,
     hash_blocks,
     sha256,
 )
@@ -22,10 +24,21 @@ from foreword.cache.hashing import (
 class TokenSequence:
     """An append-only array of token ids whose block keys are computed once each.
 
-    `len(sequence)` counts prompt and generated tokens.
+    `len(sequence)` counts prompt and generated tokens. `root` is `chain_root(fingerprint)` of the model;
+    sequences that share an index have the same hash function.
     """
 
-    __slots__ = ("_hash_fn", "_hashes", "_length", "_tokens", "block_size", "extra_keys", "request_id")
+    __slots__ = (
+        "__weakref__",
+        "_hash_fn",
+        "_hashes",
+        "_length",
+        "_tokens",
+        "block_size",
+        "extra_keys",
+        "request_id",
+        "root",
+    )
 
     def __init__(
         self,
@@ -35,12 +48,14 @@ class TokenSequence:
         block_size: int,
         extra_keys: ExtraKeys = NO_EXTRA_KEYS,
         hash_fn: HashFunction = sha256,
+        root: BlockHash = ROOT_HASH,
     ) -> None:
         self.request_id = request_id
         self.block_size = block_size
         self.extra_keys = extra_keys
+        self.root = root
         self._hash_fn = hash_fn
-        self._tokens: TokenArray = np.array(token_ids, dtype=np.int32)
+        self._tokens: TokenArray = as_token_array(token_ids)
         self._length = len(self._tokens)
         self._hashes: list[BlockHash] = []
 
@@ -73,7 +88,7 @@ class TokenSequence:
             first = known * self.block_size
             self._hashes += hash_blocks(
                 self._hash_fn,
-                self._hashes[-1] if known else None,
+                self._hashes[-1] if known else self.root,
                 self._tokens[first : full * self.block_size],
                 self.block_size,
                 first,

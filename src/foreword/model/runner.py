@@ -57,7 +57,8 @@ class ModelRunner:
         self._pad_rows = RowPadding.for_model(model.activation_widths(), model.dtype, threads)
 
     def execute(self, batch: Batch) -> BatchResult:
-        """Compute a batch: its KV is written, and each entry that reaches its end gets a token."""
+        """Compute a batch: blocks are copied, its KV is written, and each entry that reaches its end gets a token."""
+        self._storage.copy_blocks(batch.copies)
         rows = self._logit_rows(batch)
         logits = self.forward(batch, np.concatenate(rows))
         result = BatchResult(samples=[None] * len(batch.entries))

@@ -63,4 +63,5 @@ def _batch(parts: list[tuple[IntArray, IntArray, int, int]]) -> Batch:
         query_starts=np.cumsum([0, *lengths], dtype=np.int32),
         block_tables=np.stack([table for table, *_ in parts]),
         write_from=np.zeros(len(parts), np.int32),
+        copies=np.empty((0, 2), np.int32),
     )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.batch import Batch
+from foreword.batch import Batch, IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,14 @@ class KVStorage:
         block_ids = batch.block_tables[request, batch.positions // self.block_size].astype(np.int64)
         block_ids[batch.positions < batch.write_from[request]] = self.scrap_block
         return torch.from_numpy(block_ids * self.block_size + batch.positions % self.block_size)
+
+    def copy_blocks(self, copies: IntArray) -> None:
+        """Copy whole blocks, [copies, (source, target)], all sources read before any target is written."""
+        if not len(copies):
+            return
+        sources, targets = torch.from_numpy(copies.astype(np.int64)).to(self.keys[0].device).unbind(1)
+        for blocks in (*self.keys, *self.values):
+            blocks.index_copy_(0, targets, blocks.index_select(0, sources))
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store the KV of some tokens: keys and values [tokens, kv_heads, dim], slots [tokens]."""

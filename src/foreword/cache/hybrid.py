@@ -1,0 +1,131 @@
+"""HybridKVCacheCoordinator: hits on which groups of different attention types and block sizes agree.
+
+Knows groups, keys and rows of tables; knows nothing of request ids, statistics or steps' contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from foreword.cache.block_pool import BlockIds, BlockPool
+from foreword.cache.coordinator import KVCacheCoordinatorNoPrefixCache, PrefixHit, SequenceOfRow
+from foreword.cache.group_index import GroupedHashIndex
+from foreword.cache.group_specs import GroupSpec
+from foreword.cache.groups import NULL_BLOCK, BlockFinder, without_null
+from foreword.cache.hashing import BlockHash
+from foreword.cache.sequence import TokenSequence
+
+
+class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
+    """Any groups, each with its own block size, over one pool, found by hash keys.
+
+    Only hash keys will do: see `group_index`. A sequence's own block size divides every group's.
+
+    A hit leaves at least one token to compute: the last one's logits need the past that belongs to its
+    own position, which may be another window, another chunk or an earlier state than that of the next.
+    """
+
+    def __init__(self, groups: Sequence[GroupSpec], pool: BlockPool, key_block_size: int) -> None:
+        super().__init__(groups, pool)
+        assert all(size % key_block_size == 0 for size in self.block_sizes), "a group's blocks end between keys"
+        self._keys_per_block = tuple(size // key_block_size for size in self.block_sizes)
+        self._index = GroupedHashIndex(pool.num_blocks, len(self.managers))
+        # Groups whose hits shrink to hits are asked first: they are looked up once and then only cut.
+        self._order = sorted(range(len(self.managers)), key=lambda g: not self.managers[g].hits_every_prefix)
+
+    @property
+    def num_indexed(self) -> int:
+        return len(self._index)
+
+    def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
+        """Each group lowers the bound to its own longest hit, until a whole round leaves it alone.
+
+        Every group returns its longest hit within the bound, so the bound never falls below the longest
+        common hit, and a bound that all accept is one.
+        """
+        length = (len(sequence) - 1) // self.alignment * self.alignment
+        tables: dict[int, BlockIds] = {}
+        agreed = False
+        while length > 0 and not agreed:
+            agreed = True
+            for group_id in self._order:
+                table, found = self._cut_or_find(group_id, tables.get(group_id), length, sequence)
+                tables[group_id] = table
+                if found < length:
+                    length, agreed = found, False
+        if length <= 0:
+            return self.nothing
+        return PrefixHit(tuple(tables[g] for g in range(len(self.managers))), None, length, length)
+
+    def _cut_or_find(
+        self, group_id: int, table: BlockIds | None, length: int, sequence: TokenSequence
+    ) -> tuple[BlockIds, int]:
+        """One group's longest hit within `length` tokens, given an earlier one; and its length in tokens."""
+        manager = self.managers[group_id]
+        size = manager.block_size
+        if table is not None and (manager.hits_every_prefix or len(table) * size == length):
+            return table[: length // size], min(length, len(table) * size)
+        keys = self._keys(group_id, sequence, 0, length // size)
+        table = manager.find_longest_cache_hit(keys, self._finder(group_id), length, self.alignment)
+        return table, len(table) * size
+
+    def _keys(self, group_id: int, sequence: TokenSequence, first: int, last: int) -> list[BlockHash]:
+        """Keys of the group's blocks number `first` to `last` (exclusive)."""
+        hashes, width = sequence.block_hashes(), self._keys_per_block[group_id]
+        return hashes[first:last] if width == 1 else hashes[(first + 1) * width - 1 : last * width : width]
+
+    def _finder(self, group_id: int) -> BlockFinder:
+        find = self._index.finder(group_id)
+        if self.managers[group_id].readable_in_same_step:
+            return find
+
+        def find_computed(key: BlockHash) -> int | None:
+            block_id = find(key)
+            return None if block_id is None or self._is_being_filled(block_id) else block_id
+
+        return find_computed
+
+    def holds(self, sequence: TokenSequence, block: int) -> bool:
+        """In every group, so that a request which waits for the block would now hit it."""
+        end = (block + 1) * sequence.block_size
+        return self.find_longest_cache_hit(sequence).num_shared_tokens >= end
+
+    def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
+        num_tokens = min(num_tokens, len(sequence))
+        for group_id, manager in enumerate(self.managers):
+            numbers = manager.blocks_to_index(row, num_tokens)
+            if not numbers:
+                continue
+            block_ids = manager.tables.row(row)[numbers.start : numbers.stop].copy()
+            self._index.insert(group_id, self._keys(group_id, sequence, numbers.start, numbers.stop), block_ids)
+            self._note_indexed(block_ids, numbers.start)
+            manager.set_indexed(row, numbers.stop)
+
+    def forget_from(self, row: int, num_tokens: int) -> None:
+        for manager in self.managers:
+            num_full = num_tokens // manager.block_size
+            if num_full < manager.num_indexed[row]:
+                block_ids = manager.tables.row(row)[num_full : manager.num_indexed[row]]
+                self.forget(without_null(block_ids))
+                manager.num_indexed[row] = num_full
+
+    def forget(self, block_ids: BlockIds) -> int:
+        forgotten = self._index.remove(block_ids)
+        self._pool.note_forgotten(forgotten)
+        return len(forgotten)
+
+    def clear(self) -> None:
+        self._index.clear()
+        self._pool.note_forgotten(np.arange(self._pool.num_blocks, dtype=np.int32))
+
+    def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
+        super().check_integrity(rows, sequence_of)
+        self._index.check_integrity()
+        for group_id, manager in enumerate(self.managers):
+            for row in rows:
+                for block_id in manager.tables.row(row).tolist():
+                    assert block_id == NULL_BLOCK or self._index.group_of(block_id) in (None, group_id), (
+                        "a block is held in one group and indexed in another"
+                    )

@@ -1,0 +1,386 @@
+"""RadixIndex: which block holds which prefix, found by comparing tokens instead of hashing them.
+
+Knows sequences and block ids; knows nothing of reference counts. The method is SGLang's RadixAttention
+tree, over blocks: an edge holds a run of tokens, children differ in their first token, a node splits
+where sequences diverge, at any token.
+
+    block size 4, sequences ABCDEFGH (blocks 0 1) and ABCDEFXY (blocks 0 2)
+
+        root --ABCDEF--> o --GH--> leaf        a block belongs to the node in which it ends:
+             [block 0]    \\    [block 1]        0 to the upper node, 1 and 2 to the leaves
+                           --XY--> leaf
+                               [block 2]
+
+A search for ABCDEFGZ matches 7 tokens: block 0 whole, and 3 tokens of block 1, which the caller may copy
+(copy on write). A lookup costs one array comparison per node on the path.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache.block_pool import BlockIds
+from foreword.cache.hashing import ExtraKeys, TokenArray
+from foreword.cache.index import HashIndex, PartialBlock, PrefixIndex, PrefixMatch
+from foreword.cache.sequence import TokenSequence
+
+Namespace = tuple[str | None, str | None, str | None]
+NOT_INDEXED = -1
+MAX_APPENDED_TOKENS = 4096
+"""A node that is longer is not lengthened, to bound what adding one block copies."""
+
+
+class _Node:
+    """The tokens at positions `start` to `end` (exclusive) of all sequences that pass through."""
+
+    __slots__ = ("block_ids", "children", "node_id", "num_cuts", "parent", "start", "tokens")
+
+    def __init__(self, node_id: int, parent: _Node | None, start: int, tokens: TokenArray, block_ids: BlockIds) -> None:
+        self.node_id = node_id
+        self.parent = parent
+        self.start = start
+        self.tokens = tokens
+        self.block_ids = block_ids
+        """Blocks that end in this node, in order."""
+        self.children: dict[int, _Node] = {}
+        """By first token."""
+        self.num_cuts = 0
+        """How often its end was taken back; what follows then need not be what was there before."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class RadixIndex:
+    """Prefixes as a radix tree of tokens.
+
+    Sequences that differ in adapter, salt or embeddings have trees of their own; placeholders of media
+    enter as numbers that stand for the item's content, so equal placeholders of different images differ.
+
+    Forgetting a block also forgets what follows it: a suffix without its prefix cannot be found.
+    Duplicates of an indexed block wait behind it, as in `HashIndex`.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self.clear()
+
+    def clear(self) -> None:
+        self._roots: dict[Namespace, _Node] = {}
+        self._namespace_of: dict[int, Namespace] = {}
+        self._ends: WeakKeyDictionary[TokenSequence, tuple[_Node, int]] = WeakKeyDictionary()
+        """Node in which a sequence's last insertion ended, and how often it had been cut by then."""
+        self._nodes: dict[int, _Node] = {}
+        self._num_made = 0
+        self._node_id_of: npt.NDArray[np.int64] = np.full(self._num_blocks, NOT_INDEXED, np.int64)
+        self._number_of: npt.NDArray[np.int32] = np.zeros(self._num_blocks, np.int32)
+        self._duplicates: dict[int, list[int]] = {}
+        self._original_of: dict[int, int] = {}
+        self._media_ids: dict[tuple[str, int], int] = {}
+        self._next_media_id = -1
+        self._num_indexed = 0
+
+    def __len__(self) -> int:
+        return self._num_indexed
+
+    # ------------------------------------------------------------------ lookup
+
+    def match(self, sequence: TokenSequence) -> PrefixMatch:
+        tokens = self._tokens(sequence)
+        found: list[BlockIds] = []
+        node = self._roots.get(_namespace(sequence.extra_keys))
+        position = 0
+        while node is not None:
+            shared = _common_length(node.tokens, tokens[position:])
+            position += shared
+            if shared < len(node.tokens):
+                found.append(node.block_ids[: self._blocks_ending(node, position)])
+                break
+            found.append(node.block_ids)
+            below = node.children.get(int(tokens[position])) if position < len(tokens) else None
+            if below is None:
+                break
+            node = below
+        block_ids = np.concatenate(found) if found else np.empty(0, np.int32)
+        partial = position - len(block_ids) * self._block_size
+        if not partial:
+            return PrefixMatch(block_ids)
+        assert node is not None
+        source = self._first_block_ending_after(node, position)
+        return PrefixMatch(block_ids, PartialBlock(source, partial))
+
+    def holds(self, sequence: TokenSequence, block: int) -> bool:
+        return len(self.match(sequence).block_ids) > block
+
+    def _blocks_ending(self, node: _Node, position: int) -> int:
+        """How many of the node's blocks end at or before `position`."""
+        return position // self._block_size - node.start // self._block_size
+
+    def _first_block_ending_after(self, node: _Node, position: int) -> int:
+        """Some block that holds the token before `position`, which lies in `node`.
+
+        It ends in the node or in the nearest of its descendants; there are at most block_size steps,
+        because a node that ends no block lies within one.
+        """
+        at = self._blocks_ending(node, position)
+        while at == len(node.block_ids):
+            node, at = next(iter(node.children.values())), 0
+        return int(node.block_ids[at])
+
+    # ------------------------------------------------------------------ insert
+
+    def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
+        size = self._block_size
+        tokens = self._tokens(sequence)[: (first + len(block_ids)) * size]
+        node, position = self._start(sequence, first * size)
+        while position < len(tokens):
+            below = node.children.get(int(tokens[position]))
+            if below is None:
+                break
+            node = below
+            shared = _common_length(node.tokens, tokens[position:])
+            self._add_duplicates(node, position, position + shared, first, block_ids)
+            position += shared
+            if shared < len(node.tokens) and position < len(tokens):
+                node = self._split(node, shared)
+        num_known = position // size
+        if num_known < first:
+            self._trim(node)
+            return  # the blocks before were forgotten while the request ran: these could not be found
+        if position < len(tokens):
+            own = block_ids[num_known - first :].copy()
+            self._number_of[own] = np.arange(num_known, num_known + len(own))
+            self._num_indexed += len(own)
+            node = self._grow(node, position, tokens[position:], own)
+        self._ends[sequence] = (node, node.num_cuts)
+
+    def _start(self, sequence: TokenSequence, position: int) -> tuple[_Node, int]:
+        """Where to go on with a sequence whose tokens before `position` are in the tree.
+
+        That is where its last insertion ended, if the tree still has a node that ends there; else the root.
+        """
+        node, num_cuts = self._ends.get(sequence, (None, 0))
+        if (
+            node is not None
+            and node.end == position
+            and node.num_cuts == num_cuts
+            and self._nodes.get(node.node_id) is node
+        ):
+            return node, position
+        return self._root(_namespace(sequence.extra_keys)), 0
+
+    def _grow(self, node: _Node, position: int, tokens: TokenArray, block_ids: BlockIds) -> _Node:
+        """Hang a run of tokens under `node`, which ends at `position`: lengthen it if nothing else hangs there."""
+        if node.parent is not None and not node.children and len(node.tokens) < MAX_APPENDED_TOKENS:
+            node.tokens = np.concatenate((node.tokens, tokens))
+            node.block_ids = np.concatenate((node.block_ids, block_ids))
+        else:
+            parent, node = node, self._make(node, position, tokens.copy(), block_ids)
+            parent.children[int(tokens[0])] = node
+        self._node_id_of[block_ids] = node.node_id
+        return node
+
+    def _make(self, parent: _Node | None, start: int, tokens: TokenArray, block_ids: BlockIds) -> _Node:
+        node = _Node(self._num_made, parent, start, tokens, block_ids)
+        self._nodes[node.node_id] = node
+        self._num_made += 1
+        return node
+
+    def _root(self, namespace: Namespace) -> _Node:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = self._make(None, 0, np.empty(0, np.int32), np.empty(0, np.int32))
+            self._namespace_of[root.node_id] = namespace
+        return root
+
+    def _split(self, node: _Node, length: int) -> _Node:
+        """Cut a node after `length` of its tokens; returns the upper part, which takes its place."""
+        at = self._blocks_ending(node, node.start + length)
+        assert node.parent is not None
+        upper = self._make(node.parent, node.start, node.tokens[:length], node.block_ids[:at])
+        node.parent.children[int(node.tokens[0])] = upper
+        upper.children[int(node.tokens[length])] = node
+        node.parent, node.start = upper, node.start + length
+        node.tokens, node.block_ids = node.tokens[length:], node.block_ids[at:]
+        self._node_id_of[upper.block_ids] = upper.node_id
+        return upper
+
+    def _add_duplicates(self, node: _Node, start: int, end: int, first: int, block_ids: BlockIds) -> None:
+        """Note those of `block_ids` (numbers `first` on) that repeat blocks ending in node[start:end]."""
+        size = self._block_size
+        for number in range(max(first, start // size), min(end // size, first + len(block_ids))):
+            original = int(node.block_ids[number - node.start // size])
+            block_id = int(block_ids[number - first])
+            if original != block_id:
+                self._duplicates.setdefault(original, []).append(block_id)
+                self._original_of[block_id] = original
+                self._num_indexed += 1
+
+    # ------------------------------------------------------------------ remove
+
+    def remove(self, block_ids: BlockIds) -> BlockIds:
+        if self._duplicates:
+            forgotten = dict.fromkeys(block_ids.tolist())
+            for block_id in block_ids.tolist():
+                forgotten.update(dict.fromkeys(self._remove_one(block_id)))
+        else:
+            node_ids = self._node_id_of[block_ids]
+            indexed = node_ids != NOT_INDEXED
+            if not indexed.any():
+                return block_ids
+            forgotten = dict.fromkeys(block_ids.tolist())
+            # Of several blocks in one node the first decides: cut each node once, there.
+            order = np.lexsort((self._number_of[block_ids], node_ids))[np.count_nonzero(~indexed) :]
+            nodes, firsts = np.unique(node_ids[order], return_index=True)
+            numbers = self._number_of[block_ids[order[firsts]]]
+            for node_id, number in zip(nodes.tolist(), numbers.tolist(), strict=True):
+                node = self._nodes.get(node_id)
+                if node is not None:  # else it went with a node above
+                    forgotten.update(dict.fromkeys(self._cut(node, number - node.start // self._block_size)))
+        return block_ids if len(forgotten) == len(block_ids) else np.array(list(forgotten), np.int32)
+
+    def _remove_one(self, block_id: int) -> list[int]:
+        """Forget one block where duplicates have to be seen to; returns what was forgotten with it."""
+        original = self._original_of.pop(block_id, None)
+        if original is not None:
+            self._duplicates[original].remove(block_id)
+            if not self._duplicates[original]:
+                del self._duplicates[original]
+            self._num_indexed -= 1
+            return []
+        node = self._nodes.get(int(self._node_id_of[block_id]))
+        if node is None:
+            return []
+        at = int(self._number_of[block_id]) - node.start // self._block_size
+        return [] if self._replace(node, at) else self._cut(node, at)
+
+    def _replace(self, node: _Node, at: int) -> bool:
+        """Let a duplicate take the place of the node's block number `at`; False if there is none."""
+        block_id = int(node.block_ids[at])
+        waiting = self._duplicates.pop(block_id, None)
+        if waiting is None:
+            return False
+        heir = waiting.pop(0)
+        del self._original_of[heir]
+        if waiting:
+            self._duplicates[heir] = waiting
+            self._original_of.update(dict.fromkeys(waiting, heir))
+        node.block_ids = node.block_ids.copy()
+        node.block_ids[at] = heir
+        self._number_of[heir] = self._number_of[block_id]
+        self._node_id_of[heir], self._node_id_of[block_id] = node.node_id, NOT_INDEXED
+        self._num_indexed -= 1
+        return True
+
+    def _cut(self, node: _Node, at: int) -> list[int]:
+        """Forget the node's blocks from number `at` on, and everything below; returns what was forgotten."""
+        forgotten: list[int] = []
+        below = list(node.children.values())
+        for child in below:
+            below += child.children.values()
+            forgotten += self._drop(child.block_ids)
+            del self._nodes[child.node_id]
+        node.children = {}
+        forgotten += self._drop(node.block_ids[at:])
+        node.block_ids = node.block_ids[:at]
+        self._trim(node)
+        return forgotten
+
+    def _trim(self, node: _Node) -> None:
+        """Take back tokens that lead to no block, here and above."""
+        while node.parent is not None and not node.children:
+            end = (node.start // self._block_size + len(node.block_ids)) * self._block_size
+            if end > node.start:
+                node.tokens = node.tokens[: end - node.start]
+                node.num_cuts += 1
+                return
+            del node.parent.children[int(node.tokens[0])], self._nodes[node.node_id]
+            node = node.parent
+        if node.parent is None and not node.children:
+            del self._roots[self._namespace_of.pop(node.node_id)], self._nodes[node.node_id]
+
+    def _drop(self, block_ids: BlockIds) -> list[int]:
+        """Forget blocks of a node and their duplicates; returns both."""
+        dropped: list[int] = block_ids.tolist()
+        self._node_id_of[block_ids] = NOT_INDEXED
+        if self._duplicates:
+            for block_id in block_ids.tolist():
+                for duplicate in self._duplicates.pop(block_id, ()):
+                    del self._original_of[duplicate]
+                    dropped.append(duplicate)
+        self._num_indexed -= len(dropped)
+        return dropped
+
+    # -------------------------------------------------------------------- keys
+
+    def _tokens(self, sequence: TokenSequence) -> TokenArray:
+        """The sequence's tokens, its media's placeholders replaced by numbers below 0 for their content."""
+        media = sequence.extra_keys.media
+        if not media:
+            return sequence.token_ids
+        tokens = sequence.token_ids.copy()
+        for item in media:
+            end = min(item.offset + item.num_tokens, len(tokens))
+            first = self._media_ids.get((item.content_hash, item.num_tokens))
+            if first is None:
+                first = self._media_ids[item.content_hash, item.num_tokens] = self._next_media_id
+                self._next_media_id -= item.num_tokens
+            tokens[item.offset : end] = first - np.arange(end - item.offset)
+        return tokens
+
+    # --------------------------------------------------------------- integrity
+
+    def check_integrity(self) -> None:
+        seen: dict[int, int] = {}
+        num_nodes = 0
+        assert {root.node_id: namespace for namespace, root in self._roots.items()} == self._namespace_of
+        for root in self._roots.values():
+            assert root.children, "a tree without leaves was left behind"
+            stack = [root]
+            for node in stack:
+                num_nodes += 1
+                assert self._nodes[node.node_id] is node, "a node is not registered"
+                for first, child in node.children.items():
+                    assert child.parent is node, "a child has another parent"
+                    assert child.start == node.end, "a child does not begin where its parent ends"
+                    assert int(child.tokens[0]) == first, "a child stands under another token"
+                    stack.append(child)
+                size = self._block_size
+                assert len(node.block_ids) == node.end // size - node.start // size, "a node miscounts its blocks"
+                if not node.children:
+                    assert node.end % size == 0, "a leaf ends inside a block"
+                    assert node.parent is None or len(node.tokens), "a leaf is empty"
+                for at, block_id in enumerate(node.block_ids.tolist()):
+                    assert block_id not in seen, "a block stands twice in the tree"
+                    seen[block_id] = node.node_id
+                    assert self._number_of[block_id] == node.start // size + at, "a block has a wrong number"
+        assert num_nodes == len(self._nodes), "a node is out of reach"
+        recorded = np.flatnonzero(self._node_id_of != NOT_INDEXED)
+        assert {int(block): int(self._node_id_of[block]) for block in recorded} == seen, "blocks and nodes differ"
+        waiting = {duplicate: block for block, those in self._duplicates.items() for duplicate in those}
+        assert waiting == self._original_of, "duplicates and originals differ"
+        assert set(self._original_of.values()) <= set(seen), "a duplicate waits behind nothing"
+        assert not set(waiting) & set(seen), "a duplicate stands in the tree"
+        assert self._num_indexed == len(seen) + len(waiting), "the index miscounts itself"
+
+
+def make_index(name: Literal["radix", "hash"], num_blocks: int, block_size: int) -> PrefixIndex:
+    """The index that a user chose by name."""
+    return RadixIndex(num_blocks, block_size) if name == "radix" else HashIndex(num_blocks)
+
+
+def _namespace(keys: ExtraKeys) -> Namespace:
+    return (keys.adapter, keys.salt, keys.embeddings_hash)
+
+
+def _common_length(ours: TokenArray, theirs: TokenArray) -> int:
+    """Length of the common beginning of two arrays."""
+    length = min(len(ours), len(theirs))
+    equal = ours[:length] == theirs[:length]
+    return length if equal.all() else int(equal.argmin())

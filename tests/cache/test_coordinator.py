@@ -1,0 +1,509 @@
+"""Coordinators against an oracle that tries every length, and whole lives of requests in hybrid models.
+
+The oracle knows which positions each attention type reads, and what every block was filled with. It
+shares no code with the managers.
+"""
+
+import functools
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreword.cache import (
+    NULL_BLOCK,
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    HashIndex,
+    HybridKVCacheCoordinator,
+    KVCacheManager,
+    RadixIndex,
+    RecurrentSpec,
+    SinkFullSpec,
+    SlidingWindowSpec,
+    TokenSequence,
+)
+from foreword.errors import ConfigError
+
+# ------------------------------------------------------------------------------------------ oracle
+
+
+def first_read(spec, position):
+    """First position that computing `position` reads."""
+    match spec:
+        case SlidingWindowSpec():
+            return max(0, position - spec.window + 1)
+        case ChunkedLocalSpec():
+            return next(p for p in range(position, -1, -1) if p % spec.chunk == 0)
+        case _:
+            return 0
+
+
+def needed_blocks(spec, length):
+    """Numbers of the blocks that a hit of `length` tokens needs."""
+    if isinstance(spec, RecurrentSpec):
+        return {length // spec.block_size - 1} if length else set()
+    return {position // spec.block_size for position in range(first_read(spec, length), length)}
+
+
+def longest_agreed(specs, num_tokens, is_cached):
+    """The longest hit by trying every length; `is_cached(group, block number)` says what there is."""
+    step = math.lcm(*(spec.block_size for spec in specs))
+    for length in range(num_tokens - 1, 0, -1):
+        if length % step == 0 and all(
+            is_cached(group, number) for group, spec in enumerate(specs) for number in needed_blocks(spec, length)
+        ):
+            return length
+    return 0
+
+
+sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
+any_spec = st.one_of(
+    st.builds(FullAttentionSpec, sizes),
+    st.builds(SlidingWindowSpec, st.integers(1, 20), sizes),
+    st.builds(ChunkedLocalSpec, st.integers(1, 20), sizes),
+    st.builds(RecurrentSpec, sizes),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(any_spec, min_size=1, max_size=4), st.integers(1, 80), st.data())
+def test_the_fixed_point_is_the_longest_length_on_which_all_groups_agree(specs, num_tokens, data):
+    key_size = math.gcd(*(spec.block_size for spec in specs))
+    manager = KVCacheManager(512, groups=specs, block_size=key_size)
+    coordinator = HybridKVCacheCoordinator(specs, manager._pool, key_size)
+    sequence = TokenSequence("r", range(num_tokens), block_size=key_size)
+    cached, next_id = {}, 0
+    for group, spec in enumerate(specs):
+        share = data.draw(st.sampled_from([0.5, 0.9, 1.0]))
+        rng = data.draw(st.randoms(use_true_random=False))
+        for number in range(num_tokens // spec.block_size):
+            if rng.random() < share:
+                keys = coordinator._keys(group, sequence, number, number + 1)
+                coordinator._index.insert(group, keys, np.array([next_id], np.int32))
+                cached[group, number] = next_id
+                next_id += 1
+
+    hit = coordinator.find_longest_cache_hit(sequence)
+
+    assert hit.num_tokens == longest_agreed(specs, num_tokens, lambda *block: block in cached)
+    for group, spec in enumerate(specs):
+        needed = needed_blocks(spec, hit.num_tokens)
+        expected = [
+            cached[group, number] if number in needed else NULL_BLOCK
+            for number in range(hit.num_tokens // spec.block_size)
+        ]
+        assert hit.tables[group].tolist() == expected
+
+
+# ------------------------------------------------------------------------------------------- lives
+
+
+class Life:
+    """Random operations on a manager, each compared with a model of what every block holds."""
+
+    def __init__(self, specs, num_blocks, seed):
+        self.specs = specs
+        self.key_size = math.gcd(*(spec.block_size for spec in specs))
+        self.step = math.lcm(*(spec.block_size for spec in specs))
+        self.manager = KVCacheManager(num_blocks, groups=specs)
+        self.rng = random.Random(seed)
+        self.live = {}
+        self.done = {}  # request -> tokens that have slots
+        self.longest_step = {}
+        self.content = {}  # block -> (group, the prefix that it ends)
+        self.hits = self.refusals = self.releases = 0
+
+    def is_cached(self, sequence):
+        tokens = tuple(sequence.token_ids.tolist())
+        contents = set(self.content.values())
+        return functools.cache(
+            lambda group, number: (group, tokens[: (number + 1) * self.specs[group].block_size]) in contents
+        )
+
+    def admit(self, name):
+        rng, manager = self.rng, self.manager
+        tokens = [rng.randint(0, 1) for _ in range(rng.randint(1, 40))]
+        if rng.random() < 0.6:
+            tokens = [0] * rng.randint(1, 24) + tokens[: rng.randint(0, 20)] + [1]
+        sequence = TokenSequence(name, tokens, block_size=self.key_size)
+        hit = manager.get_computed_blocks(sequence)
+        assert hit.num_tokens == longest_agreed(self.specs, len(tokens), self.is_cached(sequence))
+        for group, table in enumerate(hit.tables):
+            for number, block_id in enumerate(table.tolist()):
+                if block_id != NULL_BLOCK:
+                    prefix = tuple(tokens[: (number + 1) * self.specs[group].block_size])
+                    assert self.content[block_id] == (group, prefix)
+        end = self.choose_end(hit.num_tokens, len(tokens))
+
+        new = sum(
+            1 if isinstance(spec, RecurrentSpec) else -(-end // spec.block_size) - hit.num_tokens // spec.block_size
+            for spec in self.specs
+        )
+        counts = manager._pool.ref_counts()
+        unheld = sum(int(counts[b] == 0) for table in hit.tables for b in table.tolist() if b != NULL_BLOCK)
+        assert manager.num_required_blocks(end, hit) == new + unheld
+        fits = new + unheld <= manager.get_num_free_blocks()
+        before = manager.free_block_ids().tolist()
+        taken = manager.allocate_slots(sequence, end, hit)
+        assert (taken is not None) == fits
+        if taken is None:
+            assert manager.free_block_ids().tolist() == before
+            self.refusals += 1
+            return
+        assert len(taken) == new
+        self.hits += hit.num_tokens > 0
+        self.live[name] = sequence
+        self.computed(name, hit.num_tokens, end, taken)
+
+    def grow(self, name):
+        sequence, manager = self.live[name], self.manager
+        start = self.done[name]
+        if start == len(sequence):
+            sequence.append(self.rng.randint(0, 1))
+        end = self.choose_end(start, len(sequence))
+        before = [manager.block_ids(name, group) for group in range(len(self.specs))]
+        free = manager.get_num_free_blocks()
+        counts = manager._pool.ref_counts()
+        new, leaving = self.need(start, end, before)
+        fits = new <= free + sum(int(counts[block_id] == 1) for block_id in leaving)
+        taken = manager.allocate_slots(sequence, end)
+        assert (taken is not None) == fits
+        if taken is None:
+            for group, table in enumerate(before):
+                assert manager.block_ids(name, group).tolist() == table.tolist()
+            assert manager.get_num_free_blocks() == free
+            self.refusals += 1
+            return
+        assert len(taken) == new
+        self.releases += len(leaving)
+        now = manager._pool.ref_counts()
+        new_ids = set(taken.tolist())
+        assert all(now[block_id] == counts[block_id] - 1 for block_id in leaving if block_id not in new_ids)
+        self.computed(name, start, end, taken)
+
+    def choose_end(self, start, length):
+        end = self.rng.randint(start + 1, length)
+        aligned = end // self.step * self.step
+        return aligned if aligned > start and self.rng.random() < 0.6 else end
+
+    def is_saved(self, spec, length):
+        return length % self.step == 0 and length % (spec.interval_tokens or spec.block_size) == 0
+
+    def need(self, start, end, tables):
+        """Blocks that computing `start` to `end` takes, and those that it no longer reads."""
+        new, leaving = 0, []
+        for spec, table in zip(self.specs, tables, strict=True):
+            if isinstance(spec, RecurrentSpec):
+                read = (start - 1) // spec.block_size
+                new += self.is_saved(spec, start)
+            else:
+                read = first_read(spec, start) // spec.block_size
+                new += -(-end // spec.block_size) - len(table)
+            leaving += [block_id for block_id in table[:read].tolist() if block_id != NULL_BLOCK]
+        return new, leaving
+
+    def computed(self, name, start, end, taken):
+        """Check what a request holds to compute `start` to `end`, and note what its blocks hold then."""
+        for block_id in taken.tolist():
+            self.content.pop(block_id, None)
+        self.done[name] = end
+        tokens = tuple(self.live[name].token_ids.tolist())
+        for group, spec in enumerate(self.specs):
+            table = self.manager.block_ids(name, group).tolist()
+            size = spec.block_size
+            assert len(table) == -(-end // size)
+            held = {number for number, block_id in enumerate(table) if block_id != NULL_BLOCK}
+            if isinstance(spec, RecurrentSpec):
+                writes, reads = (end - 1) // size, (start - 1) // size
+                assert writes in held
+                assert held <= {writes, reads}
+                full = [end // size - 1] if self.is_saved(spec, end) else []
+            else:
+                assert held == {position // size for position in range(first_read(spec, start), end)}
+                full = [number for number in held if start < (number + 1) * size <= end]
+            for number in full:
+                self.content[table[number]] = (group, tokens[: (number + 1) * size])
+        longest = self.longest_step[name] = max(self.longest_step.get(name, 0), end - start)
+        num_held = sum((self.manager.block_ids(name, group) != NULL_BLOCK).sum() for group in range(len(self.specs)))
+        assert num_held <= self.manager._coordinator.max_num_blocks(end, longest)
+
+    def leave(self, name):
+        self.manager.free(name)
+        del self.live[name], self.done[name]
+
+    def evict(self):
+        victims = [self.rng.randrange(self.manager.num_blocks) for _ in range(self.rng.randint(1, 6))]
+        self.manager.evict_blocks(np.array(victims, np.int32))
+        for block_id in victims:
+            self.content.pop(block_id, None)
+
+    def run(self, num_operations):
+        for number in range(num_operations):
+            self.manager.begin_step()
+            kind = self.rng.random()
+            if kind < 0.3:
+                self.admit(str(number))
+            elif kind < 0.8 and self.live:
+                self.grow(self.rng.choice(list(self.live)))
+            elif kind < 0.95 and self.live:
+                self.leave(self.rng.choice(list(self.live)))
+            elif kind > 0.97:
+                self.evict()
+            self.manager.check_integrity()
+        for name in list(self.live):
+            self.leave(name)
+        assert self.manager.get_num_free_blocks() == self.manager.num_blocks - len(self.manager.sink_block_ids())
+        self.manager.check_integrity()
+
+
+MIXES = {
+    "full and window": [FullAttentionSpec(4), SlidingWindowSpec(6, 4)],
+    "full and narrow windows": [FullAttentionSpec(2), SlidingWindowSpec(1, 2), SlidingWindowSpec(5, 4)],
+    "full and chunks": [FullAttentionSpec(4), ChunkedLocalSpec(8, 4)],
+    "chunks that end inside blocks": [ChunkedLocalSpec(7, 4), FullAttentionSpec(2)],
+    "full and recurrent": [FullAttentionSpec(2), RecurrentSpec(4)],
+    "recurrent with an interval": [RecurrentSpec(2, interval_tokens=6), FullAttentionSpec(1)],
+    "all types": [SlidingWindowSpec(9, 2), FullAttentionSpec(4), ChunkedLocalSpec(6, 2), RecurrentSpec(4)],
+    "window alone": [SlidingWindowSpec(7, 3)],
+    "chunks alone": [ChunkedLocalSpec(5, 2)],
+    "recurrent alone": [RecurrentSpec(3)],
+    "sinks and window": [SinkFullSpec(5, 4), SlidingWindowSpec(8, 4)],
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_random_lives_hit_and_hold_exactly_what_the_oracle_says(mix):
+    for seed, num_blocks in enumerate((24, 40, 90)):
+        life = Life(MIXES[mix], num_blocks, seed)
+        life.run(300)
+        assert life.hits
+        assert life.refusals or num_blocks > 24 or mix.endswith("alone")
+
+
+def test_random_mixes_of_groups_live_without_a_leak():
+    rng = random.Random(7)
+    for seed in range(12):
+        specs = []
+        for _ in range(rng.randint(1, 4)):
+            size = rng.choice([1, 2, 3, 4])
+            specs.append(
+                rng.choice(
+                    [
+                        FullAttentionSpec(size),
+                        SlidingWindowSpec(rng.randint(1, 15), size),
+                        ChunkedLocalSpec(rng.randint(1, 15), size),
+                        RecurrentSpec(size),
+                    ]
+                )
+            )
+        if len(specs) == 1 and isinstance(specs[0], FullAttentionSpec):
+            continue  # token-level and whole-prompt hits: test_manager.py
+        Life(specs, rng.choice([40, 120]), seed).run(200)
+
+
+# -------------------------------------------------------------------------------------- small cases
+
+
+def admitted(manager, name, tokens, end=None):
+    sequence = TokenSequence(name, tokens, block_size=manager.block_size)
+    manager.begin_step()
+    hit = manager.get_computed_blocks(sequence)
+    assert manager.allocate_slots(sequence, len(sequence) if end is None else end, hit) is not None
+    manager.check_integrity()
+    return sequence, hit
+
+
+def test_a_window_hits_though_the_blocks_before_it_are_gone():
+    manager = KVCacheManager(20, groups=[SlidingWindowSpec(5, 4)])
+    admitted(manager, "a", range(16))
+    table = manager.block_ids("a")
+    manager.free("a")
+    manager.evict_blocks(table[:2])
+    _, hit = admitted(manager, "b", range(17))
+    assert hit.num_tokens == 16
+    assert hit.block_ids.tolist() == [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, table[3]]
+
+
+def test_full_attention_bounds_what_a_window_offers():
+    manager = KVCacheManager(40, groups=[FullAttentionSpec(4), SlidingWindowSpec(5, 4)])
+    admitted(manager, "a", range(24))
+    full = manager.block_ids("a", 0)
+    manager.free("a")
+    manager.evict_blocks(full[4:5])
+    _, hit = admitted(manager, "b", range(24))
+    assert hit.num_tokens == 16
+    assert [len(table) for table in hit.tables] == [4, 4]
+
+
+def test_groups_of_different_block_sizes_agree_on_a_common_multiple():
+    manager = KVCacheManager(60, groups=[FullAttentionSpec(4), FullAttentionSpec(6)])
+    assert manager.block_size == 2
+    admitted(manager, "a", range(40))
+    _, hit = admitted(manager, "b", range(40))
+    assert hit.num_tokens == 36
+    assert [len(table) for table in hit.tables] == [9, 6]
+
+
+def test_the_same_prefix_in_two_groups_never_shares_a_block():
+    manager = KVCacheManager(60, groups=[FullAttentionSpec(4), FullAttentionSpec(4)])
+    admitted(manager, "a", range(9))
+    _, hit = admitted(manager, "b", range(9))
+    assert not set(hit.tables[0].tolist()) & set(hit.tables[1].tolist())
+
+
+def test_a_hybrid_hit_leaves_the_last_block_to_compute_when_it_ends_the_prompt():
+    manager = KVCacheManager(60, groups=[FullAttentionSpec(4), RecurrentSpec(4)])
+    admitted(manager, "a", range(8), end=4)
+    manager.begin_step()
+    assert manager.get_computed_blocks(TokenSequence("b", range(8), block_size=4)).num_tokens == 4
+    manager.free("a")
+
+
+def test_tails_of_all_groups_are_evicted_before_heads_of_any():
+    manager = KVCacheManager(12, groups=[FullAttentionSpec(2), SlidingWindowSpec(99, 4)])
+    admitted(manager, "a", range(8))
+    two, four = manager.block_ids("a", 0).tolist(), manager.block_ids("a", 1).tolist()
+    manager.free("a")
+    queue = manager.free_block_ids().tolist()
+    assert queue[6:] == [two[3], four[1], two[2], two[1], four[0], two[0]]
+
+
+def test_only_hash_keys_serve_several_groups():
+    with pytest.raises(ConfigError, match="RadixIndex finds whole prefixes"):
+        KVCacheManager(9, groups=[FullAttentionSpec(4), SlidingWindowSpec(4, 4)], index=RadixIndex(9, 4))
+
+
+def test_block_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match="does not divide"):
+        KVCacheManager(9, groups=[FullAttentionSpec(6)], block_size=4)
+
+
+def test_caching_off_still_frees_what_leaves_the_window():
+    manager = KVCacheManager(6, groups=[SlidingWindowSpec(4, 2)], enable_prefix_caching=False)
+    sequence, _ = admitted(manager, "a", range(4))
+    for token in range(40):
+        sequence.append(token)
+        assert manager.allocate_slots(sequence, len(sequence)) is not None
+        manager.check_integrity()
+    assert manager.get_num_free_blocks() >= 3
+    assert manager.get_num_cached_blocks() == 0
+    assert manager.get_computed_blocks(TokenSequence("b", range(4), block_size=2)).num_tokens == 0
+
+
+def test_forgetting_a_failed_step_reaches_every_group():
+    manager = KVCacheManager(40, groups=[FullAttentionSpec(2), SlidingWindowSpec(4, 4), RecurrentSpec(4)])
+    sequence, _ = admitted(manager, "a", range(17), end=8)
+    manager.begin_step()
+    manager.allocate_slots(sequence, 16)
+    manager.forget_uncomputed("a", 8)
+    manager.free("a")
+    _, hit = admitted(manager, "b", range(17))
+    assert hit.num_tokens == 8
+
+
+def test_blocks_of_a_batch_member_are_hit_at_once_but_its_states_one_step_later():
+    for spec, length in ((SlidingWindowSpec(4, 4), 8), (RecurrentSpec(4), 0)):
+        manager = KVCacheManager(40, groups=[FullAttentionSpec(4), spec])
+        admitted(manager, "a", range(8))
+        longer = TokenSequence("b", range(9), block_size=4)
+        assert manager.get_computed_blocks(longer).num_tokens == length
+        manager.begin_step()
+        assert manager.get_computed_blocks(longer).num_tokens == 8
+        assert manager.is_cached(longer, 1)
+        assert not manager.is_cached(TokenSequence("c", range(1, 9), block_size=4), 1)
+
+
+# ------------------------------------------------------------------------------------ decode batches
+
+
+def batches(kind, num_blocks):
+    match kind:
+        case "hash":
+            return KVCacheManager(num_blocks, block_size=4, index=HashIndex(num_blocks))
+        case "radix":
+            return KVCacheManager(num_blocks, block_size=4, index=RadixIndex(num_blocks, 4))
+        case "off":
+            return KVCacheManager(num_blocks, block_size=4, enable_prefix_caching=False)
+        case _:
+            return KVCacheManager(num_blocks, groups=MIXES[kind])
+
+
+def one_by_one(manager, sequences):
+    """How many get their slots by single calls, up to the first that is short."""
+    for number, sequence in enumerate(sequences):
+        if manager.allocate_slots(sequence, len(sequence)) is None:
+            return number
+    return len(sequences)
+
+
+@pytest.mark.parametrize("kind", ["hash", "radix", "off", "full and window", "full and narrow windows", "all types"])
+def test_one_call_for_a_batch_does_what_single_calls_do(kind):
+    for seed in range(4):
+        rng = random.Random(seed)
+        one, many = batches(kind, 70), batches(kind, 70)
+        twins = {}
+        for step in range(150):
+            one.begin_step()
+            many.begin_step()
+            if rng.random() < 0.4:
+                tokens = [rng.randint(0, 1) for _ in range(rng.randint(1, 14))]
+                pair = [TokenSequence(str(step), tokens, block_size=one.block_size) for _ in range(2)]
+                taken = [
+                    m.allocate_slots(s, len(s), m.get_computed_blocks(s))
+                    for m, s in zip((one, many), pair, strict=True)
+                ]
+                if taken[0] is not None:
+                    twins[str(step)] = pair
+            names = list(twins)
+            counts = [rng.choice([1, 1, 1, 11]) for _ in names] if rng.random() < 0.5 else [1] * len(names)
+            for name, count in zip(names, counts, strict=True):
+                for token in [rng.randint(0, 1) for _ in range(count)]:
+                    for sequence in twins[name]:
+                        sequence.append(token)
+            served = one_by_one(one, [twins[name][0] for name in names])
+            ends = np.array([len(twins[name][1]) for name in names], np.int64)
+            handles = many.handles(names)
+            if set(counts) <= {1} and step % 2:
+                assert many.allocate_decode_slots(handles) == served
+            else:
+                assert many.allocate_running_slots(handles, ends) == served
+            assert many.free_block_ids().tolist() == one.free_block_ids().tolist()
+            for (ids, lengths), (ids_one, lengths_one) in zip(
+                many.group_block_tables(names), one.group_block_tables(names), strict=True
+            ):
+                assert lengths.tolist() == lengths_one.tolist()
+                for row, length in enumerate(lengths.tolist()):
+                    assert ids[row, :length].tolist() == ids_one[row, :length].tolist()
+            assert many.get_num_cached_blocks() == one.get_num_cached_blocks()
+            assert many.stats == one.stats
+            many.check_integrity()
+            gone = names[served:] + [name for name in names[:served] if rng.random() < 0.1]
+            for name in gone:
+                one.free(name)
+                many.free(name)
+                del twins[name]
+
+
+def test_a_batch_that_is_short_serves_the_front_and_leaves_the_rest_alone():
+    manager = KVCacheManager(5, block_size=2)
+    sequences = [admitted(manager, name, [ord(name), 0])[0] for name in "abcd"]
+    for sequence in sequences:
+        sequence.append(1)
+    assert manager.allocate_decode_slots(manager.handles("abcd")) == 1
+    assert [len(manager.block_ids(name)) for name in "abcd"] == [2, 1, 1, 1]
+    manager.check_integrity()
+
+
+def test_two_requests_of_a_batch_may_give_up_the_block_that_they_share():
+    manager = KVCacheManager(8, groups=[SlidingWindowSpec(4, 4)])
+    sequences = [admitted(manager, name, [*range(4), ord(name), 0, 0, 0])[0] for name in "ab"]
+    assert manager.block_ids("a")[0] == manager.block_ids("b")[0]
+    for sequence in sequences:
+        sequence.append(1)
+    assert manager.allocate_decode_slots(manager.handles("ab")) == 2
+    manager.check_integrity()
+    assert manager.get_num_free_blocks() == 4

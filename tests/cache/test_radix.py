@@ -1,0 +1,136 @@
+"""RadixIndex: what only it can do. What both indexes do is in test_index_contract.py."""
+
+import numpy as np
+import pytest
+
+from foreword.cache import ExtraKeys, KVCacheManager, MediaItem, RadixIndex, TokenSequence
+
+
+def sequence(tokens, name="r", block_size=4, **extra):
+    ids = [ord(token) for token in tokens] if isinstance(tokens, str) else list(tokens)
+    return TokenSequence(name, ids, block_size=block_size, extra_keys=ExtraKeys(**extra))
+
+
+def index_of(*entries):
+    index = RadixIndex(32, 4)
+    for tokens, block_ids in entries:
+        index.insert(sequence(tokens), 0, np.array(block_ids, np.int32))
+        index.check_integrity()
+    return index
+
+
+def found(index, tokens, **extra):
+    match = index.match(sequence(tokens, **extra))
+    partial = match.partial
+    return match.block_ids.tolist(), (partial.block_id, partial.num_tokens) if partial else None
+
+
+def test_a_match_goes_to_the_token():
+    index = index_of(("ABCDEFGH", [0, 1]))
+    assert found(index, "ABCDEFGZ") == ([0], (1, 3))
+    assert found(index, "ABCDEFGHIJ") == ([0, 1], None)
+    assert found(index, "AB") == ([], (0, 2))
+    assert found(index, "ZB") == ([], None)
+
+
+def test_a_node_splits_inside_a_block_and_keeps_each_block_on_its_own_path():
+    index = index_of(("ABCDEFGH", [0, 1]), ("ABCDEFXY", [0, 2]))
+    assert found(index, "ABCDEFGH") == ([0, 1], None)
+    assert found(index, "ABCDEFXY") == ([0, 2], None)
+    assert found(index, "ABCDEFX") == ([0], (2, 3))
+    matched, partial = found(index, "ABCDEF")
+    assert (matched, partial[1]) == ([0], 2)
+    assert partial[0] in (1, 2)
+
+
+def test_many_sequences_that_part_at_every_token_are_all_found():
+    text = "ABCDEFGHIJKL"
+    index = RadixIndex(64, 4)
+    all_tokens = [text[:cut] + "z" * (12 - cut) for cut in range(1, 12)]
+    for number, tokens in enumerate(all_tokens):
+        num_known = len(index.match(sequence(tokens)).block_ids)
+        new = np.arange(3 * number, 3 * number + 3 - num_known, dtype=np.int32)
+        index.insert(sequence(tokens), num_known, new)
+        index.check_integrity()
+    for tokens in all_tokens:
+        assert len(index.match(sequence(tokens)).block_ids) == 3
+
+
+def test_forgetting_a_block_forgets_what_follows_it_and_nothing_else():
+    index = index_of(("ABCDEFGH", [0, 1]), ("ABCDEFXY", [0, 2]), ("QRST", [3]))
+    index.remove(np.array([1], np.int32))
+    index.check_integrity()
+    assert found(index, "ABCDEFGH") == ([0], (2, 2))
+    index.remove(np.array([0], np.int32))
+    index.check_integrity()
+    assert found(index, "ABCDEFXY") == ([], None)
+    assert found(index, "QRST") == ([3], None)
+    assert len(index) == 1
+
+
+def test_placeholders_of_different_images_do_not_match():
+    image = {"media": (MediaItem("one", 2, 4),)}
+    other = {"media": (MediaItem("two", 2, 4),)}
+    index = RadixIndex(32, 4)
+    index.insert(sequence("ABxxxxCD", **image), 0, np.array([0, 1], np.int32))
+    index.check_integrity()
+    assert found(index, "ABxxxxCD", **image) == ([0, 1], None)
+    assert found(index, "ABxxxxCD", **other) == ([], (0, 2))
+    assert found(index, "ABxxxxCD") == ([], (0, 2))
+
+
+@pytest.mark.parametrize("kind", ["salt", "adapter", "embeddings_hash"])
+def test_namespaces_share_not_even_a_token(kind):
+    index = RadixIndex(32, 4)
+    index.insert(sequence("ABCD", **{kind: "x"}), 0, np.array([0], np.int32))
+    assert found(index, "ABCD") == ([], None)
+    assert found(index, "ABCD", **{kind: "y"}) == ([], None)
+    assert found(index, "ABCD", **{kind: "x"}) == ([0], None)
+
+
+def test_a_partial_hit_is_copied_into_the_first_new_block():
+    manager = KVCacheManager(16, block_size=4, index=RadixIndex(16, 4))
+    first = sequence("ABCDEFGH", "a")
+    manager.begin_step()
+    manager.allocate_slots(first, 8, manager.get_computed_blocks(first))
+    manager.begin_step()
+    second = sequence("ABCDEFGZYX", "b")
+    hit = manager.get_computed_blocks(second)
+    assert hit.num_tokens == 7
+    manager.allocate_slots(second, 10, hit)
+    assert manager.block_ids("b").tolist() == [0, 2, 3]
+    assert manager.take_copies().tolist() == [[1, 2]]
+    assert manager.take_copies().tolist() == []
+    manager.check_integrity()
+
+
+def test_a_block_that_this_step_fills_is_not_copied_in_this_step():
+    manager = KVCacheManager(16, block_size=4, index=RadixIndex(16, 4))
+    manager.begin_step()
+    first, second = sequence("ABCDEFGH", "a"), sequence("ABCDEFGZ", "b")
+    manager.allocate_slots(first, 8, manager.get_computed_blocks(first))
+    assert manager.get_computed_blocks(second).num_tokens == 4
+    manager.begin_step()
+    assert manager.get_computed_blocks(second).num_tokens == 7
+
+
+def test_a_copied_block_becomes_the_most_recently_used():
+    manager = KVCacheManager(4, block_size=4, index=RadixIndex(4, 4))
+    for name, tokens in (("a", "ABCD"), ("b", "QRST")):
+        manager.begin_step()
+        seq = sequence(tokens, name)
+        manager.allocate_slots(seq, 4, manager.get_computed_blocks(seq))
+        manager.free(name)
+    manager.begin_step()
+    third = sequence("ABCZ", "c")
+    manager.allocate_slots(third, 4, manager.get_computed_blocks(third))
+    assert manager.free_block_ids().tolist() == [3, 1, 0]
+
+
+def test_growing_by_appended_tokens_keeps_nodes_bounded_and_all_found():
+    index = RadixIndex(2048, 4)
+    whole = TokenSequence("r", np.arange(8000) % 251, block_size=4)
+    for block in range(2000):
+        index.insert(whole, block, np.array([block], np.int32))
+    index.check_integrity()
+    assert index.match(whole).block_ids.tolist() == list(range(2000))
