@@ -136,11 +136,11 @@ def test_the_longest_prompt_that_leaves_room_for_one_token_is_served(llm: LLM) -
 
 def test_a_request_larger_than_the_whole_pool_is_refused() -> None:
     parts = HashEngine.build(num_blocks=8, block_size=4, max_model_len=512)
-    with pytest.raises(RequestTooLargeError, match=r"needs 9 blocks of 4 tokens for 13 prompt .* 20 generated.* has 8"):
-        parts.add("too large", [1] * 13, SamplingParams(max_tokens=20))
+    with pytest.raises(RequestTooLargeError, match=r"needs 9 blocks of 4 tokens for 14 prompt .* 20 generated.* has 8"):
+        parts.add("too large", [1] * 14, SamplingParams(max_tokens=20))
     with pytest.raises(RequestTooLargeError, match="lower max_tokens or give the cache more memory"):
         parts.add("too long", [1] * 40, SamplingParams(max_tokens=1))
-    parts.add("just fits", [1] * 13, SamplingParams(max_tokens=19))
+    parts.add("just fits", [1] * 14, SamplingParams(max_tokens=19))
     parts.drain()
     assert parts.manager.get_num_free_blocks() == 8
 

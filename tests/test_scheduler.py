@@ -45,8 +45,8 @@ def submit(parts: HashEngine, request_id: str, prompt: Sequence[int], own: Sampl
 def test_cold_requests_with_one_long_prefix_compute_it_once(budget: int, coalesce: bool) -> None:
     """Ten requests, 100 shared tokens, 3 of their own: 100 + 10 * 3 tokens, though prefill may take many steps.
 
-    Coalescing changes nothing as long as a request that is not computed to its end takes all of a step's
-    budget: nobody is admitted beside it, and once it is through, its blocks are hit.
+    Coalescing changes nothing here: a request that is not computed to its end takes all of a step's budget,
+    so nobody is admitted beside it, and once it is through, its blocks are hit.
     """
     parts = HashEngine.build(num_blocks=256, max_num_batched_tokens=budget, coalesce_in_flight=coalesce)
     shared = tokens(100)
@@ -56,6 +56,36 @@ def test_cold_requests_with_one_long_prefix_compute_it_once(budget: int, coalesc
     assert parts.engine.num_computed_tokens == 100 + 10 * 3
     for output, prompt in zip(outputs, prompts, strict=True):
         assert_right(output, prompt, params())
+
+
+def test_where_a_long_prompt_leaves_room_others_wait_for_its_blocks_instead_of_computing_them() -> None:
+    shared = tokens(96)
+    prompts = [[*shared, number, number, number] for number in range(8)]
+    unrelated = [49, 48, 47, 46, 45]
+    computed = {}
+    for coalesce in (True, False):
+        parts = HashEngine.build(
+            num_blocks=512, max_num_batched_tokens=64, long_prefill_token_threshold=8, coalesce_in_flight=coalesce
+        )
+        outputs = [submit(parts, f"{number}", prompt, params()) for number, prompt in enumerate(prompts)]
+        stranger = submit(parts, "stranger", unrelated, params())
+        first_step = parts.step()
+        if coalesce:
+            assert list(first_step) == ["0", "stranger"], "a request with nothing to wait for passes those that wait"
+        parts.drain()
+        computed[coalesce] = parts.engine.num_computed_tokens
+        for output, prompt in zip([*outputs, stranger], [*prompts, unrelated], strict=True):
+            assert_right(output, prompt, params())
+    assert computed[True] == 96 + 8 * 3 + 5
+    assert computed[False] > 2 * computed[True]
+
+
+def test_no_request_gets_more_of_a_step_than_the_threshold() -> None:
+    parts = HashEngine.build(num_blocks=256, max_num_batched_tokens=30, long_prefill_token_threshold=12)
+    parts.add("long", tokens(40), params())
+    parts.add("other", [7, *tokens(20)], params())
+    assert parts.step() == {"long": (0, 12), "other": (0, 12)}
+    assert parts.step() == {"long": (12, 24), "other": (12, 21)}
 
 
 def test_without_prefix_caching_every_cold_request_computes_all_of_it() -> None:

@@ -78,6 +78,8 @@ class SchedulerConfig:
 
     max_num_batched_tokens: int = 2048
     """Token budget of one step, shared by prefill chunks, decoding and resumed requests."""
+    long_prefill_token_threshold: int | None = None
+    """Most tokens of one request in one step, so that a long prompt leaves room for others; None: no limit."""
     max_num_seqs: int = 128
     """Most requests running at a time."""
     scheduling_policy: Policy = "fcfs"
@@ -87,6 +89,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
 

@@ -187,7 +187,8 @@ class Engine:
                 "answer; shorten the prompt or raise max_model_len"
             )
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
-        blocks = -(-(length + max_tokens) // self.manager.block_size)
+        # The last token that is generated is never computed, so its KV needs no room.
+        blocks = -(-(length + max_tokens - 1) // self.manager.block_size)
         if blocks > self.manager.num_blocks:
             raise RequestTooLargeError(
                 f"the request needs {blocks} blocks of {self.manager.block_size} tokens for {length} prompt tokens "

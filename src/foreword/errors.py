@@ -13,7 +13,7 @@ value that was wrong and what to do about it.
     │   └── UnsupportedModelError  they can, but this engine cannot run the architecture
     ├── CacheBusyError             the cache cannot be reset while requests hold its blocks
     ├── TraceError                 a recorded trace cannot be read
-    └── EngineError                a step failed; the requests in it were aborted
+    └── EngineError                a step failed and its requests were aborted, or the engine is closed
 """
 
 
@@ -58,4 +58,4 @@ class TraceError(ForewordError):
 
 
 class EngineError(ForewordError):
-    """A step failed inside the model; every request of that step was aborted and its blocks freed."""
+    """A step failed, its requests were aborted and their blocks freed; or the engine is closed."""

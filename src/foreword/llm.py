@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, KVCacheManager, make_index
 from foreword.config import EngineConfig, Environment, ModelConfig
 from foreword.engine import Engine, ModelLimits, Prompt
-from foreword.errors import ConfigError, InvalidRequestError
+from foreword.errors import ConfigError, EngineError, InvalidRequestError
 from foreword.request import RequestOutput, SamplingParams
 from foreword.scheduler import Scheduler
 from foreword.text import TextStream, Tokenizer
@@ -73,8 +73,15 @@ class LLM:
         """What breaks the promise of equal bits on this machine; None if nothing was found (or looked for)."""
         if self.inexactness:
             logger.warning("results are not bit-exact with this model on this machine: %s", self.inexactness)
-        self.engine = _build_engine(self.config, loaded, self.tokenizer)
+        self._engine: Engine | None = _build_engine(self.config, loaded, self.tokenizer)
         self._request_numbers = itertools.count()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine below, for stepping by hand. Raises EngineError after `close()`."""
+        if self._engine is None:
+            raise EngineError("this LLM is closed; make a new one")
+        return self._engine
 
     # ---------------------------------------------------------------- generate
 
@@ -215,10 +222,10 @@ class LLM:
     # ------------------------------------------------------------------- close
 
     def close(self) -> None:
-        """Abort what runs and give the memory back; may be called twice."""
-        if hasattr(self, "engine"):
-            self.engine.abort_all()
-            del self.engine
+        """Abort what runs and give the memory back; may be called twice. Nothing else works afterwards."""
+        if self._engine is not None:
+            self._engine.abort_all()
+            self._engine = None
 
     def __enter__(self) -> LLM:
         return self

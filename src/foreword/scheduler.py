@@ -171,10 +171,14 @@ class Scheduler:
             if not budget:
                 break
             start = request.num_computed_tokens
-            end = min(len(request), start + budget)
+            end = self._end(request, start, budget)
             entries.append(BatchEntry(request, start, end))
             budget -= end - start
         return entries
+
+    def _end(self, request: Request, start: int, budget: int) -> int:
+        """Up to where a request computes in this step, from `start`."""
+        return min(len(request), start + min(budget, self.config.long_prefill_token_threshold or budget))
 
     def _schedule_while_short(self, entries: list[BatchEntry], served: int) -> list[BatchEntry]:
         """The entries that can run, when the first `served` have their slots and the next lacks blocks."""
@@ -203,7 +207,7 @@ class Scheduler:
             )
             if self._awaits_in_flight(request, hit):
                 continue
-            end = min(len(request), hit.num_tokens + budget)
+            end = self._end(request, hit.num_tokens, budget)
             if self.manager.allocate_slots(request.sequence, end, hit) is None:
                 break
             self._start(request, hit, end)

@@ -37,7 +37,8 @@ def bytes_per_block(layers: list[LayerLayout], block_size: int, dtype: torch.dty
 class KVStorage:
     """Keys and values of every layer, `[num_blocks + 1, block_size, kv_heads, dim]` each.
 
-    The last block is scrap: KV that must not be kept is written there, and nothing reads it unmasked.
+    The last block is scrap: KV that must not be kept is written there, and nothing reads it unmasked. Memory
+    is not touched before it is used, so a large pool costs nothing at start; unwritten slots may hold anything.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class KVStorage:
         self.scrap_block = num_blocks
 
         def blocks(heads: int, dim: int) -> Tensor:
-            return torch.zeros(num_blocks + 1, block_size, heads, dim, dtype=dtype, device=device)
+            return torch.empty(num_blocks + 1, block_size, heads, dim, dtype=dtype, device=device)
 
         self.keys = [blocks(layer.num_kv_heads, layer.key_dim) for layer in layers]
         self.values = [blocks(layer.num_kv_heads, layer.value_dim) for layer in layers]
