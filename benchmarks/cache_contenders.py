@@ -34,7 +34,6 @@ class Foreword:
         self.name = f"foreword {index}"
         chosen = HashIndex(num_blocks) if index == "hash" else RadixIndex(num_blocks, BLOCK_SIZE)
         self.manager = KVCacheManager(num_blocks, block_size=BLOCK_SIZE, index=chosen)
-        self._decode_batch = getattr(self.manager, "allocate_decode_slots", None)
 
     def admit(self, request_id: str, tokens: Any) -> TokenSequence:
         manager = self.manager
@@ -51,11 +50,9 @@ class Foreword:
     def decode(self, running: list[TokenSequence]) -> None:
         manager = self.manager
         manager.begin_step()
-        if self._decode_batch is not None:
-            _require(self._decode_batch(running))
-            return
-        for sequence in running:
-            _require(manager.allocate_slots(sequence, len(sequence)))
+        handles = manager.handles([sequence.request_id for sequence in running])
+        if manager.allocate_decode_slots(handles) < len(running):
+            raise RuntimeError("the pool is too small for this benchmark")
 
     def free(self, request: TokenSequence) -> None:
         self.manager.free(request.request_id)

@@ -145,6 +145,52 @@ def test_a_request_larger_than_the_whole_pool_is_refused() -> None:
     assert parts.manager.get_num_free_blocks() == 8
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (7, "not 7"),
+        ([1, 2, 3], r"prompt_token_ids.* not 1"),
+        ({"prompt_token_ids": [1], "priority": "high"}, "priority='high'"),
+        ({"prompt_token_ids": [1], "cache_salt": [1]}, r"cache_salt=\[1\]"),
+        ({"prompt_token_ids": [1], "cache_salt": "\ud800"}, "cache_salt="),
+    ],
+)
+def test_a_prompt_of_a_wrong_type_is_refused(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate(prompt)
+    assert_still_answers(llm)
+
+
+def test_one_message_instead_of_a_list_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="must be a list"):
+        llm.chat({"role": "user", "content": "x"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": "4"}, "max_tokens='4'"),
+        ({"n": 1.5}, "n=1.5"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"temperature": "hot"}, "temperature='hot'"),
+        ({"logit_bias": {"5": 1.0}}, "token id '5'"),
+        ({"stop": (7,)}, "stop string 7"),
+    ],
+)
+def test_a_parameter_of_a_wrong_type_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        SamplingParams(**options)
+
+
+def test_none_stands_for_no_stop_strings_and_no_bias() -> None:
+    assert SamplingParams(stop=None, logit_bias=None) == SamplingParams()  # type: ignore[arg-type]
+
+
+def test_more_kv_memory_than_there_is_is_refused(chat_model: Path) -> None:
+    with pytest.raises(ConfigError, match="lower kv_cache_memory_bytes"):
+        open_llm(chat_model, kv_cache_memory_bytes=10**15)
+
+
 def test_a_request_id_in_use_is_refused() -> None:
     parts = HashEngine.build()
     parts.add("same", [1, 2], SamplingParams(max_tokens=3))

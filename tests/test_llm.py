@@ -483,3 +483,12 @@ def test_errors_are_catchable_as_one_and_as_value_errors() -> None:
     with pytest.raises(ValueError, match="temperature"):
         SamplingParams(temperature=-1.0)
     assert issubclass(InvalidRequestError, foreword.ForewordError)
+
+
+def test_a_stream_shows_everything_though_others_step_the_engine_in_between(llm: LLM) -> None:
+    seen = []
+    for output in llm.stream(token_prompt(prompt_of(10)), greedy(6)):
+        seen.append(len(output.outputs[0].token_ids))
+        llm.generate(token_prompt(prompt_of(5, 1)), greedy(9))
+    assert seen[-1] == 6
+    assert output.finished

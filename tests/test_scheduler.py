@@ -503,3 +503,33 @@ def test_a_step_without_requests_does_nothing() -> None:
     parts = HashEngine.build()
     assert parts.step() == {}
     assert parts.engine.num_computed_tokens == 0
+
+
+# ------------------------------------------------------------------------------- errors while scheduling
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupt_while_a_step_is_put_together_leaves_nothing_uncomputed_behind(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = HashEngine.build(num_blocks=64, max_num_batched_tokens=40)
+    prompt = tokens(60)
+    first = submit(parts, "first", prompt, params(3))
+    waiting = submit(parts, "waiting", tokens(30, seed=1), params(3))
+    parts.step()
+
+    def interrupted(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("foreword.scheduler.build_batch", interrupted)
+        with pytest.raises(error):
+            parts.engine.step()
+    assert first.outputs[0].finish_reason == waiting.outputs[0].finish_reason == "abort"
+    parts.engine.check_integrity()
+    assert parts.manager.get_num_free_blocks() == 64
+
+    again = submit(parts, "again", prompt, params(3))
+    parts.drain()
+    assert_right(again, prompt, params(3))
+    assert again.num_cached_tokens == 40, "what was computed before is still there"

@@ -34,7 +34,7 @@ class ModelConfig:
     kv_cache_memory_bytes: int | None = None
     """Memory for KV blocks. None: see `gpu_memory_utilization`."""
     gpu_memory_utilization: float | None = None
-    """Share of the device's memory (on CPU: of the memory that is available at start) for weights and KV.
+    """Share of a GPU's memory for weights and KV together; on CPU, of what is still available for KV after loading.
 
     None: 0.9 on a GPU; on CPU, where other programs live too, a quarter of what is available, at most
     4 GiB of KV.
@@ -58,7 +58,7 @@ class CacheConfig:
     """How KV memory is cut into blocks and whether they are kept."""
 
     block_size: int = 16
-    """Tokens per KV block; only full blocks are cached."""
+    """Tokens per KV block; only full blocks are kept (the radix index matches parts of them too)."""
     enable_prefix_caching: bool = True
     """Keep the KV of computed tokens and reuse it for equal prefixes."""
     prefix_index: IndexName = "radix"
@@ -85,7 +85,10 @@ class SchedulerConfig:
     scheduling_policy: Policy = "fcfs"
     """Who goes first: by arrival, or by `priority` (lower value first), then arrival."""
     coalesce_in_flight: bool = True
-    """A request whose prefix another one is computing waits for those blocks instead of computing them too."""
+    """A request whose prefix another one is computing waits for those blocks instead of computing them too.
+
+    Comes into play where a long prompt leaves room beside it (`long_prefill_token_threshold`).
+    """
 
     def __post_init__(self) -> None:
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
@@ -121,7 +124,7 @@ class EngineConfig:
                 raise ConfigError(f"unknown option {name!r}={value!r}; {hint}")
             rooms[home[name]][name] = value
         return cls(
-            ModelConfig(model, **rooms["model"]),
+            ModelConfig(os.path.expanduser(model), **rooms["model"]),
             CacheConfig(**rooms["cache"]),
             SchedulerConfig(**rooms["scheduler"]),
             **rooms["engine"],

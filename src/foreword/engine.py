@@ -222,7 +222,12 @@ class Engine:
         Raises EngineError when the model fails: the requests of that batch are aborted, their blocks
         freed, and the engine can go on with others.
         """
-        batch = self.scheduler.schedule()
+        # Errors and interrupts go on to the caller, but leave no uncomputed blocks in the cache.
+        try:
+            batch = self.scheduler.schedule()
+        except BaseException:
+            self._collect_all(self.scheduler.give_up())
+            raise
         if batch is None:
             return []
         try:
@@ -231,7 +236,7 @@ class Engine:
             failed = self.scheduler.fail(batch)
             self._collect_all(failed)
             if not isinstance(error, Exception):
-                raise  # an interrupt goes on to the caller, but leaves no uncomputed blocks in the cache
+                raise
             names = ", ".join(request.request_id for request in failed[:4])
             raise EngineError(
                 f"computing a batch of {len(failed)} requests ({names}) failed: {type(error).__name__}: {error}"

@@ -99,7 +99,7 @@ class LLM:
         prompt is invalid, InvalidRequestError is raised and none is run. `show_progress` None shows a
         progress bar if there are several prompts and standard error is a terminal.
         """
-        inputs = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
         return self._run([self._prompt(prompt) for prompt in inputs], sampling_params, show_progress)
 
     def chat(
@@ -110,6 +110,10 @@ class LLM:
         show_progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or several; results in their order."""
+        if isinstance(messages, str | Mapping):
+            raise InvalidRequestError(
+                f"messages must be a list of {{'role': ..., 'content': ...}}, not {messages!r:.60}"
+            )
         if not len(messages):
             raise InvalidRequestError("there are no messages; give at least one {'role': ..., 'content': ...}")
         several = not isinstance(messages[0], Mapping)
@@ -131,13 +135,20 @@ class LLM:
         return self._stream(Prompt(self._tokenizer_for("chat()").render_chat(messages)), sampling_params)
 
     def _stream(self, prompt: Prompt, params: SamplingParams | None) -> Iterator[RequestOutput]:
-        output = self.engine.add_request(self._next_id(), prompt, params or SamplingParams())
+        engine = self.engine
+        output = engine.add_request(self._next_id(), prompt, params or SamplingParams())
+        shown = (0, False)
         try:
-            while not output.finished:
-                if any(moved is output for moved in self.engine.step()):
+            # Somebody else may step the engine between two of our turns: what counts is what has come.
+            while not shown[1]:
+                progress = (sum(len(completion.token_ids) for completion in output.outputs), output.finished)
+                if progress != shown:
+                    shown = progress
                     yield output
+                else:
+                    engine.step()
         finally:
-            self.engine.abort_request(output.request_id)
+            engine.abort_request(output.request_id)
 
     def _next_id(self) -> str:
         return f"request-{next(self._request_numbers)}"
@@ -153,14 +164,15 @@ class LLM:
             raise InvalidRequestError(f"{len(prompts)} prompts, but {len(each)} sampling_params; give one, or one each")
         if show_progress is None:
             show_progress = len(prompts) > 1 and sys.stderr.isatty()
+        engine = self.engine
         outputs: list[RequestOutput] = []
         try:
             for prompt, own in zip(prompts, each, strict=True):
-                outputs.append(self.engine.add_request(self._next_id(), prompt, own))
+                outputs.append(engine.add_request(self._next_id(), prompt, own))
             self._step_until_done(outputs, show_progress)
         except BaseException:
             for output in outputs:
-                self.engine.abort_request(output.request_id)
+                engine.abort_request(output.request_id)
             raise
         return outputs
 
@@ -175,15 +187,20 @@ class LLM:
     def _prompt(self, prompt: PromptInput) -> Prompt:
         if isinstance(prompt, str):
             return Prompt(self._tokenizer_for("a text prompt").encode(prompt), prompt)
+        if not isinstance(prompt, Mapping):
+            raise InvalidRequestError(
+                f"a prompt must be a text or {{'prompt_token_ids': [...]}}, not {prompt!r:.60} "
+                f"({type(prompt).__name__})"
+            )
         unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "priority"}
         if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
             raise InvalidRequestError(
                 f"a prompt has the keys {sorted(prompt)}; give 'prompt' or 'prompt_token_ids', and optionally "
                 "'cache_salt' and 'priority'"
             )
-        salt = prompt.get("cache_salt")
-        keys = NO_EXTRA_KEYS if salt is None else ExtraKeys(salt=salt)
-        priority = prompt.get("priority", 0)
+        keys, priority = _extra_keys(prompt.get("cache_salt")), prompt.get("priority", 0)
+        if type(priority) is not int:
+            raise InvalidRequestError(f"priority={priority!r} is not an integer; lower goes first")
         if "prompt" in prompt:
             text = prompt["prompt"]
             return Prompt(self._tokenizer_for("a text prompt").encode(text), text, keys, priority)
@@ -267,7 +284,12 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
         num_blocks * block_bytes / 2**30,
         limits.max_model_len,
     )
-    storage = KVStorage(model.layers, num_blocks, block_size, model.dtype, model.device)
+    try:
+        storage = KVStorage(model.layers, num_blocks, block_size, model.dtype, model.device)
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"{budget} bytes of KV memory cannot be had on {model.device}; lower kv_cache_memory_bytes"
+        ) from error
     manager = KVCacheManager(
         num_blocks,
         block_size=block_size,
@@ -303,6 +325,16 @@ def _max_model_len(options: ModelConfig, max_positions: int, pool_tokens: int) -
             "raise kv_cache_memory_bytes"
         )
     return asked
+
+
+def _extra_keys(salt: Any) -> ExtraKeys:
+    if salt is None:
+        return NO_EXTRA_KEYS
+    try:
+        salt.encode()
+    except (AttributeError, UnicodeError) as error:
+        raise InvalidRequestError(f"cache_salt={salt!r} is not a valid text") from error
+    return ExtraKeys(salt=salt)
 
 
 def _token_array(token_ids: Any) -> npt.NDArray[np.int32]:

@@ -10,10 +10,20 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal
 
 from foreword.cache import TokenSequence
 from foreword.errors import InvalidRequestError
+
+_REAL_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -60,10 +70,11 @@ class SamplingParams:
     """Compute the whole prompt even if it is cached."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        self._check_types()
         _check("n", self.n, self.n >= 1, "use 1 or more")
         _check(
             "max_tokens",
@@ -92,6 +103,24 @@ class SamplingParams:
         _check("stop", self.stop, all(self.stop), "a stop string cannot be empty")
         for token_id, bias in self.logit_bias.items():
             _check(f"logit_bias[{token_id}]", bias, bias < math.inf, "use a finite number, or -inf to forbid the token")
+
+    def _check_types(self) -> None:
+        optional = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+        for name in ("n", "min_tokens", "top_k", *optional):
+            value = getattr(self, name)
+            if not (isinstance(value, Integral) or (value is None and name in optional)):
+                raise InvalidRequestError(f"{name}={value!r} is not an integer")
+        numbers = {name: getattr(self, name) for name in _REAL_NUMBERS}
+        numbers |= {f"logit_bias[{token_id}]": bias for token_id, bias in self.logit_bias.items()}
+        for name, value in numbers.items():
+            if not isinstance(value, Real):
+                raise InvalidRequestError(f"{name}={value!r} is not a number")
+        for token_id in (*self.stop_token_ids, *self.logit_bias):
+            if not isinstance(token_id, Integral):
+                raise InvalidRequestError(f"token id {token_id!r} in stop_token_ids or logit_bias is not an integer")
+        for text in self.stop:
+            if not isinstance(text, str):
+                raise InvalidRequestError(f"stop string {text!r} is not a text")
 
 
 def _check(name: str, value: object, ok: bool, remedy: str) -> None:

@@ -115,9 +115,9 @@ class Scheduler:
         rank = request.priority if self.config.scheduling_policy == "priority" else 0
         key = (rank, self._num_arrived)
         self._num_arrived += 1
+        self._waiting.add(key, request)
         self._keys[request.request_id] = key
         self._requests[request.request_id] = request
-        self._waiting.add(key, request)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -292,6 +292,27 @@ class Scheduler:
         self.abort([entry.request.request_id for entry in failed])
         return [entry.request for entry in failed]
 
+    def give_up(self) -> list[Request]:
+        """After an error or interrupt inside `schedule`: end all requests, keep nothing that was not computed.
+
+        Blocks are indexed when they are allocated, so what this step was going to fill must be forgotten.
+        """
+        requests = list(self._requests.values())
+        self.manager.take_copies()
+        for request_id in self.manager.held_request_ids():
+            request = self._requests[request_id]
+            computed = 0  # admitted, but not started: what it hit is not known here
+            if request.status is RequestStatus.RUNNING:
+                computed = max(request.num_computed_tokens, request.num_shared_tokens)
+            self.manager.forget_uncomputed(request_id, computed)
+            self.manager.free(request_id)
+        self._waiting, self._running, self._in_flight = _Queue(), _Queue(), InFlightPrefixes()
+        for table in (self._awaited, self._keys, self._requests):
+            table.clear()
+        for request in requests:
+            self._end_life(request, "abort")
+        return requests
+
     # -------------------------------------------------------------------- exit
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -310,6 +331,9 @@ class Scheduler:
         else:
             self._waiting.remove(key)
         self._awaited.pop(request_id, None)
+        self._end_life(request, reason)
+
+    def _end_life(self, request: Request, reason: FinishReason) -> None:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.metrics.finished_time = time.monotonic()

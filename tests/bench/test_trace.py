@@ -174,8 +174,11 @@ def test_an_unlimited_cache_reuses_the_longest_leading_run_that_any_earlier_requ
 # ------------------------------------------------------------------------------------------- engine
 
 
+@pytest.mark.parametrize("prefix_index", ["radix", "hash"])
 @pytest.mark.parametrize("max_in_flight", [1, 4])
-def test_the_engine_reuses_what_the_trace_allows(tmp_path: Path, model: str, max_in_flight: int) -> None:
+def test_the_engine_reuses_what_the_trace_allows(
+    tmp_path: Path, model: str, max_in_flight: int, prefix_index: str
+) -> None:
     file = write(
         tmp_path,
         line(1024, [0, 1]),  # 32 tokens, nothing to reuse
@@ -184,7 +187,7 @@ def test_the_engine_reuses_what_the_trace_allows(tmp_path: Path, model: str, max
         line(1024, [0, 1]),  # the whole prompt but its last token: 31 of 32
         line(1024, [2, 0]),  # the same blocks after another prefix: nothing
     )
-    report = bench(file, model, max_in_flight=max_in_flight)
+    report = bench(file, model, max_in_flight=max_in_flight, prefix_index=prefix_index)
     assert report.requests == 5
     assert report.prompt_tokens == 164
     assert report.tokens_reused == report.tokens_reusable == 79
@@ -196,7 +199,7 @@ def test_the_engine_reuses_what_the_trace_allows(tmp_path: Path, model: str, max
     assert (report.evictions, report.preemptions, report.requests_skipped) == (0, 0, 0)
 
 
-def test_partial_blocks_are_never_reused(tmp_path: Path, model: str) -> None:
+def test_a_partial_block_is_not_reused(tmp_path: Path, model: str) -> None:
     file = write(tmp_path, line(100, [0]), line(100, [0]), line(612, [1, 2]), line(612, [1, 2]))
     report = bench(file, model)
     assert report.prompt_tokens == 4 + 4 + 20 + 20
@@ -206,10 +209,34 @@ def test_partial_blocks_are_never_reused(tmp_path: Path, model: str) -> None:
 
 @pytest.mark.parametrize("max_in_flight", [1, 3, 16])
 def test_reuse_is_exact_whatever_runs_at_the_same_time(tmp_path: Path, model: str, max_in_flight: int) -> None:
-    report = bench(write(tmp_path, *random_trace(7, 60)), model, max_in_flight=max_in_flight)
-    assert report.tokens_reused > 0
-    assert report.tokens_reused == report.tokens_reusable
+    report = bench(write(tmp_path, *random_trace(3, 60)), model, max_in_flight=max_in_flight, prefix_index="hash")
+    assert report.tokens_reused == report.tokens_reusable == 1293
+    assert report.tokens_reused_beyond == 0
     assert report.equal
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 3, 16])
+def test_what_a_radix_index_reuses_of_partly_matching_blocks_is_counted_apart(
+    tmp_path: Path, model: str, max_in_flight: int
+) -> None:
+    """With 256 different tokens, some blocks begin alike by chance."""
+    report = bench(write(tmp_path, *random_trace(3, 60)), model, max_in_flight=max_in_flight)
+    assert report.tokens_reusable == 1293
+    assert report.tokens_reused_beyond == report.tokens_reused - 1293 > 0
+    assert report.equal
+
+
+def test_a_partial_block_that_an_answer_has_filled_may_be_reused_beyond_what_ids_tell(
+    tmp_path: Path, model: str
+) -> None:
+    file = write(tmp_path, line(612, [1, 2], output_length=640), line(612, [1, 2]))  # 16 + 4 tokens
+    found = {}
+    for prefix_index in ("radix", "hash"):
+        report = bench(file, model, max_in_flight=1, prefix_index=prefix_index)
+        assert report.equal
+        assert report.tokens_reusable == 16
+        found[prefix_index] = report.tokens_reused
+    assert found == {"radix": 19, "hash": 16}
 
 
 def test_reuse_lost_to_eviction_is_explained(tmp_path: Path, model: str) -> None:
@@ -284,7 +311,7 @@ def test_the_command_prints_a_table_and_with_json_nothing_else_on_stdout(
 
 @pytest.mark.skipif(not MOONCAKE.is_file(), reason="the recorded traces are not beside the repository")
 def test_the_beginning_of_a_recorded_hour_reuses_what_it_allows(model: str) -> None:
-    report = bench(MOONCAKE, model, max_requests=30, max_output_tokens=4)
+    report = bench(MOONCAKE, model, max_requests=30, max_output_tokens=4, prefix_index="hash")
     assert report.prompt_tokens == 13_300
     assert report.tokens_reused == report.tokens_reusable == 464
     assert report.equal

@@ -35,7 +35,6 @@ def test_workloads_compares_hit_and_miss_and_ends_with_one_json_line() -> None:
     for workload in report["workloads"]:
         assert workload["identical"] is True
         assert workload["cached_as_expected"] is True
-        assert workload["cached_tokens"] == workload["shared_tokens"] // 16 * 16
         assert {"ttft_ratio", "e2e_ratio", "ttft_miss_ms", "ttft_hit_ms", "e2e_miss_ms", "e2e_hit_ms"} <= set(workload)
         assert workload["limit"]["e2e_ratio"] >= 1.0
         assert workload["limit_e2e_ratio_on_claimed_machine"] >= 1.0

@@ -425,3 +425,10 @@ def test_the_models_end_token_ends_an_answer_unless_ignored(model: LoadedModel) 
     [ignored] = complete(build_engine(model), [prompt], greedy(4, logit_bias={2: 1_000.0}))
     assert answer(ignored) == [2, 2, 2, 2]
     assert ignored.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("temperature", [1e-9, 1e-300, 5e-324])
+def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 5.0, -2.0, 4.0]])
+    (drawn,) = sample(logits, [request(SamplingParams(temperature=temperature))])
+    assert drawn.token_id == 1

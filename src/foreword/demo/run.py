@@ -1,4 +1,7 @@
-"""`foreword demo`: run the workloads, show what the cache did, and check that it changed no answer."""
+"""`foreword demo`: run the workloads, show what the cache did, and check that it changed no answer.
+
+Knows tables and exit codes; knows nothing of what the workloads ask or how they are timed.
+"""
 
 from __future__ import annotations
 

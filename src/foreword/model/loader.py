@@ -98,11 +98,7 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
 
 def _load_config(options: ModelConfig) -> PretrainedConfig:
     name = options.model
-    if (
-        (os.sep in name or name.startswith((".", "~")))
-        and not os.path.isdir(os.path.expanduser(name))
-        and name.count("/") != 1
-    ):
+    if (os.sep in name or name.startswith((".", "~"))) and not os.path.isdir(name) and name.count("/") != 1:
         raise ModelLoadError(f"model folder {name!r} does not exist; give a folder with config.json or a hub id")
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise ModelLoadError(f"model folder {name!r} has no config.json; is it a Hugging Face checkpoint?")

@@ -88,7 +88,8 @@ def _draw(logits: Tensor, requests: Sequence[Request]) -> list[int]:
 
     params = [request.params for request in requests]
     vocab = logits.shape[-1]
-    scaled = logits.double() / column([p.temperature for p in params])
+    # The likeliest token stands at 0, so that no temperature, however small, makes an infinity of it.
+    scaled = (logits - logits.amax(-1, keepdim=True)).double() / column([p.temperature for p in params])
     probs, token_ids = scaled.softmax(-1).sort(stable=True, dim=-1, descending=True)
     before = probs.cumsum(-1) - probs
     top_k = column([float(p.top_k if 0 < p.top_k < vocab else vocab) for p in params])
