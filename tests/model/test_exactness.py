@@ -281,3 +281,22 @@ def test_the_self_check_serves_models_with_few_positions(tmp_path: Path) -> None
     for positions in (2, 16, 17):
         folder = save_model(tmp_path / f"{positions}", Recipe("llama", {"max_position_embeddings": positions}))
         assert find_inexactness(load_model(ModelConfig(str(folder)))) is None
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("inner", [896, 2048, 4864, 8192])
+def test_a_lone_row_is_padded_to_as_many_as_its_bits_need(num_threads: int, inner: int) -> None:
+    """oneDNN's bfloat16 product of one row, 2,048 or more long, rounds differently from that of several."""
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(896, inner, generator=generator).mul_(0.02).bfloat16()
+        rows = torch.randn(128, inner, generator=generator).bfloat16()
+        together = torch.nn.functional.linear(rows, weight)
+        num_rows = RowPadding.for_model([inner, 896], torch.bfloat16, num_threads)(1)
+        for start in range(64):
+            alone = torch.nn.functional.linear(rows[start : start + num_rows], weight)
+            assert torch.equal(alone, together[start : start + num_rows])
+    finally:
+        torch.set_num_threads(threads_before)

@@ -26,9 +26,9 @@ class RowPadding:
     """How many rows a forward pass must have so that each row's bits do not depend on the others.
 
     Two things in the CPU's libraries look at the number of rows. A float32 matrix product of fewer than
-    16 rows takes another path. And elementwise functions (silu, gelu, sigmoid) compute the last few
-    elements of each thread's share one by one, with another exponential than in vectors: the share must
-    be whole vectors. See docs/decisions/0002-exactness.md.
+    16 rows takes another path, and so does a bfloat16 product of a single row that is long. And elementwise
+    functions (silu, gelu, sigmoid) compute the last few elements of each thread's share one by one, with
+    another exponential than in vectors: the share must be whole vectors. See docs/decisions/0002-exactness.md.
     """
 
     multiple: int
@@ -39,7 +39,7 @@ class RowPadding:
         """`widths`: last sizes of all activations (their greatest common divisor is what counts)."""
         vector = 64 * num_threads  # two AVX-512 vectors of bfloat16, for every thread
         multiple = math.lcm(num_threads, vector // math.gcd(vector, *widths))
-        return cls(multiple, 16 if dtype == torch.float32 else 1)
+        return cls(multiple, 16 if dtype == torch.float32 else 2)
 
     def __call__(self, num_rows: int) -> int:
         rows = max(num_rows, self.minimum)
