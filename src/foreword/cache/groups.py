@@ -17,6 +17,7 @@ stays cached until it is overwritten.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -52,7 +53,7 @@ def without_null(entries: BlockIds) -> BlockIds:
     return block_ids
 
 
-class SingleTypeKVCacheManager:
+class SingleTypeKVCacheManager(ABC):
     """One group's tables, and the rules of its attention type. Rows are the coordinator's.
 
     This class alone manages attention over a suffix that `first_needed_block` begins.
@@ -74,7 +75,7 @@ class SingleTypeKVCacheManager:
         """Row -> number of leading blocks that have been offered to the index, or came from it."""
         self._num_released: IntArray = np.zeros(0, np.int64)
 
-    def reserve(self, pool: BlockPool) -> None:
+    def reserve(self, pool: BlockPool) -> None:  # noqa: B027 - only sinks need any
         """Take the blocks that belong to no request and are never evicted; called once."""
 
     def held_for_ever(self) -> BlockIds:
@@ -83,9 +84,9 @@ class SingleTypeKVCacheManager:
 
     # ------------------------------------------------------------------ lookup
 
+    @abstractmethod
     def first_needed_block(self, position: Position) -> Position:
         """Number of the first block needed to compute `position`; may be negative for block 0."""
-        raise NotImplementedError
 
     def find_longest_cache_hit(
         self, keys: Sequence[BlockHash], block_of: BlockFinder, max_num_tokens: int, alignment: int
