@@ -1,4 +1,4 @@
-"""The command line: foreword generate | demo | bench.
+"""The command line: foreword generate | serve | demo | bench.
 
 Knows arguments, the terminal and exit codes; everything else is called. Logging is configured here and
 nowhere else. Exit codes: 0 done, 1 a check of `demo` or `bench` failed, 2 a user's mistake, 130 interrupted.
@@ -7,6 +7,7 @@ nowhere else. Exit codes: 0 done, 1 a check of `demo` or `bench` failed, 2 a use
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreword import __version__
 from foreword.config import Environment
-from foreword.errors import ForewordError, InvalidRequestError
+from foreword.errors import ConfigError, ForewordError, InvalidRequestError
 
 if TYPE_CHECKING:
     from foreword.llm import LLM
@@ -52,6 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="continue prompts, or answer a chat message")
     _add_generate_arguments(generate)
     generate.set_defaults(run=_generate)
+
+    serve = commands.add_parser("serve", help="answer over HTTP, in OpenAI's dialect")
+    _add_serve_arguments(serve)
+    serve.set_defaults(run=_serve)
 
     demo = commands.add_parser("demo", help="three workloads with and without the prefix cache, in a table")
     demo.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
@@ -89,6 +94,10 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--stop", action="append", default=[], help="string that ends the answer")
     sampling.add_argument("--ignore-eos", action="store_true")
 
+    _add_engine_arguments(parser)
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--dtype", choices=("auto", "float32", "bfloat16"))
     engine.add_argument("--device")
@@ -101,6 +110,55 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     engine.add_argument("--trust-remote-code", action="store_true", default=None)
     engine.set_defaults(engine_options=[action.dest for action in engine._group_actions])
+
+
+def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="folder or hub id; the embedded model if left out")
+    _add_engine_arguments(parser)
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", help="address to listen on (default: 127.0.0.1, this machine alone)")
+    server.add_argument("--port", type=int, help="default: 8000; 0: any free port")
+    server.add_argument("--served-model-name", metavar="NAME", help="name that clients give")
+    server.add_argument("--api-key", metavar="KEY", help="one key for everybody (or FOREWORD_API_KEY)")
+    server.add_argument("--keys-file", type=Path, metavar="FILE", help="TOML file of tenants and their keys")
+    server.add_argument(
+        "--share-prefix",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="text with which prompts of all tenants may begin and share it; may be given several times",
+    )
+    server.add_argument("--max-queued", type=int, help="choices that may wait; more are refused with 429")
+    server.add_argument("--max-body-bytes", type=int)
+    server.add_argument("--max-prompt-tokens", type=int)
+    server.add_argument("--request-timeout-s", type=float, metavar="SECONDS", help="most seconds of one request")
+    server.add_argument("--shutdown-timeout-s", type=float, metavar="SECONDS", help="most seconds to finish in")
+    server.set_defaults(server_options=[action.dest for action in server._group_actions])
+
+
+def _serve(args: argparse.Namespace) -> int:
+    try:
+        from foreword.server.options import ServerConfig
+        from foreword.server.run import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"serving needs the package {error.name}; run `pip install foreword[serve]`") from error
+    from foreword.demo.run import EMBEDDED_KV_BYTES, embedded_model
+    from foreword.llm import LLM
+
+    environment = Environment.read()
+    options = {name: getattr(args, name) for name in args.server_options if getattr(args, name) is not None}
+    options.setdefault("api_key", environment.api_key)
+    options["share_prefix"] = tuple(options.get("share_prefix", ()))
+    engine_options = {name: getattr(args, name) for name in args.engine_options if getattr(args, name) is not None}
+    with contextlib.ExitStack() as stack:
+        model = args.model
+        if model is None:
+            model = str(stack.enter_context(embedded_model()))
+            options.setdefault("served_model_name", "foreword-demo")
+            engine_options.setdefault("kv_cache_memory_bytes", EMBEDDED_KV_BYTES)
+        config = ServerConfig(**options, server_secret=environment.server_secret)
+        serve(stack.enter_context(LLM(model, **engine_options)), config)
+    return 0
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -147,6 +147,10 @@ class Environment:
     """FOREWORD_LOG_LEVEL."""
     num_threads: int | None = None
     """FOREWORD_NUM_THREADS: threads for numerical code; None leaves torch's choice."""
+    api_key: str | None = None
+    """FOREWORD_API_KEY: the key that a server asks for."""
+    server_secret: str | None = None
+    """FOREWORD_SERVER_SECRET: decides the cache namespaces of a server's tenants."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
@@ -155,7 +159,12 @@ class Environment:
             raise ConfigError(f"FOREWORD_NUM_THREADS={threads!r} is not a positive number")
         level = environ.get("FOREWORD_LOG_LEVEL", "WARNING").upper()
         _one_of("FOREWORD_LOG_LEVEL", level, ("DEBUG", "INFO", "WARNING", "ERROR"))
-        return cls(level, int(threads) if threads else None)
+        return cls(
+            level,
+            int(threads) if threads else None,
+            environ.get("FOREWORD_API_KEY") or None,
+            environ.get("FOREWORD_SERVER_SECRET") or None,
+        )
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:

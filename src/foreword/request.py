@@ -8,10 +8,13 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Literal
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from foreword.cache import LookupExplanation, TokenSequence
 from foreword.errors import InvalidRequestError
@@ -26,6 +29,16 @@ _REAL_NUMBERS = (
 )
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+class TokenConstraint(Protocol):
+    """Which tokens may come next in one answer, such as those that a grammar allows."""
+
+    def allowed(self, output_token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Mask over the vocabulary, given all tokens of the answer so far. Must not raise, and must allow a token.
+
+        Called once for each token, in order.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +79,8 @@ class SamplingParams:
     """Report the sampled token's log probability and those of this many likeliest tokens."""
     prompt_logprobs: int | None = None
     """The same for prompt tokens. Such a request does not read the prefix cache."""
+    open_constraint: Callable[[], TokenConstraint] | None = None
+    """Makes the constraint of one continuation; None: any token may come."""
     skip_reading_prefix_cache: bool = False
     """Compute the whole prompt even if it is cached."""
 
@@ -186,6 +201,7 @@ class Request:
         """Most tokens to generate, all limits considered."""
         self.stop_token_ids = stop_token_ids
         """Tokens that end this request: its own and, unless ignored, the model's end tokens."""
+        self.constraint = None if params.open_constraint is None else params.open_constraint()
         self.seed = seed
         self.priority = priority
         self.status = RequestStatus.WAITING

@@ -91,6 +91,11 @@ class Tokenizer:
             )
         return cls(hf_tokenizer)
 
+    def definition(self) -> str | None:
+        """The contents of a `tokenizer.json` that defines it; None for a slow tokenizer, which has no such form."""
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        return None if backend is None else str(backend.to_str())
+
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Token ids of `text`, with the special tokens that the tokenizer adds by default."""
         if not isinstance(text, str):

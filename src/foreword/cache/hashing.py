@@ -129,6 +129,8 @@ class ExtraKeys:
     """LoRA adapter name; enters every block."""
     salt: str | None = None
     """Tenant's salt; enters the first block and thereby the whole chain."""
+    salt_offset: int = 0
+    """Position of the first token that the salt keeps apart; those before it are shared by everybody."""
     media: tuple[MediaItem, ...] = ()
     """Enters every block that holds one of the item's placeholders."""
     embeddings_hash: str | None = None
@@ -144,7 +146,7 @@ class ExtraKeys:
         for item in self.media:
             if item.offset < end and start < item.offset + item.num_tokens:
                 keys.append(f"media={item.offset - start}:{item.content_hash}")
-        if start == 0 and self.salt is not None:
+        if self.salt is not None and start <= self.salt_offset < end:
             keys.append(f"salt={self.salt}")
         return tuple(keys)
 
@@ -152,7 +154,7 @@ class ExtraKeys:
         """`of_block` of consecutive blocks; computed only for those that differ from their neighbours."""
         everywhere = ExtraKeys(adapter=self.adapter, embeddings_hash=self.embeddings_hash)
         keys = [everywhere.of_block(1, 2)] * num_blocks
-        special = {0} if first_position == 0 and num_blocks else set()
+        special = {(self.salt_offset - first_position) // block_size} & set(range(num_blocks))
         for item in self.media:
             start, end = item.offset - first_position, item.offset + item.num_tokens - first_position
             special.update(range(max(0, start // block_size), min(num_blocks, -(-end // block_size))))

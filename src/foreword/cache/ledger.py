@@ -93,6 +93,8 @@ class GroupLedger:
         self._variants: dict[BlockHash, Counter[ExtraKeys]] = {}
         """By what a key would be without extra keys: the extra keys under which it is findable."""
         self._variant_of: dict[BlockHash, tuple[BlockHash, ExtraKeys]] = {}
+        self._num_salted: Counter[str | None] = Counter()
+        """Findable keys by the salt they are under."""
 
     def stored(self, sequence: TokenSequence, numbers: range, block_ids: BlockIds) -> None:
         """The group's blocks with these numbers of the sequence were indexed as `block_ids`."""
@@ -112,9 +114,13 @@ class GroupLedger:
             self.drop_oldest_ghosts()
         if sequence.extra_keys != NO_EXTRA_KEYS:
             plain = self._of_numbers(sequence.plain_block_hashes(), numbers)
+            salted = sequence.extra_keys.salt
             for at in new:
+                if keys[at] == plain[at]:  # the salt begins further on
+                    continue
                 self._variants.setdefault(plain[at], Counter())[sequence.extra_keys] += 1
                 self._variant_of[keys[at]] = (plain[at], sequence.extra_keys)
+                self._num_salted[salted] += 1
         if self._events is not None:
             self._report_stored(self._events, sequence, [numbers[at] for at in new])
 
@@ -149,7 +155,7 @@ class GroupLedger:
     def cleared(self) -> None:
         """Everything was forgotten on request; that leaves no ghosts."""
         self._keys.fill(None)
-        for table in (self._num_copies, self._ghosts, self._variants, self._variant_of):
+        for table in (self._num_copies, self._ghosts, self._variants, self._variant_of, self._num_salted):
             table.clear()
 
     def reason(self, sequence: TokenSequence, number: int) -> tuple[MissReason, Eviction | None] | None:
@@ -187,6 +193,15 @@ class GroupLedger:
         ghosts = map(self._ghosts.get, self._of_numbers(sequence.block_hashes(), numbers))
         return sum(1 for _ in takewhile(lambda ghost: ghost and ghost.cause is EvictionCause.REUSED, ghosts))
 
+    def num_under_salt(self, prefix: str) -> int:
+        """Findable keys under salts that begin so."""
+        return sum(count for salt, count in self._num_salted.items() if salt is not None and salt.startswith(prefix))
+
+    def under_salt(self, prefix: str, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
+        """Which of these blocks are findable, and only under a salt that begins so."""
+        variants = map(self._variant_of.get, self._keys[block_ids].tolist())
+        return np.array([v is not None and (v[1].salt or "").startswith(prefix) for v in variants], np.bool_)
+
     def findable_block_ids(self) -> BlockIds:
         """The group's blocks in this account, in ascending order."""
         return np.array([block_id for block_id, key in enumerate(self._keys.tolist()) if key is not None], np.int32)
@@ -202,6 +217,8 @@ class GroupLedger:
         for plain, extra_keys in self._variant_of.values():
             counted.setdefault(plain, Counter())[extra_keys] += 1
         assert counted == self._variants, "the ledger miscounts variants"
+        salted = Counter(extra_keys.salt for _, extra_keys in self._variant_of.values())
+        assert salted == self._num_salted, "the ledger miscounts a salt's keys"
 
     def _of_numbers(self, hashes: Sequence[BlockHash], numbers: range) -> Sequence[BlockHash]:
         """Keys of the group's blocks with these numbers."""
@@ -210,6 +227,9 @@ class GroupLedger:
 
     def _forget_variant(self, key: BlockHash) -> None:
         plain, extra_keys = self._variant_of.pop(key)
+        self._num_salted[extra_keys.salt] -= 1
+        if not self._num_salted[extra_keys.salt]:
+            del self._num_salted[extra_keys.salt]
         variants = self._variants[plain]
         variants[extra_keys] -= 1
         if not variants[extra_keys]:
@@ -269,6 +289,15 @@ class CacheLedger:
         eviction = Eviction(cause, self.clock(), self._num_steps, pool_usage)
         for group in self.groups:
             group.removed(block_ids, eviction)
+
+    def num_under_salt(self, prefix: str) -> int:
+        """Findable keys under salts that begin so: their blocks, duplicates not counted."""
+        return sum(group.num_under_salt(prefix) for group in self.groups)
+
+    def blocks_under_salt(self, prefix: str, block_ids: BlockIds) -> BlockIds:
+        """Those of these blocks, in their order, that are findable only under a salt that begins so."""
+        found = [group.under_salt(prefix, block_ids) for group in self.groups]
+        return block_ids[np.logical_or.reduce(found)]
 
     def cleared(self) -> None:
         """Everything was forgotten on request; that leaves no ghosts."""

@@ -17,6 +17,7 @@ A search for ABCDEFGZ matches 7 tokens: block 0 whole, and 3 tokens of block 1, 
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -60,7 +61,8 @@ class RadixIndex:
     """Prefixes as a radix tree of tokens.
 
     Sequences that differ in adapter, salt or embeddings have trees of their own; placeholders of media
-    enter as numbers that stand for the item's content, so equal placeholders of different images differ.
+    enter as numbers that stand for the item's content, so equal placeholders of different images differ. So
+    does the token from which on a salt keeps prefixes apart, where that is not the first one.
 
     Forgetting a block also forgets what follows it: a suffix without its prefix cannot be found.
     Duplicates of an indexed block wait behind it, as in `HashIndex`.
@@ -84,6 +86,8 @@ class RadixIndex:
         self._original_of: dict[int, int] = {}
         self._media_ids: dict[tuple[str, int], int] = {}
         self._next_media_id = -1
+        self._salted: dict[int, int] = {}
+        """Numbers that stand for a token under a salt -> the token."""
         self._num_indexed = 0
 
     def __len__(self) -> int:
@@ -131,7 +135,8 @@ class RadixIndex:
             theirs += node.tokens[start - node.start :][: num_tokens - len(theirs)].tolist()
             start = node.end
             node = next(iter(node.children.values()), None)
-        return Divergence(position, ours, tuple(theirs))
+        theirs = list(takewhile(lambda token: token not in self._salted, theirs))  # the rest is under another's salt
+        return Divergence(position, tuple(self._salted.get(token, token) for token in ours), tuple(theirs))
 
     def original_of(self, block_id: int) -> int | None:
         return self._original_of.get(block_id)
@@ -343,18 +348,30 @@ class RadixIndex:
 
     def _tokens(self, sequence: TokenSequence) -> TokenArray:
         """The sequence's tokens, its media's placeholders replaced by numbers below 0 for their content."""
-        media = sequence.extra_keys.media
-        if not media:
+        keys = sequence.extra_keys
+        is_salted = keys.salt is not None and 0 < keys.salt_offset < len(sequence)
+        if not keys.media and not is_salted:
             return sequence.token_ids
         tokens = sequence.token_ids.copy()
-        for item in media:
+        for item in keys.media:
             end = min(item.offset + item.num_tokens, len(tokens))
-            first = self._media_ids.get((item.content_hash, item.num_tokens))
-            if first is None:
-                first = self._media_ids[item.content_hash, item.num_tokens] = self._next_media_id
-                self._next_media_id -= item.num_tokens
-            tokens[item.offset : end] = first - np.arange(end - item.offset)
+            tokens[item.offset : end] = self._first_number(item.content_hash, item.num_tokens) - np.arange(
+                end - item.offset
+            )
+        if is_salted:
+            token = int(tokens[keys.salt_offset])
+            number = self._first_number(f"salt={keys.salt};token={token}", 1)
+            self._salted[number] = token
+            tokens[keys.salt_offset] = number
         return tokens
+
+    def _first_number(self, content: str, count: int) -> int:
+        """The first of `count` numbers below 0, in descending order, that stand for a content."""
+        first = self._media_ids.get((content, count))
+        if first is None:
+            first = self._media_ids[content, count] = self._next_media_id
+            self._next_media_id -= count
+        return first
 
     # --------------------------------------------------------------- integrity
 
@@ -398,7 +415,7 @@ def make_index(name: Literal["radix", "hash"], num_blocks: int, block_size: int)
 
 
 def _namespace(keys: ExtraKeys) -> Namespace:
-    return (keys.adapter, keys.salt, keys.embeddings_hash)
+    return (keys.adapter, None if keys.salt_offset else keys.salt, keys.embeddings_hash)
 
 
 def _common_length(ours: TokenArray, theirs: TokenArray) -> int:

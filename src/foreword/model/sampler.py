@@ -58,7 +58,7 @@ def _requested_logprobs(logits: Tensor, requests: Sequence[Request]) -> dict[int
 
 
 def _adjust(logits: Tensor, request: Request) -> None:
-    """Penalties, bias and forbidden end tokens of one request, in place on its row [vocab]."""
+    """Penalties, bias, constraint and forbidden end tokens of one request, in place on its row [vocab]."""
     params = request.params
     tokens = request.sequence.token_ids
     if params.repetition_penalty != 1.0:
@@ -72,6 +72,9 @@ def _adjust(logits: Tensor, request: Request) -> None:
         logits[torch.from_numpy(ids.astype(np.int64))] -= penalty.to(logits.device)
     for token_id, bias in params.logit_bias.items():
         logits[token_id] += bias
+    if request.constraint is not None:
+        allowed = torch.from_numpy(request.constraint.allowed(request.output_token_ids)).to(logits.device)
+        logits.masked_fill_(~allowed, -torch.inf)
     if request.num_output_tokens < params.min_tokens:
         logits[list(request.stop_token_ids)] = -torch.inf
 

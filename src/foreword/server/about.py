@@ -1,0 +1,95 @@
+"""What the server is and whether it works; texts to tokens and back.
+
+Knows endpoints that generate nothing: /health, /version, /v1/models, /tokenize, /detokenize.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from foreword import __version__
+from foreword.server.api_errors import bad_request, unknown_model
+from foreword.server.dialect import DetokenizeRequest, TokenizeRequest
+from foreword.server.http import authorized, json_response, service_of
+from foreword.server.openai import plain_messages
+from foreword.server.service import Service
+from foreword.server.tenants import Tenant
+
+router = APIRouter()
+
+
+@router.get("/health", tags=["server"])
+async def health(request: Request) -> Response:
+    """200 while the engine works, 503 when it does not."""
+    thread = service_of(request).thread
+    if thread.failure is not None:
+        return json_response({"status": "failed", "reason": thread.failure}, 503)
+    return json_response({"status": "ok"})
+
+
+@router.get("/version", tags=["server"])
+async def version() -> Response:
+    """The server's version."""
+    return json_response({"version": __version__})
+
+
+@router.get("/v1/models", tags=["openai"])
+async def models(request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Response:
+    """The models that are served: one."""
+    return json_response({"object": "list", "data": [_model(service_of(request))]})
+
+
+@router.get("/v1/models/{model:path}", tags=["openai"])
+async def model(model: str, request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Response:
+    """One model."""
+    service = service_of(request)
+    if model != service.model_name:
+        raise unknown_model(model)
+    return json_response(_model(service))
+
+
+@router.post("/tokenize", tags=["tokens"])
+async def tokenize(body: TokenizeRequest, request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Response:
+    """Token ids of a text or a conversation."""
+    service = service_of(request)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give either prompt or messages")
+    if body.messages is not None:
+        messages = plain_messages(body.messages)
+        token_ids = await service.render_chat(messages, add_generation_prompt=body.add_generation_prompt)
+    else:
+        token_ids = await service.encode(body.prompt or "")
+    tokens = token_ids.tolist()
+    answer = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
+    if body.return_token_strs:
+        answer["token_strs"] = [service.tokenizer.token_text(token_id) for token_id in tokens]
+    return json_response(answer)
+
+
+@router.post("/detokenize", tags=["tokens"])
+async def detokenize(
+    body: DetokenizeRequest, request: Request, tenant: Annotated[Tenant, Depends(authorized)]
+) -> Response:
+    """Text of token ids."""
+    service = service_of(request)
+    service.check_model(body.model)
+    wrong = next((token_id for token_id in body.tokens if token_id >= service.tokenizer.vocab_size), None)
+    if wrong is not None:
+        raise bad_request(
+            f"token {wrong} is out of range; ids are 0 to {service.tokenizer.vocab_size - 1}", param="tokens"
+        )
+    return json_response({"prompt": service.tokenizer.decode(body.tokens)})
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "foreword",
+        "max_model_len": service.max_model_len,
+    }

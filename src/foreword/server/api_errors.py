@@ -1,0 +1,102 @@
+"""What a client is told when something is wrong: OpenAI's status codes, types and error bodies.
+
+Knows HTTP status codes and our error tree; knows nothing of FastAPI.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foreword.errors import CacheBusyError, EngineError, ForewordError, InvalidRequestError, PromptTooLongError
+
+
+class APIError(ForewordError):
+    """An answer that is an error. `str(error)` is the message."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        """`{"error": {"message", "type", "param", "code"}}`."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> APIError:
+    """400: the request cannot be served as asked."""
+    return APIError(400, message, param=param, code=code)
+
+
+def wrong_key() -> APIError:
+    """401. The key itself is not repeated."""
+    return APIError(
+        401,
+        "Incorrect API key provided, or none. Send 'Authorization: Bearer KEY' with a key of this server.",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def unknown_model(name: str) -> APIError:
+    """404: the server serves another model."""
+    return APIError(
+        404, f"The model {name!r} does not exist here; GET /v1/models lists what does.", code="model_not_found"
+    )
+
+
+def too_busy(retry_after_s: int) -> APIError:
+    """429: the queue is full."""
+    return APIError(
+        429,
+        f"The server's queue is full; try again in {retry_after_s} s.",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": str(retry_after_s)},
+    )
+
+
+def timed_out(limit_s: float) -> APIError:
+    """408: the time limit of a request passed."""
+    return APIError(408, f"The request took longer than {limit_s:g} s and was ended.", kind="timeout", code="timeout")
+
+
+def engine_failed(reason: str) -> APIError:
+    """503: the engine does not work any more."""
+    return APIError(
+        503, f"The engine has failed and takes no requests: {reason}", kind="server_error", code="engine_failed"
+    )
+
+
+def step_failed(reason: str) -> APIError:
+    """500: the step that this request was part of failed."""
+    return APIError(500, f"The request could not be computed: {reason}", kind="server_error", code="step_failed")
+
+
+def from_error(error: Exception) -> APIError:
+    """The answer to any exception; those that are not ours tell nothing of the inside."""
+    match error:
+        case APIError():
+            return error
+        case PromptTooLongError():
+            return bad_request(str(error), code="context_length_exceeded")
+        case InvalidRequestError():
+            return bad_request(str(error))
+        case CacheBusyError():
+            return APIError(409, str(error), code="cache_busy")
+        case EngineError():
+            return step_failed(str(error))
+        case _:
+            return APIError(500, "The server had an error while processing the request.", kind="server_error")

@@ -1,0 +1,136 @@
+"""The FastAPI app: endpoints put together, limits on what comes in, errors as OpenAI writes them.
+
+Knows every part of the server. A request's way: app -> openai.py or responses.py (what is asked for) ->
+service.py (may it, and under which namespace) -> engine_thread.py (run) -> openai_format.py (written down) ->
+http.py (sent).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foreword import __version__
+from foreword.errors import ForewordError
+from foreword.llm import LLM
+from foreword.server import about, openai, responses
+from foreword.server.api_errors import APIError, bad_request
+from foreword.server.http import error_response
+from foreword.server.options import ServerConfig
+from foreword.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+
+def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
+    """The app around one engine, which is its own from now on. Raises ConfigError for options that cannot be kept."""
+    service = Service(llm, config, model_name)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.thread.start()
+        try:
+            yield
+        finally:
+            await service.thread.stop()
+
+    app = FastAPI(title="foreword", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.service = service
+    app.state.kept_responses = responses.KeptResponses()
+    app.include_router(openai.router)
+    app.include_router(responses.router)
+    app.include_router(about.router)
+    _add_error_handlers(app)
+    app.add_middleware(_BodyLimits, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+    return app
+
+
+# --------------------------------------------------------------------- errors
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def ours(request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(_explain_invalid(error))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return error_response(_explain_http(request, error))
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return error_response(error)  # starlette logs it
+
+    app.add_exception_handler(ForewordError, ours)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def _explain_invalid(error: RequestValidationError) -> APIError:
+    """The first thing that is wrong with a body, in a sentence."""
+    first = error.errors()[0]
+    where = [part for part in first["loc"] if part != "body"]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".") or None
+    if first["type"] == "json_invalid":
+        return bad_request("The body is not valid JSON: " + str(first.get("ctx", {}).get("error", "")))
+    if first["type"] == "extra_forbidden":
+        return bad_request(f"Unrecognized request argument supplied: {param}", param=param)
+    if first["type"] == "missing":
+        return bad_request(f"Missing required parameter: {param or 'the body'}", param=param)
+    return bad_request(f"Invalid value for {param or 'the body'}: {first['msg']}", param=param)
+
+
+def _explain_http(request: Request, error: HTTPException) -> APIError:
+    headers = dict(error.headers) if error.headers else None
+    if error.status_code == 404:
+        return APIError(404, f"Unknown request URL: {request.method} {request.url.path}", code="unknown_url")
+    if error.status_code == 405:
+        message = f"Not allowed to {request.method} on {request.url.path}"
+        return APIError(405, message, code="method_not_supported", headers=headers)
+    return APIError(error.status_code, str(error.detail), headers=headers)
+
+
+class _BodyLimits:
+    """Bodies that are too long are refused with 413, those that do not arrive in time with 408."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        num_bytes = 0
+        complete = False
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+
+        async def limited() -> Message:
+            nonlocal num_bytes, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, "The body did not arrive in time.", {"Connection": "close"}) from None
+            num_bytes += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if num_bytes > self._max_bytes:
+                detail = f"The body is longer than the {self._max_bytes} bytes that this server takes."
+                raise HTTPException(413, detail, {"Connection": "close"})
+            return message
+
+        await self._app(scope, limited, send)

@@ -1,0 +1,415 @@
+"""The engine's own thread, and the way between it and asyncio.
+
+Knows requests, outputs and threads; knows nothing of HTTP or JSON. Two queues are all that the sides share:
+
+    event loop                                   engine's thread
+    submit(), abort(), call() ── commands ──>    carried out between two steps
+    AnswerStream              <── deltas ────    one hand-over per step, for all requests together
+
+A hand-over never waits: a stream's deltas pile up until its reader takes them (all at once), so a slow reader
+costs memory for the rest of its own answer, and nobody else's time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from foreword.engine import Engine, Prompt
+from foreword.errors import EngineError
+from foreword.request import RequestOutput, SamplingParams, TokenLogprobs
+from foreword.server.api_errors import APIError, engine_failed, from_error, step_failed
+from foreword.server.records import Records, RequestRecord
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3
+"""So many failed steps one after the other mean that the engine, not a request, is broken."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new in one choice since its last delta."""
+
+    choice: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] | None
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The engine has queued all prompts of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """All choices of an answer are complete."""
+
+
+Event = Accepted | Delta | Finished | APIError
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt to continue, and where it is accounted for."""
+
+    record: RequestRecord
+    prompt: Prompt
+    params: SamplingParams
+
+
+@dataclass(slots=True)
+class _Running:
+    """A job in the engine, and how much of its output was handed over."""
+
+    job: Job
+    stream: AnswerStream
+    output: RequestOutput
+    first_choice: int
+    shown: list[tuple[int, int, bool]] = field(default_factory=list)
+    """For each choice: characters, tokens, whether its end was told."""
+
+
+class AnswerStream:
+    """The asyncio end of one call: deltas of its choices in the order in which they were made.
+
+    Belongs to the event loop; the engine's thread only hands events over. `close()` is to be called when nobody
+    will read on: what still runs is then aborted.
+    """
+
+    def __init__(self, thread: EngineThread, jobs: Sequence[Job], *, whole: bool) -> None:
+        self.jobs = jobs
+        self.whole = whole
+        """Hand over only when everything is finished: for answers that are not streamed."""
+        self.outputs: list[RequestOutput] = []
+        """One per job, once accepted. They grow on the engine's thread; read them when finished."""
+        self.num_unfinished = len(jobs)
+        """Counted on the engine's thread."""
+        self._thread = thread
+        self._events: deque[Event] = deque()
+        self._arrived = asyncio.Event()
+        self._done = False
+
+    def _put(self, events: Sequence[Event]) -> None:
+        if not self._done:
+            self._events.extend(events)
+            self._arrived.set()
+            self._done = isinstance(events[-1], Finished | APIError)
+            if self._done:
+                self._thread.forget(self)
+
+    async def accepted(self) -> None:
+        """Wait until the engine has queued all prompts. Raises APIError if it refused one."""
+        while not self._events:
+            await self._wait()
+        event = self._events.popleft()
+        if isinstance(event, APIError):
+            raise event
+        assert isinstance(event, Accepted)
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """Deltas, as many at a time as have come. Raises APIError where the answer fails."""
+        while True:
+            taken: list[Delta] = []
+            while self._events:
+                event = self._events.popleft()
+                if isinstance(event, Delta):
+                    taken.append(event)
+                    continue
+                if taken:
+                    yield taken
+                if isinstance(event, APIError):
+                    raise event
+                return
+            if taken:
+                yield taken
+            else:
+                await self._wait()
+
+    async def _wait(self) -> None:
+        self._arrived.clear()
+        await self._arrived.wait()
+
+    def close(self, outcome: str = "disconnected") -> None:
+        """Abort what is unfinished; its blocks are free at the engine's next step."""
+        if not self._done:
+            self._done = True
+            self._thread.abort(self, outcome)
+
+
+class EngineThread:
+    """Steps an engine in a thread of its own. All other methods are for the event loop's thread."""
+
+    def __init__(
+        self, engine: Engine, records: Records, *, after_step: Callable[[Sequence[RequestRecord]], None] | None = None
+    ) -> None:
+        """`after_step` is called on the engine's thread after steps in which requests ended, with their records."""
+        self.failure: str | None = None
+        """Why the engine takes no requests any more; None while it works."""
+        self.num_steps = 0
+        self.num_choices = 0
+        """Choices of answers that are accepted and not finished."""
+        self._engine = engine
+        self._records = records
+        self._after_step = after_step
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._running: dict[str, _Running] = {}
+        self._open: set[AnswerStream] = set()
+        self._failed_steps = 0
+        self._stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._outbox: dict[AnswerStream, list[Event]] = {}
+        self._ended: list[RequestRecord] = []
+        self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
+
+    # ------------------------------------------------------- event loop's side
+
+    def start(self) -> None:
+        """Begin to step; answers go to the event loop that is running now."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Abort what still runs and end the thread. May be called twice."""
+        if self._thread.is_alive():
+            self._commands.put(self._stop)
+            await asyncio.to_thread(self._thread.join)
+
+    def submit(self, jobs: Sequence[Job], *, whole: bool) -> AnswerStream:
+        """Have prompts continued. The stream's first event says whether the engine took them: all or none."""
+        stream = AnswerStream(self, jobs, whole=whole)
+        if self.failure is not None:
+            raise engine_failed(self.failure)
+        for job in jobs:
+            self._records.open(job.record)
+        self._open.add(stream)
+        self.num_choices += sum(job.params.n for job in jobs)
+        self._commands.put(lambda: self._add(stream))
+        return stream
+
+    def abort(self, stream: AnswerStream, outcome: str) -> None:
+        """End an answer that nobody waits for."""
+        self.forget(stream)
+        self._commands.put(lambda: self._end(stream, outcome))
+
+    def forget(self, stream: AnswerStream) -> None:
+        """An answer is complete, or given up."""
+        if stream in self._open:
+            self._open.remove(stream)
+            self.num_choices -= sum(job.params.n for job in stream.jobs)
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Run something on the engine's thread, between two steps. Raises what it raises."""
+        if self.failure is not None:
+            raise engine_failed(self.failure)
+        future: Future[T] = Future()
+
+        def carry_out() -> None:
+            try:
+                future.set_result(function(self._engine))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._commands.put(carry_out)
+        return await asyncio.wrap_future(future)
+
+    # --------------------------------------------------------- engine's side
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._take_commands(block=not self._engine.has_unfinished_requests())
+                if self._engine.has_unfinished_requests():
+                    self._step()
+                self._hand_over()
+        except BaseException as error:
+            logger.exception("the engine's thread has ended")
+            self._fail(f"{type(error).__name__}: {error}")
+        self._answer_the_rest()
+
+    def _take_commands(self, *, block: bool) -> None:
+        if block:
+            self._commands.get()()
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _add(self, stream: AnswerStream) -> None:
+        if self.failure is not None:
+            self._refuse(stream, engine_failed(self.failure), "failed")
+            return
+        first_choice = 0
+        for job in stream.jobs:
+            record = job.record
+            try:
+                output = self._engine.add_request(record.request_id, job.prompt, job.params)
+            except Exception as error:
+                answer = from_error(error)
+                if answer.status >= 500:
+                    logger.exception("request %s could not be queued", record.request_id)
+                self._refuse(stream, answer, "refused")
+                return
+            stream.outputs.append(output)
+            shown = [(0, 0, False)] * job.params.n
+            self._running[record.request_id] = _Running(job, stream, output, first_choice, shown)
+            first_choice += job.params.n
+        self._tell(stream, Accepted())
+
+    def _refuse(self, stream: AnswerStream, answer: APIError, outcome: str) -> None:
+        self._end(stream, outcome)
+        self._tell(stream, answer)
+
+    def _end(self, stream: AnswerStream, outcome: str) -> None:
+        """Abort all that runs of an answer."""
+        for job in stream.jobs:
+            running = self._running.pop(job.record.request_id, None)
+            if running is not None:
+                self._engine.abort_request(job.record.request_id)
+                self._note(running, None)
+            self._close(job.record, outcome)
+
+    def _close(self, record: RequestRecord, outcome: str) -> None:
+        self._records.close(record, outcome)
+        self._ended.append(record)
+
+    def _step(self) -> None:
+        self.num_steps += 1
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            self._step_failed(error)
+            return
+        self._failed_steps = 0
+        now = time.monotonic()
+        for output in outputs:
+            running = self._running.get(output.request_id)
+            if running is not None:
+                self._note(running, now)
+                self._move(running)
+
+    def _note(self, running: _Running, now: float | None) -> None:
+        """Bring the record of a request up to date."""
+        record, output = running.job.record, running.output
+        if now is not None:
+            record.token_times.append(now)
+        if record.first_scheduled_time is None:
+            record.first_scheduled_time = output.metrics.first_scheduled_time
+            record.num_cached_tokens = output.num_cached_tokens
+            record.explanation = output.explanation
+        record.num_output_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+
+    def _move(self, running: _Running) -> None:
+        """Tell what is new in an output."""
+        output, stream = running.output, running.stream
+        if not stream.whole:
+            self._tell_deltas(running)
+        if not output.finished:
+            return
+        del self._running[output.request_id]
+        if stream.whole:
+            self._tell_deltas(running)
+        self._close(running.job.record, str(output.outputs[-1].finish_reason))
+        stream.num_unfinished -= 1
+        if not stream.num_unfinished:
+            self._tell(stream, Finished())
+
+    def _tell_deltas(self, running: _Running) -> None:
+        for at, completion in enumerate(running.output.outputs):
+            num_chars, num_tokens, ended = running.shown[at]
+            if ended or (len(completion.token_ids) == num_tokens and not completion.finished):
+                continue
+            logprobs = None if completion.logprobs is None else completion.logprobs[num_tokens:]
+            self._tell(
+                running.stream,
+                Delta(
+                    running.first_choice + at,
+                    completion.text[num_chars:],
+                    completion.token_ids[num_tokens:],
+                    logprobs,
+                    completion.finish_reason,
+                ),
+            )
+            running.shown[at] = (len(completion.text), len(completion.token_ids), completion.finished)
+
+    def _step_failed(self, error: Exception) -> None:
+        """Fail the requests of a failed step; keep the others, unless nobody can say which those are."""
+        self._failed_steps += 1
+        logger.error("a step failed (%d in succession)", self._failed_steps, exc_info=error)
+        if not isinstance(error, EngineError):
+            self._engine.abort_all()
+        reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        failed = {running.stream for running in list(self._running.values()) if running.output.finished}
+        for stream in failed:
+            self._refuse(stream, step_failed(reason), "failed")
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            self._fail(f"{self._failed_steps} steps failed one after the other, at last with: {reason}")
+
+    def _fail(self, reason: str) -> None:
+        logger.critical("the engine has failed: %s", reason)
+        self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
+        """From now on every request is refused."""
+        self.failure = reason
+        for stream in {running.stream for running in self._running.values()}:
+            try:
+                self._end(stream, "failed")
+            except Exception:
+                logger.exception("while giving up")
+            self._tell(stream, engine_failed(reason))
+        self._running.clear()
+        self._hand_over()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _answer_the_rest(self) -> None:
+        """The thread ends: nothing may wait for it for ever."""
+        if self.failure is None:
+            self._give_up("the server has been stopped")
+        while not self._stopping:  # broken: refuse whatever still comes
+            self._take_commands(block=True)
+            self._hand_over()
+        self._take_commands(block=False)
+        self._hand_over()
+
+    # -------------------------------------------------------------- hand-over
+
+    def _tell(self, stream: AnswerStream, event: Event) -> None:
+        self._outbox.setdefault(stream, []).append(event)
+
+    def _hand_over(self) -> None:
+        if self._ended and self._after_step is not None:
+            try:
+                self._after_step(self._ended)
+            except Exception:
+                logger.exception("after a step")
+        self._ended = []
+        if not self._outbox:
+            return
+        outbox, self._outbox = self._outbox, {}
+        assert self._loop is not None
+
+        def deliver() -> None:
+            for stream, events in outbox.items():
+                stream._put(events)
+
+        try:
+            self._loop.call_soon_threadsafe(deliver)
+        except RuntimeError:
+            logger.debug("the event loop has ended before the engine")

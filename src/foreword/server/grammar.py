@@ -1,0 +1,73 @@
+"""Answers that follow a grammar: JSON, or JSON of a schema.
+
+Knows schemas and token ids; the grammars are llguidance's. A constraint never fails a step: where the grammar
+gives up, only the end token is left.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+
+from foreword.errors import InvalidRequestError
+from foreword.request import TokenConstraint
+
+logger = logging.getLogger(__name__)
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+class Grammars:
+    """Makes constraints for one tokenizer."""
+
+    def __init__(self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`tokenizer_json` is the definition of a fast tokenizer; `vocab_size` the width of the model's logits."""
+        eos = sorted(eos_token_ids)
+        known = llguidance.LLTokenizer(tokenizer_json, eos_token=eos).vocab_size
+        self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=max(known, vocab_size), eos_token=eos)
+        self._vocab_size = vocab_size
+        self._eos = np.array(eos, np.int64)
+
+    def json(self, schema: Mapping[str, Any] = ANY_OBJECT) -> Callable[[], TokenConstraint]:
+        """Opens constraints to JSON of this schema. Raises InvalidRequestError for a schema that cannot be followed."""
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(
+                json.dumps(schema), defaults={"whitespace_flexible": False}
+            )
+        except ValueError as error:
+            raise InvalidRequestError(f"the JSON schema cannot be followed: {error}") from error
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise InvalidRequestError(f"the JSON schema cannot be followed: {matcher.get_error()}")
+        return lambda: _Constraint(matcher.deep_copy(), self._vocab_size, self._eos)
+
+
+class _Constraint:
+    """One answer's place in a grammar."""
+
+    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: npt.NDArray[np.int64]) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._eos = eos_token_ids
+        self._num_read = 0
+
+    def allowed(self, output_token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
+        if not self._matcher.is_stopped():
+            self._matcher.consume_tokens(list(output_token_ids[self._num_read :]))
+            self._num_read = len(output_token_ids)
+        if not self._matcher.is_stopped():
+            mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            allowed = np.unpackbits(mask, bitorder="little")[: self._vocab_size].astype(np.bool_)
+            if allowed.any() and not self._matcher.is_error():
+                return allowed
+        if self._matcher.is_error():
+            logger.warning("a grammar gave up: %s", self._matcher.get_error())
+        only_end = np.zeros(self._vocab_size, np.bool_)
+        only_end[self._eos] = True
+        return only_end

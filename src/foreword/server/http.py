@@ -1,0 +1,136 @@
+"""What endpoints need of HTTP: who calls, the answer as JSON or as server-sent events, a client that leaves.
+
+Knows FastAPI and the shape of a dialect's answers; knows nothing of their fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from fastapi import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from foreword.server.api_errors import APIError, from_error, timed_out
+from foreword.server.engine_thread import AnswerStream, Delta
+from foreword.server.service import Service
+from foreword.server.tenants import Tenant
+
+
+class Dialect(Protocol):
+    """How one answer is written down."""
+
+    def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The body of an answer that is not streamed; one delta for each choice."""
+
+    def events(self, answer: AnswerStream) -> AsyncIterator[tuple[str | None, dict[str, Any]]]:
+        """Name (or None) and data of the events of one that is."""
+
+
+def service_of(request: Request) -> Service:
+    """The service behind the app."""
+    service: Service = request.app.state.service
+    return service
+
+
+async def authorized(request: Request) -> Tenant:
+    """Whose request it is. Raises APIError 401."""
+    return service_of(request).authorize(request.headers.get("authorization"))
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON answer."""
+    return Response(to_json(body), status, headers, "application/json")
+
+
+def error_response(error: Exception) -> Response:
+    """The answer to an exception, as OpenAI's."""
+    answer = from_error(error)
+    return json_response(answer.body(), answer.status, answer.headers)
+
+
+def to_json(body: Any) -> str:
+    """Compact JSON; what is not ASCII is escaped, so that half a surrogate pair does no harm."""
+    return json.dumps(body, separators=(",", ":"))
+
+
+async def respond(request: Request, answer: AnswerStream, dialect: Dialect, *, stream: bool) -> Response:
+    """Answer with what the engine makes of it; a client that leaves before the end has its requests aborted."""
+    limit_s = service_of(request).config.request_timeout_s
+    if stream:
+        return _EventStream(answer, _server_sent(answer, dialect), limit_s)
+    try:
+        async with asyncio.timeout(limit_s):
+            deltas = await _unless_disconnected(request, _collect(answer))
+    except TimeoutError:
+        answer.close("timeout")
+        raise timed_out(limit_s) from None
+    finally:
+        answer.close()
+    if deltas is None:
+        return Response(status_code=499)  # nobody reads it
+    return json_response(dialect.whole(answer, deltas))
+
+
+async def _collect(answer: AnswerStream) -> list[Delta]:
+    return [delta async for deltas in answer.deltas() for delta in deltas]
+
+
+async def _unless_disconnected(request: Request, work: Any) -> Any:
+    """The result of `work`, or None if the client leaves first."""
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        task.cancel()
+        leaving.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _server_sent(answer: AnswerStream, dialect: Dialect) -> AsyncIterator[bytes]:
+    try:
+        async for name, data in dialect.events(answer):
+            head = "" if name is None else f"event: {name}\n"
+            yield f"{head}data: {to_json(data)}\n\n".encode()
+    except APIError as error:
+        yield f"data: {to_json(error.body())}\n\n".encode()
+    yield b"data: [DONE]\n\n"
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events, within a time limit; whatever ends them, the answer is closed."""
+
+    def __init__(self, answer: AnswerStream, events: AsyncIterator[bytes], limit_s: float) -> None:
+        super().__init__(
+            events,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._answer = answer
+        self._limit_s = limit_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            self._answer.close("timeout")
+            error = timed_out(self._limit_s)
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": f"data: {to_json(error.body())}\n\n".encode(),
+                    "more_body": False,
+                }
+            )
+        finally:
+            self._answer.close()

@@ -1,0 +1,311 @@
+"""/v1/chat/completions and /v1/completions.
+
+Knows OpenAI's fields and what they mean for a prompt and its sampling; the answers are written by openai_format.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from foreword.request import SamplingParams, TokenConstraint, TokenLogprobs
+from foreword.server import openai_format as form
+from foreword.server.api_errors import bad_request
+from foreword.server.dialect import ChatMessage, ChatRequest, CompletionRequest, InputMessage, ResponseFormat
+from foreword.server.engine_thread import AnswerStream, Delta
+from foreword.server.http import authorized, respond, service_of
+from foreword.server.service import Caller, Service, new_id
+from foreword.server.tenants import Tenant
+
+router = APIRouter(tags=["openai"])
+
+Call = ChatRequest | CompletionRequest
+Chunk = dict[str, Any]
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(
+    body: ChatRequest, request: Request, tenant: Annotated[Tenant, Depends(authorized)]
+) -> Response:
+    """Answer a conversation."""
+    service = service_of(request)
+    check_call(service, body)
+    caller = Caller(tenant, "chat.completions", body.cache_salt, body.prompt_cache_key)
+    params = sampling_params(service, body, _chat_limits(body))
+    prompt = await service.render_chat(plain_messages(body.messages))
+    dialect = _ChatAnswer(service, new_id("chatcmpl-"), body)
+    answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
+    return await respond(request, answer, dialect, stream=bool(body.stream))
+
+
+@router.post("/v1/completions")
+async def completions(
+    body: CompletionRequest, request: Request, tenant: Annotated[Tenant, Depends(authorized)]
+) -> Response:
+    """Continue one text, or several."""
+    service = service_of(request)
+    check_call(service, body)
+    if body.best_of not in (None, body.n or 1):
+        raise bad_request(f"best_of={body.best_of} is not supported, other than equal to n", param="best_of")
+    caller = Caller(tenant, "completions", body.cache_salt, body.prompt_cache_key)
+    params = sampling_params(service, body, _completion_limits(body))
+    prompts = await _prompts(service, body)
+    dialect = _CompletionAnswer(service, new_id("cmpl-"), body, prompts)
+    answer = await service.start(caller, dialect.response_id, prompts, params, stream=bool(body.stream))
+    return await respond(request, answer, dialect, stream=bool(body.stream))
+
+
+# ------------------------------------------------------------------- requests
+
+
+def check_call(service: Service, body: Any) -> None:
+    """Refuse other models, and fields that ask for what this engine cannot do."""
+    service.check_model(body.model)
+    unsupported = body.asks_for_unsupported()
+    if unsupported is not None:
+        raise bad_request(f"{unsupported} is not supported by this server; leave it out", param=unsupported)
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options is only allowed with stream=true", param="stream_options")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the dialects name differently."""
+
+    max_tokens: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None = None
+
+
+def _chat_limits(body: ChatRequest) -> Limits:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs is only allowed with logprobs=true", param="top_logprobs")
+    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    return Limits(most, (body.top_logprobs or 0) if body.logprobs else None)
+
+
+def _completion_limits(body: CompletionRequest) -> Limits:
+    if body.max_tokens == 0 and not body.echo:
+        raise bad_request("max_tokens=0 asks for nothing; use 1 or more, or echo=true", param="max_tokens")
+    # Something is generated in any case: with max_tokens=0 it is not shown.
+    most = 16 if body.max_tokens is None else max(1, body.max_tokens)
+    return Limits(most, body.logprobs, body.logprobs if body.echo else None)
+
+
+def sampling_params(service: Service, body: Any, limits: Limits) -> SamplingParams:
+    """How to continue. Raises InvalidRequestError or APIError for values that do not go together."""
+    given = {name: value for name in _SAME_NAMES if (value := getattr(body, name, None)) is not None}
+    return SamplingParams(
+        max_tokens=limits.max_tokens,
+        logprobs=limits.logprobs,
+        prompt_logprobs=limits.prompt_logprobs,
+        logit_bias=_logit_bias(getattr(body, "logit_bias", None)),
+        open_constraint=_constraint(service, getattr(body, "response_format", None)),
+        **given,
+    )
+
+
+_SAME_NAMES = (
+    "n temperature top_p top_k min_p seed stop stop_token_ids min_tokens presence_penalty frequency_penalty "
+    "repetition_penalty include_stop_str_in_output ignore_eos skip_reading_prefix_cache"
+).split()
+
+
+def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:
+    try:
+        return {int(token_id): value for token_id, value in (bias or {}).items()}
+    except ValueError as error:
+        raise bad_request("the keys of logit_bias must be token ids", param="logit_bias") from error
+
+
+def _constraint(service: Service, wanted: ResponseFormat | None) -> Callable[[], TokenConstraint] | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return service.open_grammar(None)
+    schema = wanted.json_schema.json_schema if wanted.json_schema is not None else None
+    if schema is None:
+        raise bad_request("response_format json_schema needs json_schema.schema", param="response_format")
+    return service.open_grammar(schema)
+
+
+def plain_messages(messages: Sequence[ChatMessage | InputMessage]) -> list[dict[str, str]]:
+    """Messages as chat templates know them: texts joined, OpenAI's "developer" as "system"."""
+    plain = []
+    for index, message in enumerate(messages):
+        if isinstance(message, ChatMessage) and (message.tool_calls or message.function_call or message.audio):
+            raise bad_request("tool calls and audio are not supported by this server", param=f"messages[{index}]")
+        content = message.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        role = "system" if message.role == "developer" else message.role
+        name = getattr(message, "name", None)
+        plain.append({"role": role, "content": text} | ({"name": name} if name else {}))
+    return plain
+
+
+async def _prompts(service: Service, body: CompletionRequest) -> list[npt.NDArray[np.int32]]:
+    prompt: Any = body.prompt
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        prompt = [prompt]
+    return [await service.encode(one) if isinstance(one, str) else np.array(one, np.int32) for one in prompt]
+
+
+# -------------------------------------------------------------------- answers
+
+
+class _Answer:
+    """What chat and completions write alike: the frame around choices."""
+
+    object_name: str
+    chunk_name: str
+
+    def __init__(self, service: Service, response_id: str, body: Call) -> None:
+        self.response_id = response_id
+        self._service = service
+        self._body = body
+        self._created = int(time.time())
+        self._num_top = 0
+
+    def _frame(self, object_name: str, choices: list[Chunk]) -> Chunk:
+        return {
+            "id": self.response_id,
+            "object": object_name,
+            "created": self._created,
+            "model": self._service.model_name,
+            "system_fingerprint": None,
+            "choices": choices,
+        }
+
+    def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> Chunk:
+        """The body of an answer that is not streamed."""
+        choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
+        return {**self._frame(self.object_name, choices), "usage": form.usage(answer.outputs)}
+
+    async def events(self, answer: AnswerStream) -> AsyncIterator[tuple[str | None, Chunk]]:
+        """Events of a streamed answer; their names are None, as OpenAI's are here."""
+        options = self._body.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        empty = {"usage": None} if with_usage else {}
+        for chunk in self._first_chunks(answer):
+            yield None, {**chunk, **empty}
+        async for deltas in answer.deltas():
+            for delta in deltas:
+                for choice in self._chunk_choices(delta):
+                    yield None, {**self._frame(self.chunk_name, [choice]), **empty}
+        if with_usage:
+            yield None, {**self._frame(self.chunk_name, []), "usage": form.usage(answer.outputs)}
+
+    def _first_chunks(self, answer: AnswerStream) -> list[Chunk]:
+        return []
+
+    def _choice(self, delta: Delta) -> Chunk:
+        raise NotImplementedError
+
+    def _chunk_choices(self, delta: Delta) -> list[Chunk]:
+        raise NotImplementedError
+
+
+class _ChatAnswer(_Answer):
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def __init__(self, service: Service, response_id: str, body: ChatRequest) -> None:
+        super().__init__(service, response_id, body)
+        self._num_top = body.top_logprobs or 0
+
+    def _choice(self, delta: Delta) -> Chunk:
+        message: Chunk = {"role": "assistant", "content": delta.text, "refusal": None, "annotations": []}
+        return {
+            "index": delta.choice,
+            "message": message,
+            "logprobs": self._logprobs(delta),
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _first_chunks(self, answer: AnswerStream) -> list[Chunk]:
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return [
+            self._frame(self.chunk_name, [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+            for index in range(self._body.n or 1)
+        ]
+
+    def _chunk_choices(self, delta: Delta) -> list[Chunk]:
+        choices: list[Chunk] = []
+        logprobs = self._logprobs(delta)
+        if delta.text or logprobs:
+            choices.append(
+                {"index": delta.choice, "delta": {"content": delta.text}, "logprobs": logprobs, "finish_reason": None}
+            )
+        if delta.finish_reason is not None:
+            choices.append({"index": delta.choice, "delta": {}, "logprobs": None, "finish_reason": delta.finish_reason})
+        return choices
+
+    def _logprobs(self, delta: Delta) -> Chunk | None:
+        if not delta.logprobs:
+            return None
+        content = form.chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, self._num_top)
+        return {"content": content, "refusal": None}
+
+
+class _CompletionAnswer(_Answer):
+    object_name = chunk_name = "text_completion"
+
+    def __init__(
+        self, service: Service, response_id: str, body: CompletionRequest, prompts: list[npt.NDArray[np.int32]]
+    ) -> None:
+        super().__init__(service, response_id, body)
+        self._num_top = body.logprobs or 0
+        self._echo = bool(body.echo)
+        self._hides_answer = body.max_tokens == 0
+        self._prompts = prompts
+        self._num_each = body.n or 1
+        self._answer: AnswerStream | None = None
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> Chunk:
+        self._answer = answer
+        return super().whole(answer, deltas)
+
+    async def events(self, answer: AnswerStream) -> AsyncIterator[tuple[str | None, Chunk]]:
+        self._answer = answer
+        async for event in super().events(answer):
+            yield event
+
+    def _choice(self, delta: Delta) -> Chunk:
+        """A whole choice, or the next piece of one: OpenAI writes both alike."""
+        token_ids, text = list(delta.token_ids), delta.text
+        logprobs: list[TokenLogprobs | None] | None = None if delta.logprobs is None else list(delta.logprobs)
+        if self._hides_answer:
+            token_ids, text, logprobs = [], "", None if logprobs is None else []
+        offset = self._offsets.get(delta.choice, 0)
+        if self._echo and delta.choice not in self._offsets:
+            prompt_ids, prompt_text, prompt_logprobs = self._echoed(delta.choice // self._num_each)
+            token_ids, text = prompt_ids + token_ids, prompt_text + text
+            logprobs = None if logprobs is None else prompt_logprobs + logprobs
+        self._offsets[delta.choice] = offset + len(text)
+        return {
+            "index": delta.choice,
+            "text": text,
+            "logprobs": None
+            if logprobs is None
+            else form.completion_logprobs(self._service.llm.tokenizer, token_ids, logprobs, self._num_top, offset),
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _echoed(self, number: int) -> tuple[list[int], str, list[TokenLogprobs | None]]:
+        """Tokens, text and log probabilities of a prompt."""
+        assert self._answer is not None
+        token_ids: list[int] = self._prompts[number].tolist()
+        tokenizer = self._service.llm.tokenizer
+        text = "" if tokenizer is None else tokenizer.decode(token_ids)
+        return token_ids, text, self._answer.outputs[number].prompt_logprobs or []
+
+    def _chunk_choices(self, delta: Delta) -> list[Chunk]:
+        return [self._choice(delta)] if delta.text or delta.logprobs or delta.finish_reason or self._echo else []

@@ -1,0 +1,115 @@
+"""OpenAI's answers: how choices, log probabilities and usage are written down.
+
+Knows field names of answers; knows nothing of HTTP or of how an answer was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from foreword.request import RequestOutput, TokenLogprobs
+from foreword.text import Tokenizer
+
+REPLACEMENT = "\ufffd"
+LOWEST = -9999.0
+"""Stands for the log probability of what is impossible, which JSON cannot write down."""
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """`usage` of chat and completions, over all prompts of a call."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = num_completion_tokens(outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens(outputs), "audio_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
+    }
+
+
+def response_usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """`usage` of responses."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = num_completion_tokens(outputs)
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": num_cached_tokens(outputs), "cache_write_tokens": 0},
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + completion,
+    }
+
+
+def num_cached_tokens(outputs: Iterable[RequestOutput]) -> int:
+    """Prompt tokens that were found in the cache."""
+    return sum(output.num_cached_tokens for output in outputs)
+
+
+def num_completion_tokens(outputs: Iterable[RequestOutput]) -> int:
+    """Tokens that were generated, over all choices."""
+    return sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int
+) -> list[dict[str, Any]]:
+    """`logprobs.content` of a chat's choice, and `logprobs` of a response's text."""
+    content = []
+    for token_id, of_position in zip(token_ids, logprobs, strict=True):
+        top = sorted(of_position.items(), key=lambda item: item[1].rank)[:num_top]
+        content.append(
+            {
+                **_token(tokenizer, token_id, of_position[token_id].logprob),
+                "top_logprobs": [_token(tokenizer, other, logprob.logprob) for other, logprob in top],
+            }
+        )
+    return content
+
+
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    text = tokenizer.token_text(token_id)
+    # The bytes of a token that is part of a character are not known here.
+    return {
+        "token": text,
+        "logprob": max(logprob, LOWEST),
+        "bytes": None if REPLACEMENT in text else list(text.encode()),
+    }
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer | None,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs | None],
+    num_top: int,
+    text_offset: int,
+) -> dict[str, Any]:
+    """`logprobs` of a completion's choice; its first token stands `text_offset` characters into the text."""
+    tokens = [_text(tokenizer, token_id) for token_id in token_ids]
+    offsets = []
+    for token in tokens:
+        offsets.append(text_offset)
+        text_offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [
+            None if of_position is None else max(of_position[token_id].logprob, LOWEST)
+            for token_id, of_position in zip(token_ids, logprobs, strict=True)
+        ],
+        "top_logprobs": [
+            None
+            if of_position is None
+            else {
+                _text(tokenizer, other): max(logprob.logprob, LOWEST)
+                for other, logprob in sorted(of_position.items(), key=lambda item: item[1].rank)
+                if logprob.rank <= num_top or other == token_id
+            }
+            for token_id, of_position in zip(token_ids, logprobs, strict=True)
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _text(tokenizer: Tokenizer | None, token_id: int) -> str:
+    return str(token_id) if tokenizer is None else tokenizer.token_text(token_id)

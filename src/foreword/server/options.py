@@ -1,0 +1,55 @@
+"""Options of the server; those of the engine are in foreword.config.
+
+Knows names, defaults and ranges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from foreword.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Who may ask what, and how much of it at a time."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    """Name that clients give; None: the last part of the model's folder or hub id."""
+    api_key: str | None = None
+    """One key for everybody; see `keys_file` for several tenants. Neither: no key is asked for."""
+    keys_file: Path | None = None
+    """TOML file of tenants and their keys (tenants.py); read again when it changes."""
+    server_secret: str | None = None
+    """Decides the cache namespaces of tenants. None: a random one for each start."""
+    share_prefix: tuple[Path, ...] = ()
+    """Files of text whose tokens all tenants share in the cache, where a prompt begins with them."""
+    max_queued: int = 256
+    """Choices that may wait beyond those that run (`max_num_seqs`); more are refused with 429."""
+    max_body_bytes: int = 16 * 2**20
+    max_prompt_tokens: int | None = None
+    """Most tokens of one prompt; None: what `max_model_len` leaves."""
+    max_choices: int = 128
+    """Most choices of one call: n, times the number of prompts."""
+    request_timeout_s: float = 600.0
+    """Most seconds from a request's arrival to its last token."""
+    body_timeout_s: float = 60.0
+    """Most seconds that a request's body may take to arrive."""
+    shutdown_timeout_s: float = 600.0
+    """Most seconds that accepted requests may take to finish after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_choices", "request_timeout_s", "body_timeout_s", "shutdown_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} is too small; use a positive number")
+        if self.max_queued < 0:
+            raise ConfigError(f"max_queued={self.max_queued} is negative; use 0 to refuse whatever cannot run at once")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise ConfigError(f"max_prompt_tokens={self.max_prompt_tokens} allows no prompt; use 1 or more, or None")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port={self.port} is no port; use 1 to 65535, or 0 for any free one")
+        if self.api_key is not None and not self.api_key:
+            raise ConfigError("api_key='' is empty; leave it out to ask for no key")

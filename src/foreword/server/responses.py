@@ -1,0 +1,239 @@
+"""/v1/responses: OpenAI's newer dialect, for text.
+
+Knows the fields of responses and the names and order of their events. Conversations are kept for
+`previous_response_id`, a limited number of them, each for its own tenant only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from foreword.server import openai_format as form
+from foreword.server.api_errors import APIError, bad_request
+from foreword.server.dialect import JsonSchema, ResponseFormat, ResponsesRequest, TextFormat
+from foreword.server.engine_thread import AnswerStream, Delta
+from foreword.server.http import authorized, json_response, respond, service_of
+from foreword.server.openai import Limits, check_call, plain_messages, sampling_params
+from foreword.server.service import Caller, Service, new_id
+from foreword.server.tenants import Tenant
+
+router = APIRouter(tags=["openai"])
+
+Messages = list[dict[str, str]]
+Event = tuple[str | None, dict[str, Any]]
+
+
+class KeptResponses:
+    """Answers and the conversations that they belong to, by response id; the oldest make room."""
+
+    def __init__(self, max_responses: int = 1000, max_characters: int = 50_000_000) -> None:
+        self._kept: OrderedDict[str, tuple[str, Messages, dict[str, Any]]] = OrderedDict()
+        self._max_responses = max_responses
+        self._max_characters = max_characters
+        self._num_characters = 0
+
+    def keep(self, tenant: Tenant, messages: Messages, response: dict[str, Any]) -> None:
+        """Remember a finished response, and what was said up to and with it."""
+        self._kept[response["id"]] = (tenant.name, messages, response)
+        self._num_characters += _length(messages)
+        while len(self._kept) > self._max_responses or self._num_characters > self._max_characters:
+            _, (_, dropped, _) = self._kept.popitem(last=False)
+            self._num_characters -= _length(dropped)
+
+    def get(self, tenant: Tenant, response_id: str) -> tuple[Messages, dict[str, Any]]:
+        """Conversation and body of a tenant's response. Raises APIError 404."""
+        owner, messages, response = self._kept.get(response_id, ("", [], {}))
+        if not response or owner != tenant.name:
+            raise APIError(404, f"Response with id {response_id!r} not found.", param="previous_response_id")
+        return messages, response
+
+    def delete(self, tenant: Tenant, response_id: str) -> None:
+        """Forget a tenant's response. Raises APIError 404."""
+        self.get(tenant, response_id)
+        _, messages, _ = self._kept.pop(response_id)
+        self._num_characters -= _length(messages)
+
+
+def _length(messages: Messages) -> int:
+    return sum(len(message["content"]) for message in messages)
+
+
+@router.post("/v1/responses")
+async def create_response(
+    body: ResponsesRequest, request: Request, tenant: Annotated[Tenant, Depends(authorized)]
+) -> Response:
+    """Answer a text or a conversation."""
+    service = service_of(request)
+    check_call(service, body)
+    if body.background:
+        raise bad_request("background=true is not supported by this server; leave it out", param="background")
+    kept = _kept(request)
+    told: Messages = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else []
+    told += plain_messages(body.input) if not isinstance(body.input, str) else []
+    before = kept.get(tenant, body.previous_response_id)[0] if body.previous_response_id is not None else []
+    conversation = [*before, *told]
+    head = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    wants_logprobs = "message.output_text.logprobs" in (body.include or []) or body.top_logprobs is not None
+    limits = Limits(body.max_output_tokens, (body.top_logprobs or 0) if wants_logprobs else None)
+    params = sampling_params(service, _WithFormat(body), limits)
+    prompt = await service.render_chat([*head, *conversation])
+    dialect = _ResponseAnswer(service, body, kept, tenant, conversation)
+    caller = Caller(tenant, "responses", body.cache_salt, body.prompt_cache_key)
+    answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
+    return await respond(request, answer, dialect, stream=bool(body.stream))
+
+
+@router.get("/v1/responses/{response_id}")
+async def get_response(response_id: str, request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Response:
+    """A response that was kept."""
+    return json_response(_kept(request).get(tenant, response_id)[1])
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(
+    response_id: str, request: Request, tenant: Annotated[Tenant, Depends(authorized)]
+) -> Response:
+    """Forget a response."""
+    _kept(request).delete(tenant, response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+def _kept(request: Request) -> KeptResponses:
+    kept: KeptResponses = request.app.state.kept_responses
+    return kept
+
+
+class _WithFormat:
+    """A response's body with `response_format` where chat has it."""
+
+    def __init__(self, body: ResponsesRequest) -> None:
+        self._body = body
+        self.response_format = _response_format(body.text.format if body.text is not None else None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body, name)
+
+
+def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:
+    if wanted is None:
+        return None
+    schema = JsonSchema(name=wanted.name, schema=wanted.json_schema, strict=wanted.strict)
+    return ResponseFormat(type=wanted.type, json_schema=schema)
+
+
+class _ResponseAnswer:
+    """One response, as it is written down whole and as events."""
+
+    def __init__(
+        self, service: Service, body: ResponsesRequest, kept: KeptResponses, tenant: Tenant, conversation: Messages
+    ) -> None:
+        self.response_id = new_id("resp_")
+        self._item_id = new_id("msg_")
+        self._service = service
+        self._body = body
+        self._kept = kept
+        self._tenant = tenant
+        self._conversation = conversation
+        self._created = int(time.time())
+        self._num_events = 0
+
+    def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> dict[str, Any]:
+        text = "".join(delta.text for delta in deltas)
+        logprobs = [position for delta in deltas for position in self._logprobs(delta)]
+        return self._finished(answer, text, logprobs, deltas[-1].finish_reason)
+
+    def _finished(
+        self, answer: AnswerStream, text: str, logprobs: list[dict[str, Any]], finish_reason: str | None
+    ) -> dict[str, Any]:
+        status = "completed" if finish_reason == "stop" else "incomplete"
+        response = self._response(
+            status,
+            output=[self._item(status, [self._part(text, logprobs)])],
+            usage=form.response_usage(answer.outputs),
+            incomplete_details=None if status == "completed" else {"reason": "max_output_tokens"},
+            completed_at=int(time.time()),
+        )
+        if self._body.store is not False:
+            said = [*self._conversation, {"role": "assistant", "content": text}]
+            self._kept.keep(self._tenant, said, response)
+        return response
+
+    async def events(self, answer: AnswerStream) -> AsyncIterator[Event]:
+        where: dict[str, Any] = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self._event("response.in_progress", response=self._response("in_progress"))
+        yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress", []))
+        yield self._event("response.content_part.added", **where, part=self._part("", []))
+        texts: list[str] = []
+        logprobs: list[dict[str, Any]] = []
+        finish_reason = None
+        async for deltas in answer.deltas():
+            for delta in deltas:
+                finish_reason = delta.finish_reason
+                new = self._logprobs(delta)
+                texts.append(delta.text)
+                logprobs += new
+                if delta.text or new:
+                    yield self._event("response.output_text.delta", **where, delta=delta.text, logprobs=new)
+        text = "".join(texts)
+        response = self._finished(answer, text, logprobs, finish_reason)
+        item = response["output"][0]
+        yield self._event("response.output_text.done", **where, text=text, logprobs=logprobs)
+        yield self._event("response.content_part.done", **where, part=item["content"][0])
+        yield self._event("response.output_item.done", output_index=0, item=item)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _event(self, kind: str, **data: Any) -> Event:
+        event = {"type": kind, "sequence_number": self._num_events, **data}
+        self._num_events += 1
+        return kind, event
+
+    def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
+        if delta.logprobs is None:
+            return []
+        top = self._body.top_logprobs or 0
+        return form.chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, top)
+
+    def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+    def _response(self, status: str, **more: Any) -> dict[str, Any]:
+        body = self._body
+        text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
+        return {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self._service.model_name,
+            "output": [],
+            "parallel_tool_calls": False,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "store": body.store is not False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": {"type": "text"}, **text},
+            "tool_choice": "none",
+            "tools": [],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+            "metadata": body.metadata or {},
+            **more,
+        }

@@ -1,0 +1,51 @@
+"""Serve one model: uvicorn around the app, until a signal says otherwise.
+
+SIGTERM and SIGINT close the listening socket at once; requests that were accepted are answered to their end,
+within the shutdown's time limit, before the engine stops.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import PurePath
+
+import uvicorn
+
+from foreword.llm import LLM
+from foreword.server.app import make_app
+from foreword.server.options import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+
+def serve(llm: LLM, config: ServerConfig) -> None:
+    """Serve until a signal comes. Prints the address to standard output once it is ready."""
+    name = config.served_model_name or PurePath(llm.config.model.model).name
+    app = make_app(llm, config, name)
+    options = uvicorn.Config(
+        app,
+        host=config.host,
+        port=config.port,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
+        server_header=False,
+        h11_max_incomplete_event_size=64 * 1024,
+    )
+    server = _Server(options, name)
+    server.run()
+
+
+class _Server(uvicorn.Server):
+    """Says where it listens, also when the port was chosen by the system."""
+
+    def __init__(self, config: uvicorn.Config, model_name: str) -> None:
+        super().__init__(config)
+        self._model_name = model_name
+
+    async def startup(self, sockets: object = None) -> None:
+        await super().startup(sockets)  # type: ignore[arg-type]
+        for server in self.servers:
+            for socket in server.sockets:
+                host, port = socket.getsockname()[:2]
+                print(f"foreword: serving {self._model_name} at http://{host}:{port}", flush=True)

@@ -1,0 +1,228 @@
+"""Service: what all endpoints share, from an authorised request to a running answer.
+
+Knows prompts, tenants, limits and the engine's thread; knows nothing of HTTP, nor of the fields of any dialect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache import NO_EXTRA_KEYS, ExtraKeys
+from foreword.engine import Prompt
+from foreword.errors import ConfigError
+from foreword.llm import LLM
+from foreword.request import SamplingParams, TokenConstraint
+from foreword.server.api_errors import bad_request, too_busy, unknown_model, wrong_key
+from foreword.server.engine_thread import AnswerStream, EngineThread, Job
+from foreword.server.options import ServerConfig
+from foreword.server.quotas import Quotas
+from foreword.server.records import Records, RequestRecord
+from foreword.server.shared_prefixes import SharedPrefixes
+from foreword.server.tenants import Tenant, Tenants
+from foreword.text import Tokenizer
+
+LONG_TEXT = 20_000
+"""Texts of so many characters are turned into tokens beside the event loop, not on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """On whose behalf a request runs, and what it says of caching."""
+
+    tenant: Tenant
+    endpoint: str
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class Service:
+    """One engine behind HTTP. Belongs to the event loop, except where a method says otherwise."""
+
+    def __init__(self, llm: LLM, config: ServerConfig, model_name: str) -> None:
+        """Raises ConfigError for files that cannot be read or prefixes that cannot be shared."""
+        self.llm = llm
+        self.config = config
+        self.model_name = model_name
+        self.created = int(time.time())
+        self.records = Records()
+        self.tenants = Tenants(api_key=config.api_key, keys_file=config.keys_file, server_secret=config.server_secret)
+        self.quotas = Quotas(llm.engine.manager, self.tenants)
+        self.thread = EngineThread(llm.engine, self.records, after_step=self.quotas.enforce)
+        self.shared_prefixes = SharedPrefixes([self._read_prefix(path) for path in config.share_prefix])
+        self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
+        self._open_grammar = _grammar_opener(llm)
+
+    def _read_prefix(self, path: Path) -> npt.NDArray[np.int32]:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"shared prefix {str(path)!r} cannot be read as UTF-8 text: {error}") from error
+        if self.llm.tokenizer is None:
+            raise ConfigError("share_prefix needs a tokenizer, and this model has none")
+        return self.llm.tokenizer.encode(text)
+
+    # ------------------------------------------------------------------ intake
+
+    def authorize(self, authorization: str | None) -> Tenant:
+        """Whose request this is. Raises APIError 401 for nobody's."""
+        tenant = self.tenants.tenant_of(authorization)
+        if tenant is None:
+            raise wrong_key()
+        self.quotas.note(tenant)
+        return tenant
+
+    def check_model(self, name: str | None) -> None:
+        """Raises APIError 404 for a model that is not the one served."""
+        if name is not None and name != self.model_name:
+            raise unknown_model(name)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises APIError 400 where the model has none."""
+        if self.llm.tokenizer is None:
+            raise bad_request("The model has no tokenizer; use /v1/completions with token ids.")
+        return self.llm.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        return self.llm.engine.limits.max_model_len
+
+    async def encode(self, text: str) -> npt.NDArray[np.int32]:
+        """Token ids of a text."""
+        if len(text) < LONG_TEXT:
+            return self.tokenizer.encode(text)
+        return await asyncio.to_thread(self.tokenizer.encode, text)
+
+    async def render_chat(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> npt.NDArray[np.int32]:
+        """Token ids of a conversation."""
+
+        def render() -> npt.NDArray[np.int32]:
+            return self.tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
+
+        if sum(len(message["content"]) for message in messages) < LONG_TEXT:
+            return render()
+        return await asyncio.to_thread(render)
+
+    def open_grammar(self, schema: Mapping[str, object] | None) -> Callable[[], TokenConstraint]:
+        """Constraints to JSON, of a schema if one is given. Raises APIError or InvalidRequestError."""
+        return self._open_grammar(schema)
+
+    # -------------------------------------------------------------------- run
+
+    async def start(
+        self,
+        caller: Caller,
+        response_id: str,
+        prompts: Sequence[npt.NDArray[np.int32]],
+        params: SamplingParams,
+        *,
+        stream: bool,
+    ) -> AnswerStream:
+        """Have prompts continued; returns when the engine has queued them.
+
+        Raises APIError: 400 for what it refuses, 429 when the queue is full, 503 when it does not work.
+        """
+        num_choices = params.n * len(prompts)
+        if num_choices > self.config.max_choices:
+            raise bad_request(
+                f"{num_choices} choices (n, times the prompts) are more than the {self.config.max_choices} that one "
+                "call may ask for",
+                param="n",
+            )
+        for prompt in prompts:
+            self._check_length(len(prompt))
+        if self.thread.num_choices + num_choices > self._max_choices:
+            raise too_busy(self._seconds_until_free())
+        salt = self.tenants.namespace(caller.tenant, caller.cache_salt)
+        jobs = [
+            Job(
+                RequestRecord(
+                    response_id,
+                    f"{response_id}-{number}",
+                    caller.tenant.name,
+                    caller.endpoint,
+                    prompt,
+                    salt,
+                    caller.prompt_cache_key,
+                    params.n,
+                    stream,
+                ),
+                Prompt(prompt, None, self._extra_keys(prompt, salt)),
+                params,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        answer = self.thread.submit(jobs, whole=not stream)
+        try:
+            await answer.accepted()
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    def _check_length(self, num_tokens: int) -> None:
+        most = self.config.max_prompt_tokens
+        if most is not None and num_tokens > most:
+            raise bad_request(
+                f"the prompt has {num_tokens} tokens, and this server takes {most} at most",
+                code="context_length_exceeded",
+            )
+
+    def _extra_keys(self, prompt: npt.NDArray[np.int32], salt: str | None) -> ExtraKeys:
+        if salt is None:
+            return NO_EXTRA_KEYS
+        return ExtraKeys(salt=salt, salt_offset=self.shared_prefixes.num_shared(prompt))
+
+    def prompt_of(self, caller: Caller, token_ids: npt.NDArray[np.int32]) -> Prompt:
+        """A prompt in its caller's namespace, to be looked up or run."""
+        return Prompt(
+            token_ids, None, self._extra_keys(token_ids, self.tenants.namespace(caller.tenant, caller.cache_salt))
+        )
+
+    def _seconds_until_free(self) -> int:
+        """How long a recent request took: by then, some of those in the queue are done."""
+        times = [
+            record.finished_time - record.arrival_time
+            for record in self.records.recent(32)
+            if record.finished_time is not None
+        ]
+        return max(1, min(60, math.ceil(sum(times) / len(times)))) if times else 1
+
+
+def new_id(prefix: str) -> str:
+    """An id for a response, such as `chatcmpl-...`; unguessable."""
+    return f"{prefix}{secrets.token_hex(16)}"
+
+
+def _grammar_opener(llm: LLM) -> Callable[[Mapping[str, object] | None], Callable[[], TokenConstraint]]:
+    """Makes constraints; llguidance and its view of the tokenizer are loaded when the first is asked for."""
+    made: list[object] = []
+
+    def open_grammar(schema: Mapping[str, object] | None) -> Callable[[], TokenConstraint]:
+        from foreword.server.grammar import ANY_OBJECT, Grammars
+
+        if not made:
+            definition = llm.tokenizer.definition() if llm.tokenizer is not None else None
+            limits = llm.engine.limits
+            if definition is None or not limits.eos_token_ids:
+                raise bad_request(
+                    "response_format needs a fast tokenizer with an end token, which this model does not have",
+                    param="response_format",
+                )
+            made.append(Grammars(definition, vocab_size=limits.vocab_size, eos_token_ids=sorted(limits.eos_token_ids)))
+        grammars = made[0]
+        assert isinstance(grammars, Grammars)
+        return grammars.json(ANY_OBJECT if schema is None else schema)
+
+    return open_grammar

@@ -1,0 +1,160 @@
+"""Tenants: who a key belongs to, and under which namespace a tenant's prefixes are cached.
+
+Knows keys, names and salts; knows nothing of tokens or HTTP. A keys file is TOML, one table per tenant:
+
+    [alice]
+    keys = ["sk-alice-1", "sk-alice-2"]
+    max_cached_blocks = 2000          # optional: more are evicted, those that would go next first
+
+    [bob]
+    keys = ["sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
+
+A namespace is a keyed hash of the tenant's name under the server's secret, so nobody can guess another's: neither
+a `cache_salt` nor a name chosen by a client reaches a block of another tenant. A client's `cache_salt` makes
+namespaces inside its tenant's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foreword.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+ANYBODY = "default"
+"""The tenant of a server that asks for no key, or for one only."""
+
+_HASHED = "sha256:"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Somebody whose prompts are kept apart from those of others."""
+
+    name: str
+    max_cached_blocks: int | None = None
+
+
+class Tenants:
+    """The keys of a server. Belongs to one thread."""
+
+    def __init__(
+        self, *, api_key: str | None = None, keys_file: Path | None = None, server_secret: str | None = None
+    ) -> None:
+        """Raises ConfigError if the file cannot be read."""
+        self._secret = (server_secret or secrets.token_hex(32)).encode()
+        self._always = {} if api_key is None else {_digest(api_key): Tenant(ANYBODY)}
+        self._file = keys_file
+        self._version: tuple[int, int, int] | None = None
+        self._tenant_of: Mapping[bytes, Tenant] = self._always
+        if keys_file is not None:
+            self._version = _version(keys_file)
+            self._tenant_of = {**read_keys(keys_file), **self._always}
+
+    @property
+    def asks_for_keys(self) -> bool:
+        return self._file is not None or bool(self._always)
+
+    def tenant_of(self, authorization: str | None) -> Tenant | None:
+        """Whose key an `Authorization: Bearer KEY` header carries; None for nobody's.
+
+        Keys are compared by their hashes, so the time it takes tells nothing about them.
+        """
+        if not self.asks_for_keys:
+            return Tenant(ANYBODY)
+        self._reload()
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        return self._tenant_of.get(_digest(key.strip()))
+
+    def namespace(self, tenant: Tenant, cache_salt: str | None) -> str | None:
+        """The salt of a tenant's prefixes, "TENANT" or "TENANT/CLIENT'S", both hashed; None where nothing is apart."""
+        if not self.asks_for_keys and cache_salt is None:
+            return None
+        own = self._keyed_hash("tenant", tenant.name)
+        return own if cache_salt is None else f"{own}/{self._keyed_hash('salt', tenant.name, cache_salt)}"
+
+    def namespace_of_all(self, tenant: Tenant) -> str:
+        """With what every namespace of a tenant begins, and no other's."""
+        return self._keyed_hash("tenant", tenant.name)
+
+    def _keyed_hash(self, *parts: str) -> str:
+        message = b"".join(len(data).to_bytes(8, "little") + data for data in (part.encode() for part in parts))
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()[:32]
+
+    def _reload(self) -> None:
+        """Read the keys file again if it has changed; what cannot be read changes nothing."""
+        if self._file is None:
+            return
+        try:
+            version = _version(self._file)
+            if version == self._version:
+                return
+            self._version = version
+            self._tenant_of = {**read_keys(self._file), **self._always}
+        except ConfigError as error:
+            logger.error("the keys stay as they were: %s", error)
+        else:
+            logger.info("read %d keys from %s", len(self._tenant_of), self._file)
+
+
+def read_keys(path: Path) -> dict[bytes, Tenant]:
+    """SHA-256 of each key -> its tenant. Raises ConfigError for a file that does not say this."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"keys file {str(path)!r} cannot be read: {error}") from error
+    tenant_of: dict[bytes, Tenant] = {}
+    for name, table in tables.items():
+        tenant, digests = _read_tenant(path, name, table)
+        for digest in digests:
+            if tenant_of.setdefault(digest, tenant) is not tenant:
+                raise ConfigError(f"keys file {str(path)!r}: {name!r} has a key that another tenant has too")
+    return tenant_of
+
+
+def _read_tenant(path: Path, name: str, table: Any) -> tuple[Tenant, list[bytes]]:
+    where = f"keys file {str(path)!r}, tenant {name!r}"
+    if not isinstance(table, dict) or set(table) - {"keys", "max_cached_blocks"}:
+        raise ConfigError(f"{where}: give a table with 'keys' and, if you like, 'max_cached_blocks'")
+    keys, quota = table.get("keys"), table.get("max_cached_blocks")
+    if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
+        raise ConfigError(f"{where}: 'keys' must be a list of texts that are not empty")
+    if quota is not None and (type(quota) is not int or quota < 0):
+        raise ConfigError(f"{where}: max_cached_blocks={quota!r} is no number of blocks")
+    try:
+        return Tenant(name, quota), [_stored_digest(key) for key in keys]
+    except ValueError as error:
+        raise ConfigError(f"{where}: what follows 'sha256:' must be 64 hexadecimal digits") from error
+
+
+def _stored_digest(key: str) -> bytes:
+    if not key.startswith(_HASHED):
+        return _digest(key)
+    digest = bytes.fromhex(key.removeprefix(_HASHED))
+    if len(digest) != hashlib.sha256().digest_size:
+        raise ValueError(key)
+    return digest
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _version(path: Path) -> tuple[int, int, int]:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise ConfigError(f"keys file {str(path)!r} cannot be read: {error}") from error
+    return status.st_mtime_ns, status.st_size, status.st_ino
