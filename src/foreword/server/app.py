@@ -62,6 +62,10 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
+        kind = request.headers.get("content-type", "")
+        if "json" not in kind:  # a web page elsewhere could send others without being asked
+            message = f"Send the body with 'Content-Type: application/json', not {kind!r}."
+            return error_response(APIError(415, message, code="unsupported_media_type"))
         return error_response(_explain_invalid(error))
 
     async def http(request: Request, error: Exception) -> Response:

@@ -1,0 +1,134 @@
+"""Servers for tests: the real process, and the same app in this process where a test must reach the engine.
+
+Both listen on a free port of the loopback interface and serve the embedded model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import httpx
+import openai
+import uvicorn
+
+from foreword.demo.run import embedded_model
+from foreword.engine import Engine
+from foreword.llm import LLM
+from foreword.server.app import make_app
+from foreword.server.options import ServerConfig
+from foreword.server.service import Service
+
+MODEL = "foreword-demo"
+FACTS = "The code of the amber falcon is 4821.\nThe home of the quiet lantern is Lisbon.\n"
+FALCON = [{"role": "system", "content": FACTS}, {"role": "user", "content": "What is the code of the amber falcon?"}]
+START_TIMEOUT_S = 120.0
+ENDLESS: dict[str, Any] = {"ignore_eos": True}
+
+T = TypeVar("T")
+
+
+class ServerProcess:
+    """`foreword serve` in a process of its own."""
+
+    def __init__(self, *args: str, **environment: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "foreword.cli", "serve", "--port", "0", *args],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        )
+        lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        stdout = self._process.stdout
+        assert stdout is not None
+        threading.Thread(target=lambda: lines.put(stdout.readline()), daemon=True).start()
+        line = lines.get(timeout=START_TIMEOUT_S)
+        assert "serving" in line, f"the server did not start: {line!r}"
+        self.url = line.split()[-1]
+
+    def terminate(self) -> None:
+        """Send SIGTERM, and do not wait."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> int:
+        """The exit code."""
+        return self._process.wait(timeout=60)
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ServerThread:
+    """The app in this process, on real sockets."""
+
+    def __init__(self, llm: LLM, config: ServerConfig) -> None:
+        self.app = make_app(llm, config, MODEL)
+        self.service: Service = self.app.state.service
+        self._server = uvicorn.Server(
+            uvicorn.Config(self.app, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=20)
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        wait_until(lambda: self._server.started)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._server.serve()
+
+    def ask(self, function: Callable[[Engine], T]) -> T:
+        """Run something on the engine's thread, between two steps."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(self.service.thread.call(function), self._loop).result(60)
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    def __enter__(self) -> ServerThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def embedded_llm(**options: Any) -> Iterator[LLM]:
+    options = {"kv_cache_memory_bytes": 16 * 2**20, "self_check": False, **options}
+    with embedded_model() as folder, LLM(str(folder), **options) as llm:
+        yield llm
+
+
+def client(url: str, key: str = "none", **options: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120, **options)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    """Wait for what another thread or process brings about; fails if that takes too long."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def post(url: str, path: str, body: Any, **options: Any) -> httpx.Response:
+    return httpx.post(f"{url}{path}", json=body, timeout=120, **options)
