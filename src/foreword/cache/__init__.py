@@ -55,12 +55,13 @@ from foreword.cache.hashing import (
 from foreword.cache.hybrid import HybridKVCacheCoordinator
 from foreword.cache.index import Divergence, HashIndex, PartialBlock, PrefixIndex, PrefixMatch
 from foreword.cache.ledger import CacheLedger, Eviction, EvictionCause, MissReason
-from foreword.cache.manager import KVCacheManager
+from foreword.cache.manager import BlockState, KVCacheManager
 from foreword.cache.pins import PinnedPolicy
 from foreword.cache.policies import PriorityPolicy
 from foreword.cache.radix import RadixIndex, make_index
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
+from foreword.cache.tree_view import PrefixNode
 
 __all__ = [
     "NO_EXTRA_KEYS",
@@ -69,6 +70,7 @@ __all__ = [
     "BlockHash",
     "BlockIds",
     "BlockPool",
+    "BlockState",
     "BlockRemoved",
     "BlockStored",
     "CacheLedger",
@@ -105,6 +107,7 @@ __all__ = [
     "PrefixIndex",
     "PrefixMatch",
     "PrefixMirror",
+    "PrefixNode",
     "PriorityPolicy",
     "RadixIndex",
     "RecurrentSpec",

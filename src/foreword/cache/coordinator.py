@@ -28,6 +28,7 @@ from foreword.cache.groups import (
 from foreword.cache.index import Divergence, PartialBlock, PrefixIndex
 from foreword.cache.ledger import CacheLedger, Eviction, EvictionCause, MissReason
 from foreword.cache.sequence import TokenSequence
+from foreword.cache.tree_view import PrefixNode
 
 MAX_NOTES = 1024
 """Notes of filled blocks that are kept unread; most steps never read them."""
@@ -88,6 +89,14 @@ class KVCacheCoordinatorNoPrefixCache:
     def num_indexed(self) -> int:
         """Blocks that can be found, duplicates included."""
         return 0
+
+    def indexed_block_ids(self) -> BlockIds:
+        """Those blocks (a copy)."""
+        return NO_BLOCKS
+
+    def top_prefixes(self, limit: int) -> list[PrefixNode] | None:
+        """`PrefixIndex.top`, where there is such an index."""
+        return None
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         """The longest beginning of `sequence` that every group holds. Changes nothing."""
@@ -198,6 +207,8 @@ class KVCacheCoordinatorNoPrefixCache:
         row = self.tables.open_row()
         if len(hit_ids):
             self._pool.touch(hit_ids)
+            if self._ledger is not None:
+                self._ledger.num_reuses[hit_ids] += 1
         for manager, table in zip(self.managers, hit.tables, strict=True):
             manager.open(row, table)
         return row, self._extend(row, hit.num_tokens, num_tokens, num_new)
@@ -341,6 +352,12 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
     @property
     def num_indexed(self) -> int:
         return len(self._index)
+
+    def indexed_block_ids(self) -> BlockIds:
+        return self._index.block_ids()
+
+    def top_prefixes(self, limit: int) -> list[PrefixNode] | None:
+        return self._index.top(limit, None if self._ledger is None else self._ledger.num_reuses)
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         match = self._index.match(sequence)

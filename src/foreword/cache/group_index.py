@@ -93,6 +93,10 @@ class GroupedHashIndex:
         self._num_indexed -= len(forgotten)
         return np.array(forgotten, np.int32)
 
+    def block_ids(self) -> BlockIds:
+        """All indexed blocks, in the order of their ids (a copy)."""
+        return np.array([block_id for block_id, key in enumerate(self._key_of) if key is not None], np.int32)
+
     def group_of(self, block_id: int) -> int | None:
         """Group under which a block is indexed, or None."""
         return None if self._key_of[block_id] is None else self._group_of[block_id]

@@ -41,6 +41,9 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
     def num_indexed(self) -> int:
         return len(self._index)
 
+    def indexed_block_ids(self) -> BlockIds:
+        return self._index.block_ids()
+
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         """Each group lowers the bound to its own longest hit, until a whole round leaves it alone.
 

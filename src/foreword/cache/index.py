@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from foreword.cache.block_pool import BlockIds
 from foreword.cache.hashing import BlockHash
 from foreword.cache.sequence import TokenSequence
+from foreword.cache.tree_view import PrefixNode
 from foreword.cache.verified import VerifiedPrefix, VerifiedPrefixes
 
 
@@ -81,6 +83,15 @@ class PrefixIndex(Protocol):
 
     def clear(self) -> None:
         """Forget all blocks."""
+
+    def top(self, limit: int, num_reuses: npt.NDArray[np.int64] | None) -> list[PrefixNode] | None:
+        """The `limit` nodes of the tree that were reused most; None if the index has no tree.
+
+        `num_reuses` counts by block; without it nodes are ordered by length. Changes nothing.
+        """
+
+    def block_ids(self) -> BlockIds:
+        """All indexed blocks, duplicates included (a copy)."""
 
     def __len__(self) -> int:
         """Number of indexed blocks, duplicates included."""
@@ -186,6 +197,12 @@ class HashIndex:
 
     def __len__(self) -> int:
         return self._num_indexed
+
+    def top(self, limit: int, num_reuses: npt.NDArray[np.int64] | None) -> list[PrefixNode] | None:
+        return None  # keys do not say which tokens they stand for
+
+    def block_ids(self) -> BlockIds:
+        return np.array([block_id for block_id, key in enumerate(self._key_of) if key is not None], np.int32)
 
     def key_of(self, block_id: int) -> BlockHash | None:
         """Key under which a block is indexed, or None."""

@@ -6,9 +6,10 @@ forgets; the ledger answers
 - why a block was not found (`reason`),
 - what twice the memory would have found (`ghost_hits`): forgotten keys live on as ghosts, as many of them as
   the pool has blocks, so that under the `lru` policy pool and ghosts together are a pool of twice the size,
+- how often each block was reused (`num_reuses`) and how many were forgotten, by cause (`evictions`),
 - what changed, if it is given an `EventLog`.
 
-It costs nothing on a hit, and O(1) for each stored or forgotten block.
+It costs one array operation on a hit, and O(1) for each stored or forgotten block.
 """
 
 from __future__ import annotations
@@ -124,13 +125,15 @@ class GroupLedger:
         if self._events is not None:
             self._report_stored(self._events, sequence, [numbers[at] for at in new])
 
-    def removed(self, block_ids: BlockIds, eviction: Eviction) -> None:
-        """These blocks were forgotten; those that are not in the account are ignored."""
+    def removed(self, block_ids: BlockIds, eviction: Eviction) -> int:
+        """These blocks were forgotten; those that are not in the account are ignored. Returns how many were."""
         gone: list[BlockHash] = []
         copies = self._num_copies
+        num_removed = 0
         for key in self._keys[block_ids].tolist():
             if key is None:
                 continue
+            num_removed += 1
             copies[key] -= 1
             if not copies[key]:
                 del copies[key]
@@ -142,6 +145,7 @@ class GroupLedger:
                 self._forget_variant(key)
         if gone and self._events is not None:
             self._events.append(BlockRemoved(tuple(gone), group_idx=self._group_id))
+        return num_removed
 
     def drop_oldest_ghosts(self) -> None:
         """Keep as many as the pool has blocks.
@@ -270,6 +274,10 @@ class CacheLedger:
         self.events = events
         self.clock = clock
         self.groups: list[GroupLedger] = []
+        self.num_reuses: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        """How often a request took each block from the cache, since it holds what it holds."""
+        self.evictions: Counter[EvictionCause] = Counter()
+        """Findable blocks that were forgotten since the start."""
         self._num_blocks = num_blocks
         self._num_steps = 0
 
@@ -288,7 +296,8 @@ class CacheLedger:
         """These blocks were forgotten; those that were not indexed are ignored."""
         eviction = Eviction(cause, self.clock(), self._num_steps, pool_usage)
         for group in self.groups:
-            group.removed(block_ids, eviction)
+            self.evictions[cause] += group.removed(block_ids, eviction)
+        self.num_reuses[block_ids] = 0
 
     def num_under_salt(self, prefix: str) -> int:
         """Findable keys under salts that begin so: their blocks, duplicates not counted."""
@@ -303,6 +312,7 @@ class CacheLedger:
         """Everything was forgotten on request; that leaves no ghosts."""
         for group in self.groups:
             group.cleared()
+        self.num_reuses.fill(0)
         if self.events is not None:
             self.events.append(AllBlocksCleared())
 

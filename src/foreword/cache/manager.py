@@ -18,6 +18,7 @@ before it reads any.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -40,9 +41,23 @@ from foreword.cache.index import HashIndex, PrefixIndex
 from foreword.cache.ledger import CacheLedger, EvictionCause
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
+from foreword.cache.tree_view import PrefixNode
 from foreword.errors import CacheBusyError, ConfigError
 
 DEFAULT_BLOCK_SIZE = 16
+
+
+class BlockState(enum.IntEnum):
+    """What a block is to the pool."""
+
+    FREE = 0
+    """It holds nothing that can be found."""
+    CACHED = 1
+    """It can be found, and no request holds it."""
+    IN_USE = 2
+    """A request holds it, findable or not."""
+    PINNED = 3
+    """It has a pin, held or not."""
 
 
 @dataclass(slots=True)
@@ -363,6 +378,18 @@ class KVCacheManager:
     def get_usage(self) -> float:
         """Share of the blocks held by requests, 0.0 to 1.0."""
         return self._pool.get_usage()
+
+    def block_states(self) -> npt.NDArray[np.uint8]:
+        """What each block is to the pool just now, as `BlockState` numbers, [num_blocks] (a copy)."""
+        states = np.full(self.num_blocks, BlockState.FREE, np.uint8)
+        states[self._coordinator.indexed_block_ids()] = BlockState.CACHED
+        states[self._pool.ref_counts() > 0] = BlockState.IN_USE
+        states[self._pool.pinned_block_ids()] = BlockState.PINNED
+        return states
+
+    def top_prefixes(self, limit: int) -> list[PrefixNode] | None:
+        """The cached prefixes that were reused most, a parent before its children; None without a radix index."""
+        return self._coordinator.top_prefixes(limit)
 
     def free_block_ids(self) -> BlockIds:
         """Free blocks in the order in which they will be given away (a copy)."""

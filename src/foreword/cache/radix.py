@@ -28,6 +28,7 @@ from foreword.cache.block_pool import BlockIds
 from foreword.cache.hashing import ExtraKeys, TokenArray
 from foreword.cache.index import Divergence, HashIndex, PartialBlock, PrefixIndex, PrefixMatch
 from foreword.cache.sequence import TokenSequence
+from foreword.cache.tree_view import PrefixNode, top_nodes
 
 Namespace = tuple[str | None, str | None, str | None]
 NOT_INDEXED = -1
@@ -88,6 +89,8 @@ class RadixIndex:
         self._next_media_id = -1
         self._salted: dict[int, int] = {}
         """Numbers that stand for a token under a salt -> the token."""
+        self._salt_of: dict[int, str] = {}
+        """The same numbers -> the salt."""
         self._num_indexed = 0
 
     def __len__(self) -> int:
@@ -362,6 +365,7 @@ class RadixIndex:
             token = int(tokens[keys.salt_offset])
             number = self._first_number(f"salt={keys.salt};token={token}", 1)
             self._salted[number] = token
+            self._salt_of[number] = str(keys.salt)
             tokens[keys.salt_offset] = number
         return tokens
 
@@ -372,6 +376,18 @@ class RadixIndex:
             first = self._media_ids[content, count] = self._next_media_id
             self._next_media_id -= count
         return first
+
+    # -------------------------------------------------------------------- view
+
+    def top(self, limit: int, num_reuses: npt.NDArray[np.int64] | None) -> list[PrefixNode] | None:
+        roots = [(salt, self._roots[adapter, salt, media]) for adapter, salt, media in self._roots]
+        return top_nodes(
+            roots, lambda token: (self._salted.get(token, token), self._salt_of.get(token)), limit, num_reuses
+        )
+
+    def block_ids(self) -> BlockIds:
+        found = np.flatnonzero(self._node_id_of != NOT_INDEXED).astype(np.int32)
+        return np.concatenate((found, np.array(list(self._original_of), np.int32))) if self._original_of else found
 
     # --------------------------------------------------------------- integrity
 
