@@ -117,6 +117,15 @@ class Tokenizer:
         )
         return text
 
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids` with special tokens by name: for people who look at prompts."""
+        text: str = self._hf.decode(
+            [int(token_id) for token_id in token_ids],
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+        return text
+
     def token_text(self, token_id: int) -> str:
         """One token as it reads in the middle of a text: with its leading space, special tokens by name.
 

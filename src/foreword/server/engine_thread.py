@@ -82,6 +82,25 @@ class _Running:
     """For each choice: characters, tokens, whether its end was told."""
 
 
+class PrefillSpeed:
+    """How long computing a prompt's token takes, measured over steps that are mostly prefill."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._seconds = 0.0
+
+    def note_step(self, num_tokens: int, num_running: int, seconds: float) -> None:
+        """A step computed so many tokens of so many requests. Decoding steps, one token each, do not count."""
+        if num_tokens >= 2 * num_running + 16:
+            self._num_tokens += num_tokens
+            self._seconds += seconds
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Mean since the start; 0.0 before the first prefill."""
+        return self._seconds / self._num_tokens if self._num_tokens else 0.0
+
+
 class AnswerStream:
     """The asyncio end of one call: deltas of its choices in the order in which they were made.
 
@@ -159,6 +178,7 @@ class EngineThread:
         self.failure: str | None = None
         """Why the engine takes no requests any more; None while it works."""
         self.num_steps = 0
+        self.prefill = PrefillSpeed()
         self.num_choices = 0
         """Choices of answers that are accepted and not finished."""
         self._engine = engine
@@ -289,6 +309,7 @@ class EngineThread:
 
     def _step(self) -> None:
         self.num_steps += 1
+        num_before, started = self._engine.num_computed_tokens, time.monotonic()
         try:
             outputs = self._engine.step()
         except Exception as error:
@@ -296,6 +317,7 @@ class EngineThread:
             return
         self._failed_steps = 0
         now = time.monotonic()
+        self.prefill.note_step(self._engine.num_computed_tokens - num_before, len(self._running), now - started)
         for output in outputs:
             running = self._running.get(output.request_id)
             if running is not None:

@@ -35,6 +35,8 @@ class RequestRecord:
     salt: str | None = None
     """Cache namespace; never shown."""
     prompt_cache_key: str | None = None
+    trace_parent: str | None = None
+    """W3C `traceparent` header of the call, if it came with one."""
     num_choices: int = 1
     stream: bool = False
     created: float = field(default_factory=time.time)

@@ -1,0 +1,195 @@
+"""The cache's own endpoints: /v1/cache, /v1/cache/explain, /reset_prefix_cache, /metrics.
+
+Knows their fields, and what of the cache may be shown to whom: operators see everything, tenants what is theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from foreword.cache import BlockState, PrefixNode
+from foreword.server.api_errors import bad_request
+from foreword.server.dialect import ExplainRequest
+from foreword.server.explanations import cache_report, most_similar, text_of
+from foreword.server.http import authorized, json_response, service_of
+from foreword.server.insight import Look
+from foreword.server.openai import plain_messages
+from foreword.server.records import RequestRecord, TenantStats
+from foreword.server.service import Caller, Service
+from foreword.server.tenants import Tenant
+from foreword.text import Tokenizer
+
+router = APIRouter(tags=["cache"])
+
+DEFAULT_TREE_NODES = 50
+MAX_TREE_NODES = 500
+MAX_LISTED_PROMPTS = 50
+
+
+@router.post("/v1/cache/explain")
+async def explain(body: ExplainRequest, request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Response:
+    """What the cache holds of a prompt now, and why not more. Runs nothing and counts nothing."""
+    service = service_of(request)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give either prompt or messages")
+    if body.messages is not None:
+        messages = plain_messages(body.messages)
+        token_ids = await service.render_chat(messages, add_generation_prompt=body.add_generation_prompt)
+    elif isinstance(body.prompt, str):
+        token_ids = await service.encode(body.prompt)
+    else:
+        token_ids = np.array(body.prompt, np.int32)
+    service.check_length(len(token_ids))
+    prompt = service.prompt_of(Caller(tenant, "cache.explain", body.cache_salt), token_ids)
+    explanation = await service.thread.call(lambda engine: engine.explain(prompt))
+    similar = None
+    if explanation.divergence is None:
+        similar = most_similar(token_ids, prompt.extra_keys.salt, service.records.recent(200, tenant.name))
+    report = cache_report(explanation, token_ids, service.llm.tokenizer, similar=similar)
+    return json_response({"object": "cache.explanation", "model": service.model_name, **report})
+
+
+@router.get("/v1/cache")
+async def cache(request: Request, nodes: int = DEFAULT_TREE_NODES) -> Response:
+    """Statistics of the cache and its most reused prefixes: all of it for operators, a tenant's own for tenants."""
+    service = service_of(request)
+    if not 0 <= nodes <= MAX_TREE_NODES:
+        raise bad_request(f"nodes={nodes} is out of range; use 0 to {MAX_TREE_NODES}", param="nodes")
+    if not service.operators.is_operator(request.scope):
+        tenant = service.authorize(request.headers.get("authorization"))
+        return json_response(await _of_tenant(service, tenant, nodes))
+    look = await service.insight.look()
+    found = await service.insight.top_prefixes(nodes)
+    owners = service.owners()
+    body: dict[str, Any] = {
+        "object": "cache",
+        "statistics": statistics(look, service),
+        "tenants": {name: _tenant_stats(stats) for name, stats in service.records.tenants().items()},
+        "template": [str(change) for change in service.template_changes],
+    }
+    if found is not None:
+        body["tree"] = [node_report(node, service.llm.tokenizer, owners.get(node.salt)) for node in found]
+    else:
+        body["prompts"] = await listed_prompts(service, min(nodes, MAX_LISTED_PROMPTS))
+    return json_response(body)
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget all cached prefixes; 409 while requests hold blocks. For operators."""
+    service = service_of(request)
+    service.operators.check(request.scope)
+    await service.insight.reset()
+    return json_response({"object": "cache.reset", "reset": True})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus text. Open where no keys are asked for, as there is no prompt's text in it."""
+    service = service_of(request)
+    if service.tenants.asks_for_keys or service.operators.have_a_key:
+        service.operators.check(request.scope)
+    text, media_type = service.metrics.write(await service.insight.look(), service.records)
+    return Response(text, media_type=media_type)
+
+
+# -------------------------------------------------------------------- contents
+
+
+def statistics(look: Look, service: Service) -> dict[str, Any]:
+    """The whole cache, since its last reset."""
+    stats, size = look.stats, look.block_size
+    return {
+        "requests": stats.requests,
+        "queried_tokens": stats.queries,
+        "hit_tokens": stats.hits,
+        "computed_tokens": stats.queries - stats.hits,
+        "hit_rate": stats.hit_rate,
+        "recent_hit_rate": look.recent_hit_rate,
+        "hit_rate_with_twice_the_blocks": stats.hit_rate_with_twice_the_blocks,
+        "misses": {str(reason): count for reason, count in stats.misses.items()},
+        "missed_tokens": {str(reason): count for reason, count in stats.missed_tokens.items()},
+        "evictions": {str(cause): count for cause, count in look.evictions.items()},
+        "prefill_seconds_saved": service.insight.num_saved_seconds,
+        "preemptions": look.num_preemptions,
+        "requests_running": look.num_running,
+        "requests_waiting": look.num_waiting,
+        "block_size": size,
+        "blocks": {
+            "total": look.num_blocks,
+            **{state.name.lower(): look.num_in_state(state) for state in BlockState},
+        },
+    }
+
+
+def node_report(node: PrefixNode, tokenizer: Tokenizer | None, tenant: str | None) -> dict[str, Any]:
+    """A node of the tree, for JSON."""
+    return {
+        "id": node.node_id,
+        "parent": node.parent_id,
+        "tenant": tenant,
+        "start": node.start,
+        "tokens": node.num_tokens,
+        "blocks": len(node.block_ids),
+        "reuses": node.num_reuses,
+        "children": node.num_children,
+        "text": text_of(node.token_ids, tokenizer),
+        "token_ids": None if tokenizer is not None else list(node.token_ids),
+    }
+
+
+async def _of_tenant(service: Service, tenant: Tenant, limit: int) -> dict[str, Any]:
+    """What a tenant may know of the cache: its own requests, and the prefixes under its own salts."""
+    stats = service.records.tenants().get(tenant.name, TenantStats())
+    body: dict[str, Any] = {"object": "cache", "statistics": _tenant_stats(stats)}
+    if not service.tenants.asks_for_keys:
+        return body  # everybody is one tenant here: these are all that may be told to anybody
+    own = service.tenants.namespace_of_all(tenant)
+    found = await service.thread.call(lambda engine: engine.manager.top_prefixes(MAX_TREE_NODES))
+    if found is not None:
+        mine = {node.node_id: node for node in found if (node.salt or "").startswith(own)}
+        body["tree"] = [
+            # Above a tenant's first node are public prefixes, which others use as well.
+            node_report(node, service.llm.tokenizer, tenant.name)
+            | {"parent": node.parent_id if node.parent_id in mine else None}
+            for node in mine.values()
+        ][:limit]
+    return body
+
+
+def _tenant_stats(stats: TenantStats) -> dict[str, Any]:
+    return {
+        "requests": stats.requests,
+        "queried_tokens": stats.queried_tokens,
+        "hit_tokens": stats.hit_tokens,
+        "output_tokens": stats.output_tokens,
+        "hit_rate": stats.hit_rate,
+    }
+
+
+async def listed_prompts(service: Service, limit: int) -> list[dict[str, Any]]:
+    """Recent prompts and what is cached of each now: a list in place of a tree, for indexes that know keys only."""
+    distinct: dict[tuple[str | None, bytes], RequestRecord] = {}
+    uses: dict[tuple[str | None, bytes], int] = {}
+    for record in service.records.recent(10 * limit):
+        key = (record.salt, record.prompt_token_ids.tobytes())
+        distinct.setdefault(key, record)
+        uses[key] = uses.get(key, 0) + 1
+    shown = list(distinct.items())[:limit]
+    prompts = [service.prompt_of_record(record) for _, record in shown]
+    cached = await service.thread.call(lambda engine: [engine.num_cached_tokens(prompt) for prompt in prompts])
+    return [
+        {
+            "tenant": record.tenant,
+            "tokens": record.num_prompt_tokens,
+            "cached_tokens": num_cached,
+            "recent_uses": uses[key],
+            "text": text_of(record.prompt_token_ids[:256].tolist(), service.llm.tokenizer),
+        }
+        for (key, record), num_cached in zip(shown, cached, strict=True)
+    ]

@@ -1,0 +1,65 @@
+"""OpenAI's prompt cache diagnostics: a response compared with an earlier one that it was to reuse.
+
+Knows records and OpenAI's names: a request gives `prompt_cache_options.comparison_response_id`, its response has
+`prompt_cache_diagnostics` with a `type`, and for a miss `reason`, `cache_missed_tokens` (of the input, from the
+first difference on) and `comparison_reusable_tokens` (of the earlier response).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from foreword.server.api_errors import bad_request
+from foreword.server.explanations import common_length
+from foreword.server.records import RequestRecord
+
+_OPTIONS = {"mode", "ttl", "comparison_response_id", "prewarm"}
+
+
+def comparison_response_id(options: Mapping[str, Any] | None) -> str | None:
+    """The response to compare with, if `prompt_cache_options` name one. Raises APIError 400 for other wishes."""
+    options = options or {}
+    unknown = sorted(set(options) - _OPTIONS)
+    if unknown:
+        raise bad_request(
+            f"Unrecognized request argument supplied: prompt_cache_options.{unknown[0]}",
+            param=f"prompt_cache_options.{unknown[0]}",
+        )
+    if options.get("prewarm"):
+        raise bad_request("prompt_cache_options.prewarm is not supported by this server", param="prompt_cache_options")
+    wanted = options.get("comparison_response_id")
+    if wanted is not None and not isinstance(wanted, str):
+        raise bad_request("comparison_response_id must be a string", param="prompt_cache_options")
+    return wanted
+
+
+def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: int) -> dict[str, Any]:
+    """Compare a request that has been looked up with an earlier one of the same tenant, None if there is none.
+
+    `unavailable` means that the input explains nothing: it goes on where the earlier one ended, or repeats it, and
+    was not found all the same. `foreword.cache` says why.
+    """
+    if earlier is None:
+        return {"type": "comparison_response_not_found"}
+    if record.first_scheduled_time is None:
+        return {"type": "unavailable"}
+    ours, theirs = record.prompt_token_ids, earlier.prompt_token_ids
+    shared = common_length(ours, theirs)
+    if record.salt != earlier.salt:
+        return _miss("prompt_cache_key_changed", len(ours), len(theirs))
+    if shared < min(len(ours), len(theirs)):
+        return _miss("input_changed", len(ours) - shared, len(theirs))
+    # The last token is always computed, and what does not fill a block may not be kept.
+    if record.num_cached_tokens >= shared - max(1, shared % block_size):
+        return {"type": "cache_hit"}
+    return {"type": "unavailable"}
+
+
+def _miss(reason: str, num_missed: int, num_reusable: int) -> dict[str, Any]:
+    return {
+        "type": "cache_miss",
+        "reason": reason,
+        "cache_missed_tokens": num_missed,
+        "comparison_reusable_tokens": num_reusable,
+    }

@@ -1,0 +1,138 @@
+"""Why it missed, as it is told to whoever sent the prompt.
+
+Knows lookups, tokens and their text. What it tells a client comes from the client's own namespace alone: that
+the same tokens are cached under another salt is told as `never_seen`, and to operators only as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache import Divergence, LookupExplanation, MissReason
+from foreword.server.records import RequestRecord
+from foreword.text import Tokenizer
+
+NUM_CONTEXT_TOKENS = 8
+"""Tokens of text that are shown before a divergence, and of each continuation."""
+MEDIA = "\u27e8media\u27e9"
+
+TokenIds = npt.NDArray[np.int32]
+
+IN_WORDS = {
+    MissReason.NEVER_SEEN: "nothing that began like this was cached",
+    MissReason.EVICTED: "it was cached, and was evicted",
+    MissReason.PARTIAL_BLOCK: "what is left does not fill a block",
+    MissReason.SALT_DIFFERS: "the same tokens are cached under another salt",
+    MissReason.ADAPTER_DIFFERS: "the same tokens are cached for another adapter",
+    MissReason.MEDIA_DIFFERS: "the same tokens are cached with other media",
+    MissReason.STATE_NOT_SAVED: "no recurrent state was kept there",
+    MissReason.LOOKUP_SKIPPED: "the request asked for its whole prompt to be computed",
+    MissReason.IN_FLIGHT: "another request was computing it at that moment",
+}
+
+
+def told_to_client(reason: MissReason | None) -> MissReason | None:
+    """A reason without what it says of others."""
+    return MissReason.NEVER_SEEN if reason is MissReason.SALT_DIFFERS else reason
+
+
+def cache_report(
+    explanation: LookupExplanation | None,
+    prompt: TokenIds,
+    tokenizer: Tokenizer | None,
+    *,
+    similar: Divergence | None = None,
+) -> dict[str, Any]:
+    """`foreword.cache` of a response: the lookup of its prompt, for the client that sent it.
+
+    `similar` says where the prompt leaves an earlier one of the same namespace, for indexes that cannot tell.
+    None for `explanation` (no prefix cache, or one that keeps no account) leaves counts only.
+    """
+    if explanation is None:
+        return {"prompt_tokens": len(prompt), "hit_tokens": 0, "computed_tokens": len(prompt), "reason": None}
+    reason = told_to_client(explanation.reason)
+    eviction = explanation.eviction
+    divergence = explanation.divergence or similar
+    return {
+        "prompt_tokens": explanation.num_tokens,
+        "hit_tokens": explanation.num_hit_tokens,
+        "computed_tokens": explanation.num_missed_tokens,
+        "reason": None if reason is None else str(reason),
+        "in_words": None if reason is None else IN_WORDS[reason],
+        "evicted": None
+        if eviction is None
+        else {"cause": str(eviction.cause), "seconds_ago": round(max(0.0, time.monotonic() - eviction.time), 3)},
+        "twice_the_blocks_would_find": explanation.num_ghost_tokens,
+        "diverged": None
+        if divergence is None or reason is None
+        else _divergence_report(divergence, prompt, tokenizer),
+    }
+
+
+def _divergence_report(divergence: Divergence, prompt: TokenIds, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    start = max(0, divergence.position - NUM_CONTEXT_TOKENS)
+    return {
+        "position": divergence.position,
+        "before": text_of(prompt[start : divergence.position].tolist(), tokenizer),
+        "yours": _side(divergence.ours, tokenizer),
+        "cached": _side(divergence.theirs, tokenizer),
+    }
+
+
+def _side(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+    """How one continuation begins; None if there is none."""
+    if not token_ids:
+        return None
+    first = token_ids[0]
+    return {
+        "token_id": first if first >= 0 else None,
+        "token": token_text(first, tokenizer),
+        "text": text_of(token_ids[:NUM_CONTEXT_TOKENS], tokenizer),
+    }
+
+
+def token_text(token_id: int, tokenizer: Tokenizer | None) -> str | None:
+    """One token's text, special tokens by name; None without a tokenizer."""
+    if token_id < 0:
+        return MEDIA
+    return None if tokenizer is None else tokenizer.token_text(token_id)
+
+
+def text_of(token_ids: Iterable[int], tokenizer: Tokenizer | None) -> str | None:
+    """Text of tokens, special ones by name; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    runs = groupby(token_ids, key=lambda token_id: token_id < 0)
+    return "".join(MEDIA if is_media else tokenizer.spell(list(run)) for is_media, run in runs)
+
+
+def common_length(ours: TokenIds, theirs: TokenIds) -> int:
+    """Length of the common beginning of two arrays."""
+    length = min(len(ours), len(theirs))
+    equal = ours[:length] == theirs[:length]
+    return length if equal.all() else int(equal.argmin())
+
+
+def most_similar(prompt: TokenIds, salt: str | None, records: Iterable[RequestRecord]) -> Divergence | None:
+    """Where a prompt leaves the earlier one, of the same namespace, with which it has most in common.
+
+    For indexes that know keys, not tokens. None if no earlier prompt goes on differently.
+    """
+    best: tuple[int, TokenIds] | None = None
+    for record in records:
+        if record.salt != salt or record.prompt_token_ids is prompt:
+            continue
+        shared = common_length(prompt, record.prompt_token_ids)
+        if best is None or shared > best[0]:
+            best = shared, record.prompt_token_ids
+    if best is None or best[0] in (0, len(prompt)):
+        return None
+    position, theirs = best
+    end = position + 2 * NUM_CONTEXT_TOKENS
+    return Divergence(position, tuple(prompt[position:end].tolist()), tuple(theirs[position:end].tolist()))

@@ -1,0 +1,174 @@
+"""Metrics in Prometheus' text format, under vLLM's names where vLLM has them (docs/guides/serve.md lists all).
+
+Knows finished records and looks at the engine; knows nothing of HTTP. Counters never go back, also when the cache
+is reset. A request is a *hit* if at least half of its prompt was found: almost every prompt shares the few
+tokens with which a chat template begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from foreword.cache import BlockState, EvictionCause, MissReason
+from foreword.server.insight import Insight, Look
+from foreword.server.records import Records, RequestRecord
+
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+
+Metric = CounterMetricFamily | GaugeMetricFamily
+
+
+def is_hit(record: RequestRecord) -> bool:
+    """Whether at least half of the prompt was found."""
+    return 2 * record.num_cached_tokens >= record.num_prompt_tokens
+
+
+class Metrics:
+    """The registry of one server. Histograms are filled on the engine's thread, everything else when it is asked for."""
+
+    def __init__(self, model_name: str, insight: Insight) -> None:
+        self._insight = insight
+        self._registry = CollectorRegistry()
+        self._engine = _EngineCollector(model_name, insight)
+        self._registry.register(self._engine)
+        labels = ("model_name", "cache")
+
+        def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> tuple[Histogram, Histogram]:
+            """Children for misses and hits."""
+            family = Histogram(name, documentation, labels, buckets=buckets, registry=self._registry)
+            return family.labels(model_name, "miss"), family.labels(model_name, "hit")
+
+        self._ttft = histogram("foreword_time_to_first_token_seconds", "Arrival to first token.", _TTFT)
+        self._inter_token = histogram("foreword_inter_token_latency_seconds", "Between two tokens.", _INTER_TOKEN)
+        self._e2e = histogram("foreword_e2e_request_latency_seconds", "Arrival to end.", _LATENCY)
+        self._queue = histogram("foreword_request_queue_time_seconds", "Arrival to first step.", _LATENCY)
+
+    def observe(self, record: RequestRecord) -> None:
+        """A request ended. Called on the engine's thread."""
+        self._engine.observe(record)
+        if record.first_scheduled_time is None or record.finished_time is None:
+            return
+        hit = is_hit(record)
+        self._queue[hit].observe(record.first_scheduled_time - record.arrival_time)
+        self._e2e[hit].observe(record.finished_time - record.arrival_time)
+        if record.time_to_first_token is not None:
+            self._ttft[hit].observe(record.time_to_first_token)
+        for before, after in pairwise(record.token_times):
+            self._inter_token[hit].observe(after - before)
+
+    def write(self, look: Look, records: Records) -> tuple[bytes, str]:
+        """All metrics as text, and its media type."""
+        self._engine.show(look, records)
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+
+class _EngineCollector(Collector):
+    """What is read from the engine and counted by request."""
+
+    def __init__(self, model_name: str, insight: Insight) -> None:
+        self._model = model_name
+        self._insight = insight
+        self._look: Look | None = None
+        self._records: Records | None = None
+        self._outcomes: dict[str, int] = {}
+        self._requests = {"hit": 0, "miss": 0}
+        self._prompt_tokens = 0
+        self._output_tokens = 0
+
+    def observe(self, record: RequestRecord) -> None:
+        """A request ended."""
+        self._outcomes[str(record.outcome)] = self._outcomes.get(str(record.outcome), 0) + 1
+        self._output_tokens += record.num_output_tokens
+        if record.first_scheduled_time is not None:
+            self._prompt_tokens += record.num_prompt_tokens
+            self._requests["hit" if is_hit(record) else "miss"] += 1
+
+    def show(self, look: Look, records: Records) -> None:
+        """From now on report this."""
+        self._look, self._records = look, records
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        look = self._look
+        if look is None or self._records is None:
+            return
+        yield from self._requests_and_queue(look)
+        yield from self._prefix_cache(look)
+        yield from self._pool(look)
+        yield from self._tenants(self._records)
+
+    def _requests_and_queue(self, look: Look) -> Iterator[Metric]:
+        yield self._gauge("num_requests_running", "Requests that hold blocks.", look.num_running)
+        yield self._gauge("num_requests_waiting", "Requests in the queue.", look.num_waiting)
+        yield self._counter("num_preemptions", "Requests put back because blocks were short.", look.num_preemptions)
+        yield self._counters("request_success", "Requests that ended.", "finished_reason", self._outcomes)
+        yield self._counter("prompt_tokens", "Tokens of prompts that ran.", self._prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens that were generated.", self._output_tokens)
+        yield self._counter("computed_tokens", "Tokens that went through the model.", look.num_computed_tokens)
+
+    def _prefix_cache(self, look: Look) -> Iterator[Metric]:
+        totals = look.totals
+        yield self._counter("prefix_cache_queries", "Prompt tokens that were looked up.", totals.queries)
+        yield self._counter("prefix_cache_hits", "Prompt tokens that were found: prefill saved.", totals.hits)
+        yield self._counter(
+            "prefix_cache_computed_tokens", "Prompt tokens that were not found.", totals.queries - totals.hits
+        )
+        yield self._counters("prefix_cache_requests", "Requests that were looked up.", "cache", self._requests)
+        yield self._counter(
+            "prefix_cache_prefill_seconds_saved",
+            "Found tokens, times the mean seconds of a computed one.",
+            self._insight.num_saved_seconds,
+        )
+        yield self._counter(
+            "prefix_cache_ghost_hits", "Missed tokens that twice the blocks would have found.", totals.ghost_hits
+        )
+        misses = {str(reason): totals.misses[reason] for reason in MissReason}
+        yield self._counters("prefix_cache_misses", "Requests that missed something.", "reason", misses)
+        missed = {str(reason): totals.missed_tokens[reason] for reason in MissReason}
+        yield self._counters("prefix_cache_missed_tokens", "Their tokens that were not found.", "reason", missed)
+        evictions = {str(cause): look.evictions[cause] for cause in EvictionCause}
+        yield self._counters("prefix_cache_evictions", "Cached blocks that were forgotten.", "cause", evictions)
+
+    def _pool(self, look: Look) -> Iterator[Metric]:
+        yield self._gauge("kv_cache_usage_perc", "Share of the blocks that requests hold, 0 to 1.", look.usage)
+        states = {state.name.lower(): look.num_in_state(state) for state in BlockState}
+        blocks = GaugeMetricFamily("foreword_kv_cache_blocks", "Blocks by state.", labels=("model_name", "state"))
+        for state, count in states.items():
+            blocks.add_metric((self._model, state), count)
+        yield blocks
+
+    def _tenants(self, records: Records) -> Iterator[Metric]:
+        tenants = records.tenants()
+        for name, documentation, counts in (
+            ("tenant_requests", "Requests that ran.", {t: stats.requests for t, stats in tenants.items()}),
+            ("tenant_queried_tokens", "Prompt tokens.", {t: stats.queried_tokens for t, stats in tenants.items()}),
+            ("tenant_hit_tokens", "Prompt tokens found.", {t: stats.hit_tokens for t, stats in tenants.items()}),
+        ):
+            yield self._counters(name, documentation, "tenant", counts)
+
+    def _gauge(self, name: str, documentation: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"foreword_{name}", documentation, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def _counter(self, name: str, documentation: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"foreword_{name}", documentation, labels=("model_name",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def _counters(
+        self, name: str, documentation: str, label: str, values: Mapping[str, int]
+    ) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"foreword_{name}", documentation, labels=("model_name", label))
+        for value, count in dict(values).items():
+            family.add_metric((self._model, value), count)
+        return family

@@ -1,0 +1,119 @@
+"""Operators: who may see everybody's prompts and change what all share.
+
+Knows keys, addresses and headers of a connection; knows nothing of what they open. The rule (decision 0012):
+
+    with an operator key      whoever shows it, from anywhere
+    without, server asks for keys         nobody: those keys are tenants', and loopback may be a proxy
+    without, server asks for no keys      who connects from this machine, under one of its own names
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import time
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import cookie_parser
+from starlette.types import Scope
+
+from foreword.server.api_errors import APIError
+
+COOKIE = "foreword_operator"
+SESSION_S = 12 * 3600.0
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+
+
+class Operators:
+    """Decides who is an operator. Belongs to the event loop."""
+
+    def __init__(self, operator_key: str | None, *, asks_for_keys: bool) -> None:
+        self._key = None if operator_key is None else _digest(operator_key)
+        self._asks_for_keys = asks_for_keys
+        self._sessions: dict[bytes, float] = {}
+
+    @property
+    def have_a_key(self) -> bool:
+        return self._key is not None
+
+    def check(self, scope: Scope) -> None:
+        """Raises APIError 401 or 403 unless a connection (HTTP or WebSocket) is an operator's."""
+        headers = Headers(scope=scope)
+        if self._key is not None:
+            if not (self._shows_key(headers) or self._has_session(headers)):
+                raise APIError(
+                    401,
+                    "This needs the operator's key: send 'Authorization: Bearer KEY' with it.",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        elif self._asks_for_keys:
+            raise _closed("start the server with --operator-key (or FOREWORD_OPERATOR_KEY) to open it")
+        elif not _is_local(scope, headers):
+            raise _closed("it is open to this machine alone; start the server with --operator-key to reach it remotely")
+        if not _is_same_origin(headers):
+            raise _closed("another web page asked for it")
+
+    def is_operator(self, scope: Scope) -> bool:
+        """Whether `check` would let it pass."""
+        try:
+            self.check(scope)
+        except APIError:
+            return False
+        return True
+
+    def open_session(self, key: str) -> str | None:
+        """A cookie's value for whoever knows the key; None for others."""
+        if self._key is None or not hmac.compare_digest(_digest(key), self._key):
+            return None
+        now = time.monotonic()
+        self._sessions = {session: end for session, end in self._sessions.items() if end > now}
+        token = secrets.token_urlsafe(32)
+        self._sessions[_digest(token)] = now + SESSION_S
+        return token
+
+    def _shows_key(self, headers: Mapping[str, str]) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        assert self._key is not None
+        return scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip()), self._key)
+
+    def _has_session(self, headers: Mapping[str, str]) -> bool:
+        token = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
+        return self._sessions.get(_digest(token), 0.0) > time.monotonic()
+
+
+def _closed(remedy: str) -> APIError:
+    return APIError(403, f"This is for operators of the server only: {remedy}.", code="operators_only")
+
+
+def _is_local(scope: Scope, headers: Mapping[str, str]) -> bool:
+    """From this machine, not through a proxy, and under a name that only this machine has.
+
+    The name matters: a web page can have its own name resolve to 127.0.0.1 and then read what it finds there.
+    """
+    client = scope.get("client")
+    if client is None or not _is_loopback(client[0]) or any(name in headers for name in _FORWARDED):
+        return False
+    host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+    return host == "localhost" or _is_loopback(host)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_same_origin(headers: Mapping[str, str]) -> bool:
+    """Browsers name the page that asks; it has to be one of ours."""
+    origin = headers.get("origin")
+    return origin is None or urlsplit(origin).netloc == headers.get("host")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,97 @@
+"""OpenTelemetry traces, an option: one span for each request, with what the cache found of it.
+
+Knows finished records and the SDK; the packages are needed only where an endpoint for traces is named.
+Names follow the semantic conventions for generative AI; what is ours begins with `foreword.`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from foreword.errors import ConfigError
+from foreword.server.records import RequestRecord
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.util.types import AttributeValue
+
+
+class Tracing:
+    """Turns records into spans and sends them; `close` sends what is left."""
+
+    def __init__(self, model_name: str, processor: SpanProcessor) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+
+        self._model = model_name
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "foreword"}), shutdown_on_exit=False)
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("foreword")
+
+    @classmethod
+    def to_endpoint(cls, endpoint: str, model_name: str) -> Tracing:
+        """Send spans as OTLP over HTTP, in batches. Raises ConfigError where the packages are missing."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"otlp_traces_endpoint needs the package {error.name}; run `pip install foreword[trace]`"
+            ) from error
+        return cls(model_name, BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+
+    def record(self, record: RequestRecord) -> None:
+        """A request ended: its span is queued. Called on the engine's thread."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        parent = {} if record.trace_parent is None else {"traceparent": record.trace_parent}
+        at = _wall_clock(record)
+        span = self._tracer.start_span(
+            f"{record.endpoint} {self._model}",
+            context=TraceContextTextMapPropagator().extract(parent),
+            kind=SpanKind.SERVER,
+            start_time=at(record.arrival_time),
+            attributes=_attributes(record, self._model),
+        )
+        if record.first_scheduled_time is not None:
+            span.add_event("foreword.scheduled", timestamp=at(record.first_scheduled_time))
+        if record.token_times:
+            span.add_event("foreword.first_token", timestamp=at(record.token_times[0]))
+        if record.outcome in ("failed", "refused", "timeout"):
+            span.set_status(Status(StatusCode.ERROR, record.outcome))
+        span.end(end_time=at(record.finished_time if record.finished_time is not None else time.monotonic()))
+
+    def close(self) -> None:
+        """Send what is left. May be called twice."""
+        self._provider.shutdown()
+
+
+def _wall_clock(record: RequestRecord) -> Callable[[float], int]:
+    """Moments of a record as nanoseconds since 1970."""
+    return lambda moment: round(1e9 * (record.created + moment - record.arrival_time))
+
+
+def _attributes(record: RequestRecord, model_name: str) -> dict[str, AttributeValue]:
+    explanation = record.explanation
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": "text_completion" if record.endpoint == "completions" else "chat",
+        "gen_ai.provider.name": "foreword",
+        "gen_ai.request.model": model_name,
+        "gen_ai.response.id": record.response_id,
+        "gen_ai.response.finish_reasons": (str(record.outcome),),
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": record.num_output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
+        "foreword.tenant": record.tenant,
+        "foreword.cache.computed_tokens": record.num_computed_tokens,
+    }
+    if record.time_to_first_token is not None:
+        attributes["foreword.time_to_first_token_s"] = record.time_to_first_token
+    if explanation is not None and explanation.reason is not None:
+        attributes["foreword.cache.miss_reason"] = str(explanation.reason)
+    if explanation is not None and explanation.divergence is not None:
+        attributes["foreword.cache.diverged_at"] = explanation.divergence.position
+    return attributes
