@@ -7,8 +7,9 @@ import json
 import httpx
 import openai
 import pytest
-from live_server import FACTS, FALCON, MODEL, ServerProcess, client, post
 from openai import OpenAI
+
+from live_server import FACTS, FALCON, MODEL, ServerProcess, client, post
 
 BLOCK = 16
 AS_JSON = {"Content-Type": "application/json"}
@@ -327,7 +328,7 @@ def test_health_and_version_ask_for_no_key(server):
         ({"cache_salt": ""}, "cache_salt"),
         ({"seed": 1.5}, "seed"),
         ({"stream": "yes"}, "stream"),
-        ({"user": "\ud800"}, "user"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, None),
     ],
 )
 def test_a_bad_field_is_refused_and_named(server, change, param):

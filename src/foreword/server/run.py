@@ -7,6 +7,7 @@ within the shutdown's time limit, before the engine stops.
 from __future__ import annotations
 
 import logging
+import signal
 from pathlib import PurePath
 
 import uvicorn
@@ -32,8 +33,9 @@ def serve(llm: LLM, config: ServerConfig) -> None:
         server_header=False,
         h11_max_incomplete_event_size=64 * 1024,
     )
-    server = _Server(options, name)
-    server.run()
+    # uvicorn repeats the signal that ended it: for SIGTERM that would be a failure's exit code.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _Server(options, name).run()
 
 
 class _Server(uvicorn.Server):

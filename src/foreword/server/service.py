@@ -6,6 +6,7 @@ Knows prompts, tenants, limits and the engine's thread; knows nothing of HTTP, n
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import secrets
 import time
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from foreword.cache import NO_EXTRA_KEYS, ExtraKeys
 from foreword.engine import Prompt
-from foreword.errors import ConfigError
+from foreword.errors import ChatTemplateError, ConfigError
 from foreword.llm import LLM
 from foreword.request import SamplingParams, TokenConstraint
 from foreword.server.api_errors import bad_request, too_busy, unknown_model, wrong_key
@@ -26,9 +27,14 @@ from foreword.server.engine_thread import AnswerStream, EngineThread, Job
 from foreword.server.options import ServerConfig
 from foreword.server.quotas import Quotas
 from foreword.server.records import Records, RequestRecord
-from foreword.server.shared_prefixes import SharedPrefixes
+from foreword.server.shared_prefixes import SharedPrefixes, common_beginning
 from foreword.server.tenants import Tenant, Tenants
 from foreword.text import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_CONTINUATIONS = ("", "a", " a", "A", "1", ".", "\n", "\n\n")
+"""What may follow a public text: enough that its last tokens show whether they depend on it."""
 
 LONG_TEXT = 20_000
 """Texts of so many characters are turned into tokens beside the event loop, not on it."""
@@ -57,18 +63,28 @@ class Service:
         self.tenants = Tenants(api_key=config.api_key, keys_file=config.keys_file, server_secret=config.server_secret)
         self.quotas = Quotas(llm.engine.manager, self.tenants)
         self.thread = EngineThread(llm.engine, self.records, after_step=self.quotas.enforce)
-        self.shared_prefixes = SharedPrefixes([self._read_prefix(path) for path in config.share_prefix])
+        self.shared_prefixes = SharedPrefixes(
+            [prefix for path in config.share_prefix for prefix in self._read_prefix(path)]
+        )
         self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
         self._open_grammar = _grammar_opener(llm)
 
-    def _read_prefix(self, path: Path) -> npt.NDArray[np.int32]:
+    def _read_prefix(self, path: Path) -> list[npt.NDArray[np.int32]]:
+        """A public text as the beginning of a prompt, and as a conversation's system message."""
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"shared prefix {str(path)!r} cannot be read as UTF-8 text: {error}") from error
-        if self.llm.tokenizer is None:
+        tokenizer = self.llm.tokenizer
+        if tokenizer is None:
             raise ConfigError("share_prefix needs a tokenizer, and this model has none")
-        return self.llm.tokenizer.encode(text)
+        prefixes = [common_beginning([tokenizer.encode(text + more) for more in _CONTINUATIONS])]
+        told = [[{"role": "system", "content": text}, {"role": "user", "content": more}] for more in _CONTINUATIONS]
+        try:
+            prefixes.append(common_beginning([tokenizer.render_chat(messages) for messages in told]))
+        except ChatTemplateError as error:
+            logger.warning("shared prefix %s serves no conversations: %s", path, error)
+        return prefixes
 
     # ------------------------------------------------------------------ intake
 

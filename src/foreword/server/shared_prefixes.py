@@ -14,21 +14,28 @@ TokenIds = npt.NDArray[np.int32]
 
 
 class SharedPrefixes:
-    """How much of a prompt is public: as much as it has in common with any of the prefixes.
+    """How many leading tokens of a prompt are public: the longest prefix that it begins with, or none.
 
-    What is public is decided by the prompt's tokens alone, so two prompts that begin alike agree on it as far as
-    they are alike.
+    Only whole prefixes count. A prompt that leaves one half way is its tenant's own from its first token on.
     """
 
     def __init__(self, prefixes: Sequence[TokenIds]) -> None:
-        self._prefixes = list(prefixes)
+        self._prefixes = sorted((prefix for prefix in prefixes if len(prefix)), key=len, reverse=True)
 
     def num_shared(self, prompt: TokenIds) -> int:
         """Leading tokens of `prompt` that are public."""
-        return max((_common_length(prefix, prompt) for prefix in self._prefixes), default=0)
+        return next((len(prefix) for prefix in self._prefixes if np.array_equal(prompt[: len(prefix)], prefix)), 0)
 
 
-def _common_length(ours: TokenIds, theirs: TokenIds) -> int:
-    length = min(len(ours), len(theirs))
-    equal = ours[:length] == theirs[:length]
-    return length if equal.all() else int(equal.argmin())
+def common_beginning(encodings: Sequence[TokenIds]) -> TokenIds:
+    """Tokens with which all these encodings begin.
+
+    The last tokens of a text depend on what follows it; what is common to a text's encodings with different
+    continuations does not.
+    """
+    first = encodings[0]
+    for other in encodings[1:]:
+        length = min(len(first), len(other))
+        equal = first[:length] == other[:length]
+        first = first[: length if equal.all() else int(equal.argmin())]
+    return first

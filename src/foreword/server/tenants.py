@@ -90,7 +90,9 @@ class Tenants:
         return self._keyed_hash("tenant", tenant.name)
 
     def _keyed_hash(self, *parts: str) -> str:
-        message = b"".join(len(data).to_bytes(8, "little") + data for data in (part.encode() for part in parts))
+        message = b"".join(
+            len(data).to_bytes(8, "little") + data for data in (part.encode("utf-8", "surrogatepass") for part in parts)
+        )
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()[:32]
 
     def _reload(self) -> None:

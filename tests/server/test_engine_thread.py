@@ -1,0 +1,130 @@
+"""The engine behind HTTP when something goes wrong: clients that leave, steps that fail, readers that sleep."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from foreword.server.options import ServerConfig
+from live_server import FALCON, MODEL, ServerThread, client, embedded_llm, post, wait_until
+
+LONG = {"model": MODEL, "prompt": "The code of the falcon", "max_tokens": 4000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with embedded_llm() as llm:
+        yield llm
+
+
+@pytest.fixture
+def server(llm):
+    with ServerThread(llm, ServerConfig()) as server:
+        yield server
+        assert_all_free(server) if server.service.thread.failure is None else None
+
+
+def assert_all_free(server: ServerThread) -> None:
+    wait_until(lambda: not server.service.records.running())
+    server.ask(lambda engine: engine.check_integrity())
+    assert server.ask(lambda engine: engine.manager.get_usage()) == 0.0
+    assert not server.ask(lambda engine: engine.has_unfinished_requests())
+    assert server.service.thread.num_choices == 0
+
+
+def break_runner(llm, monkeypatch, failing) -> None:
+    """Have the runner fail on batches for which `failing(batch)` is true."""
+    runner = llm.engine._runner
+    execute = runner.execute
+
+    def broken(batch):
+        if failing(batch):
+            raise RuntimeError("the device is on fire")
+        return execute(batch)
+
+    monkeypatch.setattr(runner, "execute", broken)
+
+
+def test_a_client_that_leaves_a_stream_frees_its_blocks(server):
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True, "n": 3}) as answer:
+        next(answer.iter_lines())
+        assert server.ask(lambda engine: engine.manager.get_usage()) > 0
+    assert_all_free(server)
+    assert server.service.records.recent(1)[0].outcome == "disconnected"
+
+
+def test_a_client_that_does_not_wait_for_a_whole_answer_frees_its_blocks(server):
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=0.5)
+    assert_all_free(server)
+    assert server.service.records.recent(1)[0].outcome == "disconnected"
+
+
+def test_a_reader_that_sleeps_does_not_hold_up_others(server):
+    with socket.create_connection(server.url.removeprefix("http://").split(":")) as sleeper:
+        sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = httpx.Request("POST", server.url, json={**LONG, "stream": True, "logprobs": 20}).content
+        head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+        sleeper.sendall("\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body)
+        assert sleeper.recv(12) == b"HTTP/1.1 200"
+        answer = client(server.url).chat.completions.create(model=MODEL, messages=FALCON, temperature=0)
+        assert answer.choices[0].message.content == "4821"
+        # Its own answer is computed to the end although nobody reads it.
+        wait_until(lambda: server.service.records.recent(1)[0].endpoint == "completions")
+        assert server.service.records.recent(1)[0].outcome == "length"
+    assert_all_free(server)
+
+
+def test_a_request_that_breaks_a_step_fails_alone_in_time(server, llm, monkeypatch):
+    def poisoned(batch):
+        return any(entry.request.params.seed == 666 for entry in batch.entries)
+
+    break_runner(llm, monkeypatch, poisoned)
+    ask = client(server.url)
+    with pytest.raises(openai.InternalServerError, match="on fire"):
+        ask.chat.completions.create(model=MODEL, messages=FALCON, seed=666)
+    answer = ask.chat.completions.create(model=MODEL, messages=FALCON, temperature=0)
+    assert answer.choices[0].message.content == "4821"
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert [record.outcome for record in server.service.records.recent(2)] == ["stop", "failed"]
+
+
+def test_a_stream_that_breaks_says_so(server, llm, monkeypatch):
+    break_runner(llm, monkeypatch, lambda batch: any(e.request.num_output_tokens > 3 for e in batch.entries))
+    with pytest.raises(openai.APIError, match="on fire"):
+        list(
+            client(server.url).completions.create(
+                **{**LONG, "ignore_eos": None}, stream=True, extra_body={"ignore_eos": True}
+            )
+        )
+
+
+def test_a_broken_engine_turns_health_red_and_refuses_clearly(server, llm, monkeypatch):
+    break_runner(llm, monkeypatch, lambda batch: True)
+    for _ in range(3):
+        assert post(server.url, "/v1/chat/completions", {"messages": FALCON}).status_code == 500
+    health = httpx.get(f"{server.url}/health")
+    assert health.status_code == 503
+    assert "on fire" in health.json()["reason"]
+    refused = post(server.url, "/v1/chat/completions", {"messages": FALCON})
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "engine_failed"
+
+
+def test_an_engine_that_dies_fails_what_runs_and_what_comes(server, llm, monkeypatch):
+    def die() -> None:
+        raise SystemError("the engine is gone")
+
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(post, server.url, "/v1/completions", LONG) for _ in range(4)]
+        wait_until(lambda: len(server.service.records.running()) == 4)
+        monkeypatch.setattr(llm.engine, "has_unfinished_requests", die)
+        assert {answer.result().status_code for answer in running} == {503}
+    assert httpx.get(f"{server.url}/health").status_code == 503
+    assert post(server.url, "/v1/completions", LONG).status_code == 503
+    monkeypatch.undo()
+    llm.engine.check_integrity()
