@@ -120,6 +120,11 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--port", type=int, help="default: 8000; 0: any free port")
     server.add_argument("--served-model-name", metavar="NAME", help="name that clients give")
     server.add_argument("--api-key", metavar="KEY", help="one key for everybody (or FOREWORD_API_KEY)")
+    server.add_argument(
+        "--operator-key", metavar="KEY", help="key that opens /dashboard and /metrics (or FOREWORD_OPERATOR_KEY)"
+    )
+    server.add_argument("--dashboard", action=argparse.BooleanOptionalAction, help="show /dashboard (default)")
+    server.add_argument("--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry traces there")
     server.add_argument("--keys-file", type=Path, metavar="FILE", help="TOML file of tenants and their keys")
     server.add_argument(
         "--share-prefix",
@@ -148,6 +153,7 @@ def _serve(args: argparse.Namespace) -> int:
     environment = Environment.read()
     options = {name: getattr(args, name) for name in args.server_options if getattr(args, name) is not None}
     options.setdefault("api_key", environment.api_key)
+    options.setdefault("operator_key", environment.operator_key)
     options["share_prefix"] = tuple(options.get("share_prefix", ()))
     engine_options = {name: getattr(args, name) for name in args.engine_options if getattr(args, name) is not None}
     with contextlib.ExitStack() as stack:

@@ -149,6 +149,8 @@ class Environment:
     """FOREWORD_NUM_THREADS: threads for numerical code; None leaves torch's choice."""
     api_key: str | None = None
     """FOREWORD_API_KEY: the key that a server asks for."""
+    operator_key: str | None = None
+    """FOREWORD_OPERATOR_KEY: the key that opens a server's dashboard and metrics."""
     server_secret: str | None = None
     """FOREWORD_SERVER_SECRET: decides the cache namespaces of a server's tenants."""
 
@@ -163,6 +165,7 @@ class Environment:
             level,
             int(threads) if threads else None,
             environ.get("FOREWORD_API_KEY") or None,
+            environ.get("FOREWORD_OPERATOR_KEY") or None,
             environ.get("FOREWORD_SERVER_SECRET") or None,
         )
 

@@ -219,6 +219,10 @@ class Engine:
         self._validate(prompt, SamplingParams(max_tokens=1))
         return self.manager.explain(self._sequence("", prompt))
 
+    def num_cached_tokens(self, prompt: Prompt) -> int:
+        """Leading tokens of a prompt that a lookup would find now. Changes nothing, counts nothing."""
+        return self.manager.get_computed_blocks(self._sequence("", prompt)).num_tokens
+
     # -------------------------------------------------------------------- step
 
     def has_unfinished_requests(self) -> bool:

@@ -107,14 +107,6 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
     # ------------------------------------------------------------------ intake
 
     def add(self, request: Request) -> None:

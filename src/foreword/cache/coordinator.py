@@ -94,7 +94,7 @@ class KVCacheCoordinatorNoPrefixCache:
         """Those blocks (a copy)."""
         return NO_BLOCKS
 
-    def top_prefixes(self, limit: int) -> list[PrefixNode] | None:
+    def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
         """`PrefixIndex.top`, where there is such an index."""
         return None
 
@@ -356,8 +356,8 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
     def indexed_block_ids(self) -> BlockIds:
         return self._index.block_ids()
 
-    def top_prefixes(self, limit: int) -> list[PrefixNode] | None:
-        return self._index.top(limit, None if self._ledger is None else self._ledger.num_reuses)
+    def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
+        return self._index.top(limit, None if self._ledger is None else self._ledger.num_reuses, under_salt)
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         match = self._index.match(sequence)

@@ -84,10 +84,13 @@ class PrefixIndex(Protocol):
     def clear(self) -> None:
         """Forget all blocks."""
 
-    def top(self, limit: int, num_reuses: npt.NDArray[np.int64] | None) -> list[PrefixNode] | None:
+    def top(
+        self, limit: int, num_reuses: npt.NDArray[np.int64] | None, under_salt: str = ""
+    ) -> list[PrefixNode] | None:
         """The `limit` nodes of the tree that were reused most; None if the index has no tree.
 
-        `num_reuses` counts by block; without it nodes are ordered by length. Changes nothing.
+        `num_reuses` counts by block; without it nodes are ordered by length. With `under_salt`, only nodes that are
+        found under salts that begin so. Changes nothing.
         """
 
     def block_ids(self) -> BlockIds:
@@ -198,7 +201,9 @@ class HashIndex:
     def __len__(self) -> int:
         return self._num_indexed
 
-    def top(self, limit: int, num_reuses: npt.NDArray[np.int64] | None) -> list[PrefixNode] | None:
+    def top(
+        self, limit: int, num_reuses: npt.NDArray[np.int64] | None, under_salt: str = ""
+    ) -> list[PrefixNode] | None:
         return None  # keys do not say which tokens they stand for
 
     def block_ids(self) -> BlockIds:

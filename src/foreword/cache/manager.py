@@ -387,9 +387,12 @@ class KVCacheManager:
         states[self._pool.pinned_block_ids()] = BlockState.PINNED
         return states
 
-    def top_prefixes(self, limit: int) -> list[PrefixNode] | None:
-        """The cached prefixes that were reused most, a parent before its children; None without a radix index."""
-        return self._coordinator.top_prefixes(limit)
+    def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
+        """The cached prefixes that were reused most, a parent before its children; None without a radix index.
+
+        With `under_salt`, only those that are found under salts that begin so.
+        """
+        return self._coordinator.top_prefixes(limit, under_salt)
 
     def free_block_ids(self) -> BlockIds:
         """Free blocks in the order in which they will be given away (a copy)."""

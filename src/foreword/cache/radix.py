@@ -379,10 +379,19 @@ class RadixIndex:
 
     # -------------------------------------------------------------------- view
 
-    def top(self, limit: int, num_reuses: npt.NDArray[np.int64] | None) -> list[PrefixNode] | None:
-        roots = [(salt, self._roots[adapter, salt, media]) for adapter, salt, media in self._roots]
+    def top(
+        self, limit: int, num_reuses: npt.NDArray[np.int64] | None, under_salt: str = ""
+    ) -> list[PrefixNode] | None:
+        def told(token: int) -> tuple[int, str | None]:
+            return self._salted.get(token, token), self._salt_of.get(token)
+
+        roots = ((salt, root) for (_, salt, _), root in self._roots.items())
         return top_nodes(
-            roots, lambda token: (self._salted.get(token, token), self._salt_of.get(token)), limit, num_reuses
+            [(salt, root) for salt, root in roots if salt is None or salt.startswith(under_salt)],
+            told,
+            limit,
+            num_reuses,
+            under_salt,
         )
 
     def block_ids(self) -> BlockIds:

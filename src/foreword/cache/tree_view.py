@@ -61,11 +61,13 @@ def top_nodes(
     told: Callable[[int], tuple[int, str | None]],
     limit: int,
     num_reuses: npt.NDArray[np.int64] | None,
+    under_salt: str = "",
 ) -> list[PrefixNode]:
     """The `limit` nodes that were reused most often, then those with most tokens; a parent before its children.
 
     `roots` are trees with the salt of each; `told` gives for a token below 0 what it stands for, and the salt that
-    begins there. Looks at the children of the nodes that it returns, and at no others.
+    begins there. With `under_salt`, only nodes under salts that begin so. Looks at the children of the nodes that it
+    returns, and of what is above them, and at no others.
     """
     found: list[PrefixNode] = []
     queue: list[tuple[int, int, int, int | None, str | None, TreeNode]] = []
@@ -88,19 +90,11 @@ def top_nodes(
                 begins = its_salt or begins
             tokens.append(token)
         salt = begins or salt
-        found.append(
-            PrefixNode(
-                node_id,
-                parent_id,
-                salt,
-                node.start,
-                len(node.tokens),
-                tuple(tokens),
-                node.block_ids.copy(),
-                -reuses,
-                len(node.children),
-            )
-        )
+        if salt is not None and not salt.startswith(under_salt):
+            continue
+        if salt is not None or not under_salt:
+            shown = (node.start, len(node.tokens), tuple(tokens), node.block_ids.copy(), -reuses, len(node.children))
+            found.append(PrefixNode(node_id, parent_id, salt, *shown))
         for child in islice(reversed(node.children.values()), MAX_CHILDREN):  # type: ignore[call-overload]
             push(child, node_id, salt)
     return found

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foreword import __version__
 from foreword.errors import ForewordError
 from foreword.llm import LLM
-from foreword.server import about, openai, responses
+from foreword.server import about, cache_api, openai, responses
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.http import error_response
 from foreword.server.options import ServerConfig
@@ -41,6 +41,8 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
             yield
         finally:
             await service.thread.stop()
+            if service.tracing is not None:
+                await asyncio.to_thread(service.tracing.close)
 
     app = FastAPI(title="foreword", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
@@ -48,6 +50,7 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
     app.include_router(openai.router)
     app.include_router(responses.router)
     app.include_router(about.router)
+    app.include_router(cache_api.router)
     _add_error_handlers(app)
     app.add_middleware(_BodyLimits, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
     return app

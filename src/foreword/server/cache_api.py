@@ -65,7 +65,6 @@ async def cache(request: Request, nodes: int = DEFAULT_TREE_NODES) -> Response:
         return json_response(await _of_tenant(service, tenant, nodes))
     look = await service.insight.look()
     found = await service.insight.top_prefixes(nodes)
-    owners = service.owners()
     body: dict[str, Any] = {
         "object": "cache",
         "statistics": statistics(look, service),
@@ -73,7 +72,7 @@ async def cache(request: Request, nodes: int = DEFAULT_TREE_NODES) -> Response:
         "template": [str(change) for change in service.template_changes],
     }
     if found is not None:
-        body["tree"] = [node_report(node, service.llm.tokenizer, owners.get(node.salt)) for node in found]
+        body["tree"] = [node_report(node, service.llm.tokenizer, service.owner_of(node.salt)) for node in found]
     else:
         body["prompts"] = await listed_prompts(service, min(nodes, MAX_LISTED_PROMPTS))
     return json_response(body)
@@ -150,15 +149,15 @@ async def _of_tenant(service: Service, tenant: Tenant, limit: int) -> dict[str, 
     if not service.tenants.asks_for_keys:
         return body  # everybody is one tenant here: these are all that may be told to anybody
     own = service.tenants.namespace_of_all(tenant)
-    found = await service.thread.call(lambda engine: engine.manager.top_prefixes(MAX_TREE_NODES))
+    found = await service.thread.call(lambda engine: engine.manager.top_prefixes(limit, own))
     if found is not None:
-        mine = {node.node_id: node for node in found if (node.salt or "").startswith(own)}
+        mine = {node.node_id for node in found}
         body["tree"] = [
             # Above a tenant's first node are public prefixes, which others use as well.
             node_report(node, service.llm.tokenizer, tenant.name)
             | {"parent": node.parent_id if node.parent_id in mine else None}
-            for node in mine.values()
-        ][:limit]
+            for node in found
+        ]
     return body
 
 

@@ -226,6 +226,16 @@ class TokenizeRequest(_Body):
     return_token_strs: bool = False
 
 
+class ExplainRequest(_Body):
+    """POST /v1/cache/explain: a text, token ids or a conversation."""
+
+    model: str | None = None
+    prompt: str | Annotated[list[TokenId], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_generation_prompt: bool = True
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+
+
 class DetokenizeRequest(_Body):
     """POST /detokenize."""
 

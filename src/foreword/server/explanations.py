@@ -69,9 +69,7 @@ def cache_report(
         if eviction is None
         else {"cause": str(eviction.cause), "seconds_ago": round(max(0.0, time.monotonic() - eviction.time), 3)},
         "twice_the_blocks_would_find": explanation.num_ghost_tokens,
-        "diverged": None
-        if divergence is None or reason is None
-        else _divergence_report(divergence, prompt, tokenizer),
+        "diverged": None if divergence is None or reason is None else _divergence_report(divergence, prompt, tokenizer),
     }
 
 

@@ -36,6 +36,11 @@ def service_of(request: Request) -> Service:
     return service
 
 
+def trace_parent(request: Request) -> str | None:
+    """The call's place in a trace, as its client names it."""
+    return request.headers.get("traceparent")
+
+
 async def authorized(request: Request) -> Tenant:
     """Whose request it is. Raises APIError 401."""
     return service_of(request).authorize(request.headers.get("authorization"))

@@ -45,6 +45,8 @@ class Look:
     num_waiting: int
     num_preemptions: int
     num_computed_tokens: int
+    usage: float
+    """Share of the blocks that requests hold, 0.0 to 1.0."""
     has_ledger: bool
     taken: float = field(default_factory=time.monotonic)
 
@@ -55,11 +57,6 @@ class Look:
     def num_in_state(self, state: BlockState) -> int:
         """Blocks in one state."""
         return int(np.count_nonzero(self.states == state))
-
-    @property
-    def usage(self) -> float:
-        """Share of the blocks that requests hold, 0.0 to 1.0."""
-        return self.num_in_state(BlockState.IN_USE) / self.num_blocks
 
 
 class Insight:
@@ -123,6 +120,7 @@ class Insight:
             num_waiting=scheduler.num_waiting,
             num_preemptions=scheduler.num_preemptions,
             num_computed_tokens=engine.num_computed_tokens,
+            usage=manager.get_usage(),
             has_ledger=manager.ledger is not None,
         )
 

@@ -19,8 +19,48 @@ from foreword.server.insight import Insight, Look
 from foreword.server.records import Records, RequestRecord
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-_INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
-_LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+_INTER_TOKEN = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
+_LATENCY = (
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+)
 
 Metric = CounterMetricFamily | GaugeMetricFamily
 
@@ -31,7 +71,7 @@ def is_hit(record: RequestRecord) -> bool:
 
 
 class Metrics:
-    """The registry of one server. Histograms are filled on the engine's thread, everything else when it is asked for."""
+    """One server's registry. Histograms are filled on the engine's thread, the rest when it is asked for."""
 
     def __init__(self, model_name: str, insight: Insight) -> None:
         self._insight = insight
@@ -165,9 +205,7 @@ class _EngineCollector(Collector):
         family.add_metric((self._model,), value)
         return family
 
-    def _counters(
-        self, name: str, documentation: str, label: str, values: Mapping[str, int]
-    ) -> CounterMetricFamily:
+    def _counters(self, name: str, documentation: str, label: str, values: Mapping[str, int]) -> CounterMetricFamily:
         family = CounterMetricFamily(f"foreword_{name}", documentation, labels=("model_name", label))
         for value, count in dict(values).items():
             family.add_metric((self._model, value), count)

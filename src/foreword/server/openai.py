@@ -20,7 +20,8 @@ from foreword.server import openai_format as form
 from foreword.server.api_errors import bad_request
 from foreword.server.dialect import ChatMessage, ChatRequest, CompletionRequest, InputMessage, ResponseFormat
 from foreword.server.engine_thread import AnswerStream, Delta
-from foreword.server.http import authorized, respond, service_of
+from foreword.server.extras import Extras
+from foreword.server.http import authorized, respond, service_of, trace_parent
 from foreword.server.service import Caller, Service, new_id
 from foreword.server.tenants import Tenant
 
@@ -37,10 +38,11 @@ async def chat_completions(
     """Answer a conversation."""
     service = service_of(request)
     check_call(service, body)
-    caller = Caller(tenant, "chat.completions", body.cache_salt, body.prompt_cache_key)
+    caller = Caller(tenant, "chat.completions", body.cache_salt, body.prompt_cache_key, trace_parent(request))
+    extras = Extras(service, tenant, request, body)
     params = sampling_params(service, body, _chat_limits(body))
     prompt = await service.render_chat(plain_messages(body.messages))
-    dialect = _ChatAnswer(service, new_id("chatcmpl-"), body)
+    dialect = _ChatAnswer(service, new_id("chatcmpl-"), body, extras)
     answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
     return await respond(request, answer, dialect, stream=bool(body.stream))
 
@@ -54,10 +56,11 @@ async def completions(
     check_call(service, body)
     if body.best_of not in (None, body.n or 1):
         raise bad_request(f"best_of={body.best_of} is not supported, other than equal to n", param="best_of")
-    caller = Caller(tenant, "completions", body.cache_salt, body.prompt_cache_key)
+    caller = Caller(tenant, "completions", body.cache_salt, body.prompt_cache_key, trace_parent(request))
+    extras = Extras(service, tenant, request, body)
     params = sampling_params(service, body, _completion_limits(body))
     prompts = await _prompts(service, body)
-    dialect = _CompletionAnswer(service, new_id("cmpl-"), body, prompts)
+    dialect = _CompletionAnswer(service, new_id("cmpl-"), body, extras, prompts)
     answer = await service.start(caller, dialect.response_id, prompts, params, stream=bool(body.stream))
     return await respond(request, answer, dialect, stream=bool(body.stream))
 
@@ -166,8 +169,9 @@ class _Answer:
     object_name: str
     chunk_name: str
 
-    def __init__(self, service: Service, response_id: str, body: Call) -> None:
+    def __init__(self, service: Service, response_id: str, body: Call, extras: Extras) -> None:
         self.response_id = response_id
+        self._extras = extras
         self._service = service
         self._body = body
         self._created = int(time.time())
@@ -186,7 +190,11 @@ class _Answer:
     def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> Chunk:
         """The body of an answer that is not streamed."""
         choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
-        return {**self._frame(self.object_name, choices), "usage": form.usage(answer.outputs)}
+        return {
+            **self._frame(self.object_name, choices),
+            "usage": form.usage(answer.outputs),
+            **self._extras.of(answer),
+        }
 
     async def events(self, answer: AnswerStream) -> AsyncIterator[tuple[str | None, Chunk]]:
         """Events of a streamed answer; their names are None, as OpenAI's are here."""
@@ -199,8 +207,10 @@ class _Answer:
             for delta in deltas:
                 for choice in self._chunk_choices(delta):
                     yield None, {**self._frame(self.chunk_name, [choice]), **empty}
-        if with_usage:
-            yield None, {**self._frame(self.chunk_name, []), "usage": form.usage(answer.outputs)}
+        extras = self._extras.of(answer)
+        if with_usage or extras:
+            last = {"usage": form.usage(answer.outputs)} if with_usage else {}
+            yield None, {**self._frame(self.chunk_name, []), **last, **extras}
 
     def _first_chunks(self, answer: AnswerStream) -> list[Chunk]:
         return []
@@ -216,8 +226,8 @@ class _ChatAnswer(_Answer):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, service: Service, response_id: str, body: ChatRequest) -> None:
-        super().__init__(service, response_id, body)
+    def __init__(self, service: Service, response_id: str, body: ChatRequest, extras: Extras) -> None:
+        super().__init__(service, response_id, body, extras)
         self._num_top = body.top_logprobs or 0
 
     def _choice(self, delta: Delta) -> Chunk:
@@ -258,9 +268,14 @@ class _CompletionAnswer(_Answer):
     object_name = chunk_name = "text_completion"
 
     def __init__(
-        self, service: Service, response_id: str, body: CompletionRequest, prompts: list[npt.NDArray[np.int32]]
+        self,
+        service: Service,
+        response_id: str,
+        body: CompletionRequest,
+        extras: Extras,
+        prompts: list[npt.NDArray[np.int32]],
     ) -> None:
-        super().__init__(service, response_id, body)
+        super().__init__(service, response_id, body, extras)
         self._num_top = body.logprobs or 0
         self._echo = bool(body.echo)
         self._hides_answer = body.max_tokens == 0

@@ -23,6 +23,12 @@ class ServerConfig:
     """One key for everybody; see `keys_file` for several tenants. Neither: no key is asked for."""
     keys_file: Path | None = None
     """TOML file of tenants and their keys (tenants.py); read again when it changes."""
+    operator_key: str | None = None
+    """Opens /dashboard, /metrics, /reset_prefix_cache and the whole of /v1/cache (operators.py has the rule)."""
+    dashboard: bool = True
+    """Show /dashboard, where its packages are installed."""
+    otlp_traces_endpoint: str | None = None
+    """URL that takes OpenTelemetry traces (OTLP over HTTP), such as http://localhost:4318/v1/traces."""
     server_secret: str | None = None
     """Decides the cache namespaces of tenants. None: a random one for each start."""
     share_prefix: tuple[Path, ...] = ()
@@ -53,3 +59,5 @@ class ServerConfig:
             raise ConfigError(f"port={self.port} is no port; use 1 to 65535, or 0 for any free one")
         if self.api_key is not None and not self.api_key:
             raise ConfigError("api_key='' is empty; leave it out to ask for no key")
+        if self.operator_key is not None and not self.operator_key:
+            raise ConfigError("operator_key='' is empty; leave it out for no operator's key")

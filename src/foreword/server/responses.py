@@ -18,7 +18,8 @@ from foreword.server import openai_format as form
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.dialect import JsonSchema, ResponseFormat, ResponsesRequest, TextFormat
 from foreword.server.engine_thread import AnswerStream, Delta
-from foreword.server.http import authorized, json_response, respond, service_of
+from foreword.server.extras import Extras
+from foreword.server.http import authorized, json_response, respond, service_of, trace_parent
 from foreword.server.openai import Limits, check_call, plain_messages, sampling_params
 from foreword.server.service import Caller, Service, new_id
 from foreword.server.tenants import Tenant
@@ -83,8 +84,9 @@ async def create_response(
     limits = Limits(body.max_output_tokens, (body.top_logprobs or 0) if wants_logprobs else None)
     params = sampling_params(service, _WithFormat(body), limits)
     prompt = await service.render_chat([*head, *conversation])
-    dialect = _ResponseAnswer(service, body, kept, tenant, conversation)
-    caller = Caller(tenant, "responses", body.cache_salt, body.prompt_cache_key)
+    extras = Extras(service, tenant, request, body)
+    dialect = _ResponseAnswer(service, body, kept, tenant, conversation, extras)
+    caller = Caller(tenant, "responses", body.cache_salt, body.prompt_cache_key, trace_parent(request))
     answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
     return await respond(request, answer, dialect, stream=bool(body.stream))
 
@@ -131,8 +133,15 @@ class _ResponseAnswer:
     """One response, as it is written down whole and as events."""
 
     def __init__(
-        self, service: Service, body: ResponsesRequest, kept: KeptResponses, tenant: Tenant, conversation: Messages
+        self,
+        service: Service,
+        body: ResponsesRequest,
+        kept: KeptResponses,
+        tenant: Tenant,
+        conversation: Messages,
+        extras: Extras,
     ) -> None:
+        self._extras = extras
         self.response_id = new_id("resp_")
         self._item_id = new_id("msg_")
         self._service = service
@@ -158,6 +167,7 @@ class _ResponseAnswer:
             usage=form.response_usage(answer.outputs),
             incomplete_details=None if status == "completed" else {"reason": "max_output_tokens"},
             completed_at=int(time.time()),
+            **self._extras.of(answer),
         )
         if self._body.store is not False:
             said = [*self._conversation, {"role": "assistant", "content": text}]

@@ -24,11 +24,16 @@ from foreword.llm import LLM
 from foreword.request import SamplingParams, TokenConstraint
 from foreword.server.api_errors import bad_request, too_busy, unknown_model, wrong_key
 from foreword.server.engine_thread import AnswerStream, EngineThread, Job
+from foreword.server.insight import Insight
+from foreword.server.metrics import Metrics
+from foreword.server.operators import Operators
 from foreword.server.options import ServerConfig
 from foreword.server.quotas import Quotas
 from foreword.server.records import Records, RequestRecord
 from foreword.server.shared_prefixes import SharedPrefixes, common_beginning
+from foreword.server.template_check import check_template, warn_of
 from foreword.server.tenants import Tenant, Tenants
+from foreword.server.tracing import Tracing
 from foreword.text import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -48,6 +53,8 @@ class Caller:
     endpoint: str
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
+    trace_parent: str | None = None
+    """W3C `traceparent` header of the call."""
 
 
 class Service:
@@ -63,6 +70,16 @@ class Service:
         self.tenants = Tenants(api_key=config.api_key, keys_file=config.keys_file, server_secret=config.server_secret)
         self.quotas = Quotas(llm.engine.manager, self.tenants)
         self.thread = EngineThread(llm.engine, self.records, after_step=self.quotas.enforce)
+        self.operators = Operators(config.operator_key, asks_for_keys=self.tenants.asks_for_keys)
+        self.insight = Insight(self.thread, self.records, llm.tokenizer)
+        self.metrics = Metrics(model_name, self.insight)
+        self.records.on_finished(self.metrics.observe)
+        self.tracing = None
+        if config.otlp_traces_endpoint is not None:
+            self.tracing = Tracing.to_endpoint(config.otlp_traces_endpoint, model_name)
+            self.records.on_finished(self.tracing.record)
+        self.template_changes = [] if llm.tokenizer is None else check_template(llm.tokenizer)
+        warn_of(self.template_changes)
         self.shared_prefixes = SharedPrefixes(
             [prefix for path in config.share_prefix for prefix in self._read_prefix(path)]
         )
@@ -157,7 +174,7 @@ class Service:
                 param="n",
             )
         for prompt in prompts:
-            self._check_length(len(prompt))
+            self.check_length(len(prompt))
         if self.thread.num_choices + num_choices > self._max_choices:
             raise too_busy(self._seconds_until_free())
         salt = self.tenants.namespace(caller.tenant, caller.cache_salt)
@@ -171,6 +188,7 @@ class Service:
                     prompt,
                     salt,
                     caller.prompt_cache_key,
+                    caller.trace_parent,
                     params.n,
                     stream,
                 ),
@@ -187,7 +205,8 @@ class Service:
             raise
         return answer
 
-    def _check_length(self, num_tokens: int) -> None:
+    def check_length(self, num_tokens: int) -> None:
+        """Raises APIError 400 for a prompt that is longer than this server takes."""
         most = self.config.max_prompt_tokens
         if most is not None and num_tokens > most:
             raise bad_request(
@@ -205,6 +224,18 @@ class Service:
         return Prompt(
             token_ids, None, self._extra_keys(token_ids, self.tenants.namespace(caller.tenant, caller.cache_salt))
         )
+
+    def prompt_of_record(self, record: RequestRecord) -> Prompt:
+        """A prompt that ran before, to be looked up again."""
+        return Prompt(record.prompt_token_ids, None, self._extra_keys(record.prompt_token_ids, record.salt))
+
+    def owner_of(self, salt: str | None) -> str | None:
+        """Name of the tenant whose prefixes are under a salt; None for public ones, and for tenants not seen yet."""
+        if salt is None:
+            return None
+        own = salt.partition("/")[0]
+        names = self.records.tenants()
+        return next((name for name in names if self.tenants.namespace_of_all(Tenant(name)) == own), None)
 
     def _seconds_until_free(self) -> int:
         """How long a recent request took: by then, some of those in the queue are done."""

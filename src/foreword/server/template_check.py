@@ -44,8 +44,8 @@ class TemplateChange:
 
     def __str__(self) -> str:
         return (
-            f"with {self.conversation}, turn {self.turn} is rendered differently once turn {self.turn + 1} follows: from "
-            f"token {self.position} of {self.num_tokens}, after {self.before!r}, {self.was!r} becomes {self.becomes!r}"
+            f"with {self.conversation}, turn {self.turn} is rendered differently once turn {self.turn + 1} follows: "
+            f"from token {self.position} of {self.num_tokens}, after {self.before!r}, {self.was!r} becomes {self.becomes!r}"
         )
 
 
@@ -80,7 +80,11 @@ def _first_change(tokenizer: Tokenizer, name: str, answer: str, system: bool) ->
             position = common_length(before, now)
             if position < len(before):
                 end = position + NUM_CONTEXT_TOKENS
-                parts = (before[max(0, position - NUM_CONTEXT_TOKENS) : position], before[position:end], now[position:end])
+                parts = (
+                    before[max(0, position - NUM_CONTEXT_TOKENS) : position],
+                    before[position:end],
+                    now[position:end],
+                )
                 texts = [text_of(part.tolist(), tokenizer) or "" for part in parts]
                 return TemplateChange(name, turn, position, len(before), *texts)
         before = now

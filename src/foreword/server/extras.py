@@ -1,0 +1,59 @@
+"""Extras: what a response tells of the cache beside the dialect's own fields, where it is asked for.
+
+Knows both ways of asking for `foreword.cache` (body field `foreword: {"cache": true}`, header `X-Foreword-Cache: 1`),
+and OpenAI's `prompt_cache_options.comparison_response_id`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+
+from foreword.server.diagnostics import comparison_response_id, diagnose
+from foreword.server.engine_thread import AnswerStream
+from foreword.server.explanations import cache_report
+from foreword.server.records import RequestRecord
+from foreword.server.service import Service
+from foreword.server.tenants import Tenant
+
+HEADER = "x-foreword-cache"
+
+
+class Extras:
+    """What one call asked for. Raises APIError 400 when it is made from options that make no sense."""
+
+    def __init__(self, service: Service, tenant: Tenant, request: Request, body: Any) -> None:
+        self._service = service
+        self._tenant = tenant
+        asked = body.foreword is not None and body.foreword.cache
+        self._wants_cache = asked or request.headers.get(HEADER, "").lower() in ("1", "true", "yes")
+        self._compare_with = comparison_response_id(body.prompt_cache_options)
+
+    def of(self, answer: AnswerStream) -> dict[str, Any]:
+        """Fields to add to the body of a finished answer; none if nothing was asked for.
+
+        `foreword.cache` is one report, or a list of them where a call had several prompts.
+        """
+        fields: dict[str, Any] = {}
+        records = [job.record for job in answer.jobs]
+        if self._wants_cache:
+            reports = [self._report(record) for record in records]
+            fields["foreword"] = {"cache": reports[0] if len(reports) == 1 else reports}
+        if self._compare_with is not None:
+            earlier = self._service.records.of_response(self._compare_with, self._tenant.name)
+            block_size = self._service.llm.config.cache.block_size
+            fields["prompt_cache_diagnostics"] = diagnose(records[0], earlier, block_size)
+            fields["prompt_cache_options"] = {
+                "mode": "implicit",
+                "ttl": "30m",
+                "comparison_response_id": self._compare_with,
+            }
+        return fields
+
+    def _report(self, record: RequestRecord) -> dict[str, Any]:
+        explanation = record.explanation
+        similar = None
+        if explanation is not None and explanation.reason is not None and explanation.divergence is None:
+            similar = self._service.insight.similar(record)
+        return cache_report(explanation, record.prompt_token_ids, self._service.llm.tokenizer, similar=similar)
