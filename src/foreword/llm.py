@@ -88,6 +88,8 @@ class LLM:
         """What breaks the promise of equal bits on this machine; None if nothing was found (or looked for)."""
         if self.inexactness:
             logger.warning("results are not bit-exact with this model on this machine: %s", self.inexactness)
+        self.kv_block_bytes = _block_bytes(self.config, loaded)
+        """Memory of one block of the pool."""
         self._engine: Engine | None = _build_engine(self.config, loaded, self.tokenizer)
         self._request_numbers = itertools.count()
 
@@ -284,6 +286,12 @@ def _load(options: ModelConfig) -> LoadedModel:
     from foreword.model.loader import load_model
 
     return load_model(options, num_threads=Environment.read().num_threads)
+
+
+def _block_bytes(config: EngineConfig, model: LoadedModel) -> int:
+    from foreword.model.storage import bytes_per_block
+
+    return bytes_per_block(model.layers, config.cache.block_size, model.dtype)
 
 
 def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None) -> Engine:

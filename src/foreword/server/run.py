@@ -14,6 +14,7 @@ import uvicorn
 
 from foreword.llm import LLM
 from foreword.server.app import make_app
+from foreword.server.dashboard.mount import mount_dashboard
 from foreword.server.options import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ def serve(llm: LLM, config: ServerConfig) -> None:
     """Serve until a signal comes. Prints the address to standard output once it is ready."""
     name = config.served_model_name or PurePath(llm.config.model.model).name
     app = make_app(llm, config, name)
+    if config.dashboard:
+        mount_dashboard(app, app.state.service)
     options = uvicorn.Config(
         app,
         host=config.host,

@@ -45,7 +45,8 @@ class TemplateChange:
     def __str__(self) -> str:
         return (
             f"with {self.conversation}, turn {self.turn} is rendered differently once turn {self.turn + 1} follows: "
-            f"from token {self.position} of {self.num_tokens}, after {self.before!r}, {self.was!r} becomes {self.becomes!r}"
+            f"from token {self.position} of {self.num_tokens}, after {self.before!r}, {self.was!r} becomes "
+            f"{self.becomes!r}"
         )
 
 

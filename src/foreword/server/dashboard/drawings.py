@@ -1,0 +1,263 @@
+"""Drawings of the dashboard: records and looks as HTML, SVG and PNG.
+
+Knows numbers and texts; knows nothing of the page. Every text that comes from a prompt is escaped here. Colours are
+CSS variables (style.css), so that a drawing is right in light and dark.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache import BlockState
+from foreword.server.explanations import IN_WORDS, text_of
+from foreword.server.metrics import is_hit
+from foreword.server.records import RequestRecord
+from foreword.text import Tokenizer
+
+WINDOW_S = 300.0
+"""How far back the charts go."""
+NUM_BINS = 60
+MAX_CELLS = 4096
+"""Cells of the pool's map; larger pools have several blocks in one."""
+
+STATES = {
+    BlockState.IN_USE: ("in use", (99, 102, 241)),
+    BlockState.CACHED: ("cached", (20, 168, 124)),
+    BlockState.PINNED: ("pinned", (217, 70, 160)),
+    BlockState.FREE: ("free", (148, 158, 172)),
+}
+
+
+def count(number: float) -> str:
+    """12,345 or 1.2 M."""
+    if number < 100_000:
+        return f"{number:,.0f}"
+    return f"{number / 1e3:,.0f} k" if number < 1e6 else f"{number / 1e6:,.1f} M"
+
+
+def seconds(value: float | None) -> str:
+    """12 ms, 1.2 s or 3 min."""
+    if value is None:
+        return "-"
+    if value < 1:
+        return f"{1e3 * value:.0f} ms"
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.0f} min"
+
+
+def size(num_bytes: float) -> str:
+    """64 MiB or 1.5 GiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+# --------------------------------------------------------------------- charts
+
+
+def token_bars(records: Sequence[RequestRecord], now: float) -> str:
+    """Prompt tokens of the last minutes, found ones below and computed ones above, a bar for every few seconds."""
+    width = WINDOW_S / NUM_BINS
+    bins = np.zeros((NUM_BINS, 2))
+    for record in records:
+        age = now - (record.finished_time or now)
+        if record.first_scheduled_time is not None and 0 <= age < WINDOW_S:
+            at = NUM_BINS - 1 - int(age / width)
+            bins[at] += (record.num_cached_tokens, record.num_computed_tokens)
+    top = _round_up(bins.sum(axis=1).max())
+    shapes = []
+    for at, (found, computed) in enumerate(bins.tolist()):
+        x = 100 * at / NUM_BINS + 0.2
+        low, high = 100 * found / top, 100 * computed / top
+        shapes.append(_rect(x, 100 - low, 100 / NUM_BINS - 0.4, low, "found"))
+        shapes.append(_rect(x, 100 - low - high, 100 / NUM_BINS - 0.4, high, "computed"))
+    return _chart("".join(shapes), [f"{count(top)}", f"{count(top / 2)}", "0"], "prompt tokens")
+
+
+def ttft_dots(records: Sequence[RequestRecord], now: float) -> str:
+    """Time to first token of each request of the last minutes, on a logarithmic scale."""
+    dots = []
+    for record in records:
+        age = now - (record.finished_time or now)
+        value = record.time_to_first_token
+        if value is not None and 0 <= age < WINDOW_S:
+            dots.append((100 * (1 - age / WINDOW_S), max(value, 1e-4), is_hit(record)))
+    values = [value for _, value, _ in dots] or [0.01, 0.1]
+    low = math.floor(math.log10(min(values)))
+    high = max(low + 1, math.ceil(math.log10(max(values))))
+    shapes = []
+    for x, value, hit in dots:
+        y = 100 * (high - math.log10(value)) / (high - low)
+        kind = "found" if hit else "computed"
+        shapes.append(f'<path class="dot stroke-{kind}" d="M{min(x, 99.5):.2f} {min(97.0, max(3.0, y)):.2f}h0"/>')
+    labels = [seconds(10.0**power) for power in range(high, low - 1, -1)]
+    return _chart("".join(shapes), labels, "time to first token")
+
+
+def _chart(shapes: str, labels: Sequence[str], title: str) -> str:
+    """A drawing area of 100 by 100, stretched, with labels from top to bottom beside it."""
+    lines = "".join(
+        f'<path class="gridline" d="M0 {100 * at / (len(labels) - 1):.2f}H100"/>' for at in range(len(labels))
+    )
+    marks = "".join(f"<span>{escape(label)}</span>" for label in labels)
+    minutes = round(WINDOW_S / 60)
+    return (
+        f'<div class="chart" role="img" aria-label="{escape(title)}"><div class="marks">{marks}</div>'
+        f'<svg viewBox="0 0 100 100" preserveAspectRatio="none">{lines}{shapes}</svg>'
+        f'<div class="times"><span>{minutes} min ago</span><span>now</span></div></div>'
+    )
+
+
+def _rect(x: float, y: float, width: float, height: float, kind: str) -> str:
+    if height <= 0:
+        return ""
+    return f'<rect class="fill-{kind}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"/>'
+
+
+def _round_up(value: float) -> float:
+    """The next of 10, 20, 50, 100, ..."""
+    if value <= 10:
+        return 10.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return float(next(step * power for step in (1, 2, 5, 10) if step * power >= value))
+
+
+# ----------------------------------------------------------------------- pool
+
+
+def pool_map(states: npt.NDArray[np.uint8]) -> str:
+    """Every block as a cell, in the order of block ids."""
+    per_cell = -(-len(states) // MAX_CELLS)
+    cells = _most_common(states, per_cell) if per_cell > 1 else states
+    columns = min(len(cells), max(16, round(math.sqrt(2.6 * len(cells)))))
+    rows = -(-len(cells) // columns)
+    image = _png(cells, columns, rows)
+    legend = "".join(
+        f'<span><i style="background:rgb{colour}"></i>{name} <b>{count(int(np.count_nonzero(states == state)))}</b></span>'
+        for state, (name, colour) in STATES.items()
+    )
+    each = "a cell is one block" if per_cell == 1 else f"a cell is {per_cell} blocks, in the state of most"
+    return (
+        f'<div class="pool" style="aspect-ratio:{columns}/{rows}" role="img" aria-label="pool occupancy">'
+        f'<img alt="" src="data:image/png;base64,{image}"/>'
+        f'<div class="mesh" style="background-size:{100 / columns:.5f}% {100 / rows:.5f}%"></div></div>'
+        f'<div class="legend">{legend}</div><div class="hint">{each}</div>'
+    )
+
+
+def _most_common(states: npt.NDArray[np.uint8], per_cell: int) -> npt.NDArray[np.uint8]:
+    padded = np.concatenate((states, np.repeat(states[-1:], -len(states) % per_cell))).reshape(-1, per_cell)
+    tallies = np.stack([(padded == state).sum(axis=1) for state in range(len(BlockState))])
+    return tallies.argmax(axis=0).astype(np.uint8)
+
+
+def _png(cells: npt.NDArray[np.uint8], columns: int, rows: int) -> str:
+    """An indexed PNG of one pixel per cell, base64; what lies beyond the last cell is transparent."""
+    nothing = len(BlockState)
+    pixels = np.full(columns * rows, nothing, np.uint8)
+    pixels[: len(cells)] = cells
+    lines = np.concatenate((np.zeros((rows, 1), np.uint8), pixels.reshape(rows, columns)), axis=1)
+    palette = b"".join(bytes(STATES[state][1]) for state in BlockState) + bytes(3)
+    opacity = bytes([70, 255, 255, 255, 0])  # in the order of BlockState: free ones stay in the background
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    image = (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0))
+        + chunk(b"PLTE", palette)
+        + chunk(b"tRNS", opacity)
+        + chunk(b"IDAT", zlib.compress(lines.tobytes()))
+        + chunk(b"IEND", b"")
+    )
+    return base64.b64encode(image).decode()
+
+
+# ------------------------------------------------------------------- requests
+
+
+def reuse_bar(num_cached: int, num_tokens: int, scale: float = 1.0) -> str:
+    """Found and computed tokens of one prompt, `scale` of the full width long."""
+    found = 100 * num_cached / max(1, num_tokens)
+    title = f"{num_cached} of {num_tokens} prompt tokens found in the cache"
+    return (
+        f'<div class="bar" title="{title}"><div style="width:{max(2.0, 100 * scale):.1f}%">'
+        f'<i class="found" style="width:{found:.2f}%"></i><i class="computed" style="width:{100 - found:.2f}%"></i>'
+        "</div></div>"
+    )
+
+
+def request_rows(records: Iterable[RequestRecord], tokenizer: Tokenizer | None, *, with_tenants: bool) -> str:
+    """Requests as rows: how much was found, how long the first token took, and why the rest was missed."""
+    shown = list(records)
+    if not shown:
+        return '<div class="empty">No requests yet. Send one, or use the chat.</div>'
+    longest = max(record.num_prompt_tokens for record in shown)
+    return "".join(_request_row(record, tokenizer, longest, with_tenants) for record in shown)
+
+
+def _request_row(record: RequestRecord, tokenizer: Tokenizer | None, longest: int, with_tenants: bool) -> str:
+    waits = record.first_scheduled_time is None
+    when = time.strftime("%H:%M:%S", time.localtime(record.created))
+    who = f'<span class="tenant">{escape(record.tenant)}</span>' if with_tenants else ""
+    ends = f'<span class="outcome">{escape(record.outcome or ("waiting" if waits else "running"))}</span>'
+    bar = (
+        ""
+        if waits
+        else reuse_bar(record.num_cached_tokens, record.num_prompt_tokens, record.num_prompt_tokens / longest)
+    )
+    return (
+        f'<div class="request"><div class="what"><b>{escape(record.endpoint)}</b>{who}<time>{when}</time>{ends}</div>'
+        f'<div class="how">{bar}<div class="counts"><span class="found">{count(record.num_cached_tokens)} cached</span>'
+        f'<span class="computed">{count(record.num_computed_tokens)} computed</span>'
+        f"<span>{record.num_output_tokens} out</span><span>{seconds(record.time_to_first_token)} to first token</span></div>"
+        f"{why(record, tokenizer)}</div></div>"
+    )
+
+
+def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
+    """Why the rest of a prompt was missed, with the texts that part there."""
+    explanation = record.explanation
+    if explanation is None or explanation.reason is None:
+        return ""
+    story = f'<span class="chip {explanation.reason}">{str(explanation.reason).replace("_", " ")}</span>'
+    eviction = explanation.eviction
+    if eviction is not None:
+        ago = seconds(max(0.0, (record.first_scheduled_time or eviction.time) - eviction.time))
+        story += f" <span>{eviction.cause} {ago} before, {eviction.pool_usage:.0%} of the pool in use</span>"
+    divergence = explanation.divergence
+    if divergence is None or not divergence.theirs:
+        return f'<div class="why">{story}<span>{escape(IN_WORDS[explanation.reason])}</span></div>'
+    before = record.prompt_token_ids[max(0, divergence.position - 8) : divergence.position].tolist()
+    sides = (
+        text_of(before, tokenizer),
+        text_of(divergence.ours[:8], tokenizer),
+        text_of(divergence.theirs[:8], tokenizer),
+    )
+    head, ours, theirs = (escape((side or "").replace("\n", "\u21b5")) for side in sides)
+    return (
+        f'<div class="why">{story}<span>differs at token {divergence.position}:</span> <code>{head}</code>'
+        f'<code class="ours">{ours}</code><span>cached:</span><code class="theirs">{theirs}</code></div>'
+    )
+
+
+def miss_reasons(missed_tokens: Mapping[str, int], misses: Mapping[str, int]) -> str:
+    """Missed tokens by reason, the most frequent first."""
+    if not missed_tokens:
+        return '<div class="empty">Nothing was missed yet.</div>'
+    most = max(missed_tokens.values())
+    rows = sorted(missed_tokens.items(), key=lambda item: -item[1])
+    return "".join(
+        f'<div class="reason"><div><span>{reason.replace("_", " ")}</span><b>{count(tokens)} tokens</b>'
+        f"<small>{count(misses.get(reason, 0))} requests</small></div>"
+        f'<div class="bar"><div style="width:100%"><i class="computed" style="width:{100 * tokens / max(1, most):.1f}%"></i>'
+        "</div></div></div>"
+        for reason, tokens in rows
+    )

@@ -1,0 +1,137 @@
+"""Where the dashboard hangs, and who may see it.
+
+Knows the app, the operators' rule and NiceGUI. NiceGUI keeps its pages in one global app, so a process has one
+dashboard: it is mounted by `run.serve`, not by `make_app`. Everything under /dashboard, WebSockets included, passes
+one check; a browser without the operator's key is shown a form for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from html import escape
+from pathlib import Path
+from urllib.parse import parse_qs
+
+from fastapi import FastAPI, Request
+from starlette.datastructures import Headers
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from foreword.errors import ConfigError
+from foreword.server.api_errors import APIError
+from foreword.server.http import error_response
+from foreword.server.operators import COOKIE, SESSION_S, Operators
+from foreword.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+PATH = "/dashboard"
+LOGIN = f"{PATH}/login"
+WRONG_KEY_DELAY_S = 0.5
+STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
+ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24"><rect x="2" y="4" width="20" height="4" rx="2" '
+    'fill="#14a87c"/><rect x="2" y="10" width="13" height="4" rx="2" fill="#14a87c"/><rect x="2" y="16" width="8" '
+    'height="4" rx="2" fill="#14a87c"/><rect x="17" y="10" width="5" height="4" rx="2" fill="#e0892b"/><rect x="12" '
+    'y="16" width="10" height="4" rx="2" fill="#e0892b"/></svg>'
+)
+
+
+def mount_dashboard(app: FastAPI, service: Service) -> None:
+    """Show the dashboard of this app's engine at /dashboard. Raises ConfigError where NiceGUI is not installed."""
+    try:
+        from nicegui import ui
+
+        from foreword.server.dashboard.page import Dashboard
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the dashboard needs the package {error.name}; run `pip install foreword[serve]`, or give dashboard=False"
+        ) from error
+
+    @app.post(LOGIN, include_in_schema=False)
+    async def login(request: Request) -> Response:
+        return await _log_in(request, service.operators)
+
+    ui.page("/")(Dashboard(service).build)
+    ui.run_with(
+        app,
+        mount_path=PATH,
+        title=f"foreword: {service.model_name}",
+        favicon=ICON,
+        dark=None,
+        tailwind=False,
+        binding_refresh_interval=None,
+        show_welcome_message=False,
+    )
+    app.add_middleware(_OperatorsOnly, operators=service.operators)
+
+
+async def _log_in(request: Request, operators: Operators) -> Response:
+    """Trade the key for a cookie."""
+    body = (await request.body()).decode("utf-8", "replace")
+    session = operators.open_session(parse_qs(body).get("key", [""])[0])
+    if session is None:
+        await asyncio.sleep(WRONG_KEY_DELAY_S)
+        return _form("That is not the operator's key.")
+    answer = RedirectResponse(f"{PATH}/", 303)
+    secure = request.url.scheme == "https"
+    answer.set_cookie(
+        COOKIE, session, max_age=round(SESSION_S), path=PATH, httponly=True, samesite="strict", secure=secure
+    )
+    return answer
+
+
+class _OperatorsOnly:
+    """Lets operators through to /dashboard, and everybody to everything else."""
+
+    def __init__(self, app: ASGIApp, *, operators: Operators) -> None:
+        self._app = app
+        self._operators = operators
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path in (PATH, LOGIN) or not path.startswith(f"{PATH}/") or scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._operators.check(scope)
+        except APIError as error:
+            if scope["type"] == "websocket":
+                await receive()
+                await send({"type": "websocket.close", "code": 1008, "reason": "operators only"})
+                return
+            await self._refusal(scope, error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope, error: APIError) -> Response:
+        if error.status == 401 and "text/html" in Headers(scope=scope).get("accept", ""):
+            return _form("")
+        return error_response(error)
+
+
+def _form(problem: str) -> Response:
+    """Asks for the key; needs nothing from elsewhere."""
+    return HTMLResponse(
+        "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
+        f"<title>foreword</title><style>{_FORM_STYLE}</style><form method='post' action='{LOGIN}'>{ICON}"
+        "<h1>foreword</h1><label for='key'>Operator's key</label>"
+        "<input id='key' name='key' type='password' autocomplete='current-password' autofocus required>"
+        f"<p role='alert'>{escape(problem)}</p><button>Open the dashboard</button></form></html>",
+        401,
+        {"Cache-Control": "no-store"},
+    )
+
+
+_FORM_STYLE = """
+:root { color-scheme: light dark; --page: #f4f5f7; --card: #fff; --ink: #1b2430; --edge: #d7dce3; }
+@media (prefers-color-scheme: dark) { :root { --page: #0f141b; --card: #171e28; --ink: #e6ebf2; --edge: #273140; } }
+body { margin: 0; min-height: 100vh; display: grid; place-items: center; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+form { background: var(--card); border: 1px solid var(--edge); border-radius: 14px; padding: 30px; width: min(300px, 80vw);
+  display: grid; gap: 10px; }
+svg { width: 40px; } h1 { margin: 0 0 8px; font-size: 22px; letter-spacing: -0.02em; } p { margin: 0; color: #d43d51; min-height: 1.5em; }
+input, button { font: inherit; padding: 10px 12px; border-radius: 8px; border: 1px solid var(--edge); background: var(--page);
+  color: inherit; } button { background: #119a72; border: 0; color: #fff; font-weight: 600; cursor: pointer; }
+"""

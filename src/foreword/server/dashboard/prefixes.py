@@ -1,0 +1,134 @@
+"""The prefix tree to browse: what is cached, how it branches, and how often each part was reused.
+
+Knows nodes of the tree as insight.py hands them out. Indexes that know keys only have a list of prompts instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from nicegui import events, ui
+
+from foreword.server.cache_api import listed_prompts, node_report
+from foreword.server.dashboard import drawings as draw
+from foreword.server.service import Service
+
+NUM_NODES = 400
+NUM_PROMPTS = 40
+REFRESH_S = 3.0
+
+_ROW = """
+<div class="prefix">
+  <span class="text">{{ props.node.label }}</span>
+  <span :class="props.node.reuses ? 'uses' : 'uses none'">{{ props.node.uses }}</span>
+  <span class="size">{{ props.node.size }}</span>
+</div>
+"""
+_NOTHING = '<div class="empty">Choose a prefix to read it.</div>'
+
+
+class Prefixes:
+    """The tab with the tree. Belongs to one viewer."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._reports: dict[str, dict[str, Any]] = {}
+        self._refreshed = 0.0
+        with ui.element("div").classes("grid"):
+            with ui.element("div").classes("card span7"):
+                ui.html('<div class="title">Cached prefixes, most reused first</div>', sanitize=False)
+                self._empty = ui.html('<div class="empty">Nothing is cached yet.</div>', sanitize=False)
+                self._tree = (
+                    ui.tree([], on_select=self._select)
+                    .classes("tree")
+                    .props('no-connectors no-nodes-label=" " data-testid="tree"')
+                )
+                self._tree.add_slot("default-header", _ROW)
+            with ui.element("div").classes("card span5"):
+                ui.html('<div class="title">This prefix</div>', sanitize=False)
+                self._detail = ui.html(_NOTHING, sanitize=False).props('data-testid="prefix"')
+
+    async def refresh(self) -> None:
+        """Read the tree anew, now and then."""
+        if time.monotonic() - self._refreshed < REFRESH_S:
+            return
+        self._refreshed = time.monotonic()
+        service = self._service
+        found = await service.insight.top_prefixes(NUM_NODES)
+        if found is None:
+            nodes = [
+                _listed(number, prompt) for number, prompt in enumerate(await listed_prompts(service, NUM_PROMPTS))
+            ]
+            self._reports = {node["id"]: node["report"] for node in nodes}
+        else:
+            reports = [node_report(node, service.llm.tokenizer, service.owner_of(node.salt)) for node in found]
+            self._reports = {str(report["id"]): report for report in reports}
+            nodes = _nested(self._reports)
+        shown = [{key: value for key, value in node.items() if key != "report"} for node in nodes]
+        self._empty.set_visibility(not shown)
+        if self._tree.props["nodes"] != shown:
+            self._tree.props["nodes"] = shown
+            self._tree.update()
+
+    def _select(self, event: events.ValueChangeEventArguments[str | None]) -> None:
+        report = self._reports.get(event.value or "")
+        self._detail.content = _NOTHING if report is None else _detail(report)
+
+
+def _nested(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Nodes of `ui.tree`, under each other as in the cache."""
+    nodes: dict[str, dict[str, Any]] = {}
+    roots: list[dict[str, Any]] = []
+    for own_id, report in reports.items():  # a parent comes before its children
+        reuses = report["reuses"]
+        node = {
+            "id": own_id,
+            "label": _one_line(report),
+            "reuses": reuses,
+            "uses": f"reused {draw.count(reuses)}\u00d7" if reuses else "not reused",
+            "size": f"{draw.count(report['tokens'])} tokens",
+            "children": [],
+        }
+        nodes[own_id] = node
+        above = nodes.get(str(report["parent"]))
+        (roots if above is None else above["children"]).append(node)
+    return roots
+
+
+def _listed(number: int, prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """A node of `ui.tree` for a prompt in a list."""
+    cached = prompt["cached_tokens"]
+    return {
+        "id": str(number),
+        "label": _one_line(prompt),
+        "reuses": cached,
+        "uses": f"{draw.count(cached)} cached",
+        "size": f"{draw.count(prompt['tokens'])} tokens",
+        "children": [],
+        "report": {"start": 0, "blocks": None, "reuses": prompt["recent_uses"] - 1, "children": 0, **prompt},
+    }
+
+
+def _one_line(report: Mapping[str, Any]) -> str:
+    """The beginning of a node's text."""
+    text = report["text"] if report["text"] is not None else " ".join(map(str, report.get("token_ids") or ()))
+    line = text.replace("\n", "\u21b5")[:160]
+    return f"[{report['tenant']}] {line}" if report["tenant"] and report.get("parent") is None else line
+
+
+def _detail(report: Mapping[str, Any]) -> str:
+    facts = {
+        "tokens": f"{draw.count(report['tokens'])}, from token {draw.count(report['start'])} of the prompt",
+        "blocks": None if report["blocks"] is None else draw.count(report["blocks"]),
+        "cached now": None if "cached_tokens" not in report else f"{draw.count(report['cached_tokens'])} tokens",
+        "reused": f"{draw.count(report['reuses'])} times",
+        "branches": draw.count(report["children"]),
+        "tenant": report["tenant"] or "everybody",
+    }
+    rows = "".join(f"<span>{name}</span><b>{escape(value)}</b>" for name, value in facts.items() if value is not None)
+    text = report["text"] if report["text"] is not None else str(report.get("token_ids"))
+    more = "\n\u2026" if report["tokens"] > 256 else ""
+    return f'<div class="facts">{rows}</div><div class="whole" style="margin-top:12px">{escape(text)}{more}</div>'
