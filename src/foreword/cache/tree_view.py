@@ -40,7 +40,7 @@ class PrefixNode:
     block_ids: BlockIds
     """Blocks that end in it."""
     num_reuses: int
-    """How often a request was served from it (the most of its blocks); 0 where nothing counts that."""
+    """How often a request was served from it; 0 where nothing counts that."""
     num_children: int
 
 
@@ -73,9 +73,7 @@ def top_nodes(
     queue: list[tuple[int, int, int, int | None, str | None, TreeNode]] = []
 
     def push(node: TreeNode, parent_id: int | None, salt: str | None) -> None:
-        reuses = 0
-        if num_reuses is not None and len(node.block_ids):
-            reuses = int(num_reuses[node.block_ids].max())
+        reuses = 0 if num_reuses is None else _most_reuses(node, num_reuses)
         heapq.heappush(queue, (-reuses, -len(node.tokens), node.node_id, parent_id, salt, node))
 
     for salt, root in roots:
@@ -98,3 +96,11 @@ def top_nodes(
         for child in islice(reversed(node.children.values()), MAX_CHILDREN):  # type: ignore[call-overload]
             push(child, node_id, salt)
     return found
+
+
+def _most_reuses(node: TreeNode, num_reuses: npt.NDArray[np.int64]) -> int:
+    """Reuses of the node's most reused block; of the blocks right below, if none ends in it."""
+    if len(node.block_ids):
+        return int(num_reuses[node.block_ids].max())
+    below = islice(reversed(node.children.values()), MAX_CHILDREN)  # type: ignore[call-overload]
+    return max((_most_reuses(child, num_reuses) for child in below), default=0)

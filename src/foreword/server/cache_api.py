@@ -47,9 +47,7 @@ async def explain(body: ExplainRequest, request: Request, tenant: Annotated[Tena
     service.check_length(len(token_ids))
     prompt = service.prompt_of(Caller(tenant, "cache.explain", body.cache_salt), token_ids)
     explanation = await service.thread.call(lambda engine: engine.explain(prompt))
-    similar = None
-    if explanation.divergence is None:
-        similar = most_similar(token_ids, prompt.extra_keys.salt, service.records.recent(200, tenant.name))
+    similar = most_similar(token_ids, prompt.extra_keys.salt, service.records.recent(200, tenant.name))
     report = cache_report(explanation, token_ids, service.llm.tokenizer, similar=similar)
     return json_response({"object": "cache.explanation", "model": service.model_name, **report})
 

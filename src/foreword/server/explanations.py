@@ -25,7 +25,7 @@ MEDIA = "\u27e8media\u27e9"
 TokenIds = npt.NDArray[np.int32]
 
 IN_WORDS = {
-    MissReason.NEVER_SEEN: "nothing that began like this was cached",
+    MissReason.NEVER_SEEN: "what follows was never cached",
     MissReason.EVICTED: "it was cached, and was evicted",
     MissReason.PARTIAL_BLOCK: "what is left does not fill a block",
     MissReason.SALT_DIFFERS: "the same tokens are cached under another salt",
@@ -51,14 +51,19 @@ def cache_report(
 ) -> dict[str, Any]:
     """`foreword.cache` of a response: the lookup of its prompt, for the client that sent it.
 
-    `similar` says where the prompt leaves an earlier one of the same namespace, for indexes that cannot tell.
+    `similar` says where the prompt leaves an earlier one of the same namespace: for indexes that cannot tell, and
+    for prompts that differ where nothing is kept, as in a last block that is not full.
     None for `explanation` (no prefix cache, or one that keeps no account) leaves counts only.
     """
     if explanation is None:
         return {"prompt_tokens": len(prompt), "hit_tokens": 0, "computed_tokens": len(prompt), "reason": None}
     reason = told_to_client(explanation.reason)
     eviction = explanation.eviction
-    divergence = explanation.divergence or similar
+    divergence = explanation.divergence
+    if similar is not None and (
+        divergence is None or (not divergence.theirs and similar.position >= divergence.position)
+    ):
+        divergence = similar
     return {
         "prompt_tokens": explanation.num_tokens,
         "hit_tokens": explanation.num_hit_tokens,

@@ -54,6 +54,6 @@ class Extras:
     def _report(self, record: RequestRecord) -> dict[str, Any]:
         explanation = record.explanation
         similar = None
-        if explanation is not None and explanation.reason is not None and explanation.divergence is None:
+        if explanation is not None and explanation.reason is not None:
             similar = self._service.insight.similar(record)
         return cache_report(explanation, record.prompt_token_ids, self._service.llm.tokenizer, similar=similar)

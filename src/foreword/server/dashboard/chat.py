@@ -19,7 +19,11 @@ from foreword.server.tenants import ANYBODY, Tenant
 
 TENANT = "(dashboard)"
 MAX_TOKENS = 512
-DEMO_SYSTEM = "The code of the amber falcon is 4821.\nThe home of the quiet lantern is Lisbon.\nThe colour of the old compass is blue.\n"
+DEMO_SYSTEM = (
+    "The code of the amber falcon is 4821.\n"
+    "The home of the quiet lantern is Lisbon.\n"
+    "The colour of the old compass is blue.\n"
+)
 DEMO_QUESTION = "What is the code of the amber falcon?"
 
 
@@ -31,7 +35,7 @@ class Chat:
         self._messages: list[dict[str, str]] = []
         self._busy = False
         is_demo = service.model_name == "foreword-demo"
-        with ui.element("div").classes("card span12"):
+        with ui.element("div").classes("card chat"):
             ui.html(
                 '<div class="title">Chat <span class="key"><i class="found"></i>from the cache</span>'
                 '<span class="key"><i class="computed"></i>computed</span></div>',

@@ -139,7 +139,7 @@ def pool_map(states: npt.NDArray[np.uint8]) -> str:
     rows = -(-len(cells) // columns)
     image = _png(cells, columns, rows)
     legend = "".join(
-        f'<span><i style="background:rgb{colour}"></i>{name} <b>{count(int(np.count_nonzero(states == state)))}</b></span>'
+        f'<span><i style="background:rgb{colour}"></i>{name} <b>{count(int((states == state).sum()))}</b></span>'
         for state, (name, colour) in STATES.items()
     )
     each = "a cell is one block" if per_cell == 1 else f"a cell is {per_cell} blocks, in the state of most"
@@ -154,7 +154,8 @@ def pool_map(states: npt.NDArray[np.uint8]) -> str:
 def _most_common(states: npt.NDArray[np.uint8], per_cell: int) -> npt.NDArray[np.uint8]:
     padded = np.concatenate((states, np.repeat(states[-1:], -len(states) % per_cell))).reshape(-1, per_cell)
     tallies = np.stack([(padded == state).sum(axis=1) for state in range(len(BlockState))])
-    return tallies.argmax(axis=0).astype(np.uint8)
+    most: npt.NDArray[np.uint8] = tallies.argmax(axis=0).astype(np.uint8)
+    return most
 
 
 def _png(cells: npt.NDArray[np.uint8], columns: int, rows: int) -> str:
@@ -217,7 +218,8 @@ def _request_row(record: RequestRecord, tokenizer: Tokenizer | None, longest: in
         f'<div class="request"><div class="what"><b>{escape(record.endpoint)}</b>{who}<time>{when}</time>{ends}</div>'
         f'<div class="how">{bar}<div class="counts"><span class="found">{count(record.num_cached_tokens)} cached</span>'
         f'<span class="computed">{count(record.num_computed_tokens)} computed</span>'
-        f"<span>{record.num_output_tokens} out</span><span>{seconds(record.time_to_first_token)} to first token</span></div>"
+        f"<span>{record.num_output_tokens} out</span>"
+        f"<span>{seconds(record.time_to_first_token)} to first token</span></div>"
         f"{why(record, tokenizer)}</div></div>"
     )
 
@@ -257,7 +259,7 @@ def miss_reasons(missed_tokens: Mapping[str, int], misses: Mapping[str, int]) ->
     return "".join(
         f'<div class="reason"><div><span>{reason.replace("_", " ")}</span><b>{count(tokens)} tokens</b>'
         f"<small>{count(misses.get(reason, 0))} requests</small></div>"
-        f'<div class="bar"><div style="width:100%"><i class="computed" style="width:{100 * tokens / max(1, most):.1f}%"></i>'
-        "</div></div></div>"
+        '<div class="bar"><div style="width:100%">'
+        f'<i class="computed" style="width:{100 * tokens / max(1, most):.1f}%"></i></div></div></div>'
         for reason, tokens in rows
     )

@@ -129,9 +129,12 @@ _FORM_STYLE = """
 @media (prefers-color-scheme: dark) { :root { --page: #0f141b; --card: #171e28; --ink: #e6ebf2; --edge: #273140; } }
 body { margin: 0; min-height: 100vh; display: grid; place-items: center; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
-form { background: var(--card); border: 1px solid var(--edge); border-radius: 14px; padding: 30px; width: min(300px, 80vw);
-  display: grid; gap: 10px; }
-svg { width: 40px; } h1 { margin: 0 0 8px; font-size: 22px; letter-spacing: -0.02em; } p { margin: 0; color: #d43d51; min-height: 1.5em; }
-input, button { font: inherit; padding: 10px 12px; border-radius: 8px; border: 1px solid var(--edge); background: var(--page);
-  color: inherit; } button { background: #119a72; border: 0; color: #fff; font-weight: 600; cursor: pointer; }
+form { background: var(--card); border: 1px solid var(--edge); border-radius: 14px; padding: 30px;
+  width: min(300px, 80vw); display: grid; gap: 10px; }
+svg { width: 40px; }
+h1 { margin: 0 0 8px; font-size: 22px; letter-spacing: -0.02em; }
+p { margin: 0; color: #d43d51; min-height: 1.5em; }
+input, button { font: inherit; padding: 10px 12px; border-radius: 8px; border: 1px solid var(--edge);
+  background: var(--page); color: inherit; }
+button { background: #119a72; border: 0; color: #fff; font-weight: 600; cursor: pointer; }
 """

@@ -59,11 +59,12 @@ class _View:
     def __init__(self, service: Service) -> None:
         self._service = service
         ui.add_css(STYLE)
-        self._dark = ui.dark_mode()
+        ui.colors(primary="#119a72")
+        self._dark = ui.dark_mode(None)
         self._head()
         with ui.tabs().classes("tabs").props("align=left no-caps mobile-arrows") as tabs:
             names = [ui.tab(name) for name in ("Overview", "Prefixes", "Requests", "Chat")]
-        with ui.tab_panels(tabs, value=names[0], animated=False).classes("panels"):
+        with ui.tab_panels(tabs, value="Overview", animated=False).classes("panels") as self._panels:
             with ui.tab_panel(names[0]):
                 self._overview()
             with ui.tab_panel(names[1]):
@@ -73,7 +74,6 @@ class _View:
                 self._rows = _Html(test_id="requests")
             with ui.tab_panel(names[3]):
                 Chat(service)
-        self._tabs = tabs
         ui.timer(REFRESH_S, self._refresh)
 
     # ------------------------------------------------------------------- parts
@@ -126,11 +126,11 @@ class _View:
         busy = f"{look.num_running} running, {look.num_waiting} waiting"
         self._state.show(f'<div class="state{" bad" if failure else ""}"><i></i>{escape(failure or busy)}</div>')
         records = service.records.recent(NUM_RECENT)
-        if self._tabs.value == "Overview":
+        if self._panels.value == "Overview":
             self._show_overview(look, records)
-        elif self._tabs.value == "Requests":
+        elif self._panels.value == "Requests":
             self._rows.show(self._request_rows(records, NUM_ROWS))
-        elif self._tabs.value == "Prefixes":
+        elif self._panels.value == "Prefixes":
             await self._prefixes.refresh()
 
     def _request_rows(self, records: Sequence[RequestRecord], number: int) -> str:
@@ -165,10 +165,11 @@ class _View:
             for hit in (True, False)
         )
         cached = look.num_in_state(BlockState.CACHED)
+        saved = draw.seconds(self._service.insight.num_saved_seconds)
         return (
             f"{look.recent_hit_rate:.0%} <small>of {draw.count(stats.queries)} prompt tokens</small>",
             f'<span class="found">{hits}</span> <small>hit, {misses} miss</small>',
-            f"{draw.count(look.totals.hits)} <small>tokens, {draw.seconds(self._service.insight.num_saved_seconds)}</small>",
+            f"{draw.count(look.totals.hits)} <small>tokens, {saved} of prefill</small>",
             f"{look.usage:.0%} <small>in use, {cached / look.num_blocks:.0%} cached</small>",
         )
 
@@ -185,11 +186,12 @@ class _View:
             )
         saved = draw.seconds(stats.ghost_hits * self._service.thread.prefill.seconds_per_token)
         return (
-            f'<div class="more"><span class="figure">+{added}</span><span class="arrow">twice the blocks: hit rate</span>'
+            f'<div class="more"><span class="figure">+{added}</span>'
+            '<span class="arrow">twice the blocks: hit rate</span>'
             f'<span class="figure">{stats.hit_rate:.0%}</span><span class="arrow">\u2192</span>'
             f'<span class="figure"><span class="found">{stats.hit_rate_with_twice_the_blocks:.0%}</span></span>'
-            f'<span class="note">{draw.count(stats.ghost_hits)} tokens not computed again (+{100 * gain:.1f} points), about '
-            f"{saved} of prefill since the last reset</span></div>"
+            f'<span class="note">+{100 * gain:.1f} points: {draw.count(stats.ghost_hits)} tokens not computed again, '
+            f"about {saved} of prefill, since the last reset</span></div>"
         )
 
 
