@@ -76,6 +76,8 @@ class KVCacheCoordinatorNoPrefixCache:
         )
         self._only_appends = all(manager.only_appends for manager in self.managers)
         self._releases = any(manager.releases_blocks for manager in self.managers)
+        self.has_quiet_steps = self._only_appends and not self._releases
+        """Whether nothing changes while a row grows within a block."""
         self.nothing = PrefixHit((NO_BLOCKS,) * len(groups), None, 0, 0)
 
     # ------------------------------------------------------------------- index

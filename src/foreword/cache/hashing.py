@@ -16,6 +16,7 @@ import logging
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise, repeat
 from typing import Literal, NewType, Protocol
 
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 BlockHash = NewType("BlockHash", bytes)
 TokenArray = npt.NDArray[np.int32]
 
-_PACKED_AT_ONCE = struct.Struct("1024i")
+PACKED_AT_ONCE = 1024
+"""Tokens: few enough to stay in the processor's fastest cache."""
 
 
 class Digester(Protocol):
@@ -174,12 +176,14 @@ def as_token_array(token_ids: npt.ArrayLike) -> TokenArray:
         return np.array(token_ids, dtype=np.int32)
     count = len(token_ids)
     tokens = np.empty(count, np.int32)
-    target, pack_into, piece = tokens.data.cast("B"), _PACKED_AT_ONCE.pack_into, 1024
-    packed = count - count % piece
     try:
-        for at in range(0, packed, piece):
-            pack_into(target, 4 * at, *token_ids[at : at + piece])
-        struct.pack_into(f"{count - packed}i", target, 4 * packed, *token_ids[packed:])
+        if count <= PACKED_AT_ONCE:
+            struct.pack_into(f"{count}i", tokens, 0, *token_ids)
+            return tokens
+        target = tokens.data.cast("B")
+        for at in range(0, count, PACKED_AT_ONCE):
+            piece = token_ids[at : at + PACKED_AT_ONCE]
+            struct.pack_into(f"{len(piece)}i", target, 4 * at, *piece)
     except struct.error:
         return np.array(token_ids, dtype=np.int32)
     return tokens
@@ -247,12 +251,17 @@ def _encode_tokens(hash_fn: HashFunction, token_ids: TokenArray, block_size: int
     """The part of each block's message that stands for its tokens."""
     if hash_fn.encoding == "packed":
         data = np.ascontiguousarray(token_ids, dtype="<i4")
-        blocks: list[bytes] = np.frombuffer(data, f"V{4 * block_size}").tolist()  # one bytes object each
+        blocks: list[bytes] = data.view(_opaque_bytes(4 * block_size)).tolist()  # one bytes object each
         return blocks
     head = cbor.encode_head(cbor.ARRAY, block_size)
     encoded, ends = cbor.encode_integers(np.asarray(token_ids, np.int32))
     cuts = [0, *ends[block_size - 1 :: block_size].tolist()]
     return [head + encoded[start:end] for start, end in pairwise(cuts)]
+
+
+@lru_cache
+def _opaque_bytes(count: int) -> np.dtype[np.void]:
+    return np.dtype((np.void, count))
 
 
 def _encode_extra(hash_fn: HashFunction, extra_keys: Sequence[str]) -> bytes:

@@ -73,10 +73,11 @@ class TokenSequence:
 
     def append(self, token_id: int) -> None:
         """Add one generated token; amortised O(1)."""
-        if self._length == len(self._tokens):
-            self._tokens = np.concatenate((self._tokens, np.empty(max(64, self._length), np.int32)))
-        self._tokens[self._length] = token_id
-        self._length += 1
+        length = self._length
+        if length == len(self._tokens):
+            self._tokens = np.concatenate((self._tokens, np.empty(max(64, length), np.int32)))
+        self._tokens[length] = token_id
+        self._length = length + 1
 
     def block_hashes(self) -> list[BlockHash]:
         """Keys of all full blocks; only blocks that filled since the last call are hashed.
