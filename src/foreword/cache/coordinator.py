@@ -98,6 +98,11 @@ class KVCacheCoordinatorNoPrefixCache:
     def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
         """Index what the first `num_tokens` tokens fill and is not indexed yet."""
 
+    def cache_blocks_each(self, rows: IntArray, sequence_of: SequenceOfRow, ends: IntArray) -> None:
+        """`cache_blocks` for many rows, in their order."""
+        for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
+            self.cache_blocks(row, sequence_of(row), end)
+
     def forget_from(self, row: int, num_tokens: int) -> None:
         """Take back the indexing of the row's blocks that hold positions from `num_tokens` on."""
 
@@ -115,7 +120,11 @@ class KVCacheCoordinatorNoPrefixCache:
 
     def _note_indexed(self, block_ids: BlockIds, first: int) -> None:
         """These blocks (a copy of the caller's), number `first` and on of a prefix, are filled by this step."""
-        self._pool.note_cached(block_ids, np.arange(first, first + len(block_ids), dtype=np.int32))
+        self._note_indexed_each(block_ids, np.arange(first, first + len(block_ids), dtype=np.int32))
+
+    def _note_indexed_each(self, block_ids: BlockIds, depths: BlockIds) -> None:
+        """These blocks (a copy of the caller's), number `depths` of their prefixes, are filled by this step."""
+        self._pool.note_cached(block_ids, depths)
         self._noted.append(block_ids)
         if len(self._noted) > MAX_NOTES:
             self._gather_notes()
@@ -215,10 +224,9 @@ class KVCacheCoordinatorNoPrefixCache:
         """`grow` for many rows, in their order, up to the first that is short; returns how many were served."""
         if not self._only_appends:
             return self._grow_one_by_one(rows, starts, ends)
-        num_blocks = [-(-ends // size) for size in self.block_sizes]
-        counts = np.stack(
-            [blocks - tables.lengths(rows) for blocks, tables in zip(num_blocks, self.tables.groups, strict=True)], 1
-        )
+        counts = np.empty((len(rows), len(self.managers)), np.int64)
+        for group_id, manager in enumerate(self.managers):
+            counts[:, group_id] = -(-ends // manager.block_size) - manager.tables.lengths(rows)
         np.maximum(counts, 0, out=counts)
         num_new = int(counts.sum())
         if num_new > self._pool.get_num_free_blocks():
@@ -259,7 +267,7 @@ class KVCacheCoordinatorNoPrefixCache:
         groups = self.tables.groups
         owners = np.repeat(np.tile(np.arange(len(groups)), len(rows)), counts.ravel()) if len(groups) > 1 else None
         for group_id, tables in enumerate(groups):
-            growing = np.flatnonzero(counts[:, group_id])
+            growing = counts[:, group_id].nonzero()[0]
             block_ids = new_ids if owners is None else new_ids[owners == group_id]
             tables.append_each(rows[growing], counts[growing, group_id], block_ids)
 
@@ -324,6 +332,19 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
             self._index.insert(sequence, first, block_ids)
             self._note_indexed(block_ids, first)
             self._manager.num_indexed[row] = num_full
+
+    def cache_blocks_each(self, rows: IntArray, sequence_of: SequenceOfRow, ends: IntArray) -> None:
+        num_indexed = self._manager.num_indexed
+        numbers = (ends // self._size - 1).astype(np.int32)
+        listed_rows, listed_numbers = rows.tolist(), numbers.tolist()
+        if [num_indexed[row] for row in listed_rows] != listed_numbers:
+            super().cache_blocks_each(rows, sequence_of, ends)  # some fill several blocks
+            return
+        block_ids = self._manager.tables.entries(rows, numbers)
+        self._index.insert_each([sequence_of(row) for row in listed_rows], listed_numbers, block_ids)
+        self._note_indexed_each(block_ids, numbers)
+        for row, number in zip(listed_rows, listed_numbers, strict=True):
+            num_indexed[row] = number + 1
 
     def forget_from(self, row: int, num_tokens: int) -> None:
         num_full, num_indexed = num_tokens // self._size, self._manager.num_indexed[row]

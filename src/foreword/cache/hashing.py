@@ -16,7 +16,6 @@ import logging
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise, repeat
 from typing import Literal, NewType, Protocol
 
@@ -31,6 +30,7 @@ logger = logging.getLogger(__name__)
 BlockHash = NewType("BlockHash", bytes)
 TokenArray = npt.NDArray[np.int32]
 
+_INT32_LITTLE_ENDIAN = np.dtype("<i4")
 PACKED_AT_ONCE = 1024
 """Tokens: few enough to stay in the processor's fastest cache."""
 
@@ -217,7 +217,7 @@ def hash_blocks(
     blocks = _encode_tokens(hash_fn, token_ids, block_size)
     parent = parent_hash or ROOT_HASH
     if extra_keys is NO_EXTRA_KEYS or extra_keys == NO_EXTRA_KEYS:
-        return _fold(hash_fn, parent, blocks, None if hash_fn.encoding == "packed" else repeat(cbor.NULL))
+        return _fold(hash_fn, parent, blocks, None)
     keys = extra_keys.of_blocks(first_position, block_size, len(blocks))
     encoded = {key: _encode_extra(hash_fn, key) for key in set(keys)}
     return _fold(hash_fn, parent, blocks, [encoded[key] for key in keys])
@@ -227,41 +227,30 @@ def _fold(
     hash_fn: HashFunction, parent: BlockHash, blocks: Iterable[bytes], extra: Iterable[bytes] | None
 ) -> list[BlockHash]:
     """The chain from `parent` on. What is left of the cost is the digests themselves."""
-    new = hash_fn.new
-    keys: list[bytes] = []
-    add = keys.append
-    key: bytes = parent
+    new, key = hash_fn.new, bytes(parent)
     if hash_fn.encoding == "cbor":
         head = cbor.encode_head(cbor.ARRAY, 3) + cbor.encode_head(cbor.BYTES, len(parent))
-        for block, tail in zip(blocks, extra or (), strict=False):
-            key = new(head + key + block + tail).digest()
-            add(key)
+        tails = repeat(cbor.NULL) if extra is None else extra
+        keys = [key := new(head + key + block + tail).digest() for block, tail in zip(blocks, tails, strict=False)]
     elif extra is None:
-        for block in blocks:
-            key = new(key + block).digest()
-            add(key)
+        keys = [key := new(key + block).digest() for block in blocks]
     else:
-        for block, tail in zip(blocks, extra, strict=False):
-            key = new(key + block + tail).digest()
-            add(key)
+        keys = [key := new(key + block + tail).digest() for block, tail in zip(blocks, extra, strict=True)]
     return keys  # type: ignore[return-value]  # a digest in a chain is a BlockHash
 
 
 def _encode_tokens(hash_fn: HashFunction, token_ids: TokenArray, block_size: int) -> list[bytes]:
     """The part of each block's message that stands for its tokens."""
     if hash_fn.encoding == "packed":
-        data = np.ascontiguousarray(token_ids, dtype="<i4")
-        blocks: list[bytes] = data.view(_opaque_bytes(4 * block_size)).tolist()  # one bytes object each
+        data = token_ids.astype(_INT32_LITTLE_ENDIAN, copy=False).tobytes()
+        if len(data) == 4 * block_size:
+            return [data]
+        blocks: list[bytes] = np.frombuffer(data, f"V{4 * block_size}").tolist()  # one bytes object each
         return blocks
     head = cbor.encode_head(cbor.ARRAY, block_size)
     encoded, ends = cbor.encode_integers(np.asarray(token_ids, np.int32))
     cuts = [0, *ends[block_size - 1 :: block_size].tolist()]
     return [head + encoded[start:end] for start, end in pairwise(cuts)]
-
-
-@lru_cache
-def _opaque_bytes(count: int) -> np.dtype[np.void]:
-    return np.dtype((np.void, count))
 
 
 def _encode_extra(hash_fn: HashFunction, extra_keys: Sequence[str]) -> bytes:

@@ -53,6 +53,9 @@ class PrefixIndex(Protocol):
         already: both stay.
         """
 
+    def insert_each(self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds) -> None:
+        """`insert` of one block for each of these sequences: `block_ids[i]` is number `numbers[i]` of its own."""
+
     def remove(self, block_ids: BlockIds) -> BlockIds:
         """Forget these (distinct) blocks, and what can no longer be found without them; returns all of those.
 
@@ -105,6 +108,17 @@ class HashIndex:
         assert len(keys) == len(block_ids), "only full blocks can be indexed"
         if self._prefixes is not None:
             keys = self._prefixes.extend(sequence, first, len(block_ids))
+        self._insert(keys, block_ids)
+
+    def insert_each(self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds) -> None:
+        if self._prefixes is not None:
+            for at, (sequence, number) in enumerate(zip(sequences, numbers, strict=True)):
+                self.insert(sequence, number, block_ids[at : at + 1])
+            return
+        keys = [sequence.block_hashes()[number] for sequence, number in zip(sequences, numbers, strict=True)]
+        self._insert(keys, block_ids)
+
+    def _insert(self, keys: Sequence[BlockHash | VerifiedPrefix], block_ids: BlockIds) -> None:
         key_of, answer = self._key_of, self._block_of.setdefault
         for key, block_id in zip(keys, block_ids.tolist(), strict=True):
             assert key_of[block_id] is None, f"block {block_id} is indexed already"

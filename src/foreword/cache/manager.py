@@ -206,8 +206,8 @@ class KVCacheManager:
         self._quiet_until[rows] = self._end_of_quiet(ends)
         if self.enable_prefix_caching:
             filled = (ends // self.block_size > starts // self.block_size).nonzero()[0]
-            for row, end in zip(rows[filled].tolist(), ends[filled].tolist(), strict=True):
-                self._coordinator.cache_blocks(row, self._sequences[row], end)
+            if len(filled):
+                self._coordinator.cache_blocks_each(rows[filled], self._sequences.__getitem__, ends[filled])
         return served
 
     def _end_of_quiet(self, num_tokens: Position) -> Position:

@@ -17,6 +17,7 @@ A search for ABCDEFGZ matches 7 tokens: block 0 whole, and 3 tokens of block 1, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -159,6 +160,10 @@ class RadixIndex:
             self._num_indexed += len(own)
             node = self._grow(node, position, tokens[position:], own)
         self._ends[sequence] = (node, node.num_cuts)
+
+    def insert_each(self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds) -> None:
+        for at, (sequence, number) in enumerate(zip(sequences, numbers, strict=True)):
+            self.insert(sequence, number, block_ids[at : at + 1])
 
     def _start(self, sequence: TokenSequence, position: int) -> tuple[_Node, int]:
         """Where to go on with a sequence whose tokens before `position` are in the tree.

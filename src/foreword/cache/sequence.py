@@ -84,7 +84,7 @@ class TokenSequence:
 
         The list is the sequence's own: read it, do not change it.
         """
-        known, full = len(self._hashes), self.num_full_blocks
+        known, full = len(self._hashes), self._length // self.block_size
         if known < full:
             first = known * self.block_size
             self._hashes += hash_blocks(
