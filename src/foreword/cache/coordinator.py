@@ -25,7 +25,7 @@ from foreword.cache.groups import (
     make_group_manager,
     without_null,
 )
-from foreword.cache.index import PartialBlock, PrefixIndex
+from foreword.cache.index import NO_MATCH, PartialBlock, PrefixIndex
 from foreword.cache.sequence import TokenSequence
 
 MAX_NOTES = 1024
@@ -165,10 +165,10 @@ class KVCacheCoordinatorNoPrefixCache:
         return without_null(np.concatenate(tables))
 
     def _num_admission_blocks(self, hit: PrefixHit, num_tokens: int) -> int:
-        return sum(
-            manager.num_admission_blocks(len(table), num_tokens)
-            for manager, table in zip(self.managers, hit.tables, strict=True)
-        )
+        count = 0
+        for manager, table in zip(self.managers, hit.tables, strict=True):
+            count += manager.num_admission_blocks(len(table), num_tokens)
+        return count
 
     def admit(self, hit: PrefixHit | None, num_tokens: int) -> tuple[int, BlockIds] | None:
         """Open a row with the hit's blocks and room for `num_tokens`; returns it and the new blocks.
@@ -178,7 +178,8 @@ class KVCacheCoordinatorNoPrefixCache:
         hit = hit or self.nothing
         hit_ids = self._needed(hit.tables)
         num_new = self._num_admission_blocks(hit, num_tokens)
-        if num_new + self._pool.count_free(hit_ids) > self._pool.get_num_free_blocks():
+        num_taken = num_new + self._pool.count_free(hit_ids) if len(hit_ids) else num_new
+        if num_taken > self._pool.get_num_free_blocks():
             return None
         row = self.tables.open_row()
         if len(hit_ids):
@@ -273,7 +274,10 @@ class KVCacheCoordinatorNoPrefixCache:
 
     def close(self, row: int) -> None:
         """Free a row's blocks, those that end last first, so that tails are evicted before heads."""
-        self._pool.free_blocks(self.tables.held(row, self.block_sizes))
+        if len(self.managers) == 1 and not self._releases:
+            self._pool.free_blocks(self.tables.groups[0].row(row)[::-1])
+        else:
+            self._pool.free_blocks(self.tables.held(row, self.block_sizes))
         self.tables.close_row(row)
 
     # --------------------------------------------------------------- integrity
@@ -312,6 +316,8 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         match = self._index.match(sequence)
+        if match is NO_MATCH:
+            return self.nothing
         num_shared = len(match.block_ids) * self._size
         computed_last = len(sequence) - 1
         partial = match.partial

@@ -77,9 +77,13 @@ class FreeKVCacheBlockQueue:
     def popleft(self, count: int) -> BlockIds:
         """Take `count` blocks from the head; the caller has checked `count <= len(self)`."""
         assert count <= self._num_free
-        block_ids = self._take_alive(count)
-        if len(block_ids) < count:  # most often no stale entry lies between
-            block_ids = np.concatenate((block_ids, self._take_missing(count - len(block_ids))))
+        if self._num_free == self._tail - self._head:  # no entry is stale
+            block_ids = self._buffer[self._head : self._head + count].copy()
+            self._head += count
+        else:
+            block_ids = self._take_alive(count)
+            if len(block_ids) < count:
+                block_ids = np.concatenate((block_ids, self._take_missing(count - len(block_ids))))
         self._place[block_ids] = NOT_QUEUED
         self._num_free -= count
         return block_ids

@@ -37,6 +37,9 @@ class PrefixMatch:
     """What matches beyond them, where the index can tell."""
 
 
+NO_MATCH = PrefixMatch(np.empty(0, np.int32))
+
+
 class PrefixIndex(Protocol):
     """Finds the blocks that already hold the beginning of a sequence."""
 
@@ -93,7 +96,7 @@ class HashIndex:
     def match(self, sequence: TokenSequence) -> PrefixMatch:
         keys = self._known_keys(sequence)
         if not keys or keys[0] not in self._block_of:
-            return PrefixMatch(np.empty(0, np.int32))
+            return NO_MATCH
         found = list(map(self._block_of.get, keys))
         if None in found:
             del found[found.index(None) :]
