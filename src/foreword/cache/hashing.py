@@ -14,9 +14,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import Literal, NewType, Protocol
 
 import numpy as np
@@ -178,7 +178,7 @@ def as_token_array(token_ids: npt.ArrayLike) -> TokenArray:
     tokens = np.empty(count, np.int32)
     try:
         if count <= PACKED_AT_ONCE:
-            struct.pack_into(f"{count}i", tokens, 0, *token_ids)
+            struct.pack_into(f"{count}i", tokens.data, 0, *token_ids)
             return tokens
         target = tokens.data.cast("B")
         for at in range(0, count, PACKED_AT_ONCE):
@@ -216,26 +216,21 @@ def hash_blocks(
     """
     blocks = _encode_tokens(hash_fn, token_ids, block_size)
     parent = parent_hash or ROOT_HASH
-    if extra_keys is NO_EXTRA_KEYS or extra_keys == NO_EXTRA_KEYS:
-        return _fold(hash_fn, parent, blocks, None)
+    if hash_fn.encoding == "packed" and (extra_keys is NO_EXTRA_KEYS or extra_keys == NO_EXTRA_KEYS):
+        # The usual case; what is left of the cost is the digests themselves.
+        new, key = hash_fn.new, bytes(parent)
+        return [key := new(key + block).digest() for block in blocks]  # type: ignore[misc]  # see _fold
     keys = extra_keys.of_blocks(first_position, block_size, len(blocks))
     encoded = {key: _encode_extra(hash_fn, key) for key in set(keys)}
     return _fold(hash_fn, parent, blocks, [encoded[key] for key in keys])
 
 
-def _fold(
-    hash_fn: HashFunction, parent: BlockHash, blocks: Iterable[bytes], extra: Iterable[bytes] | None
-) -> list[BlockHash]:
-    """The chain from `parent` on. What is left of the cost is the digests themselves."""
-    new, key = hash_fn.new, bytes(parent)
+def _fold(hash_fn: HashFunction, parent: BlockHash, blocks: list[bytes], extra: list[bytes]) -> list[BlockHash]:
+    """The chain from `parent` on."""
+    new, key, head = hash_fn.new, bytes(parent), b""
     if hash_fn.encoding == "cbor":
         head = cbor.encode_head(cbor.ARRAY, 3) + cbor.encode_head(cbor.BYTES, len(parent))
-        tails = repeat(cbor.NULL) if extra is None else extra
-        keys = [key := new(head + key + block + tail).digest() for block, tail in zip(blocks, tails, strict=False)]
-    elif extra is None:
-        keys = [key := new(key + block).digest() for block in blocks]
-    else:
-        keys = [key := new(key + block + tail).digest() for block, tail in zip(blocks, extra, strict=True)]
+    keys = [key := new(head + key + block + tail).digest() for block, tail in zip(blocks, extra, strict=True)]
     return keys  # type: ignore[return-value]  # a digest in a chain is a BlockHash
 
 

@@ -218,8 +218,8 @@ class KVCacheManager:
         """
         if not self._coordinator.has_quiet_steps:
             return 0 * num_tokens
-        size = self.block_size
-        return -(-num_tokens // size) * size - (num_tokens % size != 0)
+        end: Position = -(-num_tokens // self.block_size) * self.block_size
+        return end - (end != num_tokens)
 
     def allocate_decode_slots(self, handles: IntArray) -> int:
         """`allocate_running_slots` for requests that all have grown by one token since their last call."""

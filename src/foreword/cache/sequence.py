@@ -74,9 +74,11 @@ class TokenSequence:
     def append(self, token_id: int) -> None:
         """Add one generated token; amortised O(1)."""
         length = self._length
-        if length == len(self._tokens):
+        try:
+            self._tokens[length] = token_id
+        except IndexError:
             self._tokens = np.concatenate((self._tokens, np.empty(max(64, length), np.int32)))
-        self._tokens[length] = token_id
+            self._tokens[length] = token_id
         self._length = length + 1
 
     def block_hashes(self) -> list[BlockHash]:
