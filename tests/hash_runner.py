@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.batch import Batch, BatchEntry, BatchResult, Sample
-from foreword.cache import KVCacheManager, make_index
+from foreword.cache import CacheLedger, EventLog, KVCacheManager, make_index
 from foreword.config import SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt
 from foreword.request import SamplingParams
@@ -158,6 +158,7 @@ class HashEngine:
         enable_prefix_caching: bool = True,
         prefix_index: Literal["radix", "hash"] = "hash",
         eviction_policy: str = "lru",
+        deduplicate: bool = False,
         **scheduler_options: object,
     ) -> HashEngine:
         manager = KVCacheManager(
@@ -166,6 +167,8 @@ class HashEngine:
             enable_prefix_caching=enable_prefix_caching,
             index=make_index(prefix_index, num_blocks, block_size) if enable_prefix_caching else None,
             eviction_policy=eviction_policy,
+            ledger=CacheLedger(num_blocks, events=EventLog()),
+            deduplicate=deduplicate,
         )
         runner = HashRunner(num_blocks, block_size, vocab_size)
         config = SchedulerConfig(**scheduler_options)  # type: ignore[arg-type]

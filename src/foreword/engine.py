@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.batch import Batch, BatchResult
-from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, TokenSequence
+from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, LookupExplanation, TokenSequence
 from foreword.errors import (
     EngineError,
     InvalidRequestError,
@@ -115,7 +115,10 @@ class Engine:
 
         Raises InvalidRequestError (nothing is queued then) when the request can never be served.
         """
-        max_tokens = self._validate(request_id, prompt, params)
+        for own_id in (request_id, *_continuation_ids(request_id, params.n)):
+            if own_id in self._groups or own_id in self._group_of:
+                raise InvalidRequestError(f"request id {own_id!r} is in use; give each request its own")
+        max_tokens = self._validate(prompt, params)
         requests = self._continuations(request_id, prompt, params, max_tokens)
         output = RequestOutput(
             request_id,
@@ -141,12 +144,7 @@ class Engine:
             stop_ids |= self.limits.eos_token_ids
         return [
             Request(
-                TokenSequence(
-                    own_id,
-                    prompt.token_ids,
-                    block_size=self.manager.block_size,
-                    extra_keys=prompt.extra_keys,
-                ),
+                self._sequence(own_id, prompt),
                 params,
                 max_tokens=max_tokens,
                 stop_token_ids=stop_ids,
@@ -156,11 +154,13 @@ class Engine:
             for index, own_id in enumerate(_continuation_ids(request_id, params.n))
         ]
 
-    def _validate(self, request_id: str, prompt: Prompt, params: SamplingParams) -> int:
+    def _sequence(self, request_id: str, prompt: Prompt) -> TokenSequence:
+        return TokenSequence(
+            request_id, prompt.token_ids, block_size=self.manager.block_size, extra_keys=prompt.extra_keys
+        )
+
+    def _validate(self, prompt: Prompt, params: SamplingParams) -> int:
         """Most tokens to generate, all limits considered; raises InvalidRequestError."""
-        for own_id in (request_id, *_continuation_ids(request_id, params.n)):
-            if own_id in self._groups or own_id in self._group_of:
-                raise InvalidRequestError(f"request id {own_id!r} is in use; give each request its own")
         length = len(prompt.token_ids)
         if length == 0:
             raise InvalidRequestError("the prompt is empty; give at least one token")
@@ -210,6 +210,14 @@ class Engine:
         """End every unfinished request."""
         for request_id in list(self._groups):
             self.abort_request(request_id)
+
+    def explain(self, prompt: Prompt) -> LookupExplanation:
+        """What a lookup of this prompt would find now, and why not more. Changes nothing, counts nothing.
+
+        Raises InvalidRequestError for a prompt that could not be served, ConfigError without a ledger.
+        """
+        self._validate(prompt, SamplingParams(max_tokens=1))
+        return self.manager.explain(self._sequence("", prompt))
 
     # -------------------------------------------------------------------- step
 
@@ -263,6 +271,7 @@ class Engine:
                 self._update(completion, request, stream)
         first = group.requests[0]
         output.num_cached_tokens = first.num_cached_tokens
+        output.explanation = first.explanation
         if first.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *first.prompt_logprobs]
         if output.finished:

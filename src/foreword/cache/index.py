@@ -40,6 +40,17 @@ class PrefixMatch:
 NO_MATCH = PrefixMatch(np.empty(0, np.int32))
 
 
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a sequence leaves what is indexed, and how both go on. Numbers below 0 stand for media."""
+
+    position: int
+    """Number of leading tokens that are indexed; tokens inside a block count."""
+    ours: tuple[int, ...]
+    theirs: tuple[int, ...]
+    """Of several continuations, the one that was indexed first; empty if nothing goes on from here."""
+
+
 class PrefixIndex(Protocol):
     """Finds the blocks that already hold the beginning of a sequence."""
 
@@ -49,14 +60,25 @@ class PrefixIndex(Protocol):
     def holds(self, sequence: TokenSequence, block: int) -> bool:
         """Whether the sequence's full block number `block` is indexed, given that those before it are."""
 
-    def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
-        """From now on `block_ids` hold the sequence's full blocks number `first`, `first + 1`, ...
+    def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
+        """Where the sequence leaves what is indexed, with `num_tokens` of each continuation at most.
 
-        The blocks before `first` are indexed. A block may be a duplicate of one that is indexed
-        already: both stay.
+        None if all of it is indexed, or if the index cannot tell. Changes nothing.
         """
 
-    def insert_each(self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds) -> None:
+    def original_of(self, block_id: int) -> int | None:
+        """The block that is found in this duplicate's place; None if it is no duplicate."""
+
+    def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
+        """From now on `block_ids` hold the sequence's full blocks number `first`, `first + 1`, ...
+
+        A block may be a duplicate of one that is indexed already: both stay. False, and no change, if the
+        blocks before `first` are not indexed any more and these could not be found without them.
+        """
+
+    def insert_each(
+        self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds
+    ) -> list[bool]:
         """`insert` of one block for each of these sequences: `block_ids[i]` is number `numbers[i]` of its own."""
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
@@ -106,20 +128,30 @@ class HashIndex:
         keys = self._known_keys(sequence)
         return block < len(keys) and keys[block] in self._block_of
 
-    def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
+    def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
+        return None  # keys do not say in which token they differ
+
+    def original_of(self, block_id: int) -> int | None:
+        key = self._key_of[block_id]
+        original = None if key is None else self._block_of[key]
+        return None if original == block_id else original
+
+    def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         keys: Sequence[BlockHash | VerifiedPrefix] = sequence.block_hashes()[first : first + len(block_ids)]
         assert len(keys) == len(block_ids), "only full blocks can be indexed"
         if self._prefixes is not None:
             keys = self._prefixes.extend(sequence, first, len(block_ids))
         self._insert(keys, block_ids)
+        return True
 
-    def insert_each(self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds) -> None:
+    def insert_each(
+        self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds
+    ) -> list[bool]:
+        numbered = zip(sequences, numbers, strict=True)
         if self._prefixes is not None:
-            for at, (sequence, number) in enumerate(zip(sequences, numbers, strict=True)):
-                self.insert(sequence, number, block_ids[at : at + 1])
-            return
-        keys = [sequence.block_hashes()[number] for sequence, number in zip(sequences, numbers, strict=True)]
-        self._insert(keys, block_ids)
+            return [self.insert(*of_one, block_ids[at : at + 1]) for at, of_one in enumerate(numbered)]
+        self._insert([sequence.block_hashes()[number] for sequence, number in numbered], block_ids)
+        return [True] * len(numbers)
 
     def _insert(self, keys: Sequence[BlockHash | VerifiedPrefix], block_ids: BlockIds) -> None:
         key_of, answer = self._key_of, self._block_of.setdefault
