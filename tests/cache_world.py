@@ -393,9 +393,9 @@ class World:
             positions = np.arange(max(request.num_computed, request.num_shared), request.end)
             block_ids = self._table(request, group)[positions // spec.block_size]
             assert (block_ids != NULL_BLOCK).all(), "a position that is computed has no slot"
-            memory[block_ids, positions % spec.block_size] = request.marks[positions[0] : request.end] if len(
-                positions
-            ) else 0
+            memory[block_ids, positions % spec.block_size] = (
+                request.marks[positions[0] : request.end] if len(positions) else 0
+            )
 
     def _read(self, batch: Sequence[Running], group: int, spec: GroupSpec) -> None:
         for request in batch:

@@ -141,8 +141,8 @@ class ExtraKeys:
             end = item.offset + item.num_tokens
             if not free_from <= item.offset < end <= num_tokens:
                 raise InvalidRequestError(
-                    f"media item {item.content_hash!r} occupies positions {item.offset} to {end} (exclusive), but only "
-                    f"{free_from} to {num_tokens} are left for it; give items in order, inside the prompt, not overlapping"
+                    f"media item {item.content_hash!r} occupies positions {item.offset} to {end} (exclusive), but "
+                    f"only {free_from} to {num_tokens} are left for it; give items in order, inside the prompt, apart"
                 )
             free_from = end
 
