@@ -341,3 +341,5 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
     def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
         super().check_integrity(rows, sequence_of)
         self._index.check_integrity()
+        for row in rows:
+            self._index.check_table(sequence_of(row), self._manager.tables.row(row))

@@ -339,3 +339,9 @@ class KVCacheManager:
         rows = [holding.row for holding in self._held.values()]
         assert self._sequences == {h.row: h.sequence for h in self._held.values()}, "rows and requests differ"
         self._coordinator.check_integrity(rows, self._sequences.__getitem__)
+        for manager in self._coordinator.managers:
+            for row in rows:
+                num_slots = int(self._num_slots[row])
+                assert manager.tables.length(row) == -(-num_slots // manager.block_size), (
+                    f"{self._sequences[row].request_id!r} has slots for {num_slots} tokens, but not the blocks for them"
+                )
