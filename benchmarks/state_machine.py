@@ -36,7 +36,8 @@ def main() -> None:
             print(f"{happened.steps:>9,} steps, {happened.steps / elapsed:,.0f} a second", flush=True)
     elapsed = time.monotonic() - begun
     print(f"{happened.steps:,} steps in {elapsed:,.0f} s, each followed by check_integrity; nothing was found")
-    print(json.dumps({"steps_per_second": round(happened.steps / elapsed), "seconds": round(elapsed), **vars(happened)}))
+    figures = {"steps_per_second": round(happened.steps / elapsed), "seconds": round(elapsed), **vars(happened)}
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ answer. `answer` computes the same without any storage.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from foreword.batch import Batch, BatchEntry, BatchResult, Sample
 from foreword.cache import KVCacheManager, make_index
 from foreword.config import SchedulerConfig
-from foreword.engine import Engine, ModelLimits, Prompt
+from foreword.engine import BlockKeys, Engine, ModelLimits, Prompt
 from foreword.request import SamplingParams
 from foreword.scheduler import Scheduler
 
@@ -158,6 +159,9 @@ class HashEngine:
         enable_prefix_caching: bool = True,
         prefix_index: Literal["radix", "hash"] = "hash",
         eviction_policy: str = "lru",
+        max_pinned_share: float = 0.0,
+        keys: BlockKeys | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **scheduler_options: object,
     ) -> HashEngine:
         manager = KVCacheManager(
@@ -166,10 +170,12 @@ class HashEngine:
             enable_prefix_caching=enable_prefix_caching,
             index=make_index(prefix_index, num_blocks, block_size) if enable_prefix_caching else None,
             eviction_policy=eviction_policy,
+            max_pinned_share=max_pinned_share,
         )
         runner = HashRunner(num_blocks, block_size, vocab_size)
         config = SchedulerConfig(**scheduler_options)  # type: ignore[arg-type]
-        return cls(Engine(Scheduler(manager, config), runner, ModelLimits(vocab_size, max_model_len)), runner)
+        limits = ModelLimits(vocab_size, max_model_len)
+        return cls(Engine(Scheduler(manager, config), runner, limits, keys=keys, clock=clock), runner)
 
     @property
     def scheduler(self) -> Scheduler:

@@ -6,7 +6,9 @@ Knows every room and puts them together; has no logic of its own beyond that.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,9 +20,9 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, KVCacheManager, make_index
+from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, KVCacheManager, chain_root, make_hash_function, make_index
 from foreword.config import EngineConfig, Environment, ModelConfig
-from foreword.engine import Engine, ModelLimits, Prompt
+from foreword.engine import BlockKeys, Engine, ModelLimits, Prompt
 from foreword.errors import ConfigError, EngineError, InvalidRequestError
 from foreword.request import RequestOutput, SamplingParams
 from foreword.scheduler import Scheduler
@@ -236,6 +238,29 @@ class LLM:
         """Forget all cached prefixes. Raises CacheBusyError while requests run."""
         self.engine.manager.reset_prefix_cache()
 
+    def pin_prefix(self, prompt: PromptInput, *, ttl_s: float = 300.0) -> int:
+        """Keep a prompt cached for `ttl_s` seconds, computing it first if it is not; returns how many tokens are.
+
+        Only whole blocks are kept, and at most `max_pinned_share` of the memory in all. Pins are soft: when
+        running requests need every block, pinned ones go too, last. A longer pin replaces a shorter one.
+        Raises InvalidRequestError for an impossible prompt or time, ConfigError if caching or pins are off.
+        """
+        if not self.config.cache.enable_prefix_caching or not self.config.cache.max_pinned_share:
+            raise ConfigError(
+                f"nothing can be pinned with enable_prefix_caching={self.config.cache.enable_prefix_caching} and "
+                f"max_pinned_share={self.config.cache.max_pinned_share}; open the LLM with other options"
+            )
+        checked, engine = self._prompt(prompt), self.engine
+        engine.pin_prefix(checked, ttl_s)  # bad times are refused before anything is computed
+        length = len(checked.token_ids)
+        if engine.count_cached_tokens(checked) < min(length - 1, length - length % engine.manager.block_size):
+            self._run([checked], SamplingParams(max_tokens=1, temperature=0.0), show_progress=False)
+        return engine.pin_prefix(checked, ttl_s)
+
+    def unpin_prefix(self, prompt: PromptInput) -> None:
+        """Let a prompt's cached blocks be evicted like all others, whatever prompt they were pinned for."""
+        self.engine.unpin_prefix(self._prompt(prompt))
+
     # ------------------------------------------------------------------- close
 
     def close(self) -> None:
@@ -296,6 +321,7 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
         enable_prefix_caching=config.cache.enable_prefix_caching,
         index=make_index(config.cache.prefix_index, num_blocks, block_size),
         eviction_policy=config.cache.eviction_policy,
+        max_pinned_share=config.cache.max_pinned_share,
     )
 
     def open_text_stream(params: SamplingParams) -> TextStream:
@@ -309,8 +335,25 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
         ModelRunner(model, storage),
         limits,
         open_text_stream=open_text_stream if tokenizer else None,
+        keys=_block_keys(config, model),
         seed=config.seed,
     )
+
+
+def _block_keys(config: EngineConfig, model: LoadedModel) -> BlockKeys:
+    """Keys that differ by the model's name, architecture, sizes and precision, and by the deployment's salt."""
+    described = model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):  # the same model elsewhere
+        described.pop(name, None)
+    name = config.model.model
+    facts = {
+        "model": os.path.basename(os.path.realpath(name)) if os.path.isdir(name) else name,
+        "dtype": str(model.dtype),
+        "config": described,
+        "salt": config.cache.key_salt,
+    }
+    fingerprint = json.dumps(facts, sort_keys=True, default=str)
+    return BlockKeys(make_hash_function(config.cache.hash_function), chain_root(fingerprint))
 
 
 def _max_model_len(options: ModelConfig, max_positions: int, pool_tokens: int) -> int:
