@@ -448,11 +448,14 @@ class World:
         self._now += 1.0
         if isinstance(self._inner_policy, PriorityPolicy) and not self.with_pins:
             self._inner_policy.set_priority(block_ids, duration % 3)
+        elif self._pins is not None and duration % 2 and self.running:
+            sequence = self.running[first % len(self.running)].sequence
+            self.manager.pin_prefix(sequence, self._now + duration, self._now)
         elif self._pins is not None and duration:
             self._pins.pin(block_ids, self._now + duration, self._now)
         elif self._pins is not None:
             self._pins.unpin(block_ids)
-            self._pins.expire(self._now)
+            self.manager.expire_pins(self._now)
             self.happened.broken_pins += self._pins.num_broken
             self._pins.num_broken = 0
 
