@@ -567,7 +567,7 @@ def drive(world: World, rng: random.Random, num_steps: int) -> None:
         (2, lambda: world.fail()),
         (3, lambda: world.evict(draw(6), draw(2))),
         (1, lambda: world.reset()),
-        (5, lambda: world.pin(draw(6), draw(2), draw(3))),
+        (8, lambda: world.pin(draw(6), draw(2), draw(3))),
     ]
     chosen = rng.choices([operation for _, operation in operations], [weight for weight, _ in operations], k=num_steps)
     world.check()
