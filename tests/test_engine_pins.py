@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foreword.cache import KVCacheManager, SlidingWindowSpec, TokenSequence, chain_root, sha256_cbor
+from foreword.cache import (
+    KVCacheManager,
+    PinnedPolicy,
+    SlidingWindowSpec,
+    TokenSequence,
+    chain_root,
+    make_policy,
+    sha256_cbor,
+)
 from foreword.cache.group_specs import FullAttentionSpec
 from foreword.engine import BlockKeys, Prompt
 from foreword.errors import ConfigError, InvalidRequestError
@@ -98,12 +106,13 @@ def test_an_impossible_time_is_refused(ttl_s: Any) -> None:
 
 def test_without_a_budget_there_are_no_pins() -> None:
     parts = engine_of(Clock(), max_pinned_share=0.0)
-    with pytest.raises(ConfigError, match="this cache has no pins; give it a max_pinned_share above 0"):
+    with pytest.raises(ConfigError, match="this cache has no pins; choose a max_pinned_share above 0"):
         parts.engine.pin_prefix(prompt_of(1, 2, 3), 60.0)
 
 
 def test_pins_reach_every_group_of_layers() -> None:
-    manager = KVCacheManager(24, groups=[FullAttentionSpec(2), SlidingWindowSpec(4, 4)], max_pinned_share=0.5)
+    policy = PinnedPolicy(make_policy("lru", 24), 24)
+    manager = KVCacheManager(24, groups=[FullAttentionSpec(2), SlidingWindowSpec(4, 4)], eviction_policy=policy)
 
     def run_alone(name: str, token_ids: range) -> int:
         sequence = TokenSequence(name, list(token_ids), block_size=manager.block_size)

@@ -14,6 +14,7 @@ import pytest
 
 import foreword
 from foreword import LLM, CompletionOutput, RequestOutput, SamplingParams
+from foreword.cache import AllBlocksCleared, BlockStored, NumberedEvent
 from foreword.engine import Prompt
 from foreword.errors import CacheBusyError, ConfigError, InvalidRequestError
 from foreword.request import RequestMetrics
@@ -396,6 +397,56 @@ def test_without_prefix_caching_nothing_is_hit(chat_model: Path) -> None:
         outputs = [llm.generate(token_prompt(prompt_of(40)), greedy(1))[0] for _ in range(2)]
         assert [output.num_cached_tokens for output in outputs] == [0, 0]
         assert llm.get_prefix_cache_stats().total_cached_tokens == 0
+
+
+def test_an_output_says_why_the_rest_was_not_cached(llm: LLM) -> None:
+    prompt = prompt_of(40)
+    cold, warm = [llm.generate(token_prompt(prompt), greedy(1))[0].explanation for _ in range(2)]
+    assert cold is not None
+    assert warm is not None
+    assert (cold.num_hit_tokens, cold.reason) == (0, "never_seen")
+    assert (warm.num_hit_tokens, warm.reason) == (32, "partial_block")
+    report = llm.get_prefix_cache_stats()
+    assert report.misses == {"never_seen": 1, "partial_block": 1}
+    assert report.missed_tokens == {"never_seen": 40, "partial_block": 8}
+    assert report.hit_rate_with_twice_the_blocks == report.hit_rate
+
+
+def test_a_prompt_is_explained_without_being_run(llm: LLM) -> None:
+    prompt = prompt_of(40)
+    llm.generate(token_prompt(prompt), greedy(1))
+    other = [*prompt[:20], *prompt_of(20, seed=1)]
+    explanation = llm.explain(token_prompt(other))
+    assert explanation.divergence is not None
+    assert explanation.divergence.position == 20
+    assert explanation.divergence.theirs == tuple(prompt[20:32])
+    assert llm.explain(token_prompt(prompt, cache_salt="red")).reason == "salt_differs"
+    assert llm.get_prefix_cache_stats().requests == 1
+    with pytest.raises(InvalidRequestError, match="empty"):
+        llm.explain(token_prompt([]))
+
+
+def test_cache_events_can_be_taken(chat_model: Path) -> None:
+    with open_llm(chat_model, cache_events=True) as llm:
+        llm.generate(token_prompt(prompt_of(40)), greedy(1))
+        llm.reset_prefix_cache()
+        stored, cleared = llm.take_cache_events()
+        assert isinstance(stored.event, BlockStored)
+        assert stored.event.token_ids == tuple(prompt_of(40)[:32])
+        assert (stored.number, cleared) == (0, NumberedEvent(1, AllBlocksCleared()))
+        assert llm.take_cache_events() == []
+
+
+def test_what_was_not_recorded_is_refused_with_the_option_to_give(chat_model: Path) -> None:
+    with open_llm(chat_model, explain_misses=False, deduplicate=True) as llm:
+        [output] = llm.generate(token_prompt(prompt_of(40)), greedy(1))
+        assert output.explanation is None
+        with pytest.raises(ConfigError, match="ledger"):
+            llm.explain(token_prompt(prompt_of(40)))
+        with pytest.raises(ConfigError, match="cache_events=True"):
+            llm.take_cache_events()
+    with pytest.raises(ConfigError, match="explain_misses=True"):
+        open_llm(chat_model, explain_misses=False, cache_events=True)
 
 
 # ---------------------------------------------------------------------------------------------- options

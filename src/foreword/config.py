@@ -66,6 +66,12 @@ class CacheConfig:
     """How prefixes are found: "radix" compares tokens and matches to the token, "hash" compares block keys."""
     eviction_policy: EvictionName = "lru"
     """Which cached block makes room when memory is short; `foreword.cache.eviction` describes the orders."""
+    deduplicate: bool = False
+    """Free a block whose content another block holds already, instead of keeping both."""
+    explain_misses: bool = True
+    """Keep account of what was cached and evicted, so that every lookup can say why it missed."""
+    cache_events: bool = False
+    """Record what the cache stores and removes, for `LLM.take_cache_events`; needs `explain_misses`."""
 
     max_pinned_share: float = 0.5
     """Most of the blocks that `LLM.pin_prefix` may protect, as a share of all; 0.0: none."""
@@ -81,6 +87,8 @@ class CacheConfig:
         _at_least("block_size", self.block_size, 1)
         _one_of("prefix_index", self.prefix_index, ("radix", "hash"))
         _one_of("eviction_policy", self.eviction_policy, get_args(EvictionName))
+        if self.cache_events and not self.explain_misses:
+            raise ConfigError("cache_events=True needs explain_misses=True; the events come from its account")
 
 
 @dataclass(frozen=True, slots=True)

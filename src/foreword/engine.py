@@ -17,7 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.batch import Batch, BatchResult
-from foreword.cache import NO_EXTRA_KEYS, BlockHash, ExtraKeys, HashFunction, TokenSequence, chain_root, sha256
+from foreword.cache import (
+    NO_EXTRA_KEYS,
+    BlockHash,
+    ExtraKeys,
+    HashFunction,
+    LookupExplanation,
+    TokenSequence,
+    chain_root,
+    sha256,
+)
 from foreword.errors import (
     EngineError,
     InvalidRequestError,
@@ -130,7 +139,10 @@ class Engine:
 
         Raises InvalidRequestError (nothing is queued then) when the request can never be served.
         """
-        max_tokens = self._validate(request_id, prompt, params)
+        for own_id in (request_id, *_continuation_ids(request_id, params.n)):
+            if own_id in self._groups or own_id in self._group_of:
+                raise InvalidRequestError(f"request id {own_id!r} is in use; give each request its own")
+        max_tokens = self._validate(prompt, params)
         requests = self._continuations(request_id, prompt, params, max_tokens)
         output = RequestOutput(
             request_id,
@@ -176,11 +188,8 @@ class Engine:
             root=self._keys.root,
         )
 
-    def _validate(self, request_id: str, prompt: Prompt, params: SamplingParams) -> int:
+    def _validate(self, prompt: Prompt, params: SamplingParams) -> int:
         """Most tokens to generate, all limits considered; raises InvalidRequestError."""
-        for own_id in (request_id, *_continuation_ids(request_id, params.n)):
-            if own_id in self._groups or own_id in self._group_of:
-                raise InvalidRequestError(f"request id {own_id!r} is in use; give each request its own")
         length = len(prompt.token_ids)
         if length == 0:
             raise InvalidRequestError("the prompt is empty; give at least one token")
@@ -230,6 +239,14 @@ class Engine:
         """End every unfinished request."""
         for request_id in list(self._groups):
             self.abort_request(request_id)
+
+    def explain(self, prompt: Prompt) -> LookupExplanation:
+        """What a lookup of this prompt would find now, and why not more. Changes nothing, counts nothing.
+
+        Raises InvalidRequestError for a prompt that could not be served, ConfigError without a ledger.
+        """
+        self._validate(prompt, SamplingParams(max_tokens=1))
+        return self.manager.explain(self._sequence("", prompt))
 
     # -------------------------------------------------------------------- step
 
@@ -305,6 +322,7 @@ class Engine:
                 self._update(completion, request, stream)
         first = group.requests[0]
         output.num_cached_tokens = first.num_cached_tokens
+        output.explanation = first.explanation
         if first.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *first.prompt_logprobs]
         if output.finished:

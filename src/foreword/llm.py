@@ -20,8 +20,22 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, KVCacheManager, chain_root, make_hash_function, make_index
-from foreword.config import EngineConfig, Environment, ModelConfig
+from foreword.cache import (
+    NO_EXTRA_KEYS,
+    CacheLedger,
+    EventLog,
+    EvictionPolicy,
+    ExtraKeys,
+    KVCacheManager,
+    LookupExplanation,
+    NumberedEvent,
+    PinnedPolicy,
+    chain_root,
+    make_hash_function,
+    make_index,
+    make_policy,
+)
+from foreword.config import CacheConfig, EngineConfig, Environment, ModelConfig
 from foreword.engine import BlockKeys, Engine, ModelLimits, Prompt
 from foreword.errors import ConfigError, EngineError, InvalidRequestError
 from foreword.request import RequestOutput, SamplingParams
@@ -55,6 +69,12 @@ class CacheReport:
     preemptions: int
     evictions: int
     """Cached blocks whose memory was given to other content."""
+    hit_rate_with_twice_the_blocks: float
+    """What `hit_rate` would have been with twice the memory (exact for one full group under `lru`)."""
+    misses: dict[str, int]
+    """Requests that missed something, by reason; empty without `explain_misses`."""
+    missed_tokens: dict[str, int]
+    """Their tokens that were not found, by reason."""
 
 
 class LLM:
@@ -232,7 +252,21 @@ class LLM:
             recent_hit_rate=manager.recent.hit_rate,
             preemptions=self.engine.scheduler.num_preemptions,
             evictions=manager.stats.evictions,
+            hit_rate_with_twice_the_blocks=manager.stats.hit_rate_with_twice_the_blocks,
+            misses={str(reason): count for reason, count in manager.stats.misses.items()},
+            missed_tokens={str(reason): count for reason, count in manager.stats.missed_tokens.items()},
         )
+
+    def explain(self, prompt: PromptInput) -> LookupExplanation:
+        """How much of this prompt the cache holds now, and why not more, without running it."""
+        return self.engine.explain(self._prompt(prompt))
+
+    def take_cache_events(self) -> list[NumberedEvent]:
+        """What the cache stored and removed since the last call. Raises ConfigError without `cache_events`."""
+        ledger = self.engine.manager.ledger
+        if ledger is None or ledger.events is None:
+            raise ConfigError("no cache events are recorded; give cache_events=True (and leave prefix caching on)")
+        return ledger.events.take()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Raises CacheBusyError while requests run."""
@@ -315,13 +349,15 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
         raise ConfigError(
             f"{budget} bytes of KV memory cannot be had on {model.device}; lower kv_cache_memory_bytes"
         ) from error
+    events = EventLog() if config.cache.cache_events else None
     manager = KVCacheManager(
         num_blocks,
         block_size=block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         index=make_index(config.cache.prefix_index, num_blocks, block_size),
-        eviction_policy=config.cache.eviction_policy,
-        max_pinned_share=config.cache.max_pinned_share,
+        eviction_policy=_eviction_policy(config.cache, num_blocks),
+        ledger=CacheLedger(num_blocks, events=events) if config.cache.explain_misses else None,
+        deduplicate=config.cache.deduplicate,
     )
 
     def open_text_stream(params: SamplingParams) -> TextStream:
@@ -338,6 +374,11 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
         keys=_block_keys(config, model),
         seed=config.seed,
     )
+
+
+def _eviction_policy(options: CacheConfig, num_blocks: int) -> EvictionPolicy:
+    policy = make_policy(options.eviction_policy, num_blocks)
+    return PinnedPolicy(policy, num_blocks, max_share=options.max_pinned_share) if options.max_pinned_share else policy
 
 
 def _block_keys(config: EngineConfig, model: LoadedModel) -> BlockKeys:

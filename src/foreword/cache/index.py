@@ -37,6 +37,17 @@ class PrefixMatch:
     """What matches beyond them, where the index can tell."""
 
 
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a sequence leaves what is indexed, and how both go on. Numbers below 0 stand for media."""
+
+    position: int
+    """Number of leading tokens that are indexed; tokens inside a block count."""
+    ours: tuple[int, ...]
+    theirs: tuple[int, ...]
+    """Of several continuations, the one that was indexed first; empty if nothing goes on from here."""
+
+
 class PrefixIndex(Protocol):
     """Finds the blocks that already hold the beginning of a sequence."""
 
@@ -46,11 +57,20 @@ class PrefixIndex(Protocol):
     def holds(self, sequence: TokenSequence, block: int) -> bool:
         """Whether the sequence's full block number `block` is indexed, given that those before it are."""
 
-    def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
+    def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
+        """Where the sequence leaves what is indexed, with `num_tokens` of each continuation at most.
+
+        None if all of it is indexed, or if the index cannot tell. Changes nothing.
+        """
+
+    def original_of(self, block_id: int) -> int | None:
+        """The block that is found in this duplicate's place; None if it is no duplicate."""
+
+    def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         """From now on `block_ids` hold the sequence's full blocks number `first`, `first + 1`, ...
 
-        The blocks before `first` are indexed. A block may be a duplicate of one that is indexed
-        already: both stay.
+        A block may be a duplicate of one that is indexed already: both stay. False, and no change, if the
+        blocks before `first` are not indexed any more and these could not be found without them.
         """
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
@@ -103,7 +123,15 @@ class HashIndex:
         keys = self._known_keys(sequence)
         return block < len(keys) and keys[block] in self._block_of
 
-    def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
+    def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
+        return None  # keys do not say in which token they differ
+
+    def original_of(self, block_id: int) -> int | None:
+        key = self._key_of[block_id]
+        original = None if key is None else self._block_of[key]
+        return None if original == block_id else original
+
+    def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         keys: Sequence[BlockHash | VerifiedPrefix] = sequence.block_hashes()[first : first + len(block_ids)]
         assert len(keys) == len(block_ids), "only full blocks can be indexed"
         if self._prefixes is not None:
@@ -115,6 +143,7 @@ class HashIndex:
             if answer(key, block_id) != block_id:
                 self._duplicates.setdefault(key, []).append(block_id)
         self._num_indexed += len(keys)
+        return True
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
         key_of, block_of, duplicates = self._key_of, self._block_of, self._duplicates

@@ -32,10 +32,12 @@ from foreword.cache.coordinator import (
     UnitaryKVCacheCoordinator,
 )
 from foreword.cache.eviction import EvictionPolicy, make_policy
+from foreword.cache.explain import LookupExplanation, explain_lookup
 from foreword.cache.group_specs import FullAttentionSpec, GroupSpec, SinkFullSpec
 from foreword.cache.groups import NULL_BLOCK, IntArray, MambaManager
 from foreword.cache.hybrid import HybridKVCacheCoordinator
 from foreword.cache.index import HashIndex, PrefixIndex
+from foreword.cache.ledger import CacheLedger, EvictionCause
 from foreword.cache.pins import PinnedPolicy
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
@@ -50,6 +52,8 @@ class _Holding:
 
     sequence: TokenSequence
     row: int
+    explanation: LookupExplanation | None = None
+    """Of the lookup that admitted it."""
 
 
 class KVCacheManager:
@@ -58,8 +62,10 @@ class KVCacheManager:
     Without `groups` all layers attend to everything: one table per request, blocks of `block_size`
     tokens (default 16), any `index` (default HashIndex). With `groups` a request has one table per
     group; `block_size` is then that of the sequences, and divides every group's (default: the greatest
-    that does). With `max_pinned_share` above 0, cached prefixes can be pinned, as far as that share of the
-    blocks goes. Raises ConfigError for sizes that do not fit together.
+    that does). An `eviction_policy` that is a PinnedPolicy lets prefixes be pinned. With a `ledger` every
+    lookup can explain itself; it costs one key per block, which the radix index does without. `deduplicate`
+    keeps one copy of equal blocks (one full group only): tables are then not append-only, and change in
+    `begin_step`. Raises ConfigError for what does not fit together.
     """
 
     def __init__(
@@ -71,7 +77,8 @@ class KVCacheManager:
         index: PrefixIndex | None = None,
         groups: Sequence[GroupSpec] | None = None,
         eviction_policy: str | EvictionPolicy = "lru",
-        max_pinned_share: float = 0.0,
+        ledger: CacheLedger | None = None,
+        deduplicate: bool = False,
     ) -> None:
         if block_size is None:
             block_size = math.gcd(*(group.block_size for group in groups)) if groups else DEFAULT_BLOCK_SIZE
@@ -85,21 +92,20 @@ class KVCacheManager:
         """Tokens per block of the sequences that this manager serves."""
         self.groups = tuple(groups) if groups else (FullAttentionSpec(block_size),)
         self.enable_prefix_caching = enable_prefix_caching
+        self.ledger = ledger if enable_prefix_caching else None
         self.stats = PrefixCacheStats()
         self.recent = CachingMetrics()
         policy = make_policy(eviction_policy, num_blocks) if isinstance(eviction_policy, str) else eviction_policy
-        if max_pinned_share:
-            policy = PinnedPolicy(policy, num_blocks, max_share=max_pinned_share)
         self._pins = policy if isinstance(policy, PinnedPolicy) else None
         self._pool = BlockPool(num_blocks, on_reuse=self._forget_reused, policy=policy)
-        self._coordinator = self._make_coordinator(index)
+        self._coordinator = self._make_coordinator(index, deduplicate)
         self._coordinator.reserve()
         self._held: dict[str, _Holding] = {}
         self._sequences: dict[int, TokenSequence] = {}
         self._num_slots: IntArray = np.zeros(16, np.int64)
         self._copies: list[tuple[int, int]] = []
 
-    def _make_coordinator(self, index: PrefixIndex | None) -> KVCacheCoordinatorNoPrefixCache:
+    def _make_coordinator(self, index: PrefixIndex | None, deduplicate: bool) -> KVCacheCoordinatorNoPrefixCache:
         for group in self.groups:
             if group.block_size % self.block_size:
                 raise ConfigError(
@@ -112,13 +118,15 @@ class KVCacheManager:
         is_prefix = len(self.groups) == 1 and isinstance(first, (FullAttentionSpec, SinkFullSpec))
         if is_prefix and first.block_size == self.block_size:
             index = index if index is not None else HashIndex(self.num_blocks)
-            return UnitaryKVCacheCoordinator(first, self._pool, index)
+            return UnitaryKVCacheCoordinator(first, self._pool, index, ledger=self.ledger, deduplicate=deduplicate)
         if index is not None:
             raise ConfigError(
                 f"index={type(index).__name__} finds whole prefixes only, but these groups look up single blocks; "
                 "leave it out"
             )
-        return HybridKVCacheCoordinator(self.groups, self._pool, self.block_size)
+        if deduplicate:
+            raise ConfigError("deduplicate=True needs one group of full attention; leave it out")
+        return HybridKVCacheCoordinator(self.groups, self._pool, self.block_size, ledger=self.ledger)
 
     # -------------------------------------------------------------------- step
 
@@ -139,7 +147,7 @@ class KVCacheManager:
     ) -> PrefixHit:
         """The longest cached prefix of `sequence`. Changes nothing, counts nothing."""
         if skip_reading:
-            hit = self._coordinator.nothing
+            hit = replace(self._coordinator.nothing, skipped=True)
         else:
             hit = self._coordinator.find_longest_cache_hit(sequence)
         return replace(hit, resumed=True) if resumed else hit
@@ -147,6 +155,24 @@ class KVCacheManager:
     def is_cached(self, sequence: TokenSequence, block: int) -> bool:
         """Whether the full block number `block` is cached, given that those before it are."""
         return self._coordinator.holds(sequence, block)
+
+    def explain(self, sequence: TokenSequence, hit: PrefixHit | None = None) -> LookupExplanation:
+        """Why the rest of `sequence` was not found, given its hit (None: look it up now). Changes nothing.
+
+        Call it before the sequence is admitted: later it would find its own blocks. Raises ConfigError
+        without a ledger.
+        """
+        if self.ledger is None:
+            raise ConfigError(
+                "this cache keeps no ledger and cannot say why it missed; give ledger=CacheLedger(num_blocks), and "
+                "leave prefix caching on"
+            )
+        hit = hit if hit is not None else self.get_computed_blocks(sequence)
+        return explain_lookup(sequence, hit, self._coordinator, self._sequences.values())
+
+    def explanation_of(self, request_id: str) -> LookupExplanation | None:
+        """How the lookup that admitted a held request went; None without a ledger."""
+        return self._held[request_id].explanation
 
     # -------------------------------------------------------------- allocation
 
@@ -169,18 +195,20 @@ class KVCacheManager:
         return new_ids
 
     def _admit(self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None) -> BlockIds | None:
+        hit = hit if hit is not None else self._coordinator.nothing
+        explanation = self.explain(sequence, hit) if self.ledger is not None else None  # sees what admission evicts
         admitted = self._coordinator.admit(hit, num_tokens)
         if admitted is None:
             return None
         row, new_ids = admitted
-        if hit is not None and hit.partial is not None:
+        if hit.partial is not None:
             self._copy_on_write(hit.partial.block_id, int(new_ids[0]))
-        self._held[sequence.request_id] = _Holding(sequence, row)
+        self._held[sequence.request_id] = _Holding(sequence, row, explanation)
         self._sequences[row] = sequence
         if row >= len(self._num_slots):
             self._num_slots = np.concatenate((self._num_slots, np.zeros_like(self._num_slots)))
         self._num_slots[row] = num_tokens
-        self._count(len(sequence), hit)
+        self._count(len(sequence), hit, explanation)
         self._coordinator.cache_blocks(row, sequence, num_tokens)
         return new_ids
 
@@ -223,18 +251,21 @@ class KVCacheManager:
             self._pool.touch(block_ids)
             self._pool.free_blocks(block_ids)
 
-    def _count(self, num_tokens: int, hit: PrefixHit | None) -> None:
-        num_hit_tokens = hit.num_tokens if hit is not None else 0
+    def _count(self, num_tokens: int, hit: PrefixHit, explanation: LookupExplanation | None) -> None:
         stats = self.stats
-        if hit is not None and hit.resumed:
+        if hit.resumed:
             stats.preempted_requests += 1
             stats.preempted_queries += num_tokens
-            stats.preempted_hits += num_hit_tokens
-        else:
-            stats.requests += 1
-            stats.queries += num_tokens
-            stats.hits += num_hit_tokens
-            self.recent.observe(num_tokens, num_hit_tokens)
+            stats.preempted_hits += hit.num_tokens
+            return
+        stats.requests += 1
+        stats.queries += num_tokens
+        stats.hits += hit.num_tokens
+        self.recent.observe(num_tokens, hit.num_tokens)
+        if explanation is not None and explanation.reason is not None:
+            stats.misses[explanation.reason] += 1
+            stats.missed_tokens[explanation.reason] += explanation.num_missed_tokens
+            stats.ghost_hits += explanation.num_ghost_tokens
 
     def cache_blocks(self, sequence: TokenSequence, num_tokens: int) -> None:
         """Index the blocks that the first `num_tokens` tokens fill and that are not indexed yet."""
@@ -266,7 +297,7 @@ class KVCacheManager:
 
     def evict_blocks(self, block_ids: BlockIds) -> None:
         """Forget what these blocks hold. Requests that hold them keep them."""
-        self._coordinator.forget(block_ids)
+        self._coordinator.forget(block_ids, EvictionCause.REQUESTED)
 
     def pin_prefix(self, sequence: TokenSequence, until: float, now: float) -> int:
         """Evict the cached blocks of `sequence` last until that time; returns how many tokens they hold.
@@ -301,7 +332,7 @@ class KVCacheManager:
 
     def _checked_pins(self) -> PinnedPolicy:
         if self._pins is None:
-            raise ConfigError("this cache has no pins; give it a max_pinned_share above 0")
+            raise ConfigError("this cache has no pins; choose a max_pinned_share above 0 (a PinnedPolicy)")
         return self._pins
 
     def reset_prefix_cache(self) -> None:
@@ -316,7 +347,7 @@ class KVCacheManager:
         self.recent.reset()
 
     def _forget_reused(self, block_ids: BlockIds) -> None:
-        self.stats.evictions += self._coordinator.forget(block_ids)
+        self.stats.evictions += self._coordinator.forget(block_ids, EvictionCause.REUSED)
 
     # -------------------------------------------------------------------- view
 

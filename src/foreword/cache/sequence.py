@@ -34,6 +34,7 @@ class TokenSequence:
         "_hash_fn",
         "_hashes",
         "_length",
+        "_plain_hashes",
         "_tokens",
         "block_size",
         "extra_keys",
@@ -61,6 +62,7 @@ class TokenSequence:
         self._hashes: list[BlockHash] = []
         if extra_keys.media:
             extra_keys.check_media(self._length)
+        self._plain_hashes: list[BlockHash] = []
 
     def __len__(self) -> int:
         return self._length
@@ -86,15 +88,25 @@ class TokenSequence:
 
         The list is the sequence's own: read it, do not change it.
         """
-        known, full = len(self._hashes), self.num_full_blocks
+        return self._hash_new_blocks(self._hashes, self.extra_keys)
+
+    def plain_block_hashes(self) -> list[BlockHash]:
+        """The keys that these tokens would have without extra keys: equal tokens, equal plain keys."""
+        if self.extra_keys == NO_EXTRA_KEYS:
+            return self.block_hashes()
+        return self._hash_new_blocks(self._plain_hashes, NO_EXTRA_KEYS)
+
+    def _hash_new_blocks(self, hashes: list[BlockHash], extra_keys: ExtraKeys) -> list[BlockHash]:
+        """Complete a list of keys in place."""
+        known, full = len(hashes), self.num_full_blocks
         if known < full:
             first = known * self.block_size
-            self._hashes += hash_blocks(
+            hashes += hash_blocks(
                 self._hash_fn,
-                self._hashes[-1] if known else self.root,
+                hashes[-1] if known else self.root,
                 self._tokens[first : full * self.block_size],
                 self.block_size,
                 first,
-                self.extra_keys,
+                extra_keys,
             )
-        return self._hashes
+        return hashes
