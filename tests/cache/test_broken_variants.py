@@ -258,9 +258,9 @@ def the_group_index_loses_a_duplicate(manager):
 
 @variant(*KINDS)
 def a_request_that_leaves_keeps_a_block(manager):
-    tables = manager._coordinator.tables
-    held = tables.held
-    tables.held = lambda row, sizes: held(row, sizes)[:-1]
+    pool = manager._coordinator._pool
+    free = pool.free_blocks
+    pool.free_blocks = lambda block_ids: free(block_ids[:-1])
 
 
 @variant(*PREFIX_KINDS, "off")
