@@ -37,6 +37,9 @@ class PrefixMatch:
     """What matches beyond them, where the index can tell."""
 
 
+NO_MATCH = PrefixMatch(np.empty(0, np.int32))
+
+
 @dataclass(frozen=True, slots=True)
 class Divergence:
     """Where a sequence leaves what is indexed, and how both go on. Numbers below 0 stand for media."""
@@ -72,6 +75,11 @@ class PrefixIndex(Protocol):
         A block may be a duplicate of one that is indexed already: both stay. False, and no change, if the
         blocks before `first` are not indexed any more and these could not be found without them.
         """
+
+    def insert_each(
+        self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds
+    ) -> list[bool]:
+        """`insert` of one block for each of these sequences: `block_ids[i]` is number `numbers[i]` of its own."""
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
         """Forget these (distinct) blocks, and what can no longer be found without them; returns all of those.
@@ -113,7 +121,7 @@ class HashIndex:
     def match(self, sequence: TokenSequence) -> PrefixMatch:
         keys = self._known_keys(sequence)
         if not keys or keys[0] not in self._block_of:
-            return PrefixMatch(np.empty(0, np.int32))
+            return NO_MATCH
         found = list(map(self._block_of.get, keys))
         if None in found:
             del found[found.index(None) :]
@@ -136,6 +144,19 @@ class HashIndex:
         assert len(keys) == len(block_ids), "only full blocks can be indexed"
         if self._prefixes is not None:
             keys = self._prefixes.extend(sequence, first, len(block_ids))
+        self._insert(keys, block_ids)
+        return True
+
+    def insert_each(
+        self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds
+    ) -> list[bool]:
+        numbered = zip(sequences, numbers, strict=True)
+        if self._prefixes is not None:
+            return [self.insert(*of_one, block_ids[at : at + 1]) for at, of_one in enumerate(numbered)]
+        self._insert([sequence.block_hashes()[number] for sequence, number in numbered], block_ids)
+        return [True] * len(numbers)
+
+    def _insert(self, keys: Sequence[BlockHash | VerifiedPrefix], block_ids: BlockIds) -> None:
         key_of, answer = self._key_of, self._block_of.setdefault
         for key, block_id in zip(keys, block_ids.tolist(), strict=True):
             assert key_of[block_id] is None, f"block {block_id} is indexed already"
@@ -143,7 +164,6 @@ class HashIndex:
             if answer(key, block_id) != block_id:
                 self._duplicates.setdefault(key, []).append(block_id)
         self._num_indexed += len(keys)
-        return True
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
         key_of, block_of, duplicates = self._key_of, self._block_of, self._duplicates

@@ -78,10 +78,13 @@ class TokenSequence:
 
     def append(self, token_id: int) -> None:
         """Add one generated token; amortised O(1)."""
-        if self._length == len(self._tokens):
-            self._tokens = np.concatenate((self._tokens, np.empty(max(64, self._length), np.int32)))
-        self._tokens[self._length] = token_id
-        self._length += 1
+        length = self._length
+        try:
+            self._tokens[length] = token_id
+        except IndexError:
+            self._tokens = np.concatenate((self._tokens, np.empty(max(64, length), np.int32)))
+            self._tokens[length] = token_id
+        self._length = length + 1
 
     def block_hashes(self) -> list[BlockHash]:
         """Keys of all full blocks; only blocks that filled since the last call are hashed.
@@ -98,7 +101,7 @@ class TokenSequence:
 
     def _hash_new_blocks(self, hashes: list[BlockHash], extra_keys: ExtraKeys) -> list[BlockHash]:
         """Complete a list of keys in place."""
-        known, full = len(hashes), self.num_full_blocks
+        known, full = len(hashes), self._length // self.block_size
         if known < full:
             first = known * self.block_size
             hashes += hash_blocks(
