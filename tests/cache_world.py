@@ -22,7 +22,9 @@ import numpy.typing as npt
 from foreword.cache import (
     NO_EXTRA_KEYS,
     NULL_BLOCK,
+    CacheLedger,
     ChunkedLocalSpec,
+    EventLog,
     EvictionPolicy,
     ExtraKeys,
     FullAttentionSpec,
@@ -33,6 +35,7 @@ from foreword.cache import (
     MediaItem,
     PinnedPolicy,
     PrefixHit,
+    PrefixMirror,
     PriorityPolicy,
     RadixIndex,
     RecurrentSpec,
@@ -141,6 +144,9 @@ class World:
     num_blocks: int = 16
     block_size: int = 2
     with_pins: bool = False
+    with_ledger: bool = False
+    deduplicate: bool = False
+    """Has no effect on kinds that cannot."""
     change: Callable[[KVCacheManager], None] = lambda manager: None
     """Applied to the new manager; breaks it on purpose in some tests."""
     happened: Happened = field(default_factory=Happened)
@@ -149,6 +155,9 @@ class World:
         policy: EvictionPolicy = make_policy(self.policy_name, self.num_blocks)
         self._inner_policy = policy
         self._pins = PinnedPolicy(policy, self.num_blocks, max_share=0.4) if self.with_pins else None
+        self._events = EventLog()
+        self._mirror = PrefixMirror()
+        self._ledger = CacheLedger(self.num_blocks, events=self._events) if self.with_ledger else None
         self.manager = self._make_manager(self._pins or policy)
         self.groups = self.manager.groups
         self.running: list[Running] = []
@@ -166,7 +175,9 @@ class World:
 
     def _make_manager(self, policy: EvictionPolicy) -> KVCacheManager:
         if self.kind in GROUPS:
-            return KVCacheManager(self.num_blocks, groups=GROUPS[self.kind], eviction_policy=policy)
+            return KVCacheManager(
+                self.num_blocks, groups=GROUPS[self.kind], eviction_policy=policy, ledger=self._ledger
+            )
         indexes = {
             "hash": lambda: HashIndex(self.num_blocks),
             "verified": lambda: HashIndex(self.num_blocks, verify_tokens=True),
@@ -179,6 +190,8 @@ class World:
             enable_prefix_caching=self.kind != "off",
             index=indexes[self.kind](),
             eviction_policy=policy,
+            ledger=self._ledger,
+            deduplicate=self.deduplicate and self.kind != "off",
         )
 
     def check(self) -> None:
@@ -186,6 +199,11 @@ class World:
         manager = self.manager
         manager.check_integrity()
         assert manager.held_request_ids() == [request.request_id for request in self.running]
+        if self._ledger is not None:
+            self._mirror.apply(self._events.take())
+            for group_id, group in enumerate(self._ledger.groups):
+                findable = set(group._keys[group.findable_block_ids()].tolist())
+                assert self._mirror.held_keys(group_id) == findable, "the events do not rebuild the index"
         stats = manager.stats
         self.happened.evictions += stats.evictions
         self.happened.steps += 1
@@ -548,6 +566,8 @@ def random_world(rng: random.Random, change: Callable[[KVCacheManager], None] = 
         num_blocks=rng.choice([14, 24, 40, 80]),
         block_size=rng.choice([1, 2, 3, 4]),
         with_pins=rng.random() < 0.4,
+        with_ledger=rng.random() < 0.4,
+        deduplicate=rng.random() < 0.4,
         change=change,
     )
 

@@ -258,9 +258,14 @@ def the_group_index_loses_a_duplicate(manager):
 
 @variant(*KINDS)
 def a_request_that_leaves_keeps_a_block(manager):
-    pool = manager._coordinator._pool
-    free = pool.free_blocks
-    pool.free_blocks = lambda block_ids: free(block_ids[:-1])
+    coordinator = manager._coordinator
+    close = coordinator.close
+
+    def close_all_but_the_last(row):
+        coordinator.tables.groups[-1]._lengths[row] -= 1
+        close(row)
+
+    coordinator.close = close_all_but_the_last
 
 
 @variant(*PREFIX_KINDS, "off")

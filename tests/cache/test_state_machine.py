@@ -34,6 +34,8 @@ class CacheMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from([12, 16, 24, 48]),
         block_size=st.integers(1, 4),
         with_pins=st.booleans(),
+        with_ledger=st.booleans(),
+        deduplicate=st.booleans(),
     )
     def begin(self, kind, **options):
         self.world = World(kind=self.kinds[kind % len(self.kinds)], **options)
