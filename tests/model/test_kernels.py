@@ -39,6 +39,13 @@ class Shape:
     dtype: torch.dtype = torch.float32
 
 
+def first_seen(position: int, options: AttentionOptions) -> int:
+    """The first position that a query sees."""
+    if options.local_chunk is not None:
+        return position - position % options.local_chunk
+    return 0 if options.sliding_window is None else max(0, position - options.sliding_window + 1)
+
+
 class Case:
     """Some requests in the middle of their lives: KV up to `start` is in blocks, `start` to `end` is asked."""
 
@@ -79,17 +86,26 @@ class Case:
         return torch.from_numpy(rng.standard_normal(size)).to(self.shape.dtype)
 
     def run(self, kernel: Kernel, options: AttentionOptions, num_padding_rows: int = 0) -> Tensor:
+        self._give_up_unseen(options)
         query = torch.cat(self.queries)
         padding = torch.full((num_padding_rows, *query.shape[1:]), torch.nan, dtype=query.dtype)
         tiles = plan_tiles(self.batch, len(self.key_blocks) - 1, self.shape.block_size, query.device)
         return kernel(torch.cat((query, padding)), self.key_blocks, self.value_blocks, tiles, options)
+
+    def _give_up_unseen(self, options: AttentionOptions) -> None:
+        """Blocks before everything that a request's queries see are scrap in its table, and NaN."""
+        for row, (start, _) in enumerate(self.spans):
+            num_unseen = first_seen(start, options) // self.shape.block_size
+            given_up = self.batch.block_tables[row, :num_unseen]
+            self.key_blocks[given_up], self.value_blocks[given_up] = torch.nan, torch.nan
+            given_up[:] = len(self.key_blocks) - 1
 
     def expected(self, options: AttentionOptions) -> Tensor:
         """One query at a time, one head at a time, in float64."""
         rows = []
         for (start, end), queries, keys, values in zip(self.spans, self.queries, self.keys, self.values, strict=True):
             for position in range(start, end):
-                first = 0 if options.sliding_window is None else max(0, position - options.sliding_window + 1)
+                first = first_seen(position, options)
                 rows.append(
                     torch.stack(
                         [
@@ -141,6 +157,8 @@ def random_options(rng: np.random.Generator, shape: Shape) -> AttentionOptions:
     window, softcap = sometimes(int(rng.integers(1, 300))), sometimes(float(rng.uniform(0.5, 5.0)))
     sinks = torch.from_numpy(rng.standard_normal(shape.num_heads)) if rng.random() < 0.5 else None
     scale = float(rng.choice([shape.head_dim**-0.5, 1.0]))
+    if window is not None and rng.random() < 0.4:
+        return AttentionOptions(scale, None, softcap, sinks, local_chunk=int(window))
     return AttentionOptions(scale, None if window is None else int(window), softcap, sinks)
 
 
@@ -177,12 +195,13 @@ SPAN_GRID = {
 
 
 @pytest.mark.parametrize("spans", SPAN_GRID.values(), ids=SPAN_GRID)
-@pytest.mark.parametrize("sliding_window", [None, 1, 8, 256])
+@pytest.mark.parametrize("reach", [None, 1, 8, 256])
+@pytest.mark.parametrize("kind", ["sliding_window", "local_chunk"])
 def test_the_edges_of_chunks_and_tiles(
-    kernel: Kernel, spans: list[tuple[int, int]], sliding_window: int | None
+    kernel: Kernel, spans: list[tuple[int, int]], kind: str, reach: int | None
 ) -> None:
     case = Case(Shape(4, 2, 16, 16, 16), spans, np.random.default_rng(7))
-    options = AttentionOptions(0.25, sliding_window)
+    options = AttentionOptions(0.25, **{kind: reach})
     torch.testing.assert_close(case.run(kernel, options).double(), case.expected(options), rtol=1e-4, atol=1e-5)
 
 
