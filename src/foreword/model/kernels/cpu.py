@@ -21,6 +21,7 @@ Where the processor multiplies pairs of bfloat16, weights are rounded to bfloat1
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from numba import carray, cfunc, njit, types
@@ -148,7 +149,7 @@ def scratch_layout(mode: int, key_dim: int, value_dim: int, token_bytes: int, mo
 
 
 @_compiled
-def _first_seen(a: Any, position: int) -> int:
+def _first_seen(a: Any, position: int) -> Any:
     """Least position that a query at `position` sees."""
     if a[WINDOW] > 0:
         return max(0, position - a[WINDOW] + 1)
@@ -158,7 +159,7 @@ def _first_seen(a: Any, position: int) -> int:
 
 
 @_compiled
-def _part(scratch: int, number: int) -> int:
+def _part(scratch: int, number: int) -> Any:
     return scratch + load_int(scratch + LAYOUT + 8 * number)
 
 
@@ -278,9 +279,6 @@ def _take_query(a: Any, scratch: int, row: int, query: int) -> None:
 @_compiled
 def _attend_rows(a: Any, scratch: int, first: int, num_rows: int, kind: int) -> None:
     """Partial results of up to ROWS rows of the row table with the chunk that is packed."""
-    mode = a[MODE]
-    num_words = (a[KEY_DIM] + 31) // 32 * 16 if mode == PAIRS else (a[KEY_DIM] + 15) // 16 * 16
-    width = (a[VALUE_DIM] + 31) // 32 * 32
     table = _part(scratch, ROW_TABLE) + 32 * first
     low, high = CHUNK, 0
     for row in range(num_rows):
@@ -290,59 +288,80 @@ def _attend_rows(a: Any, scratch: int, first: int, num_rows: int, kind: int) -> 
     if low >= high:
         return
     start, stop = low // PANEL * PANEL, -(-high // PANEL) * PANEL
-    scores, weights = _part(scratch, ROW_SCORES), _part(scratch, ROW_WEIGHTS)
-    queries, stats, mixed = _part(scratch, ROW_QUERIES), _part(scratch, ROW_STATS), _part(scratch, ROW_MIXED)
     for row in range(num_rows):
         _take_query(a, scratch, row, load_int(table + 32 * row))
+    _multiply_keys(a, scratch, num_rows, start, stop)
+    for row in range(num_rows):
+        _weigh_row(a, scratch, row, table + 32 * row, start, stop)
+    _multiply_values(a, scratch, num_rows, start, high)
+    width = (a[VALUE_DIM] + 31) // 32 * 32
+    for row in range(num_rows):
+        if load_int(table + 32 * row + 8) < load_int(table + 32 * row + 16):
+            stats = _part(scratch, ROW_STATS) + 8 * row
+            mixed = _part(scratch, ROW_MIXED) + row * 4 * width
+            target = load_int(table + 32 * row + 24)
+            if kind == FOLD:
+                fold_mixed = _part(scratch, FOLD_MIXED) + target * 4 * width
+                merge(_part(scratch, FOLD_STATS) + 8 * target, fold_mixed, stats, mixed, width)
+            else:
+                copy_bytes(a[PARTIAL_STATS] + 8 * target, stats, 8)
+                copy_bytes(a[PARTIAL_MIXED] + 4 * width * target, mixed, 4 * width)
+
+
+@_compiled
+def _multiply_keys(a: Any, scratch: int, num_rows: int, start: int, stop: int) -> None:
+    """Scores of the rows' queries."""
+    num_words = (a[KEY_DIM] + 31) // 32 * 16 if a[MODE] == PAIRS else (a[KEY_DIM] + 15) // 16 * 16
+    queries = _part(scratch, ROW_QUERIES)
     for token in range(start, stop, PANEL):
         panel = _part(scratch, PACKED_KEYS) + token * num_words * 4
-        if mode == PAIRS:
-            pair_product_64(num_rows, queries, num_words * 4, panel, num_words, scores + 4 * token, 4 * CHUNK)
+        scores = _part(scratch, ROW_SCORES) + 4 * token
+        if a[MODE] == PAIRS:
+            pair_product_64(num_rows, queries, num_words * 4, panel, num_words, scores, 4 * CHUNK)
         else:
-            product_64(num_rows, queries, num_words * 4, panel, num_words, scores + 4 * token, 4 * CHUNK)
+            product_64(num_rows, queries, num_words * 4, panel, num_words, scores, 4 * CHUNK)
 
+
+@_compiled
+def _weigh_row(a: Any, scratch: int, row: int, entry: int, start: int, stop: int) -> None:
+    """Weights of one row's scores; `entry`: its place in the row table."""
+    low, high = load_int(entry + 8), load_int(entry + 16)
+    scores = _part(scratch, ROW_SCORES) + row * 4 * CHUNK
+    weights = _part(scratch, ROW_WEIGHTS) + row * 4 * CHUNK
+    stats = _part(scratch, ROW_STATS) + 8 * row
+    if low >= high:
+        copy_bytes(weights, _part(scratch, ZEROS), 4 * CHUNK)
+        return
     scale, cap = load_float(a[FLOAT_OPTIONS]), load_float(a[FLOAT_OPTIONS] + 4)
-    for row in range(num_rows):
-        row_low, row_high = load_int(table + 32 * row + 8), load_int(table + 32 * row + 16)
-        row_scores, row_weights, row_stats = scores + row * 4 * CHUNK, weights + row * 4 * CHUNK, stats + 8 * row
-        factor = scale * LOG2_E
-        if row_low >= row_high:
-            copy_bytes(row_weights, _part(scratch, ZEROS), 4 * CHUNK)
-            continue
-        if cap > 0.0:
-            soft_cap(row_scores, start, stop, scale / cap, cap)
-            factor = LOG2_E
-        if mode == PAIRS:
-            softmax_pairs(row_scores, row_weights, row_stats, start, stop, row_low, row_high, factor)
-        else:
-            softmax(row_scores, row_weights, row_stats, start, stop, row_low, row_high, factor)
+    factor = scale * LOG2_E
+    if cap > 0.0:
+        soft_cap(scores, start, stop, scale / cap, cap)
+        factor = LOG2_E
+    if a[MODE] == PAIRS:
+        softmax_pairs(scores, weights, stats, start, stop, low, high, factor)
+    else:
+        softmax(scores, weights, stats, start, stop, low, high, factor)
 
-    together = 2 if mode == PAIRS else 1
+
+@_compiled
+def _multiply_values(a: Any, scratch: int, num_rows: int, start: int, high: int) -> None:
+    """Mixtures of values by the rows' weights."""
+    width = (a[VALUE_DIM] + 31) // 32 * 32
+    together = 2 if a[MODE] == PAIRS else 1
     length = (high - start + together - 1) // together
-    weights += start * 4 // together
+    weights = _part(scratch, ROW_WEIGHTS) + start * 4 // together
     for dim in range(0, width, PANEL):
         lanes = min(PANEL, width - dim)
         panel = _part(scratch, PACKED_VALUES) + dim * 4 * (CHUNK // together) + start // together * lanes * 4
-        target = mixed + 4 * dim
-        if mode == PAIRS and lanes == PANEL:
+        target = _part(scratch, ROW_MIXED) + 4 * dim
+        if a[MODE] == PAIRS and lanes == PANEL:
             pair_product_64(num_rows, weights, 4 * CHUNK, panel, length, target, 4 * width)
-        elif mode == PAIRS:
+        elif a[MODE] == PAIRS:
             pair_product_32(num_rows, weights, 4 * CHUNK, panel, length, target, 4 * width)
         elif lanes == PANEL:
             product_64(num_rows, weights, 4 * CHUNK, panel, length, target, 4 * width)
         else:
             product_32(num_rows, weights, 4 * CHUNK, panel, length, target, 4 * width)
-
-    for row in range(num_rows):
-        if load_int(table + 32 * row + 8) >= load_int(table + 32 * row + 16):
-            continue
-        target = load_int(table + 32 * row + 24)
-        if kind == FOLD:
-            fold_mixed = _part(scratch, FOLD_MIXED) + target * 4 * width
-            merge(_part(scratch, FOLD_STATS) + 8 * target, fold_mixed, stats + 8 * row, mixed + row * 4 * width, width)
-        else:
-            copy_bytes(a[PARTIAL_STATS] + 8 * target, stats + 8 * row, 8)
-            copy_bytes(a[PARTIAL_MIXED] + 4 * width * target, mixed + row * 4 * width, 4 * width)
 
 
 @_compiled
@@ -490,6 +509,7 @@ def _work(a: Any) -> None:
             _attend_shared(a, scratch, item, kv_head)
 
 
+@functools.cache
 def compile_worker() -> Any:
     """The function that every thread of a team runs, with the address of its arguments; compiled once per machine.
 
@@ -498,7 +518,7 @@ def compile_worker() -> Any:
     """
     digest = simd.source_digest()
 
-    @cfunc(types.void(types.CPointer(types.int64)), cache=True, nopython=True, error_model="numpy")
+    @cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")
     def worker(arguments: Any) -> None:
         if digest != 0:
             _work(carray(arguments, NUM_ARGUMENTS))

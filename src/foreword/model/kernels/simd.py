@@ -125,7 +125,9 @@ def _reduce(builder: Any, vector: Any, join: Callable[[Any, Any], Any]) -> Any:
     return vector
 
 
-def _loop(builder: Any, start: Any, stop: Any, step: int, carried: list[Any], body: Callable[..., list[Any]]) -> list[Any]:
+def _loop(
+    builder: Any, start: Any, stop: Any, step: int, carried: list[Any], body: Callable[..., list[Any]]
+) -> list[Any]:
     """`for i in range(start, stop, step): carried = body(i, *carried)`; returns what is carried at the end."""
     before = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
@@ -365,9 +367,8 @@ def _softmax(to_pairs: bool) -> Any:
     """
 
     @_instructions("aaaiiiif")
-    def softmax(
-        builder: Any, scores: Any, weights: Any, stats: Any, start: Any, stop: Any, low: Any, high: Any, factor: Any
-    ) -> None:
+    def softmax(builder: Any, *arguments: Any) -> None:
+        scores, weights, stats, start, stop, low, high, factor = arguments
         factor = _splat(builder, factor)
         low, high = (_splat(builder, builder.trunc(bound, I32)) for bound in (low, high))
         lane = ir.Constant(I32S, list(range(LANES)))
@@ -376,9 +377,7 @@ def _softmax(to_pairs: bool) -> Any:
             at = builder.add(scores, builder.mul(index, _int(4)))
             score = builder.fmul(_load(builder, at), factor)
             position = builder.add(_splat(builder, builder.trunc(index, I32)), lane)
-            seen = builder.and_(
-                builder.icmp_signed(">=", position, low), builder.icmp_signed("<", position, high)
-            )
+            seen = builder.and_(builder.icmp_signed(">=", position, low), builder.icmp_signed("<", position, high))
             score = builder.select(seen, score, _const(LOWEST))
             _store(builder, score, at)
             return [_larger(builder, peak, score)]
@@ -449,7 +448,9 @@ def finish(builder: Any, stats: Any, mixed: Any, sink: Any, target: Any, width: 
         sixteen, one = (ir.Constant(I32S, [number] * LANES) for number in (16, 1))
         odd = builder.and_(builder.lshr(bits, sixteen), one)
         rounded = builder.add(builder.add(bits, ir.Constant(I32S, [0x7FFF] * LANES)), odd)
-        rounded = builder.select(builder.fcmp_unordered("uno", value, value), ir.Constant(I32S, [0x7FC00000] * LANES), rounded)
+        rounded = builder.select(
+            builder.fcmp_unordered("uno", value, value), ir.Constant(I32S, [0x7FC00000] * LANES), rounded
+        )
         halves = builder.trunc(builder.lshr(rounded, sixteen), I16S)
         with builder.if_else(builder.icmp_signed("!=", to_bf16, _int(0))) as (then, otherwise):
             with then:
