@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from foreword.batch import Batch
-from foreword.model.kernels import cpu, simd
+from foreword.model.kernels import cpu_layout as layout
+from foreword.model.kernels.cpu import compile_worker
+from foreword.model.kernels.cpu_chunk import compile_chunk
 from foreword.model.kernels.cpu_plan import CpuPlan, Int64Array, plan_step
 from foreword.model.kernels.reference import AttentionOptions
+from foreword.model.kernels.simd import HAS_BF16_DOT
 
 _ARGUMENTS = ctypes.c_void_p
 
@@ -65,12 +68,13 @@ def _gnu_parallel() -> ctypes._NamedFuncPointer | None:
 class CpuAttention:
     """Plans steps and attends. One thread at a time."""
 
-    def __init__(self, *, share: bool = True, multiply_pairs: bool = simd.HAS_BF16_DOT) -> None:
+    def __init__(self, *, share: bool = True, multiply_pairs: bool = HAS_BF16_DOT) -> None:
         """`share`: two-phase attention; `multiply_pairs`: bfloat16 products where the processor has them."""
         self._share = share
         self._multiply_pairs = multiply_pairs
         self._team = Team()
-        self._worker = cpu.compile_worker()
+        self._worker = compile_worker()
+        self._chunk = compile_chunk()
         self._scratch: dict[tuple[object, ...], Int64Array] = {}
         self._partials = torch.empty(0)
 
@@ -90,36 +94,37 @@ class CpuAttention:
         num_heads, num_kv_heads, value_dim = rows.shape[1], key_blocks.shape[2], value_blocks.shape[3]
         output = rows.new_empty(len(rows), num_heads, value_dim)
         output[plan.num_tokens :] = 0
-        mode = cpu.FLOATS if dtype == torch.float32 else cpu.PAIRS if self._multiply_pairs else cpu.WIDENED
+        mode = layout.FLOATS if dtype == torch.float32 else layout.PAIRS if self._multiply_pairs else layout.WIDENED
         scratch = self._thread_memory(mode, num_heads, key_blocks, value_blocks, plan)
-        width = cpu.padded(value_dim, 32)
+        width = layout.padded(value_dim, 32)
         if self._partials.numel() < plan.num_slots * num_heads * (width + 2):
             self._partials = torch.empty(plan.num_slots * num_heads * (width + 2))
         floats = np.array([options.scale, options.softcap or 0.0], np.float32)
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
         counters = np.zeros(32, np.int64)
 
-        a = np.zeros(cpu.NUM_ARGUMENTS, np.int64)
-        a[cpu.QUERY] = rows.data_ptr()
-        a[cpu.QUERY_TOKEN_BYTES] = rows.stride(0) * dtype.itemsize
-        a[cpu.QUERY_HEAD_BYTES] = rows.stride(1) * dtype.itemsize
-        a[cpu.KEYS], a[cpu.VALUES] = key_blocks.data_ptr(), value_blocks.data_ptr()
-        a[cpu.NUM_KV_HEADS], a[cpu.NUM_GROUPS] = num_kv_heads, num_heads // num_kv_heads
-        a[cpu.KEY_DIM], a[cpu.VALUE_DIM], a[cpu.MODE] = key_blocks.shape[3], value_dim, mode
-        a[cpu.OUTPUT], a[cpu.FLOAT_OPTIONS] = output.data_ptr(), floats.ctypes.data
-        a[cpu.SINKS] = 0 if sinks is None else sinks.data_ptr()
-        a[cpu.WINDOW], a[cpu.LOCAL_CHUNK] = options.sliding_window or 0, options.local_chunk or 0
-        a[cpu.TABLES], a[cpu.TABLE_WIDTH] = plan.tables.ctypes.data, plan.tables.shape[1]
-        a[cpu.BLOCK_SIZE], a[cpu.REQUESTS] = plan.block_size, plan.requests.ctypes.data
-        a[cpu.ITEMS], a[cpu.NUM_ITEMS] = plan.items.ctypes.data, len(plan.items)
-        a[cpu.MEMBERS], a[cpu.MERGES] = plan.members.ctypes.data, plan.merges.ctypes.data
-        a[cpu.NUM_MERGES], a[cpu.COUNTERS] = len(plan.merges), counters.ctypes.data
-        a[cpu.PARTIAL_STATS] = self._partials.data_ptr()
-        a[cpu.PARTIAL_MIXED] = self._partials.data_ptr() + plan.num_slots * num_heads * 8
-        a[cpu.SCRATCH], a[cpu.SCRATCH_BYTES] = scratch.ctypes.data, scratch.strides[0]
+        a = np.zeros(layout.NUM_ARGUMENTS, np.int64)
+        a[layout.QUERY] = rows.data_ptr()
+        a[layout.QUERY_TOKEN_BYTES] = rows.stride(0) * dtype.itemsize
+        a[layout.QUERY_HEAD_BYTES] = rows.stride(1) * dtype.itemsize
+        a[layout.KEYS], a[layout.VALUES] = key_blocks.data_ptr(), value_blocks.data_ptr()
+        a[layout.NUM_KV_HEADS], a[layout.NUM_GROUPS] = num_kv_heads, num_heads // num_kv_heads
+        a[layout.KEY_DIM], a[layout.VALUE_DIM], a[layout.MODE] = key_blocks.shape[3], value_dim, mode
+        a[layout.OUTPUT], a[layout.FLOAT_OPTIONS] = output.data_ptr(), floats.ctypes.data
+        a[layout.SINKS] = 0 if sinks is None else sinks.data_ptr()
+        a[layout.WINDOW], a[layout.LOCAL_CHUNK] = options.sliding_window or 0, options.local_chunk or 0
+        a[layout.TABLES], a[layout.TABLE_WIDTH] = plan.tables.ctypes.data, plan.tables.shape[1]
+        a[layout.BLOCK_SIZE], a[layout.REQUESTS] = plan.block_size, plan.requests.ctypes.data
+        a[layout.ITEMS], a[layout.NUM_ITEMS] = plan.items.ctypes.data, len(plan.items)
+        a[layout.MEMBERS], a[layout.MERGES] = plan.members.ctypes.data, plan.merges.ctypes.data
+        a[layout.NUM_MERGES], a[layout.COUNTERS] = len(plan.merges), counters.ctypes.data
+        a[layout.PARTIAL_STATS] = self._partials.data_ptr()
+        a[layout.PARTIAL_MIXED] = self._partials.data_ptr() + plan.num_slots * num_heads * 8
+        a[layout.SCRATCH], a[layout.SCRATCH_BYTES] = scratch.ctypes.data, scratch.strides[0]
+        a[layout.SELF], a[layout.ATTEND_CHUNK] = a.ctypes.data, self._chunk.address
         self._team.run(self._worker.address, a.ctypes.data)
         if len(plan.merges):
-            a[cpu.PHASE], counters[:] = 1, 0
+            a[layout.PHASE], counters[:] = 1, 0
             self._team.run(self._worker.address, a.ctypes.data)
         return output.to(query.dtype)
 
@@ -129,14 +134,14 @@ class CpuAttention:
         """[threads, bytes / 8] of scratch memory with the layout of its parts written into it."""
         num_kv_heads, key_dim, value_dim = *key_blocks.shape[2:], value_blocks.shape[3]
         num_groups = num_heads // num_kv_heads
-        rows = cpu.FOLD_QUERIES * num_groups
+        rows = layout.FOLD_QUERIES * num_groups
         most = max(rows, 1 << (plan.most_queries * num_groups).bit_length())
         num_threads = torch.get_num_threads()
         key = (mode, num_groups, num_kv_heads, key_dim, value_dim, most, num_threads)
         if key not in self._scratch:
             token_bytes = num_kv_heads * max(key_dim, value_dim) * key_blocks.element_size()
-            *offsets, end = cpu.scratch_layout(mode, key_dim, value_dim, token_bytes, (most, rows))
+            *offsets, end = layout.scratch_layout(mode, key_dim, value_dim, token_bytes, (most, rows))
             scratch = np.zeros((num_threads, end // 8), np.int64)
-            scratch[:, cpu.LAYOUT // 8 : cpu.LAYOUT // 8 + len(offsets)] = offsets
+            scratch[:, layout.LAYOUT // 8 : layout.LAYOUT // 8 + len(offsets)] = offsets
             self._scratch[key] = scratch
         return self._scratch[key]

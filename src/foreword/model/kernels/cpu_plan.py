@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.batch import Batch, IntArray
-from foreword.model.kernels.cpu import CHUNK, FOLD, FOLD_QUERIES, SHARED
+from foreword.model.kernels.cpu_layout import CHUNK, FOLD, FOLD_QUERIES, SHARED
 
 Int64Array = npt.NDArray[np.int64]
 FEW_QUERIES = 16
