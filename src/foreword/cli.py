@@ -74,6 +74,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-token-ids", action="append", default=[], metavar="IDS", help="such as 5,17,9")
     parser.add_argument("--chat", action="store_true", help="take each prompt as a user's message")
     parser.add_argument("--json", action="store_true", help="print one JSON line per prompt")
+    parser.add_argument("--explain", action="store_true", help="say on stderr what attention shared among requests")
 
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=int, default=128)
@@ -94,6 +95,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-num-batched-tokens", type=int)
     engine.add_argument("--max-num-seqs", type=int)
     engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    engine.add_argument("--attention-kernel", choices=("auto", "cpu", "reference"))
     engine.add_argument("--trust-remote-code", action="store_true", default=None)
     engine.set_defaults(engine_options=[action.dest for action in engine._group_actions])
 
@@ -116,15 +118,18 @@ def _generate(args: argparse.Namespace) -> int:
     with LLM(args.model, **options) as llm:
         if len(prompts) == 1 and not args.json and llm.tokenizer is not None:
             _print_stream(llm, prompts[0], params, chat=args.chat)
-            return 0
-        if args.chat:
-            conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            outputs = llm.chat(conversations, params)
         else:
-            outputs = llm.generate(prompts, params)
-        for output in outputs:
-            print(json.dumps(_as_json(output)) if args.json else _as_text(output))
+            for output in _outputs(llm, prompts, params, chat=args.chat):
+                print(json.dumps(_as_json(output)) if args.json else _as_text(output))
+        if args.explain:
+            print(llm.explain_attention(), file=sys.stderr)
     return 0
+
+
+def _outputs(llm: LLM, prompts: list[Any], params: SamplingParams, *, chat: bool) -> list[RequestOutput]:
+    if chat:
+        return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+    return llm.generate(prompts, params)
 
 
 def _prompts(args: argparse.Namespace) -> list[Any]:

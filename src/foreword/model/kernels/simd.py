@@ -187,6 +187,21 @@ def fetch_add(builder: Any, address: Any, amount: Any) -> Any:
     return builder.atomic_rmw("add", builder.inttoptr(address, I64.as_pointer()), amount, "seq_cst")
 
 
+@_instructions("ai")
+def prefetch(builder: Any, address: Any, num_bytes: Any) -> None:
+    """Ask for memory that will be read soon; whatever is there."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, locality, data = (ir.Constant(I32, number) for number in (0, 2, 1))
+
+    def body(index: Any) -> list[Any]:
+        builder.call(function, [builder.inttoptr(builder.add(address, index), byte), read, locality, data])
+        return []
+
+    _loop(builder, _int(0), num_bytes, 64, [], body)
+
+
 @_instructions("aaaiiiii")
 def call_chunk(builder: Any, function: Any, *arguments: Any) -> None:
     """Call a C function at an address with two addresses and five integers."""
