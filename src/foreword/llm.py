@@ -96,6 +96,7 @@ class LLM:
         if self.inexactness:
             logger.warning("results are not bit-exact with this model on this machine: %s", self.inexactness)
         self._engine: Engine | None = _build_engine(self.config, loaded, self.tokenizer)
+        self._kernel = loaded.kernel
         self._request_numbers = itertools.count()
 
     @property
@@ -267,6 +268,10 @@ class LLM:
         if ledger is None or ledger.events is None:
             raise ConfigError("no cache events are recorded; give cache_events=True (and leave prefix caching on)")
         return ledger.events.take()
+
+    def explain_attention(self) -> str:
+        """For a person: which KV attention read once for several requests, and what that is estimated to save."""
+        return self._kernel.explain()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Raises CacheBusyError while requests run."""
