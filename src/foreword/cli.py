@@ -74,7 +74,11 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-token-ids", action="append", default=[], metavar="IDS", help="such as 5,17,9")
     parser.add_argument("--chat", action="store_true", help="take each prompt as a user's message")
     parser.add_argument("--json", action="store_true", help="print one JSON line per prompt")
-    parser.add_argument("--explain", action="store_true", help="say on stderr what attention shared among requests")
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="say for each prompt what the cache held and why not more (standard error)",
+    )
 
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=int, default=128)
@@ -117,10 +121,14 @@ def _generate(args: argparse.Namespace) -> int:
     )
     with LLM(args.model, **options) as llm:
         if len(prompts) == 1 and not args.json and llm.tokenizer is not None:
-            _print_stream(llm, prompts[0], params, chat=args.chat)
+            output = _print_stream(llm, prompts[0], params, chat=args.chat)
+            if args.explain:
+                _print_explanation(llm, output)
         else:
             for output in _outputs(llm, prompts, params, chat=args.chat):
                 print(json.dumps(_as_json(output)) if args.json else _as_text(output))
+                if args.explain:
+                    _print_explanation(llm, output)
         if args.explain:
             print(llm.explain_attention(), file=sys.stderr)
     return 0
@@ -152,8 +160,8 @@ def _prompts(args: argparse.Namespace) -> list[Any]:
     return prompts
 
 
-def _print_stream(llm: LLM, prompt: Any, params: SamplingParams, *, chat: bool) -> None:
-    """Print one answer as its tokens arrive."""
+def _print_stream(llm: LLM, prompt: Any, params: SamplingParams, *, chat: bool) -> RequestOutput:
+    """Print one answer as its tokens arrive; returns the finished output."""
     outputs = llm.stream_chat([{"role": "user", "content": prompt}], params) if chat else llm.stream(prompt, params)
     shown = 0
     for output in outputs:
@@ -161,6 +169,19 @@ def _print_stream(llm: LLM, prompt: Any, params: SamplingParams, *, chat: bool) 
         print(text[shown:], end="", flush=True)
         shown = len(text)
     print()
+    return output
+
+
+def _print_explanation(llm: LLM, output: RequestOutput) -> None:
+    explanation = output.explanation
+    if explanation is None:
+        print("foreword: the prefix cache is off; nothing was looked up", file=sys.stderr)
+        return
+    print(f"foreword: {explanation}", file=sys.stderr)
+    divergence = explanation.divergence
+    if divergence is not None and divergence.theirs and llm.tokenizer is not None:
+        for whose, token_ids in (("here", divergence.ours), ("cached", divergence.theirs)):
+            print(f"    {whose + ':':8}{llm.tokenizer.decode(token_ids)!r}", file=sys.stderr)
 
 
 def _as_text(output: RequestOutput) -> str:
@@ -176,6 +197,7 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
+        "missed_because": output.explanation.reason if output.explanation else None,
         "ttft_ms": output.metrics.time_to_first_token_ms,
     }
 
