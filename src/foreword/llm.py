@@ -258,6 +258,10 @@ class LLM:
             missed_tokens={str(reason): count for reason, count in manager.stats.missed_tokens.items()},
         )
 
+    def explain_attention(self) -> str:
+        """For a person: which KV attention read once for several requests, and what that is estimated to save."""
+        return self._kernel.explain()
+
     def explain(self, prompt: PromptInput) -> LookupExplanation:
         """How much of this prompt the cache holds now, and why not more, without running it."""
         return self.engine.explain(self._prompt(prompt))
@@ -268,10 +272,6 @@ class LLM:
         if ledger is None or ledger.events is None:
             raise ConfigError("no cache events are recorded; give cache_events=True (and leave prefix caching on)")
         return ledger.events.take()
-
-    def explain_attention(self) -> str:
-        """For a person: which KV attention read once for several requests, and what that is estimated to save."""
-        return self._kernel.explain()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Raises CacheBusyError while requests run."""
