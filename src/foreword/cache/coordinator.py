@@ -459,5 +459,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
     def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
         super().check_integrity(rows, sequence_of)
         self._index.check_integrity()
+        for row in rows:
+            self._index.check_table(sequence_of(row), self._manager.tables.row(row))
         if self._ledger is not None:
             self._ledger.check_integrity(len(self._index))

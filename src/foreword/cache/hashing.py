@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import cbor
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
@@ -132,9 +132,21 @@ class ExtraKeys:
     salt: str | None = None
     """Tenant's salt; enters the first block and thereby the whole chain."""
     media: tuple[MediaItem, ...] = ()
-    """Enters every block that holds one of the item's placeholders."""
+    """In the order of their places, none overlapping; enters every block that holds one of the item's placeholders."""
     embeddings_hash: str | None = None
     """Hash of prompt embeddings given instead of token ids; enters every block."""
+
+    def check_media(self, num_tokens: int) -> None:
+        """Raise InvalidRequestError unless the items lie in a prompt of so many tokens, one behind the other."""
+        free_from = 0
+        for item in self.media:
+            end = item.offset + item.num_tokens
+            if not free_from <= item.offset < end <= num_tokens:
+                raise InvalidRequestError(
+                    f"media item {item.content_hash!r} occupies positions {item.offset} to {end} (exclusive), but "
+                    f"only {free_from} to {num_tokens} are left for it; give items in order, inside the prompt, apart"
+                )
+            free_from = end
 
     def of_block(self, start: int, end: int) -> tuple[str, ...]:
         """Keys of the block that holds positions `start` to `end` (exclusive), in a fixed order."""

@@ -96,6 +96,9 @@ class PrefixIndex(Protocol):
     def check_integrity(self) -> None:
         """Raise AssertionError if the index contradicts itself."""
 
+    def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
+        """Raise AssertionError if a block of this sequence's table is indexed as anything but what it holds there."""
+
 
 class HashIndex:
     """Blocks by their chained hash, as in vLLM v1.
@@ -211,6 +214,14 @@ class HashIndex:
         """Key under which a block is indexed, or None."""
         key = self._key_of[block_id]
         return key.key if isinstance(key, VerifiedPrefix) else key
+
+    def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
+        keys = self._known_keys(sequence)
+        for number, block_id in enumerate(block_ids.tolist()):
+            key = self._key_of[block_id]
+            assert key is None or (number < len(keys) and key == keys[number]), (
+                f"block {block_id} is indexed as something else than its holder's block number {number}"
+            )
 
     def check_integrity(self) -> None:
         keyed = {block_id: key for block_id, key in enumerate(self._key_of) if key is not None}

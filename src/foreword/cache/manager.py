@@ -1,7 +1,7 @@
 """KVCacheManager: the scheduler's only door to the cache.
 
 Knows sequences of token ids and the blocks that hold their KV; knows nothing of text, tensors,
-priorities or time. One request's life, as in vLLM v1:
+priorities or clocks. One request's life, as in vLLM v1:
 
     begin_step()
     hit = get_computed_blocks(sequence)            what is there already; changes nothing
@@ -34,10 +34,11 @@ from foreword.cache.coordinator import (
 from foreword.cache.eviction import EvictionPolicy, make_policy
 from foreword.cache.explain import LookupExplanation, explain_lookup
 from foreword.cache.group_specs import FullAttentionSpec, GroupSpec, SinkFullSpec
-from foreword.cache.groups import IntArray, MambaManager, Position
+from foreword.cache.groups import NULL_BLOCK, IntArray, MambaManager, Position
 from foreword.cache.hybrid import HybridKVCacheCoordinator
 from foreword.cache.index import HashIndex, PrefixIndex
 from foreword.cache.ledger import CacheLedger, EvictionCause
+from foreword.cache.pins import PinnedPolicy
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
 from foreword.errors import CacheBusyError, ConfigError
@@ -51,9 +52,10 @@ class KVCacheManager:
     Without `groups` all layers attend to everything: one table per request, blocks of `block_size`
     tokens (default 16), any `index` (default HashIndex). With `groups` a request has one table per
     group; `block_size` is then that of the sequences, and divides every group's (default: the greatest
-    that does). With a `ledger` every lookup can explain itself; it costs one key per block, which the
-    radix index does without. `deduplicate` keeps one copy of equal blocks (one full group only): tables
-    are then not append-only, and change in `begin_step`. Raises ConfigError for what does not fit together.
+    that does). An `eviction_policy` that is a PinnedPolicy lets prefixes be pinned. With a `ledger` every
+    lookup can explain itself; it costs one key per block, which the radix index does without. `deduplicate`
+    keeps one copy of equal blocks (one full group only): tables are then not append-only, and change in
+    `begin_step`. Raises ConfigError for what does not fit together.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class KVCacheManager:
         self.stats = PrefixCacheStats()
         self.recent = CachingMetrics()
         policy = make_policy(eviction_policy, num_blocks) if isinstance(eviction_policy, str) else eviction_policy
+        self._pins = policy if isinstance(policy, PinnedPolicy) else None
         self._pool = BlockPool(num_blocks, on_reuse=self._forget_reused, policy=policy)
         self._coordinator = self._make_coordinator(index, deduplicate)
         self._coordinator.reserve()
@@ -318,6 +321,42 @@ class KVCacheManager:
         """Forget what these blocks hold. Requests that hold them keep them."""
         self._coordinator.forget(block_ids, EvictionCause.REQUESTED)
 
+    def pin_prefix(self, sequence: TokenSequence, until: float, now: float) -> int:
+        """Evict the cached blocks of `sequence` last until that time; returns how many tokens they hold.
+
+        Fewer than are cached where the budget ends: the head of the prefix is pinned first. Pins are soft: when
+        nothing else is free, they break. Raises ConfigError if the manager was made without pins.
+        """
+        block_ids, ends = self._found(sequence)
+        pinned = self._checked_pins().pin(block_ids, until, now)
+        missing = ends[~np.isin(block_ids, pinned)]
+        hit_end = int(ends.max(initial=0))
+        return hit_end if not len(missing) else int(ends[ends < missing.min()].max(initial=0))
+
+    def unpin_prefix(self, sequence: TokenSequence) -> None:
+        """Let the cached blocks of `sequence` be ordinary again. Raises ConfigError as `pin_prefix` does."""
+        self._checked_pins().unpin(self._found(sequence)[0])
+
+    def expire_pins(self, now: float) -> None:
+        """End the pins whose time has come; to be called once a step."""
+        if self._pins is not None:
+            self._pins.expire(now)
+
+    def _found(self, sequence: TokenSequence) -> tuple[BlockIds, IntArray]:
+        """Cached whole blocks of a sequence in all groups, and where they end; in that order."""
+        tables = self._coordinator.find_longest_cache_hit(sequence).tables
+        sizes = self._coordinator.block_sizes
+        ends = [np.arange(1, len(table) + 1) * size for table, size in zip(tables, sizes, strict=True)]
+        all_ids, all_ends = np.concatenate(tables), np.concatenate(ends)
+        order = np.argsort(all_ends, kind="stable")
+        order = order[all_ids[order] != NULL_BLOCK]
+        return all_ids[order], all_ends[order]
+
+    def _checked_pins(self) -> PinnedPolicy:
+        if self._pins is None:
+            raise ConfigError("this cache has no pins; choose a max_pinned_share above 0 (a PinnedPolicy)")
+        return self._pins
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes and start the statistics anew. Raises CacheBusyError while in use."""
         if self._row_of:
@@ -395,3 +434,9 @@ class KVCacheManager:
         rows = list(self._row_of.values())
         assert self._row_of == {s.request_id: row for row, s in self._sequences.items()}, "rows and requests differ"
         self._coordinator.check_integrity(rows, self._sequences.__getitem__)
+        for manager in self._coordinator.managers:
+            for row in rows:
+                num_slots = int(self._num_slots[row])
+                assert manager.tables.length(row) == -(-num_slots // manager.block_size), (
+                    f"{self._sequences[row].request_id!r} has slots for {num_slots} tokens, but not the blocks for them"
+                )

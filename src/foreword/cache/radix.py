@@ -409,6 +409,14 @@ class RadixIndex:
         assert not set(waiting) & set(seen), "a duplicate stands in the tree"
         assert self._num_indexed == len(seen) + len(waiting), "the index miscounts itself"
 
+    def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
+        found = self.match(sequence).block_ids.tolist()
+        for number, block_id in enumerate(block_ids.tolist()):
+            answering = self._original_of.get(block_id, block_id)
+            assert self._node_id_of[answering] == NOT_INDEXED or answering in found[number : number + 1], (
+                f"block {block_id} is indexed as something else than its holder's block number {number}"
+            )
+
 
 def make_index(name: Literal["radix", "hash"], num_blocks: int, block_size: int) -> PrefixIndex:
     """The index that a user chose by name."""

@@ -25,7 +25,8 @@ class TokenSequence:
     """An append-only array of token ids whose block keys are computed once each.
 
     `len(sequence)` counts prompt and generated tokens. `root` is `chain_root(fingerprint)` of the model;
-    sequences that share an index have the same hash function.
+    sequences that share an index have the same hash function. Raises InvalidRequestError for media items
+    that overlap or do not lie inside `token_ids`.
     """
 
     __slots__ = (
@@ -59,6 +60,8 @@ class TokenSequence:
         self._tokens: TokenArray = as_token_array(token_ids)
         self._length = len(self._tokens)
         self._hashes: list[BlockHash] = []
+        if extra_keys.media:
+            extra_keys.check_media(self._length)
         self._plain_hashes: list[BlockHash] = []
 
     def __len__(self) -> int:
