@@ -7,10 +7,13 @@ import pytest
 
 from foreword.cache import (
     CacheLedger,
+    EventLog,
     Eviction,
     EvictionCause,
     ExtraKeys,
     FullAttentionSpec,
+    HashFunction,
+    HashIndex,
     KVCacheManager,
     MediaItem,
     MissReason,
@@ -295,4 +298,25 @@ def test_a_broken_account_is_caught(breakage):
     else:
         account._variants.clear()
     with pytest.raises(AssertionError):
+        manager.check_integrity()
+
+
+def test_the_account_survives_keys_that_collide_within_one_prompt():
+    class NoBits:
+        def __init__(self, data):
+            pass
+
+        def digest(self):
+            return b"x"
+
+    ledger = CacheLedger(8, events=EventLog())
+    manager = KVCacheManager(8, block_size=2, index=HashIndex(8, verify_tokens=True), ledger=ledger)
+    for number in range(3):  # the second and third evict what the one before left
+        name = f"r{number}"
+        tokens = range(100 * number, 100 * number + 12)
+        one = TokenSequence(name, tokens, block_size=2, hash_fn=HashFunction("no bits", NoBits))
+        manager.begin_step()
+        assert manager.allocate_slots(one, 12, manager.get_computed_blocks(one)) is not None
+        manager.check_integrity()
+        manager.free(name)
         manager.check_integrity()

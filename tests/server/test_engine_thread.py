@@ -10,9 +10,9 @@ import openai
 import pytest
 
 from foreword.server.options import ServerConfig
-from live_server import FALCON, MODEL, ServerThread, client, embedded_llm, post, wait_until
+from live_server import ENDLESS, FALCON, MODEL, ServerThread, client, embedded_llm, post, wait_until
 
-LONG = {"model": MODEL, "prompt": "The code of the falcon", "max_tokens": 4000, "ignore_eos": True}
+LONG = {"model": MODEL, "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "temperature": 2, "seed": 1}
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,11 @@ def break_runner(llm, monkeypatch, failing) -> None:
 
 
 def test_a_client_that_leaves_a_stream_frees_its_blocks(server):
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True, "n": 3}) as answer:
-        next(answer.iter_lines())
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json={**LONG, "stream": True, "n": 3}, timeout=60
+    ) as answer:
+        lines = answer.iter_lines()  # closes the stream when it is dropped
+        next(lines)
         assert server.ask(lambda engine: engine.manager.get_usage()) > 0
     assert_all_free(server)
     assert server.service.records.recent(1)[0].outcome == "disconnected"
@@ -64,10 +67,14 @@ def test_a_client_that_does_not_wait_for_a_whole_answer_frees_its_blocks(server)
     assert server.service.records.recent(1)[0].outcome == "disconnected"
 
 
+@pytest.mark.slow
 def test_a_reader_that_sleeps_does_not_hold_up_others(server):
-    with socket.create_connection(server.url.removeprefix("http://").split(":")) as sleeper:
+    with socket.socket() as sleeper:
         sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        body = httpx.Request("POST", server.url, json={**LONG, "stream": True, "logprobs": 20}).content
+        host, port = server.url.removeprefix("http://").split(":")
+        sleeper.connect((host, int(port)))
+        wish = {**LONG, "max_tokens": 150, "n": 16, "logprobs": 20, "stream": True}  # megabytes
+        body = httpx.Request("POST", server.url, json=wish).content
         head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
         sleeper.sendall("\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body)
         assert sleeper.recv(12) == b"HTTP/1.1 200"
@@ -96,11 +103,7 @@ def test_a_request_that_breaks_a_step_fails_alone_in_time(server, llm, monkeypat
 def test_a_stream_that_breaks_says_so(server, llm, monkeypatch):
     break_runner(llm, monkeypatch, lambda batch: any(e.request.num_output_tokens > 3 for e in batch.entries))
     with pytest.raises(openai.APIError, match="on fire"):
-        list(
-            client(server.url).completions.create(
-                **{**LONG, "ignore_eos": None}, stream=True, extra_body={"ignore_eos": True}
-            )
-        )
+        list(client(server.url).completions.create(model=MODEL, prompt="x", stream=True, extra_body=ENDLESS))
 
 
 def test_a_broken_engine_turns_health_red_and_refuses_clearly(server, llm, monkeypatch):

@@ -13,7 +13,7 @@ from foreword.errors import ConfigError
 from foreword.server.options import ServerConfig
 from live_server import MODEL, ServerProcess, ServerThread, client, embedded_llm, post, wait_until
 
-LONG = {"model": MODEL, "prompt": "The code of the falcon", "max_tokens": 4000, "ignore_eos": True}
+LONG = {"model": MODEL, "prompt": "The code of the falcon", "max_tokens": 600, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def llm():
 
 def test_a_full_queue_refuses_with_429_and_says_when_to_come_back(llm):
     with ServerThread(llm, ServerConfig(max_queued=1)) as server, ThreadPoolExecutor(3) as pool:
-        running = [pool.submit(post, server.url, "/v1/completions", {**LONG, "max_tokens": 400}) for _ in range(3)]
+        running = [pool.submit(post, server.url, "/v1/completions", {**LONG, "max_tokens": 60}) for _ in range(3)]
         wait_until(lambda: server.service.thread.num_choices == 3)
         refused = post(server.url, "/v1/completions", LONG)
         assert refused.status_code == 429
@@ -85,15 +85,16 @@ def test_a_request_that_takes_too_long_is_ended(llm):
         assert server.ask(lambda engine: engine.manager.get_usage()) == 0.0
 
 
+@pytest.mark.slow
 def test_sigterm_loses_no_accepted_answer():
     with ServerProcess() as server, ThreadPoolExecutor(8) as pool:
         accepted = [
             client(server.url).completions.create(
-                model=MODEL, prompt=f"{number}", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+                model=MODEL, prompt=f"{number}", max_tokens=100, stream=True, extra_body={"ignore_eos": True}
             )
             for number in range(4)
         ]
-        whole = [pool.submit(post, server.url, "/v1/completions", {**LONG, "max_tokens": 300}) for _ in range(4)]
+        whole = [pool.submit(post, server.url, "/v1/completions", {**LONG, "max_tokens": 100}) for _ in range(4)]
         streams = [pool.submit(lambda stream=stream: list(stream)) for stream in accepted]
         probe = client(server.url)
         # All eight are in: four were answered with a header, four are computing.
@@ -104,7 +105,7 @@ def test_sigterm_loses_no_accepted_answer():
         for chunks in (stream.result() for stream in streams):
             assert chunks[-1].choices[0].finish_reason == "length"
         finished = [answer.result() for answer in whole if not answer.exception()]
-        assert all(answer.json()["usage"]["completion_tokens"] == 300 for answer in finished)
+        assert all(answer.json()["usage"]["completion_tokens"] == 100 for answer in finished)
         assert server.wait() == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(server.url + "/health")

@@ -9,6 +9,7 @@ import numpy as np
 import openai
 import pytest
 
+from foreword.config import Environment
 from foreword.errors import ConfigError
 from foreword.server.options import ServerConfig
 from foreword.server.shared_prefixes import SharedPrefixes, common_beginning
@@ -204,7 +205,8 @@ def test_a_quota_limits_what_a_tenant_leaves_behind_and_spares_others(keys_file)
 
 
 def test_one_key_for_everybody_can_come_from_the_environment():
-    with ServerProcess(FOREWORD_API_KEY="sk-one") as server:
-        assert client(server.url, "sk-one").models.list().data[0].id == MODEL
-        with pytest.raises(openai.AuthenticationError):
-            client(server.url, "sk-two").models.list()
+    environment = Environment.read({"FOREWORD_API_KEY": "sk-one", "FOREWORD_SERVER_SECRET": "x"})
+    tenants = Tenants(api_key=environment.api_key, server_secret=environment.server_secret)
+    assert tenants.asks_for_keys
+    assert tenants.tenant_of("Bearer sk-one") is not None
+    assert tenants.tenant_of("Bearer sk-two") is None

@@ -151,7 +151,14 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         self._index.check_integrity()
         for group_id, manager in enumerate(self.managers):
             for row in rows:
-                for block_id in manager.tables.row(row).tolist():
-                    assert block_id == NULL_BLOCK or self._index.group_of(block_id) in (None, group_id), (
+                sequence = sequence_of(row)
+                keys = self._keys(group_id, sequence, 0, len(sequence) // manager.block_size)
+                for number, block_id in enumerate(manager.tables.row(row).tolist()):
+                    if block_id == NULL_BLOCK or self._index.key_of(block_id) is None:
+                        continue
+                    assert self._index.group_of(block_id) == group_id, (
                         "a block is held in one group and indexed in another"
+                    )
+                    assert self._index.key_of(block_id) in keys[number : number + 1], (
+                        f"block {block_id} is indexed as something else than its holder's block number {number}"
                     )

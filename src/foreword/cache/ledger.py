@@ -103,11 +103,14 @@ class GroupLedger:
         self._keys[block_ids] = keys
         copies = self._num_copies
         new: Sequence[int] = range(len(keys))
-        if copies.keys().isdisjoint(keys):
-            copies.update(dict.fromkeys(keys, 1))
-        else:
-            new = [at for at, key in enumerate(keys) if key not in copies]
-            for key in keys:
+        once = dict.fromkeys(keys, 1)
+        if len(once) == len(keys) and copies.keys().isdisjoint(keys):
+            copies.update(once)
+        else:  # duplicates; or keys of a weak hash function that collide
+            new = []
+            for at, key in enumerate(keys):
+                if key not in copies:
+                    new.append(at)
                 copies[key] = copies.get(key, 0) + 1
         if self._ghosts:
             for at in new:

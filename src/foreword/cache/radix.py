@@ -17,6 +17,7 @@ A search for ABCDEFGZ matches 7 tokens: block 0 whole, and 3 tokens of block 1, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -145,7 +146,18 @@ class RadixIndex:
         return self._original_of.get(block_id)
 
     def holds(self, sequence: TokenSequence, block: int) -> bool:
-        return len(self.match(sequence).block_ids) > block
+        tokens = self._tokens(sequence)
+        start, end = block * self._block_size, (block + 1) * self._block_size
+        node = self._roots.get(_namespace(sequence.extra_keys))
+        while node is not None and end <= len(tokens):
+            # What is before the block is known to be there: the first token of each node shows the way.
+            ours = tokens[max(start, node.start) : min(end, node.end)]
+            if not np.array_equal(node.tokens[max(0, start - node.start) : end - node.start], ours):
+                return False
+            if end <= node.end:
+                return True
+            node = node.children.get(int(tokens[node.end]))
+        return False
 
     def _blocks_ending(self, node: _Node, position: int) -> int:
         """How many of the node's blocks end at or before `position`."""
@@ -189,6 +201,12 @@ class RadixIndex:
             node = self._grow(node, position, tokens[position:], own)
         self._ends[sequence] = (node, node.num_cuts)
         return True
+
+    def insert_each(
+        self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds
+    ) -> list[bool]:
+        numbered = enumerate(zip(sequences, numbers, strict=True))
+        return [self.insert(*of_one, block_ids[at : at + 1]) for at, of_one in numbered]
 
     def _start(self, sequence: TokenSequence, position: int) -> tuple[_Node, int]:
         """Where to go on with a sequence whose tokens before `position` are in the tree.
@@ -432,6 +450,14 @@ class RadixIndex:
         assert set(self._original_of.values()) <= set(seen), "a duplicate waits behind nothing"
         assert not set(waiting) & set(seen), "a duplicate stands in the tree"
         assert self._num_indexed == len(seen) + len(waiting), "the index miscounts itself"
+
+    def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
+        found = self.match(sequence).block_ids.tolist()
+        for number, block_id in enumerate(block_ids.tolist()):
+            answering = self._original_of.get(block_id, block_id)
+            assert self._node_id_of[answering] == NOT_INDEXED or answering in found[number : number + 1], (
+                f"block {block_id} is indexed as something else than its holder's block number {number}"
+            )
 
 
 def make_index(name: Literal["radix", "hash"], num_blocks: int, block_size: int) -> PrefixIndex:

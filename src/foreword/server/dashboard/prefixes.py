@@ -37,6 +37,7 @@ class Prefixes:
         self._service = service
         self._reports: dict[str, dict[str, Any]] = {}
         self._refreshed = 0.0
+        self._opened = False
         with ui.element("div").classes("grid"):
             with ui.element("div").classes("card span7"):
                 ui.html('<div class="title">Cached prefixes, most reused first</div>', sanitize=False)
@@ -72,10 +73,18 @@ class Prefixes:
         if self._tree.props["nodes"] != shown:
             self._tree.props["nodes"] = shown
             self._tree.update()
+            if not self._opened:
+                self._opened = True
+                self._tree.expand([own_id for node in shown for own_id in (node["id"], *_ids_below(node))])
 
     def _select(self, event: events.ValueChangeEventArguments[str | None]) -> None:
         report = self._reports.get(event.value or "")
         self._detail.content = _NOTHING if report is None else _detail(report)
+
+
+def _ids_below(node: Mapping[str, Any]) -> list[str]:
+    """Ids of what is right below a node."""
+    return [child["id"] for child in node["children"]]
 
 
 def _nested(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
