@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from foreword.cache.eviction import EvictionPolicy, LruPolicy
 from foreword.cache.free_queue import BlockIds, FreeKVCacheBlockQueue
-from foreword.cache.pins import PinnedPolicy
 
 __all__ = ["BlockIds", "BlockPool", "FreeKVCacheBlockQueue"]
 
@@ -91,10 +90,6 @@ class BlockPool:
     def free_block_ids(self) -> BlockIds:
         """Free blocks in the order in which they would be given away (a copy)."""
         return self._free.in_order()
-
-    def pinned_block_ids(self) -> BlockIds:
-        """Blocks with a pin (a copy); none where the policy has no pins."""
-        return self._free.pinned_block_ids() if isinstance(self._free, PinnedPolicy) else np.empty(0, np.int32)
 
     def check_integrity(self, expected_ref_counts: npt.NDArray[np.int32]) -> None:
         """Raise AssertionError unless counts equal `expected_ref_counts` and the free blocks are their zeros."""

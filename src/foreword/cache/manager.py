@@ -445,7 +445,8 @@ class KVCacheManager:
         states = np.full(self.num_blocks, BlockState.FREE, np.uint8)
         states[self._coordinator.indexed_block_ids()] = BlockState.CACHED
         states[self._pool.ref_counts() > 0] = BlockState.IN_USE
-        states[self._pool.pinned_block_ids()] = BlockState.PINNED
+        if self._pins is not None:
+            states[self._pins.pinned_block_ids()] = BlockState.PINNED
         return states
 
     def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
