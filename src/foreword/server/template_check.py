@@ -8,11 +8,13 @@ misses in chats, and invisible in the texts that clients send.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from foreword.errors import ForewordError
-from foreword.server.explanations import NUM_CONTEXT_TOKENS, common_length, text_of
+from foreword.server.explanations import NUM_CONTEXT_TOKENS, TokenIds, common_length, text_of
 from foreword.text import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -33,18 +35,18 @@ class TemplateChange:
     conversation: str
     """Which kind of conversation shows it."""
     turn: int
-    """The user's turn, from 1, whose rendering changes when the next one is added."""
+    """The turn, a question and its answer, counted from 1, that changes."""
     position: int
     """Token at which it changes; what comes before stays cached."""
     num_tokens: int
-    """Tokens of that rendering: so many could have been reused."""
+    """Tokens that were computed by then: so many could have been reused."""
     before: str
     was: str
     becomes: str
 
     def __str__(self) -> str:
         return (
-            f"with {self.conversation}, turn {self.turn} is rendered differently once turn {self.turn + 1} follows: "
+            f"with {self.conversation}, turn {self.turn} is written differently from when it was computed: "
             f"from token {self.position} of {self.num_tokens}, after {self.before!r}, {self.was!r} becomes "
             f"{self.becomes!r}"
         )
@@ -69,32 +71,31 @@ def warn_of(changes: Sequence[TemplateChange]) -> None:
 
 
 def _first_change(tokenizer: Tokenizer, name: str, answer: str, system: bool) -> TemplateChange | None:
-    before = None
-    for turn, messages in enumerate(_growing(answer, system)):
+    """Compare what the engine has computed (a prompt and its answer) with how it is written from then on."""
+    messages: list[Message] = [{"role": "system", "content": "Answer in one sentence."}] if system else []
+    answered: TokenIds | None = None
+    for turn in range(1, NUM_TURNS + 1):
+        messages = [*messages, {"role": "user", "content": f"What is {turn} and {turn}?"}]
+        said = answer.format(2 * turn, 2 * turn)
         try:
-            # Up to the answer's beginning: what the engine has computed when the next turn comes.
-            now = tokenizer.render_chat(messages)
+            prompt = tokenizer.render_chat(messages)
+            messages = [*messages, {"role": "assistant", "content": said}]
+            written = tokenizer.render_chat(messages, add_generation_prompt=False)
         except ForewordError as error:
             logger.debug("the template takes no %s: %s", name, error)
             return None
-        if before is not None:
-            position = common_length(before, now)
-            if position < len(before):
-                end = position + NUM_CONTEXT_TOKENS
-                parts = (
-                    before[max(0, position - NUM_CONTEXT_TOKENS) : position],
-                    before[position:end],
-                    now[position:end],
-                )
-                texts = [text_of(part.tolist(), tokenizer) or "" for part in parts]
-                return TemplateChange(name, turn, position, len(before), *texts)
-        before = now
+        if answered is not None and common_length(answered, prompt) < len(answered):
+            return _change(tokenizer, name, turn - 1, answered, prompt)
+        computed = np.concatenate((prompt, tokenizer.encode(said)))
+        if not tokenizer.spell(written.tolist()).startswith(tokenizer.spell(prompt.tolist()) + said):
+            return _change(tokenizer, name, turn, computed, written)
+        answered = written
     return None
 
 
-def _growing(answer: str, system: bool) -> Iterator[list[Message]]:
-    messages: list[Message] = [{"role": "system", "content": "Answer in one sentence."}] if system else []
-    for turn in range(1, NUM_TURNS + 1):
-        messages = [*messages, {"role": "user", "content": f"What is {turn} and {turn}?"}]
-        yield messages
-        messages = [*messages, {"role": "assistant", "content": answer.format(2 * turn, 2 * turn)}]
+def _change(tokenizer: Tokenizer, name: str, turn: int, before: TokenIds, after: TokenIds) -> TemplateChange:
+    position = common_length(before, after)
+    end = position + NUM_CONTEXT_TOKENS
+    parts = (before[max(0, position - NUM_CONTEXT_TOKENS) : position], before[position:end], after[position:end])
+    texts = [text_of(part.tolist(), tokenizer) or "" for part in parts]
+    return TemplateChange(name, turn, position, len(before), *texts)
