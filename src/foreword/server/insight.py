@@ -24,8 +24,6 @@ from foreword.server.records import Records, RequestRecord
 from foreword.text import Tokenizer
 
 MAX_WAIT_S = 5.0
-FRESH_S = 0.2
-"""A look that is younger is shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +65,21 @@ class Insight:
         self._thread = thread
         self._records = records
         self._last: Look | None = None
-        self._looking: asyncio.Future[Look] | None = None
         self._before = PrefixCacheStats()
         """Totals of what was counted before the last reset. Changed on the engine's thread alone."""
         self.num_saved_seconds = 0.0
         """Seconds of prefill that hits saved, by the mean time of a computed token at that moment."""
         records.on_finished(self._count_saved)
 
-    async def look(self) -> Look:
-        """The engine as it is now. Raises APIError 503 if it has failed and was never looked at."""
-        if self._last is not None and time.monotonic() - self._last.taken < FRESH_S:
+    async def look(self, max_age_s: float = 0.0) -> Look:
+        """The engine as it is now, or was at most so long ago.
+
+        Raises APIError 503 if it has failed and was never looked at.
+        """
+        if self._last is not None and time.monotonic() - self._last.taken < max_age_s:
             return self._last
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.ensure_future(self._thread.call(self._take))
         try:
-            self._last = await asyncio.wait_for(asyncio.shield(self._looking), MAX_WAIT_S)
+            self._last = await asyncio.wait_for(self._thread.call(self._take), MAX_WAIT_S)
         except (TimeoutError, APIError):
             if self._last is None:
                 raise APIError(503, "The engine does not answer.", kind="server_error") from None

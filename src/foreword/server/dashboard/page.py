@@ -118,7 +118,7 @@ class _View:
     async def _refresh(self) -> None:
         service = self._service
         try:
-            look = await service.insight.look()
+            look = await service.insight.look(REFRESH_S / 2)
         except APIError as error:
             self._state.show(f'<div class="state bad"><i></i>{escape(str(error))}</div>')
             return

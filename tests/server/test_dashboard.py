@@ -1,0 +1,226 @@
+"""The dashboard in a real browser: numbers move, the tree opens, the chat answers; and only operators get in.
+
+Screenshots go to build/dashboard, where continuous integration collects them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from foreword.cache import BlockState
+from foreword.server.dashboard import drawings
+from foreword.server.records import RequestRecord
+from live_server import ServerProcess, post
+
+BUILD = Path(__file__).parents[2] / "build" / "dashboard"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_has_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")
+DOCUMENT = "".join(f"The code of the amber falcon {number} is {4821 + number}.\n" for number in range(20))
+
+
+def needs_browser(test):
+    """Marks a test that drives Chromium: slow, and skipped where there is none."""
+    return pytest.mark.slow(_has_chromium(test))
+
+
+def ask(url: str, question: str, document: str = DOCUMENT, **options: object) -> None:
+    messages = [{"role": "system", "content": document}, {"role": "user", "content": question}]
+    post(url, "/v1/chat/completions", {"messages": messages, "max_tokens": 4}, **options).raise_for_status()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def watched() -> Iterator[ServerProcess]:
+    """A server of its own, so that its numbers are this module's."""
+    with ServerProcess() as process:
+        yield process
+
+
+def open_dashboard(browser, url: str, *, width: int = 1280, height: int = 900, scheme: str = "light", **options):
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **options)
+    page = context.new_page()
+    page.set_default_timeout(30_000)
+    page.goto(f"{url}/dashboard/")
+    page.get_by_test_id("pool").locator("img").wait_for()
+    return page
+
+
+@needs_browser
+def test_numbers_move_when_requests_run(browser, watched):
+    page = open_dashboard(browser, watched.url)
+    before = {name: page.get_by_test_id(name).inner_text() for name in ("hit-rate", "saved", "latest")}
+    for question in ("What is the first code?", "What is the second code?", "What is the first code?"):
+        ask(watched.url, question)
+    page.wait_for_function(
+        "before => document.querySelector('[data-testid=saved]').innerText != before", arg=before["saved"]
+    )
+    page.get_by_test_id("latest").get_by_text("chat.completions").nth(2).wait_for()
+    after = {name: page.get_by_test_id(name).inner_text() for name in before}
+    assert all(after[name] != before[name] for name in before)
+    assert "cached" in after["latest"]
+    assert "never seen" in page.get_by_test_id("reasons").inner_text()
+    page.context.close()
+
+
+@needs_browser
+def test_the_tree_opens_and_shows_text_and_reuse(browser, watched):
+    for document in (DOCUMENT, DOCUMENT, DOCUMENT.replace("4825", "9999")):
+        ask(watched.url, "Which falcon?", document)
+    page = open_dashboard(browser, watched.url)
+    page.get_by_role("tab", name="Prefixes").click()
+    first = page.get_by_test_id("tree").locator(".prefix").first
+    first.wait_for()
+    assert "<|im_start|>system" in first.inner_text()
+    assert "reused" in first.inner_text()
+    num_shown = page.get_by_test_id("tree").locator(".prefix:visible").count()
+    page.get_by_test_id("tree").locator(".q-tree__arrow").first.click()  # the first levels are open: close one
+    page.wait_for_function(
+        "count => [...document.querySelectorAll('.prefix')].filter(e => e.offsetParent).length < count", arg=num_shown
+    )
+    first.click()
+    page.get_by_test_id("prefix").get_by_text("reused").wait_for()
+    assert "amber falcon" in page.get_by_test_id("prefix").inner_text() + page.get_by_test_id("tree").inner_text()
+    page.context.close()
+
+
+@needs_browser
+def test_the_chat_shows_reuse_turn_by_turn(browser, watched):
+    page = open_dashboard(browser, watched.url, width=390, height=844)
+    page.get_by_role("tab", name="Chat").click()
+    page.get_by_test_id("send").click()
+    page.get_by_test_id("talk").locator(".counts").nth(0).wait_for()
+    assert "4821" in page.get_by_test_id("talk").inner_text()
+    page.get_by_test_id("say").fill("What is the home of the quiet lantern?")
+    page.get_by_test_id("send").click()
+    second = page.get_by_test_id("talk").locator(".counts").nth(1)
+    second.wait_for()
+    assert int(second.locator(".found").inner_text().split()[0]) >= 32
+    assert "Lisbon" in page.get_by_test_id("talk").inner_text()
+    page.context.close()
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("device", ["desktop", "phone"])
+def test_every_tab_fits_desktop_and_phone_in_light_and_dark(browser, watched, device, scheme):
+    ask(watched.url, "What is it?")
+    ask(watched.url, "What is it?", DOCUMENT.replace("4825", "9999"))
+    ask(watched.url, "What is it?", "Today is Monday.\n" + DOCUMENT)
+    size = {"width": 1280, "height": 900} if device == "desktop" else {"width": 390, "height": 844}
+    page = open_dashboard(browser, watched.url, **size, scheme=scheme)
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    BUILD.mkdir(parents=True, exist_ok=True)
+    for tab, content in (("Overview", "latest"), ("Prefixes", "tree"), ("Requests", "requests"), ("Chat", "talk")):
+        page.get_by_role("tab", name=tab).click()
+        page.get_by_test_id(content).wait_for(state="attached")
+        page.wait_for_timeout(1500)
+        page.screenshot(path=BUILD / f"{tab.lower()}-{device}-{scheme}.png", full_page=tab == "Overview")
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"], (
+            "the page is wider than the screen"
+        )
+    is_dark = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every(part => part < 60)")
+    assert is_dark is (scheme == "dark")
+    assert problems == []
+    page.context.close()
+
+
+@needs_browser
+def test_nothing_is_loaded_from_elsewhere(browser, watched):
+    context = browser.new_context()
+    page = context.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(f"{watched.url}/dashboard/")
+    page.get_by_test_id("pool").locator("img").wait_for()
+    assert len(asked) > 5
+    assert [url for url in asked if not url.startswith((watched.url, "data:", "blob:"))] == []
+    context.close()
+
+
+@needs_browser
+def test_with_keys_the_browser_asks_for_the_operators_key(browser):
+    with ServerProcess("--api-key", "sk-all", "--operator-key", "sk-operator") as server:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(f"{server.url}/dashboard/")
+        for key, gets_in in (("sk-all", False), ("sk-operator", True)):
+            page.get_by_label("Operator's key").fill(key)
+            page.get_by_role("button", name="Open the dashboard").click()
+            if gets_in:
+                page.get_by_test_id("pool").locator("img").wait_for()
+            else:
+                page.get_by_text("not the operator's key").wait_for()
+        assert next(c for c in context.cookies() if c["name"] == "foreword_operator")["httpOnly"]
+        server.terminate()  # an open dashboard does not hold up the end
+        assert server.wait() == 0
+        context.close()
+
+
+def test_without_the_key_neither_page_nor_socket_nor_files_open():
+    with ServerProcess("--api-key", "sk-all", "--operator-key", "sk-operator") as server:
+        socket = "/dashboard/_nicegui_ws/socket.io/?EIO=4&transport=polling"
+        for path in ("/dashboard/", "/dashboard/_nicegui/x/static/nicegui.css", socket):
+            for headers in ({}, {"Authorization": "Bearer sk-all"}, {"Cookie": "foreword_operator=x"}):
+                assert httpx.get(f"{server.url}{path}", headers=headers).status_code == 401
+        shown = httpx.get(f"{server.url}/dashboard/", headers={"Authorization": "Bearer sk-operator"})
+        assert shown.status_code == 200
+        stolen = {"Authorization": "Bearer sk-operator", "Origin": "http://evil.example"}
+        assert httpx.get(f"{server.url}/dashboard/", headers=stolen).status_code == 403
+
+
+def test_a_server_without_dashboard_has_none():
+    with ServerProcess("--no-dashboard") as server:
+        assert httpx.get(f"{server.url}/dashboard/").status_code == 404
+
+
+# -------------------------------------------------------------------- drawings
+
+
+def record(prompt_tokens: int, cached: int, *, ttft: float = 0.1) -> RequestRecord:
+    now = time.monotonic()
+    made = RequestRecord("r", "r-0", "<b>alice</b>", "completions", np.arange(prompt_tokens, dtype=np.int32))
+    made.first_scheduled_time, made.token_times, made.finished_time = now, [made.arrival_time + ttft], now
+    made.num_cached_tokens = cached
+    return made
+
+
+def test_what_clients_chose_is_escaped():
+    rows = drawings.request_rows([record(10, 5)], None, with_tenants=True)
+    assert "<b>alice" not in rows
+    assert "&lt;b&gt;alice" in rows
+
+
+def test_a_pool_of_any_size_becomes_a_map():
+    for num_blocks in (1, 7, 4096, 4097, 100_000):
+        states = np.arange(num_blocks, dtype=np.uint8) % len(BlockState)
+        drawn = drawings.pool_map(states)
+        assert "data:image/png;base64," in drawn
+        assert len(drawn) < 20_000
+
+
+def test_charts_hold_empty_and_extreme_values():
+    now = time.monotonic()
+    for records in ([], [record(0, 0)], [record(5_000_000, 1), record(3, 3, ttft=900.0), record(3, 3, ttft=0.0)]):
+        for draw in (drawings.token_bars, drawings.ttft_dots):
+            assert "nan" not in draw(records, now + 1)
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0"), (99_999, "99,999"), (123_456, "123 k"), (12_345_678, "12.3 M")])
+def test_counts_are_short(number, text):
+    assert drawings.count(number) == text
