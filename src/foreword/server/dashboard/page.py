@@ -96,7 +96,7 @@ class _View:
 
     def _overview(self) -> None:
         with ui.element("div").classes("grid"):
-            self._figures = [_figure(name, name.lower().replace(" ", "-")) for name in _FIGURES]
+            self._figures = [_figure(name, test_id) for name, test_id in _FIGURES]
             with _card("Prompt tokens", "span7", keys=("found", "computed")):
                 self._bars = _Html()
             with _card("Time to first token", "span5", keys=("hit", "miss")):
@@ -169,7 +169,7 @@ class _View:
         return (
             f"{look.recent_hit_rate:.0%} <small>of {draw.count(stats.queries)} prompt tokens</small>",
             f'<span class="found">{hits}</span> <small>hit, {misses} miss</small>',
-            f"{draw.count(look.totals.hits)} <small>tokens, {saved} of prefill</small>",
+            f"{draw.count(look.totals.hits)} <small>tokens, {saved}</small>",
             f"{look.usage:.0%} <small>in use, {cached / look.num_blocks:.0%} cached</small>",
         )
 
@@ -195,7 +195,7 @@ class _View:
         )
 
 
-_FIGURES = ("Hit rate", "First token", "Saved", "Pool")
+_FIGURES = (("Hit rate", "hit-rate"), ("First token", "first-token"), ("Prefill saved", "saved"), ("Pool", "usage"))
 
 
 def _figure(name: str, test_id: str) -> _Html:
