@@ -239,7 +239,7 @@ class _ChatAnswer(_Answer):
     def _chunk_choices(self, delta: Delta) -> list[Chunk]:
         choices: list[Chunk] = []
         logprobs = self._logprobs(delta)
-        if delta.text or logprobs:
+        if delta.text or logprobs or delta.finish_reason is None:  # also tokens without text yet: a sign of life
             choices.append(
                 {"index": delta.choice, "delta": {"content": delta.text}, "logprobs": logprobs, "finish_reason": None}
             )
@@ -308,4 +308,4 @@ class _CompletionAnswer(_Answer):
         return token_ids, text, self._answer.outputs[number].prompt_logprobs or []
 
     def _chunk_choices(self, delta: Delta) -> list[Chunk]:
-        return [self._choice(delta)] if delta.text or delta.logprobs or delta.finish_reason or self._echo else []
+        return [self._choice(delta)]
