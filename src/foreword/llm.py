@@ -70,7 +70,10 @@ class CacheReport:
     evictions: int
     """Cached blocks whose memory was given to other content."""
     hit_rate_with_twice_the_blocks: float
-    """What `hit_rate` would have been with twice the memory (exact for one full group under `lru`)."""
+    """What `hit_rate` would have been with twice the memory, estimated by what was evicted last.
+
+    The same as `hit_rate` without `explain_misses`.
+    """
     misses: dict[str, int]
     """Requests that missed something, by reason; empty without `explain_misses`."""
     missed_tokens: dict[str, int]
