@@ -261,7 +261,12 @@ class LLM:
         )
 
     def explain(self, prompt: PromptInput) -> LookupExplanation:
-        """How much of this prompt the cache holds now, and why not more, without running it."""
+        """How much of this prompt the cache holds now, and why not more, without running it.
+
+        Raises InvalidRequestError for an impossible prompt, ConfigError without `explain_misses` or caching.
+        """
+        if self.engine.manager.ledger is None:
+            raise ConfigError("no account is kept of what was cached; leave explain_misses and prefix caching on")
         return self.engine.explain(self._prompt(prompt))
 
     def take_cache_events(self) -> list[NumberedEvent]:
