@@ -96,7 +96,8 @@ class PrefixMirror:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, dict[BlockHash, BlockStored]] = {}
+        self._held: dict[int, dict[BlockHash, tuple[int, ...]]] = {}
+        """Per group, the tokens of each findable block."""
         self._next_number = 0
 
     def apply(self, events: Iterable[NumberedEvent]) -> None:
@@ -115,7 +116,9 @@ class PrefixMirror:
             self._next_number = numbered.number + 1
             match numbered.event:
                 case BlockStored(group_idx=group) as stored:
-                    self._held.setdefault(group, {}).update(dict.fromkeys(stored.block_hashes, stored))
+                    self._held.setdefault(group, {}).update(
+                        zip(stored.block_hashes, _tokens_of_each(stored), strict=True)
+                    )
                 case BlockRemoved(group_idx=group) as removed:
                     for key in removed.block_hashes:
                         del self._held[group][key]
@@ -128,11 +131,15 @@ class PrefixMirror:
 
     def tokens_of(self, key: BlockHash, group: int = 0) -> tuple[int, ...]:
         """Tokens of the block with this key. Raises KeyError if it is not findable."""
-        stored = self._held[group][key]
-        at = stored.block_hashes.index(key) * stored.block_size
-        return stored.token_ids[at : at + stored.block_size]
+        return self._held[group][key]
 
     def num_hit_blocks(self, block_hashes: Sequence[BlockHash], group: int = 0) -> int:
         """How many leading blocks of a sequence are findable there."""
         held = self._held.get(group, {})
         return sum(1 for _ in takewhile(held.__contains__, block_hashes))
+
+
+def _tokens_of_each(stored: BlockStored) -> list[tuple[int, ...]]:
+    """The tokens of each block of the event."""
+    size = stored.block_size
+    return [stored.token_ids[start : start + size] for start in range(0, len(stored.token_ids), size)]
