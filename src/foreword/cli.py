@@ -77,7 +77,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="say for each prompt what the cache held and why not more (standard error)",
+        help="say on standard error what the cache held of each prompt, why not more, and what attention shared",
     )
 
     sampling = parser.add_argument_group("sampling")
@@ -99,6 +99,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-num-batched-tokens", type=int)
     engine.add_argument("--max-num-seqs", type=int)
     engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    engine.add_argument("--attention-kernel", choices=("auto", "cpu", "reference"))
     engine.add_argument("--trust-remote-code", action="store_true", default=None)
     engine.set_defaults(engine_options=[action.dest for action in engine._group_actions])
 
@@ -120,20 +121,22 @@ def _generate(args: argparse.Namespace) -> int:
     )
     with LLM(args.model, **options) as llm:
         if len(prompts) == 1 and not args.json and llm.tokenizer is not None:
-            output = _print_stream(llm, prompts[0], params, chat=args.chat)
-            if args.explain:
-                _print_explanation(llm, output)
-            return 0
-        if args.chat:
-            conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            outputs = llm.chat(conversations, params)
+            outputs = [_print_stream(llm, prompts[0], params, chat=args.chat)]
         else:
-            outputs = llm.generate(prompts, params)
-        for output in outputs:
-            print(json.dumps(_as_json(output)) if args.json else _as_text(output))
-            if args.explain:
+            outputs = _outputs(llm, prompts, params, chat=args.chat)
+            for output in outputs:
+                print(json.dumps(_as_json(output)) if args.json else _as_text(output))
+        if args.explain:
+            for output in outputs:
                 _print_explanation(llm, output)
+            print(f"foreword: {llm.explain_attention()}", file=sys.stderr)
     return 0
+
+
+def _outputs(llm: LLM, prompts: list[Any], params: SamplingParams, *, chat: bool) -> list[RequestOutput]:
+    if chat:
+        return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+    return llm.generate(prompts, params)
 
 
 def _prompts(args: argparse.Namespace) -> list[Any]:
