@@ -65,9 +65,19 @@ class CacheConfig:
     """How prefixes are found: "radix" compares tokens and matches to the token, "hash" compares block keys."""
     eviction_policy: EvictionName = "lru"
     """Which cached block makes room when memory is short; `foreword.cache.eviction` describes the orders."""
+    keep_all_kv: bool = False
+    """Keep all KV of layers that attend to a window or chunk only, as if they attended to everything."""
+    state_block_size: int | None = None
+    """Recurrent states can be saved, and hits can end, at multiples of this many tokens. None: the least at
+    which no memory is wasted, at least 64."""
+    state_interval: int | None = None
+    """Tokens of a prompt between recurrent states that are saved, beside those at the ends of prompts and
+    messages and where prompts part. None: about as much memory as the KV takes, at least every 512."""
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
+        _at_least("state_block_size", self.state_block_size, 1)
+        _at_least("state_interval", self.state_interval, 1)
         _one_of("prefix_index", self.prefix_index, ("radix", "hash"))
         _one_of("eviction_policy", self.eviction_policy, get_args(EvictionName))
 

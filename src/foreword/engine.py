@@ -188,12 +188,12 @@ class Engine:
             )
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         # The last token that is generated is never computed, so its KV needs no room.
-        blocks = -(-(length + max_tokens - 1) // self.manager.block_size)
-        if blocks > self.manager.num_blocks:
+        step = self.scheduler.config.max_num_batched_tokens
+        if not self.manager.can_ever_hold(length + max_tokens - 1, step):
             raise RequestTooLargeError(
-                f"the request needs {blocks} blocks of {self.manager.block_size} tokens for {length} prompt tokens "
-                f"and {max_tokens} generated, but the pool has {self.manager.num_blocks}; lower max_tokens or give "
-                "the cache more memory (kv_cache_memory_bytes)"
+                f"the request needs {self.manager.max_num_blocks(length + max_tokens - 1, step)} blocks for {length} "
+                f"prompt tokens and {max_tokens} generated, but the pool has {self.manager.num_blocks}; lower "
+                "max_tokens or give the cache more memory (kv_cache_memory_bytes)"
             )
         return max_tokens
 

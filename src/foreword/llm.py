@@ -5,6 +5,7 @@ Knows every room and puts them together; has no logic of its own beyond that.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import logging
 import sys
@@ -27,6 +28,7 @@ from foreword.scheduler import Scheduler
 from foreword.text import TextStream, Tokenizer
 
 if TYPE_CHECKING:
+    from foreword.model.layout import CacheLayout
     from foreword.model.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -259,44 +261,47 @@ def _load(options: ModelConfig) -> LoadedModel:
 
 def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None) -> Engine:
     """Size the pool and join cache, scheduler and runner."""
+    from foreword.model.layout import LayoutOptions
     from foreword.model.memory import kv_cache_bytes
     from foreword.model.runner import ModelRunner
-    from foreword.model.storage import KVStorage, bytes_per_block
+    from foreword.model.storage import KVStorage
 
-    block_size = config.cache.block_size
-    block_bytes = bytes_per_block(model.layers, block_size, model.dtype)
+    layout = model.plan_layout(
+        LayoutOptions(
+            block_size=config.cache.block_size,
+            state_block_size=config.cache.state_block_size,
+            state_interval=config.cache.state_interval,
+            max_tokens=min(model.max_positions, config.model.max_model_len or model.max_positions),
+            keep_all=config.cache.keep_all_kv,
+        )
+    )
     budget = kv_cache_bytes(config.model, model.device)
-    num_blocks = budget // block_bytes
+    num_blocks = budget // layout.bytes_per_block
     if num_blocks < 1:
         raise ConfigError(
-            f"{budget} bytes of KV memory do not hold one block of {block_size} tokens ({block_bytes} bytes); raise "
-            "kv_cache_memory_bytes"
+            f"{budget} bytes of KV memory do not hold one block of {layout.block_size} tokens "
+            f"({layout.bytes_per_block} bytes); raise kv_cache_memory_bytes"
         )
+    manager = _make_manager(config, layout, num_blocks)
     limits = ModelLimits(
         vocab_size=model.vocab_size,
-        max_model_len=_max_model_len(config.model, model.max_positions, num_blocks * block_size),
+        max_model_len=_max_model_len(config, model.max_positions, manager),
         eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
     )
     logger.info(
-        "%d blocks of %d tokens (%.2f GiB of KV), max_model_len %d",
+        "%d blocks of %.2f MiB (%.2f GiB), max_model_len %d; %s",
         num_blocks,
-        block_size,
-        num_blocks * block_bytes / 2**30,
+        layout.bytes_per_block / 2**20,
+        num_blocks * layout.bytes_per_block / 2**30,
         limits.max_model_len,
+        layout.describe(),
     )
     try:
-        storage = KVStorage(model.layers, num_blocks, block_size, model.dtype, model.device)
+        storage = KVStorage(layout, num_blocks, model.device)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
             f"{budget} bytes of KV memory cannot be had on {model.device}; lower kv_cache_memory_bytes"
         ) from error
-    manager = KVCacheManager(
-        num_blocks,
-        block_size=block_size,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-        index=make_index(config.cache.prefix_index, num_blocks, block_size),
-        eviction_policy=config.cache.eviction_policy,
-    )
 
     def open_text_stream(params: SamplingParams) -> TextStream:
         assert tokenizer is not None
@@ -313,18 +318,40 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
     )
 
 
-def _max_model_len(options: ModelConfig, max_positions: int, pool_tokens: int) -> int:
-    asked = options.max_model_len
-    if asked is None:
-        return min(max_positions, pool_tokens)
-    if asked > max_positions:
+def _make_manager(config: EngineConfig, layout: CacheLayout, num_blocks: int) -> KVCacheManager:
+    """One full group can have any index, and hits to the token; others are found by hash keys."""
+    cache = config.cache
+    if not layout.is_one_full_group:
+        return KVCacheManager(
+            num_blocks,
+            groups=layout.specs,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            eviction_policy=cache.eviction_policy,
+        )
+    return KVCacheManager(
+        num_blocks,
+        block_size=layout.block_size,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        index=make_index(cache.prefix_index, num_blocks, layout.block_size),
+        eviction_policy=cache.eviction_policy,
+    )
+
+
+def _max_model_len(config: EngineConfig, max_positions: int, manager: KVCacheManager) -> int:
+    asked = config.model.max_model_len
+    step = config.scheduler.max_num_batched_tokens
+    wanted = max_positions if asked is None else asked
+    if wanted > max_positions:
         raise ConfigError(f"max_model_len={asked} is more than the model's {max_positions} positions")
-    if asked > pool_tokens:
+    if manager.can_ever_hold(wanted, step):
+        return wanted
+    held = bisect.bisect_left(range(1, wanted), True, key=lambda length: not manager.can_ever_hold(length, step))
+    if asked is not None or held < 1:
         raise ConfigError(
-            f"max_model_len={asked} does not fit into the KV memory, which holds {pool_tokens} tokens; lower it or "
+            f"max_model_len={wanted} does not fit into the KV memory, which holds {held} tokens; lower it or "
             "raise kv_cache_memory_bytes"
         )
-    return asked
+    return held
 
 
 def _extra_keys(salt: Any) -> ExtraKeys:

@@ -151,8 +151,8 @@ class Scheduler:
             # refused before it gets here, and preemption ends at the first running request.
             assert not self._requests, "requests are left, but none of them can run"
             return None
-        tables, _ = self.manager.block_tables([entry.request.request_id for entry in entries])
-        return build_batch(entries, tables, self.manager.take_copies())
+        tables = self.manager.group_block_tables([entry.request.request_id for entry in entries])
+        return build_batch(entries, [own for own, _ in tables], self.manager.take_copies())
 
     def _schedule_running(self, budget: int) -> tuple[list[BatchEntry], int, bool]:
         entries = self._plan_running(budget)

@@ -305,7 +305,11 @@ class KVCacheManager:
     def can_ever_hold(self, num_tokens: int, max_step_tokens: int) -> bool:
         """Whether a request of `num_tokens` fits into the empty pool, in steps of `max_step_tokens` at most."""
         usable = self.num_blocks - len(self.sink_block_ids())
-        return self._coordinator.max_num_blocks(num_tokens, max_step_tokens) <= usable
+        return self.max_num_blocks(num_tokens, max_step_tokens) <= usable
+
+    def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Most blocks that a request of `num_tokens` holds at a time, in steps of `max_step_tokens` at most."""
+        return self._coordinator.max_num_blocks(num_tokens, max_step_tokens)
 
     def held_request_ids(self) -> list[str]:
         """Requests that hold blocks."""

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from foreword.batch import Batch, BatchResult, Sample
-from foreword.model.attention import ForwardContext
+from foreword.cache import RecurrentSpec
+from foreword.model.attention import ForwardContext, GroupStep
 from foreword.model.kernels.reference import plan_tiles
 from foreword.model.loader import LoadedModel
+from foreword.model.recurrent import StateRun, StepCache, plan_state_runs, position_offsets
 from foreword.model.sampler import sample, token_logprobs
 from foreword.model.storage import KVStorage
 from foreword.request import TokenLogprobs
@@ -88,13 +90,32 @@ class ModelRunner:
             positions[0, : batch.num_tokens] = torch.from_numpy(batch.positions)
             keep = torch.zeros(self._pad_rows(len(logit_rows)), dtype=torch.long)
             keep[: len(logit_rows)] = torch.from_numpy(logit_rows)
-            context = ForwardContext(
-                self._storage,
-                self._storage.slot_mapping(batch).to(self._device),
-                plan_tiles(batch, self._storage.scrap_block, self._storage.block_size, self._device),
+            steps, runs = self._plan_groups(batch)
+            cache = StepCache(self._storage, runs, position_offsets(batch, num_padded).to(self._device))
+            logits = self._model(
+                token_ids.to(self._device),
+                positions.to(self._device),
+                keep.to(self._device),
+                ForwardContext(self._storage, steps),
+                cache,
             )
-            logits = self._model(token_ids.to(self._device), positions.to(self._device), keep.to(self._device), context)
             return logits[: len(logit_rows)].float()
+
+    def _plan_groups(self, batch: Batch) -> tuple[dict[int, GroupStep], dict[int, list[StateRun]]]:
+        """What the layers of each group read and write."""
+        storage = self._storage
+        steps: dict[int, GroupStep] = {}
+        runs: dict[int, list[StateRun]] = {}
+        for group_id, spec in enumerate(storage.layout.specs):
+            if isinstance(spec, RecurrentSpec):
+                runs[group_id] = plan_state_runs(batch, group_id, spec.block_size)
+                continue
+            own = batch.of_group(group_id, storage.scrap_block)
+            steps[group_id] = GroupStep(
+                storage.slot_mapping(batch, group_id).to(self._device),
+                plan_tiles(own, storage.scrap_block, spec.block_size, self._device),
+            )
+        return steps, runs
 
     def _logit_rows(self, batch: Batch) -> list[np.ndarray]:
         """Rows of the flattened batch whose logits are needed, for each entry, ascending."""
