@@ -319,11 +319,15 @@ def build_engine(
 ) -> Engine:
     """An engine over `num_blocks` blocks for each group of layers, put together as `LLM` does it.
 
-    States are saved behind multiples of `state_block_size` tokens (default: those of `block_size`).
+    States can be saved behind multiples of `state_block_size` tokens (default: 4, or `block_size` if that is less).
     """
     layout = model.plan_layout(
         LayoutOptions(
-            block_size, state_block_size or block_size, state_interval, model.max_positions, keep_all=keep_all_kv
+            block_size,
+            state_block_size or min(4, block_size),
+            state_interval,
+            model.max_positions,
+            keep_all=keep_all_kv,
         )
     )
     groups = None if layout.is_one_full_group else layout.specs

@@ -82,6 +82,8 @@ class Prompt:
     """Adapter, salt and media that keep its cached blocks apart from others."""
     priority: int = 0
     """Lower goes first under the "priority" policy."""
+    message_ends: tuple[int, ...] = ()
+    """Numbers of tokens behind which a message of a conversation ends, if that is known."""
 
 
 class Engine:
@@ -152,6 +154,7 @@ class Engine:
                 stop_token_ids=stop_ids,
                 seed=seed + index,
                 priority=prompt.priority,
+                message_ends=prompt.message_ends,
             )
             for index, own_id in enumerate(_continuation_ids(request_id, params.n))
         ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -52,6 +53,10 @@ class CacheReport:
     hit_tokens: int
     recent_hit_rate: float
     """The same as `hit_rate`, over the last 1,000 requests."""
+    hit_granularity: int
+    """Hits end at multiples of this many tokens; 1: anywhere."""
+    state_interval: int | None
+    """Recurrent states are saved every so many tokens, and at ends of prompts and messages; None: no such layers."""
     preemptions: int
     evictions: int
     """Cached blocks whose memory was given to other content."""
@@ -222,14 +227,18 @@ class LLM:
         """Counters since the start or the last `reset_prefix_cache()`."""
         manager = self.engine.manager
         cached = manager.get_num_cached_blocks()
+        states = self.engine.scheduler.states
+        to_the_token = self.config.cache.prefix_index == "radix" and manager.has_one_full_group
         return CacheReport(
             hit_rate=manager.stats.hit_rate,
-            total_cached_tokens=cached * manager.block_size,
+            total_cached_tokens=manager.num_cached_tokens(),
             cache_utilization=cached / manager.num_blocks,
             requests=manager.stats.requests,
             queried_tokens=manager.stats.queries,
             hit_tokens=manager.stats.hits,
             recent_hit_rate=manager.recent.hit_rate,
+            hit_granularity=1 if to_the_token else math.lcm(*(group.block_size for group in manager.groups)),
+            state_interval=None if states is None else states.interval,
             preemptions=self.engine.scheduler.num_preemptions,
             evictions=manager.stats.evictions,
         )

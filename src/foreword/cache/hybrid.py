@@ -39,6 +39,9 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
     def num_indexed(self) -> int:
         return len(self._index)
 
+    def num_indexed_by_group(self) -> list[int]:
+        return [self._index.num_indexed(group_id) for group_id in range(len(self.managers))]
+
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         """Each group lowers the bound to its own longest hit, until a whole round leaves it alone.
 
@@ -115,6 +118,15 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         forgotten = self._index.remove(block_ids)
         self._pool.note_forgotten(forgotten)
         return len(forgotten)
+
+    def forget_state(self, sequence: TokenSequence, num_tokens: int) -> None:
+        for group_id, manager in enumerate(self.managers):
+            if not manager.readable_in_same_step:
+                number = num_tokens // manager.block_size
+                [key] = self._keys(group_id, sequence, number - 1, number)
+                block_id = self._index.finder(group_id)(key)
+                if block_id is not None and self._pool.count_free(np.array([block_id], np.int32)):
+                    self.forget(np.array([block_id], np.int32))
 
     def clear(self) -> None:
         self._index.clear()

@@ -103,8 +103,7 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return KVCacheCoordinatorNoPrefixCache(self.groups, self._pool)
         first = self.groups[0]
-        is_prefix = len(self.groups) == 1 and isinstance(first, (FullAttentionSpec, SinkFullSpec))
-        if is_prefix and first.block_size == self.block_size:
+        if self.has_one_full_group and first.block_size == self.block_size:
             index = index if index is not None else HashIndex(self.num_blocks)
             return UnitaryKVCacheCoordinator(first, self._pool, index)
         if index is not None:
@@ -113,6 +112,11 @@ class KVCacheManager:
                 "leave it out"
             )
         return HybridKVCacheCoordinator(self.groups, self._pool, self.block_size)
+
+    @property
+    def has_one_full_group(self) -> bool:
+        """Whether every layer needs every block, so that hits are prefixes."""
+        return len(self.groups) == 1 and isinstance(self.groups[0], (FullAttentionSpec, SinkFullSpec))
 
     # -------------------------------------------------------------------- step
 
@@ -144,16 +148,24 @@ class KVCacheManager:
 
     # -------------------------------------------------------------- allocation
 
-    def allocate_slots(self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None = None) -> BlockIds | None:
+    def allocate_slots(
+        self,
+        sequence: TokenSequence,
+        num_tokens: int,
+        hit: PrefixHit | None = None,
+        *,
+        save_states_at: Sequence[int] = (),
+    ) -> BlockIds | None:
         """Make room for the KV of the first `num_tokens` tokens; None, and no change, if blocks are short.
 
-        The first call for a request admits it and takes its `hit` (None: nothing was hit). Later calls
+        The first call for a request admits it and takes its `hit` (None: nothing was hit) and what
+        `save_states_at` would be told. Later calls
         take what earlier ones made room for as computed, and give up blocks that are no longer needed.
         Returns the newly taken blocks, group by group. Blocks that these tokens fill are indexed at once.
         """
         holding = self._held.get(sequence.request_id)
         if holding is None:
-            return self._admit(sequence, num_tokens, hit)
+            return self._admit(sequence, num_tokens, hit, save_states_at)
         assert hit is None, "a hit is taken when the request is admitted, not later"
         row = holding.row
         new_ids = self._coordinator.grow(row, int(self._num_slots[row]), num_tokens)
@@ -162,7 +174,9 @@ class KVCacheManager:
             self._coordinator.cache_blocks(row, sequence, num_tokens)
         return new_ids
 
-    def _admit(self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None) -> BlockIds | None:
+    def _admit(
+        self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None, save_states_at: Sequence[int]
+    ) -> BlockIds | None:
         admitted = self._coordinator.admit(hit, num_tokens)
         if admitted is None:
             return None
@@ -174,6 +188,8 @@ class KVCacheManager:
         if row >= len(self._num_slots):
             self._num_slots = np.concatenate((self._num_slots, np.zeros_like(self._num_slots)))
         self._num_slots[row] = num_tokens
+        if save_states_at:
+            self.save_states_at(sequence.request_id, save_states_at)
         self._count(len(sequence), hit)
         self._coordinator.cache_blocks(row, sequence, num_tokens)
         return new_ids
@@ -245,6 +261,10 @@ class KVCacheManager:
         for manager in self._coordinator.managers:
             if isinstance(manager, MambaManager):
                 manager.ask_for_states(row, positions)
+
+    def forget_state(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """Let the recurrent states behind the first `num_tokens` tokens go if nobody holds them."""
+        self._coordinator.forget_state(sequence, num_tokens)
 
     def forget_uncomputed(self, request_id: str, num_computed_tokens: int) -> None:
         """Take back the early indexing of blocks whose step failed: only computed blocks stay."""
@@ -329,6 +349,11 @@ class KVCacheManager:
     def get_num_cached_blocks(self) -> int:
         """Blocks that hold an indexed prefix, held by requests or not."""
         return self._coordinator.num_indexed
+
+    def num_cached_tokens(self) -> int:
+        """Tokens whose KV is cached, in the group that has most of them; duplicates count."""
+        counts = self._coordinator.num_indexed_by_group()
+        return max(count * group.block_size for count, group in zip(counts, self.groups, strict=True))
 
     def get_usage(self) -> float:
         """Share of the blocks held by requests, 0.0 to 1.0."""
