@@ -160,6 +160,32 @@ RECIPES: Mapping[str, Recipe] = {
             "mamba_chunk_size": 16,
         },
     ),
+    # Layers that remember nothing, between those that do.
+    "nemotron_h": Recipe(
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "chunk_size": 16,
+        },
+    ),
+    # Full layers with heads of another size than those of sliding ones.
+    "gemma4_text": Recipe(
+        "gemma4_text",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": 8,
+            "layer_types": SLIDING_SLIDING_FULL,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+    ),
     "lfm2": Recipe(
         "lfm2",
         {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "block_ff_dim": 96},
@@ -313,12 +339,14 @@ def build_engine(
     state_block_size: int | None = None,
     state_interval: int | None = None,
     keep_all_kv: bool = False,
+    holds_tokens: int | None = None,
     enable_prefix_caching: bool = True,
     runner_class: type[ModelRunner] = ModelRunner,
     **scheduler_options: Any,
 ) -> Engine:
     """An engine over `num_blocks` blocks for each group of layers, put together as `LLM` does it.
 
+    With `holds_tokens`, there are instead just enough for one request of that length, and one more for each group.
     States can be saved behind multiples of `state_block_size` tokens (default: 4, or `block_size` if that is less).
     """
     layout = model.plan_layout(
@@ -332,6 +360,10 @@ def build_engine(
     )
     groups = None if layout.is_one_full_group else layout.specs
     num_blocks *= len(layout.groups)
+    if holds_tokens is not None:
+        empty = KVCacheManager(1, groups=layout.specs)
+        step = SchedulerConfig(**scheduler_options).max_num_batched_tokens
+        num_blocks = empty.max_num_blocks(holds_tokens, step) + len(layout.groups)
     manager = KVCacheManager(
         num_blocks,
         block_size=None if groups else block_size,

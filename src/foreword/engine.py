@@ -194,7 +194,8 @@ class Engine:
         step = self.scheduler.config.max_num_batched_tokens
         if not self.manager.can_ever_hold(length + max_tokens - 1, step):
             raise RequestTooLargeError(
-                f"the request needs {self.manager.max_num_blocks(length + max_tokens - 1, step)} blocks for {length} "
+                f"the request needs {self.manager.max_num_blocks(length + max_tokens - 1, step)} blocks of "
+                f"{' or '.join(sorted({str(group.block_size) for group in self.manager.groups}))} tokens for {length} "
                 f"prompt tokens and {max_tokens} generated, but the pool has {self.manager.num_blocks}; lower "
                 "max_tokens or give the cache more memory (kv_cache_memory_bytes)"
             )

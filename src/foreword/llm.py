@@ -125,7 +125,7 @@ class LLM:
             raise InvalidRequestError("there are no messages; give at least one {'role': ..., 'content': ...}")
         several = not isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = messages if several else [messages]
-        prompts = [Prompt(self._tokenizer_for("chat()").render_chat(conversation)) for conversation in conversations]
+        prompts = [self._chat_prompt(conversation) for conversation in conversations]
         return self._run(prompts, sampling_params, show_progress)
 
     def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -139,7 +139,7 @@ class LLM:
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Answer one conversation, yielding as `stream` does."""
-        return self._stream(Prompt(self._tokenizer_for("chat()").render_chat(messages)), sampling_params)
+        return self._stream(self._chat_prompt(messages), sampling_params)
 
     def _stream(self, prompt: Prompt, params: SamplingParams | None) -> Iterator[RequestOutput]:
         engine = self.engine
@@ -190,6 +190,13 @@ class LLM:
                 moved = self.engine.step()
                 if bar is not None and task is not None:
                     bar.advance(task, sum(output.finished for output in moved))
+
+    def _chat_prompt(self, messages: Sequence[Message]) -> Prompt:
+        tokenizer = self._tokenizer_for("chat()")
+        token_ids = tokenizer.render_chat(messages)
+        if self.engine.scheduler.states is None:
+            return Prompt(token_ids)
+        return Prompt(token_ids, message_ends=tokenizer.message_ends(messages, token_ids))
 
     def _prompt(self, prompt: PromptInput) -> Prompt:
         if isinstance(prompt, str):
@@ -291,7 +298,13 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
             f"{budget} bytes of KV memory do not hold one block of {layout.block_size} tokens "
             f"({layout.bytes_per_block} bytes); raise kv_cache_memory_bytes"
         )
-    manager = _make_manager(config, layout, num_blocks)
+    try:
+        storage = KVStorage(layout, num_blocks, model.device)
+        manager = _make_manager(config, layout, num_blocks)
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"{budget} bytes of KV memory cannot be had on {model.device}; lower kv_cache_memory_bytes"
+        ) from error
     limits = ModelLimits(
         vocab_size=model.vocab_size,
         max_model_len=_max_model_len(config, model.max_positions, manager),
@@ -305,12 +318,6 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
         limits.max_model_len,
         layout.describe(),
     )
-    try:
-        storage = KVStorage(layout, num_blocks, model.device)
-    except (RuntimeError, MemoryError) as error:
-        raise ConfigError(
-            f"{budget} bytes of KV memory cannot be had on {model.device}; lower kv_cache_memory_bytes"
-        ) from error
 
     def open_text_stream(params: SamplingParams) -> TextStream:
         assert tokenizer is not None

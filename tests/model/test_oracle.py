@@ -90,15 +90,17 @@ def test_a_pool_so_small_that_requests_are_preempted(
     prompts = [random_tokens(rng, length) for length in (9, 13, 20, 17)]
     engine = build_engine(
         model,
-        num_blocks=13,
+        holds_tokens=44,
         block_size=4,
         max_num_batched_tokens=11,
         enable_prefix_caching=enable_prefix_caching,
     )
     assert_oracle_agrees(tiny_models, family, complete(engine, prompts, greedy(2 * NUM_TOKENS)))
+    if not model.layers and not enable_prefix_caching:
+        return  # a recurrent request never grows, so it is never preempted
     assert engine.scheduler.num_preemptions > 0
     assert engine.manager.stats.preempted_requests > 0
-    if enable_prefix_caching:
+    if enable_prefix_caching and model.layers:  # the pool holds no state but those that are in use
         assert engine.manager.stats.preempted_hits > 0, "a preempted request did not find its own blocks again"
 
 
@@ -112,7 +114,7 @@ def test_a_prompt_of_whole_blocks_that_is_all_cached_computes_one_token(
     assert engine.num_computed_tokens == len(prompt)
     warm = complete(engine, [prompt], greedy(1), name="warm")
     hit = longest_hit(engine, len(prompt), len(prompt))
-    assert hit == len(prompt) - 1 or len(engine.manager.groups) > 1 or family == "mistral"
+    assert hit == len(prompt) - 1 or not engine.manager.has_one_full_group
     assert engine.num_computed_tokens == 2 * len(prompt) - hit
     assert warm[0].num_cached_tokens == hit
     longer = complete(engine, [prompt], greedy(NUM_TOKENS), name="longer")

@@ -30,7 +30,8 @@ from foreword.cache import ChunkedLocalSpec, FullAttentionSpec, GroupSpec, Recur
 from foreword.errors import ConfigError
 
 MAX_PADDING = 1 / 8
-"""Most slots that may stay empty, as a share of the attention layers, for the sake of fewer groups."""
+"""Most slots that may stay empty, as a share of the attention layers, for the sake of fewer groups. It holds for
+full attention by itself too, whose blocks are the most."""
 MAX_STATE_GROUPS = 24
 """Most groups for recurrent states: more make smaller blocks and finer hits, and cost time in every step."""
 MIN_STATE_TOKENS = 64
@@ -170,7 +171,7 @@ def plan_layout(
 ) -> CacheLayout:
     """Put layers into groups and groups into equal blocks. Raises ConfigError for sizes that do not fit."""
     kinds = _kinds(attention, options)
-    num_slots = _num_slots([len(layers) for layers in kinds.values()]) if kinds else 1
+    num_slots = _num_slots(kinds) if kinds else 1
     block_size = options.block_size
     state_bytes = max((state.num_bytes for state in states.values()), default=0)
     if states and kinds and options.state_block_size is None:
@@ -231,14 +232,15 @@ def _spec(kind: Kind, block_size: int) -> GroupSpec:
     return FullAttentionSpec(block_size)
 
 
-def _num_slots(counts: list[int]) -> int:
+def _num_slots(kinds: Mapping[Kind, list[int]]) -> int:
     """Most layers of an attention group: as many as leave few slots empty."""
-    total = sum(counts)
+    counts = [len(layers) for layers in kinds.values()]
+    full = [len(layers) for kind, layers in kinds.items() if kind[2] == "full"]
 
-    def padding(slots: int) -> int:
-        return sum(-count % slots for count in counts)
+    def is_tight(slots: int, counts: list[int]) -> bool:
+        return sum(-count % slots for count in counts) <= MAX_PADDING * sum(counts)
 
-    return next(slots for slots in range(max(counts), 0, -1) if padding(slots) <= MAX_PADDING * total)
+    return next(n for n in range(max(counts), 0, -1) if is_tight(n, counts) and is_tight(n, full))
 
 
 def _block_multiples(kinds: Mapping[Kind, list[int]]) -> dict[Kind, int]:

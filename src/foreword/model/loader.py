@@ -234,7 +234,7 @@ def _probe_layers(model: LoadedModel) -> None:
         states.detach()
         model.module.set_attn_implementation(ATTENTION_NAME)
     layouts = states.layouts()
-    probe.problems.extend(_problems(model, probe, layouts))
+    probe.problems += _problems(model, probe, layouts) + states.problems()
     if probe.problems:
         raise UnsupportedModelError(
             f"architecture {kind!r} cannot be served: {'; '.join(probe.problems[:3])}. Supported are {SUPPORTED}"
@@ -255,7 +255,10 @@ def _problems(model: LoadedModel, probe: LayoutProbe, states: Mapping[int, State
         if layer_type in ("moe", "mlp"):
             continue
         if seen is None and state is None:
-            problems.append(f"{kind} keeps something else than keys and values or a state in transformers' cache")
+            problems.append(
+                f"{kind} keeps something else than keys and values, or a state in transformers' cache (it never asked "
+                "for attention)"
+            )
         elif layer_type in ("linear_attention", "conv", "hybrid", "hybrid_sliding") and state is None:
             problems.append(f"{kind} keeps no state in transformers' cache")
         elif seen is not None and layer_type == "chunked_attention" and seen.local_chunk is None:

@@ -14,6 +14,7 @@ computed in the same cells whether its beginning was a hit or not, and however i
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from collections.abc import Callable
@@ -173,6 +174,10 @@ class RecurrentForward:
         ]
 
 
+CONTINUATION_TOLERANCE = 1e-3
+"""Largest difference, as a share of the largest output, that float32 rounding explains."""
+
+
 @dataclass(slots=True)
 class StateProbe:
     """Finds out, by running a model once with transformers' own cache, which modules keep a state in it."""
@@ -180,6 +185,8 @@ class StateProbe:
     cache: DynamicCache
     modules: dict[int, nn.Module] = field(default_factory=dict)
     """Recurrent layer -> the innermost module that changed its state."""
+    calls: dict[int, inspect.BoundArguments] = field(default_factory=dict)
+    """Recurrent layer -> how its module was called."""
     _handles: list[Any] = field(default_factory=list)
 
     @classmethod
@@ -188,20 +195,40 @@ class StateProbe:
         probe = cls(DynamicCache(config=config))
         for module in model.modules():
             if _cache_argument(module.forward) is not None and isinstance(getattr(module, "layer_idx", None), int):
-                probe._handles.append(module.register_forward_hook(probe._after))
+                probe._handles.append(module.register_forward_hook(probe._after, with_kwargs=True))
         return probe
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _after(self, module: nn.Module, *_: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, _: Any) -> None:
         """The first module to return after a layer's state was written is the one that wrote it."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         if layer < len(self.cache.layers) and layer not in self.modules:
             kept = self.cache.layers[layer]
             if isinstance(kept, LinearAttentionCacheLayerMixin) and any(kept.has_previous_state.values()):
                 self.modules[layer] = module
+                self.calls[layer] = inspect.signature(module.forward).bind(*args, **kwargs)
+
+    def problems(self) -> list[str]:
+        """Modules that do not go on from a state as if they had computed what came before it.
+
+        Some of transformers' use their state for single tokens only, and begin anew with several.
+        """
+        problems = []
+        checked: set[type[nn.Module]] = set()
+        for layer, module in self.modules.items():
+            if type(module) in checked:
+                continue
+            checked.add(type(module))
+            difference = _continuation_error(module, layer, self.calls[layer])
+            if not difference <= CONTINUATION_TOLERANCE:
+                problems.append(
+                    f"layer {layer} ({type(module).__name__}) does not continue from a saved state: with it, results "
+                    f"differ by {difference:.0%} from those of the whole sequence"
+                )
+        return problems
 
     def layouts(self) -> dict[int, StateLayout]:
         """What each recurrent layer keeps."""
@@ -216,6 +243,30 @@ class StateProbe:
                 tuple(tensor.dtype for *_, tensor in tensors),
             )
         return found
+
+
+def _continuation_error(module: nn.Module, layer: int, call: inspect.BoundArguments) -> float:
+    """Largest difference between a sequence computed whole and in pieces, in float32, as a share of the largest value."""
+    exact = copy.deepcopy(module).float()
+    name = next(n for n in CACHE_ARGUMENTS if n in call.arguments)
+    source = next(iter(call.signature.parameters))
+    generator = torch.Generator().manual_seed(0)
+    width = call.arguments[source].shape[-1]
+    device = call.arguments[source].device
+    hidden = torch.randn(1, 9, width, generator=generator).to(device)
+
+    def run(pieces: list[int]) -> Tensor:
+        state = LinearAttentionLayer(number_of_states=8)
+        outputs = []
+        for piece in torch.split(hidden, pieces, dim=1):
+            arguments = {**call.arguments, source: piece, name: OneLayerCache(layer, state)}
+            bound = inspect.BoundArguments(call.signature, arguments)
+            outputs.append(exact(*bound.args, **bound.kwargs))
+        return torch.cat(outputs, 1)
+
+    with torch.inference_mode():
+        whole, pieces = run([9]), run([4, 3, 1, 1])
+        return float((whole - pieces).abs().max() / whole.abs().max().clamp(min=1e-20))
 
 
 def cache_argument(model: nn.Module) -> str | None:
