@@ -98,7 +98,7 @@ def test_prompts_much_longer_than_the_window(tiny_models: TinyModels, family: st
     engine = build_engine(model, block_size=8, state_block_size=8, max_num_batched_tokens=70)
     outputs = [complete(engine, [prompt], greedy(4), name=f"{n}")[0] for n, prompt in enumerate(prompts)]
     assert_oracle_agrees(tiny_models, family, outputs)
-    assert outputs[1].num_cached_tokens == 296
+    assert outputs[1].num_cached_tokens == longest_hit(engine, 300, 341) >= 288
 
 
 def test_logits_agree_with_transformers(tiny_models: TinyModels, family: str, model: LoadedModel) -> None:
@@ -132,13 +132,12 @@ def test_several_continuations_share_a_prompt(tiny_models: TinyModels, family: s
 def test_a_conversation_hits_its_own_answers(tiny_models: TinyModels, family: str, model: LoadedModel) -> None:
     rng = np.random.default_rng(6)
     engine = build_engine(model, block_size=4, num_blocks=128)
-    history = random_tokens(rng, 21)
+    history, num_known = random_tokens(rng, 21), 0
     for turn in range(4):
         [output] = complete(engine, [history], greedy(NUM_TOKENS), name=f"turn-{turn}")
         assert_oracle_agrees(tiny_models, family, [output])
-        if turn:
-            assert output.num_cached_tokens == num_known // 4 * 4
-        len(history) + NUM_TOKENS - 1
+        assert output.num_cached_tokens == longest_hit(engine, num_known, len(history))
+        num_known = len(history) + NUM_TOKENS - 1
         history = history + output.outputs[0].token_ids + random_tokens(rng, 5)
 
 
@@ -306,17 +305,18 @@ def test_blocks_that_a_group_needs_end_a_hit_when_they_are_evicted_and_no_others
                 engine._collect_all([batch.entries[0].request])
             if engine.manager.has_one_full_group:
                 return
-            wanted = needed_blocks(spec, 44)
-            victims = sorted(wanted if needed else set(range(44 // spec.block_size)) - wanted)
+            most = longest_hit(engine, 45, 45)
+            wanted = needed_blocks(spec, most)
+            victims = sorted(wanted if needed else set(range(most // spec.block_size)) - wanted)
             if not victims:
                 continue
             manager.evict_blocks(np.array([held[n] for n in victims[:1] if n in held], np.int32))
             outputs = complete(engine, [prompt], greedy(NUM_TOKENS), name="second")
             assert_oracle_agrees(tiny_models, family, outputs)
             if needed:
-                assert outputs[0].num_cached_tokens < 44
+                assert outputs[0].num_cached_tokens < most
             else:
-                assert outputs[0].num_cached_tokens == 44
+                assert outputs[0].num_cached_tokens == most
 
 
 # ------------------------------------------------------------------------------------- what is saved

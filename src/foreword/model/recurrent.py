@@ -246,7 +246,7 @@ class StateProbe:
 
 
 def _continuation_error(module: nn.Module, layer: int, call: inspect.BoundArguments) -> float:
-    """Largest difference between a sequence computed whole and in pieces, in float32, as a share of the largest value."""
+    """Largest difference, in float32, between a sequence whole and in pieces, as a share of the largest value."""
     exact = copy.deepcopy(module).float()
     name = next(n for n in CACHE_ARGUMENTS if n in call.arguments)
     source = next(iter(call.signature.parameters))
