@@ -120,6 +120,9 @@ class RecurrentForward:
         self._input = next(iter(self._signature.parameters))
         self._layer = layer
         self._layout = layout
+        self._module = module
+        self._scan_tokens: int | None = getattr(module, "chunk_size", None)
+        """What the module's parallel scan is cut into; sequences are padded to a multiple."""
 
     @classmethod
     def install(cls, module: nn.Module, layer: int, layout: StateLayout) -> None:
@@ -135,6 +138,8 @@ class RecurrentForward:
         hidden: Tensor = call.arguments[self._input]
         group_id = step.storage.state_group_of[self._layer]
         grid = step.storage.block_sizes[group_id]
+        if self._scan_tokens is not None:
+            self._module.chunk_size = min(self._scan_tokens, grid)
         result: Tensor | None = None
         for run in step.runs[group_id]:
             state = self._load(step.storage, run)
