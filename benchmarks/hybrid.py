@@ -321,7 +321,7 @@ def main() -> None:
     console.print(table(results))
     console.print(
         f"tokens per GiB: of one running sequence of {HELD_TOKENS[-1]:,}; first token: {SHARED_TOKENS:,} shared tokens "
-        f"and {FRESH_TOKENS} new; hit rate: {TURNS} turns of a conversation; exact: if every computed token could be hit"
+        f"and {FRESH_TOKENS} new; hit rate: {TURNS} turns of a conversation; exact: if hits could end anywhere"
     )
     system = {
         "foreword": foreword.__version__,
