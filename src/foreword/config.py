@@ -67,6 +67,9 @@ class CacheConfig:
     """Which cached block makes room when memory is short; `foreword.cache.eviction` describes the orders."""
     keep_all_kv: bool = False
     """Keep all KV of layers that attend to a window or chunk only, as if they attended to everything."""
+    sink_token_ids: tuple[int, ...] = ()
+    """Tokens before every prompt, computed once and never evicted; they are no part of prompts, hits or counts.
+    Whole blocks of them, for models whose layers all attend to everything."""
     state_block_size: int | None = None
     """Recurrent states can be saved, and hits can end, at multiples of this many tokens. None: the least at
     which no memory is wasted, at least 64."""
@@ -76,6 +79,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
+        object.__setattr__(self, "sink_token_ids", tuple(self.sink_token_ids))
         _at_least("state_block_size", self.state_block_size, 1)
         _at_least("state_interval", self.state_interval, 1)
         _one_of("prefix_index", self.prefix_index, ("radix", "hash"))

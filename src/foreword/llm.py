@@ -288,6 +288,7 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
             state_block_size=config.cache.state_block_size,
             state_interval=config.cache.state_interval,
             max_tokens=min(model.max_positions, config.model.max_model_len or model.max_positions),
+            num_sink_tokens=len(config.cache.sink_token_ids),
             keep_all=config.cache.keep_all_kv,
         )
     )
@@ -307,7 +308,7 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
         ) from error
     limits = ModelLimits(
         vocab_size=model.vocab_size,
-        max_model_len=_max_model_len(config, model.max_positions, manager),
+        max_model_len=_max_model_len(config, model.max_positions - len(config.cache.sink_token_ids), manager),
         eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
     )
     logger.info(
@@ -325,13 +326,26 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
             params.stop, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens
         )
 
+    runner = ModelRunner(model, storage)
+    if config.cache.sink_token_ids:
+        runner.fill_sinks(_sink_tokens(config, model.vocab_size), manager.sink_block_ids())
     return Engine(
         Scheduler(manager, config.scheduler),
-        ModelRunner(model, storage),
+        runner,
         limits,
         open_text_stream=open_text_stream if tokenizer else None,
         seed=config.seed,
     )
+
+
+def _sink_tokens(config: EngineConfig, vocab_size: int) -> npt.NDArray[np.int32]:
+    token_ids = np.array(config.cache.sink_token_ids, np.int64)
+    wrong = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
+    if wrong.size:
+        raise ConfigError(
+            f"token {token_ids[wrong[0]]} in sink_token_ids is out of range; the model's ids are 0 to {vocab_size - 1}"
+        )
+    return token_ids.astype(np.int32)
 
 
 def _make_manager(config: EngineConfig, layout: CacheLayout, num_blocks: int) -> KVCacheManager:
@@ -347,6 +361,7 @@ def _make_manager(config: EngineConfig, layout: CacheLayout, num_blocks: int) ->
     return KVCacheManager(
         num_blocks,
         block_size=layout.block_size,
+        groups=layout.specs,
         enable_prefix_caching=cache.enable_prefix_caching,
         index=make_index(cache.prefix_index, num_blocks, layout.block_size),
         eviction_policy=cache.eviction_policy,

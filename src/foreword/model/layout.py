@@ -26,7 +26,14 @@ from dataclasses import dataclass
 
 import torch
 
-from foreword.cache import ChunkedLocalSpec, FullAttentionSpec, GroupSpec, RecurrentSpec, SlidingWindowSpec
+from foreword.cache import (
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    GroupSpec,
+    RecurrentSpec,
+    SinkFullSpec,
+    SlidingWindowSpec,
+)
 from foreword.errors import ConfigError
 
 MAX_PADDING = 1 / 8
@@ -119,7 +126,7 @@ class CacheLayout:
     @property
     def is_one_full_group(self) -> bool:
         """Whether all layers need all blocks, so that any index will do and hits end at any token."""
-        return len(self.groups) == 1 and isinstance(self.groups[0].spec, FullAttentionSpec)
+        return len(self.groups) == 1 and isinstance(self.groups[0].spec, (FullAttentionSpec, SinkFullSpec))
 
     @property
     def block_size(self) -> int:
@@ -159,6 +166,8 @@ class LayoutOptions:
     """Save a recurrent state behind every so many tokens; None: states take about as much memory as KV."""
     max_tokens: int = 2**31
     """Longest sequence; a window or chunk that is not shorter is full attention."""
+    num_sink_tokens: int = 0
+    """Positions before every request's own that all share; whole blocks, and full attention in every layer."""
     keep_all: bool = False
     """Treat windows and chunks as full attention: simpler, larger, and hits to the token."""
 
@@ -184,6 +193,8 @@ def plan_layout(
         for kind, layers in kinds.items()
         for start in range(0, len(layers), num_slots)
     ]
+    if options.num_sink_tokens:
+        groups = [_with_sinks(groups, bool(states), options)]
     interval = None
     if states:
         key_bytes, value_bytes = _round_up(key_bytes, 8), _round_up(value_bytes, 8)
@@ -230,6 +241,22 @@ def _spec(kind: Kind, block_size: int) -> GroupSpec:
         case "chunk":
             return ChunkedLocalSpec(kind[3], block_size)
     return FullAttentionSpec(block_size)
+
+
+def _with_sinks(groups: list[GroupLayout], has_states: bool, options: LayoutOptions) -> GroupLayout:
+    """The one full group, with blocks that all requests share."""
+    if has_states or len(groups) != 1 or not isinstance(groups[0].spec, FullAttentionSpec):
+        raise ConfigError(
+            f"sink_token_ids ({options.num_sink_tokens} tokens) need a model whose layers all attend to everything; "
+            "leave them out, or set keep_all_kv if no layer is recurrent"
+        )
+    size = groups[0].spec.block_size
+    if options.num_sink_tokens % size:
+        raise ConfigError(
+            f"sink_token_ids ({options.num_sink_tokens} tokens) do not fill whole blocks of {size} tokens; add or "
+            "leave out some, or change block_size"
+        )
+    return GroupLayout(SinkFullSpec(options.num_sink_tokens, size), groups[0].layers)
 
 
 def _num_slots(kinds: Mapping[Kind, list[int]]) -> int:

@@ -120,7 +120,7 @@ class RecurrentForward:
         self._input = next(iter(self._signature.parameters))
         self._layer = layer
         self._layout = layout
-        self._module = module
+        self._module: Any = module
         self._scan_tokens: int | None = getattr(module, "chunk_size", None)
         """What the module's parallel scan is cut into; sequences are padded to a multiple."""
 

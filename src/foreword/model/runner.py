@@ -6,9 +6,10 @@ Knows batches, the model and its KV tensors; knows nothing of queues, prefixes o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -55,8 +56,42 @@ class ModelRunner:
         self._model = model
         self._storage = storage
         self._device = model.device
+        self._sink_block_ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
         threads = torch.get_num_threads() if model.device.type == "cpu" else 1
         self._pad_rows = RowPadding.for_model(model.activation_widths(), model.dtype, threads)
+
+    def fill_sinks(self, token_ids: npt.NDArray[np.int32], block_ids: npt.NDArray[np.int32]) -> None:
+        """Compute the tokens that stand before every request into their blocks; called once, before any batch."""
+        assert len(token_ids) == len(block_ids) * self._storage.block_sizes[0]
+        nothing = np.zeros(1, np.int32)
+        self.forward(
+            Batch(
+                entries=(),
+                token_ids=token_ids,
+                positions=np.arange(len(token_ids), dtype=np.int32),
+                query_starts=np.array([0, len(token_ids)], np.int32),
+                group_tables=(block_ids[None],),
+                write_from=nothing,
+                copies=np.empty((0, 2), np.int32),
+            ),
+            nothing.astype(np.int64),
+        )
+        self._sink_block_ids = block_ids
+
+    def _after_sinks(self, batch: Batch) -> Batch:
+        """The batch with the sinks as the beginning of every request."""
+        num_blocks = len(self._sink_block_ids)
+        if not num_blocks:
+            return batch
+        shift = np.int32(num_blocks * self._storage.block_sizes[0])
+        tables = batch.group_tables[0]
+        sinks = np.broadcast_to(self._sink_block_ids, (len(tables), num_blocks))
+        return replace(
+            batch,
+            positions=batch.positions + shift,
+            write_from=batch.write_from + shift,
+            group_tables=(np.concatenate((sinks, tables), axis=1),),
+        )
 
     def execute(self, batch: Batch) -> BatchResult:
         """Compute a batch: blocks are copied, its KV is written, and each entry that reaches its end gets a token."""
@@ -82,6 +117,7 @@ class ModelRunner:
 
     def forward(self, batch: Batch, logit_rows: np.ndarray) -> Tensor:
         """Write the batch's KV; return float32 logits [len(logit_rows), vocab] of the given tokens."""
+        batch = self._after_sinks(batch)
         with torch.inference_mode():
             num_padded = self._pad_rows(batch.num_tokens)
             token_ids = torch.zeros(1, num_padded, dtype=torch.long)
