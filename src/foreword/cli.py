@@ -74,6 +74,11 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-token-ids", action="append", default=[], metavar="IDS", help="such as 5,17,9")
     parser.add_argument("--chat", action="store_true", help="take each prompt as a user's message")
     parser.add_argument("--json", action="store_true", help="print one JSON line per prompt")
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="say on standard error what the cache held of each prompt, why not more, and what attention shared",
+    )
 
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=int, default=128)
@@ -94,6 +99,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-num-batched-tokens", type=int)
     engine.add_argument("--max-num-seqs", type=int)
     engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    engine.add_argument("--attention-kernel", choices=("auto", "cpu", "reference"))
     engine.add_argument("--trust-remote-code", action="store_true", default=None)
     engine.set_defaults(engine_options=[action.dest for action in engine._group_actions])
 
@@ -115,16 +121,22 @@ def _generate(args: argparse.Namespace) -> int:
     )
     with LLM(args.model, **options) as llm:
         if len(prompts) == 1 and not args.json and llm.tokenizer is not None:
-            _print_stream(llm, prompts[0], params, chat=args.chat)
-            return 0
-        if args.chat:
-            conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            outputs = llm.chat(conversations, params)
+            outputs = [_print_stream(llm, prompts[0], params, chat=args.chat)]
         else:
-            outputs = llm.generate(prompts, params)
-        for output in outputs:
-            print(json.dumps(_as_json(output)) if args.json else _as_text(output))
+            outputs = _outputs(llm, prompts, params, chat=args.chat)
+            for output in outputs:
+                print(json.dumps(_as_json(output)) if args.json else _as_text(output))
+        if args.explain:
+            for output in outputs:
+                _print_explanation(llm, output)
+            print(f"foreword: {llm.explain_attention()}", file=sys.stderr)
     return 0
+
+
+def _outputs(llm: LLM, prompts: list[Any], params: SamplingParams, *, chat: bool) -> list[RequestOutput]:
+    if chat:
+        return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+    return llm.generate(prompts, params)
 
 
 def _prompts(args: argparse.Namespace) -> list[Any]:
@@ -147,8 +159,8 @@ def _prompts(args: argparse.Namespace) -> list[Any]:
     return prompts
 
 
-def _print_stream(llm: LLM, prompt: Any, params: SamplingParams, *, chat: bool) -> None:
-    """Print one answer as its tokens arrive."""
+def _print_stream(llm: LLM, prompt: Any, params: SamplingParams, *, chat: bool) -> RequestOutput:
+    """Print one answer as its tokens arrive; returns the finished output."""
     outputs = llm.stream_chat([{"role": "user", "content": prompt}], params) if chat else llm.stream(prompt, params)
     shown = 0
     for output in outputs:
@@ -156,6 +168,19 @@ def _print_stream(llm: LLM, prompt: Any, params: SamplingParams, *, chat: bool) 
         print(text[shown:], end="", flush=True)
         shown = len(text)
     print()
+    return output
+
+
+def _print_explanation(llm: LLM, output: RequestOutput) -> None:
+    explanation = output.explanation
+    if explanation is None:
+        print("foreword: the prefix cache is off; nothing was looked up", file=sys.stderr)
+        return
+    print(f"foreword: {explanation}", file=sys.stderr)
+    divergence = explanation.divergence
+    if divergence is not None and divergence.theirs and llm.tokenizer is not None:
+        for whose, token_ids in (("here", divergence.ours), ("cached", divergence.theirs)):
+            print(f"    {whose + ':':8}{llm.tokenizer.decode(token_ids)!r}", file=sys.stderr)
 
 
 def _as_text(output: RequestOutput) -> str:
@@ -171,6 +196,7 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
+        "missed_because": output.explanation.reason if output.explanation else None,
         "ttft_ms": output.metrics.time_to_first_token_ms,
     }
 

@@ -263,6 +263,7 @@ class Scheduler:
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
+            request.explanation = self.manager.explanation_of(request.request_id)
         # Blocks can be hit from the step that fills them; states only afterwards.
         pending = hit.num_tokens if self._saves_states else end
         if self._coalesces and pending < len(request):

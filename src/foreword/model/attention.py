@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from foreword.model.kernels.reference import AttentionOptions, Tile, paged_attention
+from foreword.model.kernels.reference import AttentionOptions
+from foreword.model.kernels.select import AttentionKernel
 from foreword.model.layout import LayerLayout
 from foreword.model.storage import KVStorage
 
@@ -30,7 +31,9 @@ class GroupStep:
 
     slots: Tensor
     """[tokens]: where each token's KV goes; tokens beyond it in the forward pass are padding."""
-    tiles: list[Tile]
+    kernel: AttentionKernel
+    plan: Any
+    """The kernel's plan of this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +185,9 @@ def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
         sinks=s_aux,
         local_chunk=storage.layout.attention[layer].local_chunk,
     )
-    output = paged_attention(query[0].transpose(0, 1), storage.keys[layer], storage.values[layer], step.tiles, options)
+    output = step.kernel.attend(
+        query[0].transpose(0, 1), storage.keys[layer], storage.values[layer], step.plan, options
+    )
     return output[None], None
 
 

@@ -112,12 +112,14 @@ class CacheLayout:
     num_slots: int
     key_page_bytes: int
     value_page_bytes: int
+    state_page_bytes: int = 0
+    """Of each block, beside the pages of all slots: what a recurrent group's states need more than attention."""
     state_interval: int | None = None
     """Tokens between recurrent states that are saved in any case; None without recurrent layers."""
 
     @property
     def bytes_per_block(self) -> int:
-        return self.num_slots * (self.key_page_bytes + self.value_page_bytes)
+        return self.num_slots * (self.key_page_bytes + self.value_page_bytes) + self.state_page_bytes
 
     @property
     def specs(self) -> tuple[GroupSpec, ...]:
@@ -195,12 +197,11 @@ def plan_layout(
     ]
     if options.num_sink_tokens:
         groups = [_with_sinks(groups, bool(states), options)]
-    interval = None
+    interval, more_bytes = None, 0
     if states:
-        key_bytes, value_bytes = _round_up(key_bytes, 8), _round_up(value_bytes, 8)
-        per_group = _states_per_group(num_slots * (key_bytes + value_bytes), state_bytes, len(states), bool(kinds))
-        # A page must hold what attention stores, and all pages of a block one group's states.
-        value_bytes = max(value_bytes, _round_up(-(-per_group * state_bytes // num_slots) - key_bytes, 8))
+        block_bytes = num_slots * (key_bytes + value_bytes)
+        per_group = _states_per_group(block_bytes, state_bytes, len(states), bool(kinds))
+        more_bytes = max(0, per_group * state_bytes - block_bytes)
         state_block = _state_block_size(options, math.lcm(*sizes.values()))
         kv_bytes = sum(attention[layer].key_elements + attention[layer].value_elements for layer in attention)
         interval = _state_interval(
@@ -212,7 +213,9 @@ def plan_layout(
             GroupLayout(RecurrentSpec(state_block, interval), tuple(layers[start : start + per_group]))
             for start in range(0, len(layers), per_group)
         ]
-    return CacheLayout(tuple(groups), dict(attention), dict(states), dtype, num_slots, key_bytes, value_bytes, interval)
+    return CacheLayout(
+        tuple(groups), dict(attention), dict(states), dtype, num_slots, key_bytes, value_bytes, more_bytes, interval
+    )
 
 
 Kind = tuple[int, int, str, int]

@@ -22,6 +22,7 @@ from foreword.config import ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.attention import ATTENTION_NAME, PROBE_NAME, ForwardContext, LayoutProbe
 from foreword.model.experts import EXPERTS_NAME
+from foreword.model.kernels.select import AttentionKernel, make_kernel
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.recurrent import RecurrentForward, StateProbe, StepCache, cache_argument
 
@@ -68,6 +69,7 @@ class LoadedModel:
     max_positions: int
     """Longest sequence that the model may be given."""
     eos_token_ids: frozenset[int]
+    kernel: AttentionKernel
 
     def __call__(
         self,
@@ -133,6 +135,7 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
         vocab_size=module.get_output_embeddings().weight.shape[0],
         max_positions=_max_positions(text_config),
         eos_token_ids=_eos_token_ids(module, text_config),
+        kernel=make_kernel(options.attention_kernel, device),
     )
     _probe_layers(model)
     return model

@@ -16,7 +16,7 @@ from torch import Tensor
 from foreword.batch import Batch, BatchResult, Sample
 from foreword.cache import RecurrentSpec
 from foreword.model.attention import ForwardContext, GroupStep
-from foreword.model.kernels.reference import plan_tiles
+from foreword.model.kernels.select import ReferenceAttention
 from foreword.model.loader import LoadedModel
 from foreword.model.recurrent import StateRun, StepCache, plan_state_runs, position_offsets
 from foreword.model.sampler import sample, token_logprobs
@@ -56,6 +56,7 @@ class ModelRunner:
         self._model = model
         self._storage = storage
         self._device = model.device
+        self._plain_attention = ReferenceAttention()
         self._sink_block_ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
         threads = torch.get_num_threads() if model.device.type == "cpu" else 1
         self._pad_rows = RowPadding.for_model(model.activation_widths(), model.dtype, threads)
@@ -147,9 +148,12 @@ class ModelRunner:
                 runs[group_id] = plan_state_runs(batch, group_id, spec.block_size)
                 continue
             own = batch.of_group(group_id, storage.scrap_block)
+            # Compiled kernels count on blocks without gaps between them.
+            kernel = self._model.kernel if storage.is_contiguous(group_id) else self._plain_attention
             steps[group_id] = GroupStep(
                 storage.slot_mapping(batch, group_id).to(self._device),
-                plan_tiles(own, storage.scrap_block, spec.block_size, self._device),
+                kernel,
+                kernel.plan(own, storage.scrap_block, spec.block_size, self._device),
             )
         return steps, runs
 

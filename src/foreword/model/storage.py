@@ -43,7 +43,8 @@ class KVStorage:
         def pages(num_bytes: int) -> Tensor:
             return torch.empty(num_blocks + 1, num_bytes, dtype=torch.uint8, device=device)
 
-        self._pages = [(pages(layout.key_page_bytes), pages(layout.value_page_bytes)) for _ in range(layout.num_slots)]
+        self._slots = [(pages(layout.key_page_bytes), pages(layout.value_page_bytes)) for _ in range(layout.num_slots)]
+        self._pages = [*(pages for slot in self._slots for pages in slot), pages(layout.state_page_bytes)]
         self.keys: dict[int, Tensor] = {}
         """Attention layer -> [num_blocks + 1, block_size, kv_heads, key_dim]."""
         self.values: dict[int, Tensor] = {}
@@ -66,16 +67,16 @@ class KVStorage:
 
     def _place_attention(self, group_id: int, group: GroupLayout) -> None:
         size, dtype = group.spec.block_size, self.layout.dtype
-        for layer, (key_pages, value_pages) in zip(group.layers, self._pages, strict=False):
+        for layer, (key_pages, value_pages) in zip(group.layers, self._slots, strict=False):
             shape = self.layout.attention[layer]
             self.group_of[layer] = group_id
             self.keys[layer] = _as_blocks(key_pages, dtype, size, shape.num_kv_heads, shape.key_dim)
             self.values[layer] = _as_blocks(value_pages, dtype, size, shape.num_kv_heads, shape.value_dim)
 
     def _place_states(self, group_id: int, group: GroupLayout) -> None:
-        """States follow each other over the pages of all slots, keys' before values' in each slot."""
+        """States follow each other over the pages of all slots, keys' before values', and what there is beside."""
         extents, end = [], 0
-        for pages in (pages for slot in self._pages for pages in slot):
+        for pages in self._pages:
             extents.append((pages, end, end + pages.shape[1]))
             end += pages.shape[1]
         start = 0
@@ -91,6 +92,11 @@ class KVStorage:
             start = stop
 
     # ------------------------------------------------------------------------ KV
+
+    def is_contiguous(self, group_id: int) -> bool:
+        """Whether the blocks of an attention group's layers fill their pages, so that no gaps lie between them."""
+        layer = self.layout.groups[group_id].layers[0]
+        return self.keys[layer].is_contiguous() and self.values[layer].is_contiguous()
 
     def slot_mapping(self, batch: Batch, group_id: int) -> Tensor:
         """Slot of each token of a batch, [tokens]; a scrap slot where the KV is in a shared block already."""
@@ -113,8 +119,8 @@ class KVStorage:
         """Copy whole blocks, [copies, (source, target)], all sources read before any target is written."""
         if not len(copies):
             return
-        sources, targets = torch.from_numpy(copies.astype(np.int64)).to(self._pages[0][0].device).unbind(1)
-        for pages in (pages for slot in self._pages for pages in slot):
+        sources, targets = torch.from_numpy(copies.astype(np.int64)).to(self._pages[0].device).unbind(1)
+        for pages in self._pages:
             pages.index_copy_(0, targets, pages.index_select(0, sources))
 
     # -------------------------------------------------------------------- states
@@ -122,7 +128,7 @@ class KVStorage:
     def load_state(self, layer: int, block_id: int) -> list[Tensor]:
         """A recurrent layer's state, one tensor [1, ...] for each that its layout names (copies)."""
         layout = self.layout.states[layer]
-        raw = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._pages[0][0].device)
+        raw = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._pages[0].device)
         for piece in self._pieces[layer]:
             length = piece.end - piece.start
             raw[piece.start : piece.end] = piece.pages[block_id, piece.offset : piece.offset + length]
@@ -136,7 +142,7 @@ class KVStorage:
     def save_state(self, layer: int, block_id: int, tensors: list[Tensor]) -> None:
         """Store a recurrent layer's state, as `load_state` returns it."""
         layout = self.layout.states[layer]
-        raw = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self._pages[0][0].device)
+        raw = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self._pages[0].device)
         start = 0
         for tensor, size in zip(tensors, layout.tensor_bytes(), strict=True):
             flat = tensor.contiguous().view(-1).view(torch.uint8)
