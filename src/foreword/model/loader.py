@@ -21,6 +21,7 @@ from foreword.config import ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.attention import ATTENTION_NAME, PROBE_NAME, ForwardContext, LayoutProbe
 from foreword.model.experts import EXPERTS_NAME
+from foreword.model.packed import PackedLinear, pack_linears
 from foreword.model.storage import LayerLayout
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ class LoadedModel:
 
     def activation_widths(self) -> list[int]:
         """Last sizes of the activations that pass through elementwise functions."""
-        linear = {n for m in self.module.modules() if isinstance(m, nn.Linear) for n in (m.in_features, m.out_features)}
+        layers = [m for m in self.module.modules() if isinstance(m, nn.Linear | PackedLinear)]
+        linear = {n for layer in layers for n in (layer.in_features, layer.out_features)}
         experts = {n for name, p in self.module.named_parameters() if p.dim() == 3 for n in p.shape[1:]}
         heads = {n for layer in self.layers for n in (layer.key_dim, layer.value_dim)}
         return sorted(linear - {self.vocab_size} | experts | heads)
@@ -92,6 +94,7 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
         max_positions=_max_positions(text_config),
         eos_token_ids=_eos_token_ids(module, text_config),
     )
+    pack_linears(module)
     model.layers.extend(_probe_layers(model))
     return model
 

@@ -16,6 +16,7 @@ from foreword.batch import Batch, BatchResult, Sample
 from foreword.model.attention import ForwardContext
 from foreword.model.kernels.reference import plan_tiles
 from foreword.model.loader import LoadedModel
+from foreword.model.packed import has_unpacked_products
 from foreword.model.sampler import sample, token_logprobs
 from foreword.model.storage import KVStorage
 from foreword.request import TokenLogprobs
@@ -25,21 +26,26 @@ from foreword.request import TokenLogprobs
 class RowPadding:
     """How many rows a forward pass must have so that each row's bits do not depend on the others.
 
-    Two things in the CPU's libraries look at the number of rows. A float32 matrix product of fewer than
-    16 rows takes another path, and so does a bfloat16 product of a single row that is long. And elementwise
-    functions (silu, gelu, sigmoid) compute the last few elements of each thread's share one by one, with
-    another exponential than in vectors: the share must be whole vectors. See docs/decisions/0002-exactness.md.
+    Two things in the CPU's libraries look at the number of rows. A plain float32 matrix product of fewer than
+    16 rows takes another path, and so does a plain bfloat16 product of a single row that is long; of packed
+    weights only a float32 product of a single row does. And elementwise functions (silu, gelu, sigmoid) compute
+    the last few elements of each thread's share one by one, with another exponential than in vectors: the share
+    must be whole vectors. See docs/decisions/0002-exactness.md and 0009-packed-weights.md.
     """
 
     multiple: int
     minimum: int
 
     @classmethod
-    def for_model(cls, widths: list[int], dtype: torch.dtype, num_threads: int) -> RowPadding:
-        """`widths`: last sizes of all activations (their greatest common divisor is what counts)."""
+    def for_model(cls, widths: list[int], dtype: torch.dtype, num_threads: int, *, packed: bool = False) -> RowPadding:
+        """`widths`: last sizes of all activations (their greatest common divisor is what counts).
+
+        `packed` says that all matrix products are of packed weights.
+        """
         vector = 64 * num_threads  # two AVX-512 vectors of bfloat16, for every thread
         multiple = math.lcm(num_threads, vector // math.gcd(vector, *widths))
-        return cls(multiple, 16 if dtype == torch.float32 else 2)
+        plain = 16 if dtype == torch.float32 else 2
+        return cls(multiple, plain if not packed else 2 if dtype == torch.float32 else 1)
 
     def __call__(self, num_rows: int) -> int:
         rows = max(num_rows, self.minimum)
@@ -54,7 +60,8 @@ class ModelRunner:
         self._storage = storage
         self._device = model.device
         threads = torch.get_num_threads() if model.device.type == "cpu" else 1
-        self._pad_rows = RowPadding.for_model(model.activation_widths(), model.dtype, threads)
+        packed = not has_unpacked_products(model.module)
+        self._pad_rows = RowPadding.for_model(model.activation_widths(), model.dtype, threads, packed=packed)
 
     def execute(self, batch: Batch) -> BatchResult:
         """Compute a batch: blocks are copied, its KV is written, and each entry that reaches its end gets a token."""
