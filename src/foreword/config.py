@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from foreword.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+KernelName = Literal["auto", "cpu", "reference"]
 Policy = Literal["fcfs", "priority"]
 IndexName = Literal["radix", "hash"]
 EvictionName = Literal["lru", "lfu", "slru", "fifo", "last_accessed", "priority"]
@@ -39,6 +40,11 @@ class ModelConfig:
     None: 0.9 on a GPU; on CPU, where other programs live too, a quarter of what is available, at most
     4 GiB of KV.
     """
+    attention_kernel: KernelName = "auto"
+    """"cpu": compiled for this processor, with two-phase attention; "reference": plain torch, any device.
+
+    "auto" takes the compiled kernel wherever it runs. Each keeps its own bits, whatever the cache does.
+    """
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint."""
     self_check: bool = True
@@ -46,6 +52,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _one_of("attention_kernel", self.attention_kernel, get_args(KernelName))
         _at_least("max_model_len", self.max_model_len, 2)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         share = self.gpu_memory_utilization

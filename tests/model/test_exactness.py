@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from torch import Tensor
 from foreword.batch import Batch
 from foreword.config import ModelConfig
 from foreword.engine import Engine
-from foreword.model import attention, runner
 from foreword.model.kernels import reference
+from foreword.model.kernels.select import ReferenceAttention, make_kernel
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.runner import ModelRunner, RowPadding
 from foreword.model.self_check import find_inexactness
@@ -70,10 +71,16 @@ def assert_same_bits(ours: Logits, theirs: Logits) -> None:
         assert torch.equal(logits, theirs[position]), f"logits after position {position} differ"
 
 
-@pytest.fixture(params=list(itertools.product(FAMILIES, ["float32", "bfloat16"])), ids="-".join)
+CASES = [
+    *itertools.product(FAMILIES, ["float32", "bfloat16"], ["cpu"]),
+    *itertools.product(["gpt_oss", "mqa_llama"], ["float32", "bfloat16"], ["reference"]),
+]
+
+
+@pytest.fixture(params=CASES, ids="-".join)
 def model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> LoadedModel:
-    family, dtype = request.param
-    return tiny_models.loaded(family, dtype)
+    family, dtype, kernel = request.param
+    return replace(tiny_models.loaded(family, dtype), kernel=make_kernel(kernel, torch.device("cpu")))
 
 
 @pytest.fixture
@@ -251,29 +258,27 @@ def test_the_self_check_notices_matrix_products_of_too_few_rows(
 def test_the_self_check_notices_chunks_of_kv_that_are_not_at_fixed_positions(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attend(*args: Any) -> Tensor:
-        tiles: list[reference.Tile] = args[3]
-        monkeypatch.setattr(reference, "CHUNK_TOKENS", 8 if tiles[0].first_position == 0 else 12)
-        return reference.paged_attention(*args)
+    class MovingChunks(ReferenceAttention):
+        def attend(self, *args: Any) -> Tensor:
+            tiles: list[reference.Tile] = args[3]
+            monkeypatch.setattr(reference, "CHUNK_TOKENS", 8 if tiles[0].first_position == 0 else 12)
+            return super().attend(*args)
 
-    monkeypatch.setattr(attention, "paged_attention", attend)
-    assert find_inexactness(tiny_models.loaded("llama")) == "logits depend on how prefill is chunked"
+    model = replace(tiny_models.loaded("llama"), kernel=MovingChunks())
+    assert find_inexactness(model) == "logits depend on how prefill is chunked"
 
 
-def test_the_self_check_notices_that_neighbours_matter(
-    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_self_check_notices_that_neighbours_matter(tiny_models: TinyModels) -> None:
     """KV that is off by little for every request but the first of a batch, as a wrong slot would be."""
-    plan_tiles = runner.plan_tiles
 
-    def plan(batch: Batch, *args: Any) -> list[reference.Tile]:
-        tiles = plan_tiles(batch, *args)
-        if len(batch.query_starts) > 2:
-            tiles[0].positions[:, -1] -= 1  # the last query does not see itself
-        return tiles
+    class Nearsighted(ReferenceAttention):
+        def plan(self, batch: Batch, *args: Any) -> list[reference.Tile]:
+            tiles = super().plan(batch, *args)
+            if len(batch.query_starts) > 2:
+                tiles[0].positions[:, -1] -= 1  # the last query does not see itself
+            return tiles
 
-    monkeypatch.setattr(runner, "plan_tiles", plan)
-    reason = find_inexactness(tiny_models.loaded("llama"))
+    reason = find_inexactness(replace(tiny_models.loaded("llama"), kernel=Nearsighted()))
     assert reason == "logits depend on cache hits or on the other requests of a batch"
 
 

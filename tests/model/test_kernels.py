@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -16,15 +16,21 @@ from torch import Tensor
 
 from foreword.batch import Batch
 from foreword.model.kernels import reference
-from foreword.model.kernels.reference import AttentionOptions, Tile, paged_attention, plan_tiles
+from foreword.model.kernels.cpu_attention import CpuAttention
+from foreword.model.kernels.reference import AttentionOptions, plan_tiles
+from foreword.model.kernels.select import AttentionKernel, ReferenceAttention
 
-Kernel = Callable[[Tensor, Tensor, Tensor, list[Tile], AttentionOptions], Tensor]
-KERNELS: dict[str, Kernel] = {"reference": paged_attention}
+KERNELS: dict[str, Callable[[], AttentionKernel]] = {
+    "reference": ReferenceAttention,
+    "cpu": CpuAttention,
+    "cpu-widened": lambda: CpuAttention(multiply_pairs=False),
+    "cpu-unshared": lambda: CpuAttention(share=False),
+}
 
 
 @pytest.fixture(params=sorted(KERNELS))
-def kernel(request: pytest.FixtureRequest) -> Kernel:
-    return KERNELS[request.param]
+def kernel(request: pytest.FixtureRequest) -> AttentionKernel:
+    return KERNELS[request.param]()
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,13 @@ class Shape:
     value_dim: int
     block_size: int
     dtype: torch.dtype = torch.float32
+
+
+def first_seen(position: int, options: AttentionOptions) -> int:
+    """The first position that a query sees."""
+    if options.local_chunk is not None:
+        return position - position % options.local_chunk
+    return 0 if options.sliding_window is None else max(0, position - options.sliding_window + 1)
 
 
 class Case:
@@ -78,18 +91,27 @@ class Case:
     def _normal(self, rng: np.random.Generator, *size: int) -> Tensor:
         return torch.from_numpy(rng.standard_normal(size)).to(self.shape.dtype)
 
-    def run(self, kernel: Kernel, options: AttentionOptions, num_padding_rows: int = 0) -> Tensor:
+    def run(self, kernel: AttentionKernel, options: AttentionOptions, num_padding_rows: int = 0) -> Tensor:
+        self._give_up_unseen(options)
         query = torch.cat(self.queries)
         padding = torch.full((num_padding_rows, *query.shape[1:]), torch.nan, dtype=query.dtype)
-        tiles = plan_tiles(self.batch, len(self.key_blocks) - 1, self.shape.block_size, query.device)
-        return kernel(torch.cat((query, padding)), self.key_blocks, self.value_blocks, tiles, options)
+        plan = kernel.plan(self.batch, len(self.key_blocks) - 1, self.shape.block_size, query.device)
+        return kernel.attend(torch.cat((query, padding)), self.key_blocks, self.value_blocks, plan, options)
+
+    def _give_up_unseen(self, options: AttentionOptions) -> None:
+        """Blocks before everything that a request's queries see are scrap in its table, and NaN."""
+        for row, (start, _) in enumerate(self.spans):
+            num_unseen = first_seen(start, options) // self.shape.block_size
+            given_up = self.batch.block_tables[row, :num_unseen]
+            self.key_blocks[given_up], self.value_blocks[given_up] = torch.nan, torch.nan
+            given_up[:] = len(self.key_blocks) - 1
 
     def expected(self, options: AttentionOptions) -> Tensor:
         """One query at a time, one head at a time, in float64."""
         rows = []
         for (start, end), queries, keys, values in zip(self.spans, self.queries, self.keys, self.values, strict=True):
             for position in range(start, end):
-                first = 0 if options.sliding_window is None else max(0, position - options.sliding_window + 1)
+                first = first_seen(position, options)
                 rows.append(
                     torch.stack(
                         [
@@ -141,11 +163,13 @@ def random_options(rng: np.random.Generator, shape: Shape) -> AttentionOptions:
     window, softcap = sometimes(int(rng.integers(1, 300))), sometimes(float(rng.uniform(0.5, 5.0)))
     sinks = torch.from_numpy(rng.standard_normal(shape.num_heads)) if rng.random() < 0.5 else None
     scale = float(rng.choice([shape.head_dim**-0.5, 1.0]))
+    if window is not None and rng.random() < 0.4:
+        return AttentionOptions(scale, None, softcap, sinks, local_chunk=int(window))
     return AttentionOptions(scale, None if window is None else int(window), softcap, sinks)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_ragged_batches_agree_with_naive_attention(kernel: Kernel, seed: int) -> None:
+def test_random_ragged_batches_agree_with_naive_attention(kernel: AttentionKernel, seed: int) -> None:
     rng = np.random.default_rng(seed)
     shape = random_shape(rng)
     case = Case(shape, random_spans(rng, longest=30 if seed % 2 else 600), rng)
@@ -155,14 +179,28 @@ def test_random_ragged_batches_agree_with_naive_attention(kernel: Kernel, seed: 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_bfloat16_kv_is_rounded_only_at_the_end(kernel: Kernel, seed: int) -> None:
+@pytest.mark.parametrize("make", [ReferenceAttention, KERNELS["cpu-widened"]])
+def test_bfloat16_kv_is_rounded_only_at_the_end(make: Callable[[], AttentionKernel], seed: int) -> None:
     rng = np.random.default_rng(100 + seed)
     shape = Shape(4, 2, 64, 64, 16, torch.bfloat16)
     case = Case(shape, random_spans(rng, longest=400), rng)
     options = random_options(rng, shape)
-    result = case.run(kernel, options)
+    result = case.run(make(), options)
     assert result.dtype == torch.bfloat16
-    torch.testing.assert_close(result.double(), case.expected(options), rtol=2**-8, atol=1e-4)
+    expected = case.expected(options)
+    torch.testing.assert_close(result.double(), expected, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pairs_of_bfloat16_round_each_weight_once(seed: int) -> None:
+    """The bound: a weight is off by at most 2**-9 of itself, and so is the sum that it is divided by."""
+    rng = np.random.default_rng(100 + seed)
+    shape = replace(random_shape(rng), dtype=torch.bfloat16)
+    case = Case(shape, random_spans(rng, longest=600), rng)
+    options = random_options(rng, shape)
+    result, expected = case.run(CpuAttention(), options).double(), case.expected(options)
+    case.values = [values.abs() for values in case.values]
+    assert ((result - expected).abs() <= 2**-8 * (expected.abs() + case.expected(options)) + 1e-6).all()
 
 
 SPAN_GRID = {
@@ -177,22 +215,23 @@ SPAN_GRID = {
 
 
 @pytest.mark.parametrize("spans", SPAN_GRID.values(), ids=SPAN_GRID)
-@pytest.mark.parametrize("sliding_window", [None, 1, 8, 256])
+@pytest.mark.parametrize("reach", [None, 1, 8, 256])
+@pytest.mark.parametrize("kind", ["sliding_window", "local_chunk"])
 def test_the_edges_of_chunks_and_tiles(
-    kernel: Kernel, spans: list[tuple[int, int]], sliding_window: int | None
+    kernel: AttentionKernel, spans: list[tuple[int, int]], kind: str, reach: int | None
 ) -> None:
     case = Case(Shape(4, 2, 16, 16, 16), spans, np.random.default_rng(7))
-    options = AttentionOptions(0.25, sliding_window)
+    options = AttentionOptions(0.25, **{kind: reach})
     torch.testing.assert_close(case.run(kernel, options).double(), case.expected(options), rtol=1e-4, atol=1e-5)
 
 
-def test_huge_scores_neither_overflow_nor_vanish(kernel: Kernel) -> None:
+def test_huge_scores_neither_overflow_nor_vanish(kernel: AttentionKernel) -> None:
     case = Case(Shape(2, 1, 16, 16, 4), [(0, 40), (290, 300)], np.random.default_rng(8))
     options = AttentionOptions(scale=1e4)
     torch.testing.assert_close(case.run(kernel, options).double(), case.expected(options), rtol=1e-3, atol=1e-3)
 
 
-def test_a_sink_of_great_weight_takes_everything(kernel: Kernel) -> None:
+def test_a_sink_of_great_weight_takes_everything(kernel: AttentionKernel) -> None:
     case = Case(Shape(2, 1, 16, 16, 4), [(0, 40)], np.random.default_rng(9))
     result = case.run(kernel, AttentionOptions(0.25, sinks=torch.tensor([200.0, -200.0])))
     assert torch.equal(result[:, 0], torch.zeros_like(result[:, 0]))
@@ -200,7 +239,7 @@ def test_a_sink_of_great_weight_takes_everything(kernel: Kernel) -> None:
     torch.testing.assert_close(result[:, 1], without[:, 1])
 
 
-def test_rows_of_padding_change_nothing_and_come_back_as_zeros(kernel: Kernel) -> None:
+def test_rows_of_padding_change_nothing_and_come_back_as_zeros(kernel: AttentionKernel) -> None:
     case = Case(Shape(4, 2, 16, 16, 4), [(0, 9), (20, 21)], np.random.default_rng(10))
     options = AttentionOptions(0.25)
     padded = case.run(kernel, options, num_padding_rows=6)
@@ -210,7 +249,7 @@ def test_rows_of_padding_change_nothing_and_come_back_as_zeros(kernel: Kernel) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_query_has_the_same_bits_in_every_batch(kernel: Kernel, seed: int, dtype: torch.dtype) -> None:
+def test_a_query_has_the_same_bits_in_every_batch(kernel: AttentionKernel, seed: int, dtype: torch.dtype) -> None:
     """One request whole, in two pieces, and one query at a time among others."""
     rng = np.random.default_rng(200 + seed)
     shape = Shape(6, 2, int(rng.choice([16, 20, 64])), 24, int(rng.choice([4, 16])), dtype)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from foreword.model.kernels.reference import AttentionOptions, Tile, paged_attention
+from foreword.model.kernels.reference import AttentionOptions
+from foreword.model.kernels.select import AttentionKernel
 from foreword.model.storage import KVStorage, LayerLayout
 
 ATTENTION_NAME = "foreword"
@@ -29,7 +30,9 @@ class ForwardContext:
     storage: KVStorage
     slots: Tensor
     """[tokens]: where each token's KV goes; tokens beyond it in the forward pass are padding."""
-    tiles: list[Tile]
+    kernel: AttentionKernel
+    plan: Any
+    """The kernel's plan of this step."""
 
 
 _KNOWN_TENSORS = ("s_aux", "position_ids")
@@ -136,8 +139,8 @@ def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
         softcap=softcap,
         sinks=s_aux,
     )
-    output = paged_attention(
-        query[0].transpose(0, 1), storage.keys[layer], storage.values[layer], forward_context.tiles, options
+    output = forward_context.kernel.attend(
+        query[0].transpose(0, 1), storage.keys[layer], storage.values[layer], forward_context.plan, options
     )
     return output[None], None
 

@@ -21,6 +21,7 @@ from foreword.config import ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.attention import ATTENTION_NAME, PROBE_NAME, ForwardContext, LayoutProbe
 from foreword.model.experts import EXPERTS_NAME
+from foreword.model.kernels.select import AttentionKernel, make_kernel
 from foreword.model.packed import PackedLinear, pack_linears
 from foreword.model.storage import LayerLayout
 
@@ -47,6 +48,7 @@ class LoadedModel:
     max_positions: int
     """Longest sequence that the model may be given."""
     eos_token_ids: frozenset[int]
+    kernel: AttentionKernel
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, keep: Tensor, context: ForwardContext | LayoutProbe
@@ -93,6 +95,7 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
         vocab_size=module.get_output_embeddings().weight.shape[0],
         max_positions=_max_positions(text_config),
         eos_token_ids=_eos_token_ids(module, text_config),
+        kernel=make_kernel(options.attention_kernel, device),
     )
     pack_linears(module)
     model.layers.extend(_probe_layers(model))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from foreword.batch import Batch, BatchResult, Sample
 from foreword.model.attention import ForwardContext
-from foreword.model.kernels.reference import plan_tiles
 from foreword.model.loader import LoadedModel
 from foreword.model.packed import has_unpacked_products
 from foreword.model.sampler import sample, token_logprobs
@@ -98,7 +97,8 @@ class ModelRunner:
             context = ForwardContext(
                 self._storage,
                 self._storage.slot_mapping(batch).to(self._device),
-                plan_tiles(batch, self._storage.scrap_block, self._storage.block_size, self._device),
+                self._model.kernel,
+                self._model.kernel.plan(batch, self._storage.scrap_block, self._storage.block_size, self._device),
             )
             logits = self._model(token_ids.to(self._device), positions.to(self._device), keep.to(self._device), context)
             return logits[: len(logit_rows)].float()
