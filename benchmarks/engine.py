@@ -300,9 +300,10 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             engines.append(EngineProcess(name, python, options, folder / f"{name}.log"))
             stack.callback(engines[-1].close)
         prompts = Prompts(shape.vocab_size, args.seed)
-        for repeat in range(-1, args.repeats):  # the first round warms up and does not count
+        for repeat in range(-1, args.repeats):  # the first round, of short prompts, warms up and does not count
             order = engines if repeat % 2 else engines[::-1]
-            for workload in zip(*(workloads(engine, prompts, repeat + 1, sizes) for engine in order), strict=True):
+            own = sizes if repeat >= 0 else QUICK
+            for workload in zip(*(workloads(engine, prompts, repeat + 1, own) for engine in order), strict=True):
                 for engine, work in zip(order, workload, strict=True):
                     figures = work()
                     for figure, value in figures.items():

@@ -12,7 +12,6 @@ from foreword.config import ModelConfig
 from foreword.model import packed
 from foreword.model.loader import load_model
 from foreword.model.packed import PackedLinear, can_pack, has_unpacked_products, pack_linears
-from foreword.model.runner import RowPadding
 from tiny_models import TinyModels
 
 CPU = torch.device("cpu")
@@ -42,17 +41,15 @@ def rows_of(count: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @needs_packing
+@pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize(("outputs", "inputs"), [(128, 896), (896, 896), (896, 4864), (4864, 896), (37, 61)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_row_has_the_same_bits_among_any_number_of_rows(
-    outputs: int, inputs: int, dtype: torch.dtype, num_threads: int
-) -> None:
-    layer = PackedLinear(linear(outputs, inputs, dtype))
+def test_a_row_has_the_same_bits_among_any_number_of_rows(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    layer = PackedLinear.stack([linear(outputs, inputs, dtype)])
     rows = rows_of(max(ROWS), inputs, dtype)
     together = layer(rows)
-    least = RowPadding.for_model([64 * num_threads], dtype, 1, packed=True).minimum
     for count in ROWS:
-        if count >= least:
+        if count > 1 or dtype == torch.bfloat16:  # float32 is padded to more rows than one
             assert torch.equal(layer(rows[:count]), together[:count]), f"{count} rows"
             assert torch.equal(layer(rows[-count:].clone()), together[-count:]), f"the last {count} rows"
 
@@ -63,14 +60,14 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
 def test_a_packed_product_is_that_of_the_plain_layer(dtype: torch.dtype, bias: bool) -> None:
     plain = linear(300, 200, dtype, bias=bias)
     rows = rows_of(2 * 9, 200, dtype).view(2, 9, 200)
-    found, expected = PackedLinear(plain)(rows), plain(rows)
+    found, expected = PackedLinear.stack([plain])(rows), plain(rows)
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
 @needs_packing
 def test_a_packed_layer_takes_rows_that_are_part_of_others() -> None:
-    layer = PackedLinear(linear(64, 100, torch.bfloat16))
+    layer = PackedLinear.stack([linear(64, 100, torch.bfloat16)])
     wide = rows_of(5, 200, torch.bfloat16)
     assert torch.equal(layer(wide[:, :100]), layer(wide[:, :100].contiguous()))
 
@@ -78,7 +75,7 @@ def test_a_packed_layer_takes_rows_that_are_part_of_others() -> None:
 @needs_packing
 def test_a_packed_layer_gives_back_its_plain_weight() -> None:
     plain = linear(100, 60, torch.bfloat16)
-    assert torch.equal(PackedLinear(plain).weight, plain.weight)
+    assert torch.equal(PackedLinear.stack([plain]).weight, plain.weight)
 
 
 @needs_packing

@@ -21,6 +21,7 @@ from foreword.config import ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.attention import ATTENTION_NAME, PROBE_NAME, ForwardContext, LayoutProbe
 from foreword.model.experts import EXPERTS_NAME
+from foreword.model.fused import ProductPart, fuse
 from foreword.model.kernels.select import AttentionKernel, make_kernel
 from foreword.model.packed import PackedLinear, pack_linears
 from foreword.model.storage import LayerLayout
@@ -66,7 +67,7 @@ class LoadedModel:
 
     def activation_widths(self) -> list[int]:
         """Last sizes of the activations that pass through elementwise functions."""
-        layers = [m for m in self.module.modules() if isinstance(m, nn.Linear | PackedLinear)]
+        layers = [m for m in self.module.modules() if isinstance(m, nn.Linear | PackedLinear | ProductPart)]
         linear = {n for layer in layers for n in (layer.in_features, layer.out_features)}
         experts = {n for name, p in self.module.named_parameters() if p.dim() == 3 for n in p.shape[1:]}
         heads = {n for layer in self.layers for n in (layer.key_dim, layer.value_dim)}
@@ -97,7 +98,9 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
         eos_token_ids=_eos_token_ids(module, text_config),
         kernel=make_kernel(options.attention_kernel, device),
     )
-    pack_linears(module)
+    if device.type == "cpu":
+        fuse(module)
+        pack_linears(module)
     model.layers.extend(_probe_layers(model))
     return model
 

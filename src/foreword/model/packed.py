@@ -10,6 +10,7 @@ rows, not even on whether it is alone (docs/decisions/0009-packed-weights.md has
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,21 @@ class PackedLinear(nn.Module):
     `forward` takes [..., in_features] and returns [..., out_features] in the same dtype.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """`weight` [out_features, in_features], `bias` [out_features]."""
         super().__init__()
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
+        self.out_features, self.in_features = weight.shape
         # Neither parameter nor buffer: an opaque tensor can be neither moved nor cast.
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS_HINT)
-        self.bias = linear.bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @classmethod
+    def stack(cls, linears: Sequence[nn.Linear]) -> PackedLinear:
+        """One layer with the outputs of several, which read the same input and have all a bias or none."""
+        weights, biases = [linear.weight.detach() for linear in linears], [linear.bias for linear in linears]
+        if len(linears) == 1:
+            return cls(weights[0], biases[0])
+        return cls(torch.cat(weights), None if biases[0] is None else torch.cat([bias.detach() for bias in biases]))
 
     @property
     def weight(self) -> Tensor:
@@ -71,7 +80,7 @@ def pack_linears(module: nn.Module) -> int:
         if type(child) is not nn.Linear or not can_pack(child.weight.dtype, child.weight.device):
             continue
         if id(child) not in packed:
-            packed[id(child)] = PackedLinear(child)
+            packed[id(child)] = PackedLinear.stack([child])
         module.set_submodule(path, packed[id(child)])
     logger.debug("%d linear layers packed", len(packed))
     return len(packed)

@@ -20,6 +20,9 @@ from foreword.model.sampler import sample, token_logprobs
 from foreword.model.storage import KVStorage
 from foreword.request import TokenLogprobs
 
+FASTEST_PACKED_ROWS = 4
+"""Products of packed weights with fewer rows take longer (docs/decisions/0009-packed-weights.md)."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowPadding:
@@ -43,8 +46,9 @@ class RowPadding:
         """
         vector = 64 * num_threads  # two AVX-512 vectors of bfloat16, for every thread
         multiple = math.lcm(num_threads, vector // math.gcd(vector, *widths))
-        plain = 16 if dtype == torch.float32 else 2
-        return cls(multiple, plain if not packed else 2 if dtype == torch.float32 else 1)
+        if packed:
+            return cls(multiple, FASTEST_PACKED_ROWS)
+        return cls(multiple, 16 if dtype == torch.float32 else 2)
 
     def __call__(self, num_rows: int) -> int:
         rows = max(num_rows, self.minimum)
