@@ -73,17 +73,19 @@ class ModelRunner:
         logits = self.forward(batch, np.concatenate(rows))
         result = BatchResult(samples=[None] * len(batch.entries))
         start = 0
-        sampling: list[tuple[int, Tensor]] = []
+        sampling: list[tuple[int, int]] = []  # numbers of entries, rows of their logits
         for number, (entry, entry_rows) in enumerate(zip(batch.entries, rows, strict=True)):
             own = logits[start : start + len(entry_rows)]
             start += len(entry_rows)
             if entry.samples:
-                sampling.append((number, own[-1]))
+                sampling.append((number, start - 1))
             if entry.request.params.prompt_logprobs is not None:
                 result.prompt_logprobs[number] = _prompt_logprobs(batch, number, own)
         if sampling:
             requests = [batch.entries[number].request for number, _ in sampling]
-            samples: list[Sample] = sample(torch.stack([row for _, row in sampling]), requests)
+            if len(sampling) < len(logits):
+                logits = logits[[row for _, row in sampling]]
+            samples: list[Sample] = sample(logits, requests)
             for (number, _), token in zip(sampling, samples, strict=True):
                 result.samples[number] = token
         return result
