@@ -319,6 +319,8 @@ def test_malformed_messages_are_refused(llm: LLM, messages: Any, message: str) -
         ({"scheduling_policy": "lifo"}, "scheduling_policy='lifo' is unknown; use one of fcfs, priority"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5 is not a share of memory; use (0, 1]"),
         ({"kv_cache_memory_bytes": 10}, "10 bytes of KV memory do not hold one block of 16 tokens"),
+        ({"max_pinned_share": 1.5}, "max_pinned_share=1.5 is not a share of the pool; use 0.0 to 1.0"),
+        ({"hash_function": "md5"}, "hash_function='md5' is unknown; use one of sha256, sha256_cbor, xxhash"),
         ({"device": "abacus"}, "device='abacus' is unknown"),
         ({"device": "cuda"}, "device='cuda', but torch sees no CUDA device here; use 'cpu'"),
     ],

@@ -40,6 +40,19 @@ def test_generate_prints_one_json_line_per_prompt_and_reports_what_was_cached():
     assert (first["num_cached_tokens"], second["num_cached_tokens"]) == (0, 32)
 
 
+def test_generate_explains_what_was_not_cached_and_where_prompts_part():
+    shared = "The code of the amber falcon is 4821. The code of the blue heron is 1733. "
+    result = foreword(
+        "generate", MODEL, "--explain", "--max-tokens", "1", "--prompt", shared + "One more word and then the end.",
+        "--prompt", shared + "Two more words and then the end.", "--max-num-seqs", "1",
+    )  # fmt: skip
+    first, second, here, cached = result.stderr.splitlines()
+    assert "never seen" in first
+    assert "never seen; differs from what is cached at token" in second
+    assert here.startswith("    here:   'Two")
+    assert cached.startswith("    cached: 'One")
+
+
 def test_generate_reads_a_prompt_from_a_file(tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_text("The amber falcon", encoding="utf-8")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from foreword.batch import Batch
-from foreword.cache import ExtraKeys
+from foreword.cache import ExtraKeys, PrefixMirror, TokenSequence
 from foreword.engine import Prompt
 from foreword.errors import CacheBusyError, EngineError, RequestTooLargeError
 from foreword.request import RequestOutput, SamplingParams
@@ -99,7 +99,9 @@ class Driver:
             max_num_seqs=int(self.rng.choice([1, 2, 8])),
             scheduling_policy=str(self.rng.choice(["fcfs", "priority"])),
             coalesce_in_flight=bool(self.rng.random() < 0.7),
+            deduplicate=bool(self.rng.random() < 0.3),
         )
+        self.mirror = PrefixMirror()
         self.parts.runner.on_execute = self._maybe_fail
 
     def _maybe_fail(self, batch: Batch) -> None:
@@ -115,11 +117,23 @@ class Driver:
             weights = np.array([0.4, 0.5, 0.06, 0.02, 0.02] if busy else [0.06, 0.86, 0.03, 0.04, 0.01])
             operations[int(self.rng.choice(5, p=weights))]()
             self.parts.engine.check_integrity()
+            self._check_mirror()
             COUNTERS.operations += 1
         while self.parts.engine.has_unfinished_requests():
             self.step()
             self.parts.engine.check_integrity()
         self._check_nothing_is_left()
+
+    def _check_mirror(self) -> None:
+        """What the events tell is what lookups find."""
+        ledger = self.parts.manager.ledger
+        if ledger is None or ledger.events is None:
+            return
+        self.mirror.apply(ledger.events.take())
+        for text in self.known_texts[-2:]:
+            sequence = TokenSequence("probe", text, block_size=self.parts.manager.block_size)
+            found = self.parts.manager.get_computed_blocks(sequence)
+            assert self.mirror.num_hit_blocks(sequence.block_hashes()) == len(found.block_ids)
 
     def submit(self) -> None:
         if len(self.live) > 12:

@@ -75,6 +75,11 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-token-ids", action="append", default=[], metavar="IDS", help="such as 5,17,9")
     parser.add_argument("--chat", action="store_true", help="take each prompt as a user's message")
     parser.add_argument("--json", action="store_true", help="print one JSON line per prompt")
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="say for each prompt what the cache held and why not more (standard error)",
+    )
 
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=int, default=128)
@@ -120,7 +125,9 @@ def _generate(args: argparse.Namespace) -> int:
     gc.enable()
     with llm:
         if len(prompts) == 1 and not args.json and llm.tokenizer is not None:
-            _print_stream(llm, prompts[0], params, chat=args.chat)
+            output = _print_stream(llm, prompts[0], params, chat=args.chat)
+            if args.explain:
+                _print_explanation(llm, output)
             return 0
         if args.chat:
             conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -129,6 +136,8 @@ def _generate(args: argparse.Namespace) -> int:
             outputs = llm.generate(prompts, params)
         for output in outputs:
             print(json.dumps(_as_json(output)) if args.json else _as_text(output))
+            if args.explain:
+                _print_explanation(llm, output)
     return 0
 
 
@@ -152,8 +161,8 @@ def _prompts(args: argparse.Namespace) -> list[Any]:
     return prompts
 
 
-def _print_stream(llm: LLM, prompt: Any, params: SamplingParams, *, chat: bool) -> None:
-    """Print one answer as its tokens arrive."""
+def _print_stream(llm: LLM, prompt: Any, params: SamplingParams, *, chat: bool) -> RequestOutput:
+    """Print one answer as its tokens arrive; returns the finished output."""
     outputs = llm.stream_chat([{"role": "user", "content": prompt}], params) if chat else llm.stream(prompt, params)
     shown = 0
     for output in outputs:
@@ -161,6 +170,19 @@ def _print_stream(llm: LLM, prompt: Any, params: SamplingParams, *, chat: bool) 
         print(text[shown:], end="", flush=True)
         shown = len(text)
     print()
+    return output
+
+
+def _print_explanation(llm: LLM, output: RequestOutput) -> None:
+    explanation = output.explanation
+    if explanation is None:
+        print("foreword: the prefix cache is off; nothing was looked up", file=sys.stderr)
+        return
+    print(f"foreword: {explanation}", file=sys.stderr)
+    divergence = explanation.divergence
+    if divergence is not None and divergence.theirs and llm.tokenizer is not None:
+        for whose, token_ids in (("here", divergence.ours), ("cached", divergence.theirs)):
+            print(f"    {whose + ':':8}{llm.tokenizer.decode(token_ids)!r}", file=sys.stderr)
 
 
 def _as_text(output: RequestOutput) -> str:
@@ -176,6 +198,7 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
+        "missed_because": output.explanation.reason if output.explanation else None,
         "ttft_ms": output.metrics.time_to_first_token_ms,
     }
 

@@ -17,6 +17,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 KernelName = Literal["auto", "cpu", "reference"]
 Policy = Literal["fcfs", "priority"]
 IndexName = Literal["radix", "hash"]
+HashName = Literal["sha256", "sha256_cbor", "xxhash"]
 EvictionName = Literal["lru", "lfu", "slru", "fifo", "last_accessed", "priority"]
 
 
@@ -72,11 +73,29 @@ class CacheConfig:
     """How prefixes are found: "radix" compares tokens and matches to the token, "hash" compares block keys."""
     eviction_policy: EvictionName = "lru"
     """Which cached block makes room when memory is short; `foreword.cache.eviction` describes the orders."""
+    deduplicate: bool = False
+    """Free a block whose content another block holds already, instead of keeping both."""
+    explain_misses: bool = True
+    """Keep account of what was cached and evicted, so that every lookup can say why it missed."""
+    cache_events: bool = False
+    """Record what the cache stores and removes, for `LLM.take_cache_events`; needs `explain_misses`."""
+
+    max_pinned_share: float = 0.5
+    """Most of the blocks that `LLM.pin_prefix` may protect, as a share of all; 0.0: none."""
+    hash_function: HashName = "sha256"
+    """How block keys are computed; docs/concepts/keys.md says for whom which is."""
+    key_salt: str = ""
+    """Enters all block keys, beside the model: keys of other deployments that share a store differ by it."""
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.max_pinned_share <= 1.0:
+            raise ConfigError(f"max_pinned_share={self.max_pinned_share} is not a share of the pool; use 0.0 to 1.0")
+        _one_of("hash_function", self.hash_function, get_args(HashName))
         _at_least("block_size", self.block_size, 1)
         _one_of("prefix_index", self.prefix_index, ("radix", "hash"))
         _one_of("eviction_policy", self.eviction_policy, get_args(EvictionName))
+        if self.cache_events and not self.explain_misses:
+            raise ConfigError("cache_events=True needs explain_misses=True; the events come from its account")
 
 
 @dataclass(frozen=True, slots=True)

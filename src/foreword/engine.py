@@ -7,15 +7,26 @@ turns tokens into text (`TextStream`) are handed in. One thread calls it.
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.batch import Batch, BatchResult
-from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, TokenSequence
+from foreword.cache import (
+    NO_EXTRA_KEYS,
+    BlockHash,
+    ExtraKeys,
+    HashFunction,
+    LookupExplanation,
+    TokenSequence,
+    chain_root,
+    sha256,
+)
 from foreword.errors import (
     EngineError,
     InvalidRequestError,
@@ -62,6 +73,15 @@ class ModelLimits:
     eos_token_ids: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class BlockKeys:
+    """How the keys of all requests' blocks are computed."""
+
+    hash_fn: HashFunction = sha256
+    root: BlockHash = field(default_factory=chain_root)
+    """Stands for the model; `chain_root` makes it."""
+
+
 @dataclass(slots=True)
 class _Group:
     """One prompt and its n continuations."""
@@ -94,6 +114,8 @@ class Engine:
         limits: ModelLimits,
         *,
         open_text_stream: OpenTextStream | None = None,
+        keys: BlockKeys | None = None,
+        clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
     ) -> None:
         self.scheduler = scheduler
@@ -101,6 +123,8 @@ class Engine:
         self.limits = limits
         self._runner = runner
         self._open_text_stream = open_text_stream
+        self._keys = keys or BlockKeys()
+        self._clock = clock
         self._seed = seed
         self._groups: dict[str, _Group] = {}
         self._group_of: dict[str, _Group] = {}
@@ -115,7 +139,10 @@ class Engine:
 
         Raises InvalidRequestError (nothing is queued then) when the request can never be served.
         """
-        max_tokens = self._validate(request_id, prompt, params)
+        for own_id in (request_id, *_continuation_ids(request_id, params.n)):
+            if own_id in self._groups or own_id in self._group_of:
+                raise InvalidRequestError(f"request id {own_id!r} is in use; give each request its own")
+        max_tokens = self._validate(prompt, params)
         requests = self._continuations(request_id, prompt, params, max_tokens)
         output = RequestOutput(
             request_id,
@@ -141,12 +168,7 @@ class Engine:
             stop_ids |= self.limits.eos_token_ids
         return [
             Request(
-                TokenSequence(
-                    own_id,
-                    prompt.token_ids,
-                    block_size=self.manager.block_size,
-                    extra_keys=prompt.extra_keys,
-                ),
+                self._sequence(own_id, prompt),
                 params,
                 max_tokens=max_tokens,
                 stop_token_ids=stop_ids,
@@ -156,11 +178,18 @@ class Engine:
             for index, own_id in enumerate(_continuation_ids(request_id, params.n))
         ]
 
-    def _validate(self, request_id: str, prompt: Prompt, params: SamplingParams) -> int:
+    def _sequence(self, request_id: str, prompt: Prompt) -> TokenSequence:
+        return TokenSequence(
+            request_id,
+            prompt.token_ids,
+            block_size=self.manager.block_size,
+            extra_keys=prompt.extra_keys,
+            hash_fn=self._keys.hash_fn,
+            root=self._keys.root,
+        )
+
+    def _validate(self, prompt: Prompt, params: SamplingParams) -> int:
         """Most tokens to generate, all limits considered; raises InvalidRequestError."""
-        for own_id in (request_id, *_continuation_ids(request_id, params.n)):
-            if own_id in self._groups or own_id in self._group_of:
-                raise InvalidRequestError(f"request id {own_id!r} is in use; give each request its own")
         length = len(prompt.token_ids)
         if length == 0:
             raise InvalidRequestError("the prompt is empty; give at least one token")
@@ -211,6 +240,14 @@ class Engine:
         for request_id in list(self._groups):
             self.abort_request(request_id)
 
+    def explain(self, prompt: Prompt) -> LookupExplanation:
+        """What a lookup of this prompt would find now, and why not more. Changes nothing, counts nothing.
+
+        Raises InvalidRequestError for a prompt that could not be served, ConfigError without a ledger.
+        """
+        self._validate(prompt, SamplingParams(max_tokens=1))
+        return self.manager.explain(self._sequence("", prompt))
+
     # -------------------------------------------------------------------- step
 
     def has_unfinished_requests(self) -> bool:
@@ -223,6 +260,7 @@ class Engine:
         freed, and the engine can go on with others.
         """
         # Errors and interrupts go on to the caller, but leave no uncomputed blocks in the cache.
+        self.manager.expire_pins(self._clock())
         try:
             batch = self.scheduler.schedule()
         except BaseException:
@@ -251,6 +289,27 @@ class Engine:
         ]
         return self._collect_all(moved)
 
+    # -------------------------------------------------------------------- pins
+
+    def count_cached_tokens(self, prompt: Prompt) -> int:
+        """How many leading tokens of this prompt a request would find cached now."""
+        return self.manager.get_computed_blocks(self._sequence("", prompt)).num_tokens
+
+    def pin_prefix(self, prompt: Prompt, ttl_s: float) -> int:
+        """Evict what is cached of this prompt last for so many seconds; returns how many tokens are protected.
+
+        Whole blocks only, and no more than the budget allows. Raises InvalidRequestError for an impossible
+        time, ConfigError if pins are switched off.
+        """
+        if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0.0 < ttl_s < math.inf:
+            raise InvalidRequestError(f"ttl_s={ttl_s!r} is not a time; use a positive, finite number of seconds")
+        now = self._clock()
+        return self.manager.pin_prefix(self._sequence("", prompt), now + ttl_s, now)
+
+    def unpin_prefix(self, prompt: Prompt) -> None:
+        """Let what is cached of this prompt be evicted like everything else."""
+        self.manager.unpin_prefix(self._sequence("", prompt))
+
     def _collect_all(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """Bring the outputs of these requests up to date."""
         groups = {id(group): group for group in (self._group_of[r.request_id] for r in requests)}
@@ -263,6 +322,7 @@ class Engine:
                 self._update(completion, request, stream)
         first = group.requests[0]
         output.num_cached_tokens = first.num_cached_tokens
+        output.explanation = first.explanation
         if first.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *first.prompt_logprobs]
         if output.finished:

@@ -12,6 +12,7 @@ value that was wrong and what to do about it.
     ├── ModelLoadError             the model's files cannot be read
     │   └── UnsupportedModelError  they can, but this engine cannot run the architecture
     ├── CacheBusyError             the cache cannot be reset while requests hold its blocks
+    ├── EventsLostError            a stream of cache events has a gap
     ├── TraceError                 a recorded trace cannot be read
     └── EngineError                a step failed and its requests were aborted, or the engine is closed
 """
@@ -51,6 +52,10 @@ class UnsupportedModelError(ModelLoadError):
 
 class CacheBusyError(ForewordError):
     """The prefix cache cannot be reset while running requests hold its blocks."""
+
+
+class EventsLostError(ForewordError):
+    """A stream of cache events has a gap, so what it would rebuild is wrong."""
 
 
 class TraceError(ForewordError):

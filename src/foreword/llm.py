@@ -6,7 +6,9 @@ Knows every room and puts them together; has no logic of its own beyond that.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,9 +20,23 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, KVCacheManager, make_index
-from foreword.config import EngineConfig, Environment, ModelConfig
-from foreword.engine import Engine, ModelLimits, Prompt
+from foreword.cache import (
+    NO_EXTRA_KEYS,
+    CacheLedger,
+    EventLog,
+    EvictionPolicy,
+    ExtraKeys,
+    KVCacheManager,
+    LookupExplanation,
+    NumberedEvent,
+    PinnedPolicy,
+    chain_root,
+    make_hash_function,
+    make_index,
+    make_policy,
+)
+from foreword.config import CacheConfig, EngineConfig, Environment, ModelConfig
+from foreword.engine import BlockKeys, Engine, ModelLimits, Prompt
 from foreword.errors import ConfigError, EngineError, InvalidRequestError
 from foreword.request import RequestOutput, SamplingParams
 from foreword.scheduler import Scheduler
@@ -53,6 +69,12 @@ class CacheReport:
     preemptions: int
     evictions: int
     """Cached blocks whose memory was given to other content."""
+    hit_rate_with_twice_the_blocks: float
+    """What `hit_rate` would have been with twice the memory (exact for one full group under `lru`)."""
+    misses: dict[str, int]
+    """Requests that missed something, by reason; empty without `explain_misses`."""
+    missed_tokens: dict[str, int]
+    """Their tokens that were not found, by reason."""
 
 
 class LLM:
@@ -230,11 +252,48 @@ class LLM:
             recent_hit_rate=manager.recent.hit_rate,
             preemptions=self.engine.scheduler.num_preemptions,
             evictions=manager.stats.evictions,
+            hit_rate_with_twice_the_blocks=manager.stats.hit_rate_with_twice_the_blocks,
+            misses={str(reason): count for reason, count in manager.stats.misses.items()},
+            missed_tokens={str(reason): count for reason, count in manager.stats.missed_tokens.items()},
         )
+
+    def explain(self, prompt: PromptInput) -> LookupExplanation:
+        """How much of this prompt the cache holds now, and why not more, without running it."""
+        return self.engine.explain(self._prompt(prompt))
+
+    def take_cache_events(self) -> list[NumberedEvent]:
+        """What the cache stored and removed since the last call. Raises ConfigError without `cache_events`."""
+        ledger = self.engine.manager.ledger
+        if ledger is None or ledger.events is None:
+            raise ConfigError("no cache events are recorded; give cache_events=True (and leave prefix caching on)")
+        return ledger.events.take()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Raises CacheBusyError while requests run."""
         self.engine.manager.reset_prefix_cache()
+
+    def pin_prefix(self, prompt: PromptInput, *, ttl_s: float = 300.0) -> int:
+        """Keep a prompt cached for `ttl_s` seconds, computing it first if it is not; returns how many tokens are.
+
+        Only whole blocks are kept, and at most `max_pinned_share` of the memory in all. Pins are soft: when
+        running requests need every block, pinned ones go too, last. A longer pin replaces a shorter one.
+        Raises InvalidRequestError for an impossible prompt or time, ConfigError if caching or pins are off.
+        """
+        if not self.config.cache.enable_prefix_caching or not self.config.cache.max_pinned_share:
+            raise ConfigError(
+                f"nothing can be pinned with enable_prefix_caching={self.config.cache.enable_prefix_caching} and "
+                f"max_pinned_share={self.config.cache.max_pinned_share}; open the LLM with other options"
+            )
+        checked, engine = self._prompt(prompt), self.engine
+        engine.pin_prefix(checked, ttl_s)  # bad times are refused before anything is computed
+        length = len(checked.token_ids)
+        if engine.count_cached_tokens(checked) < min(length - 1, length - length % engine.manager.block_size):
+            self._run([checked], SamplingParams(max_tokens=1, temperature=0.0), show_progress=False)
+        return engine.pin_prefix(checked, ttl_s)
+
+    def unpin_prefix(self, prompt: PromptInput) -> None:
+        """Let a prompt's cached blocks be evicted like all others, whatever prompt they were pinned for."""
+        self.engine.unpin_prefix(self._prompt(prompt))
 
     # ------------------------------------------------------------------- close
 
@@ -290,12 +349,15 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
         raise ConfigError(
             f"{budget} bytes of KV memory cannot be had on {model.device}; lower kv_cache_memory_bytes"
         ) from error
+    events = EventLog() if config.cache.cache_events else None
     manager = KVCacheManager(
         num_blocks,
         block_size=block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         index=make_index(config.cache.prefix_index, num_blocks, block_size),
-        eviction_policy=config.cache.eviction_policy,
+        eviction_policy=_eviction_policy(config.cache, num_blocks),
+        ledger=CacheLedger(num_blocks, events=events) if config.cache.explain_misses else None,
+        deduplicate=config.cache.deduplicate,
     )
 
     def open_text_stream(params: SamplingParams) -> TextStream:
@@ -309,8 +371,30 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
         ModelRunner(model, storage),
         limits,
         open_text_stream=open_text_stream if tokenizer else None,
+        keys=_block_keys(config, model),
         seed=config.seed,
     )
+
+
+def _eviction_policy(options: CacheConfig, num_blocks: int) -> EvictionPolicy:
+    policy = make_policy(options.eviction_policy, num_blocks)
+    return PinnedPolicy(policy, num_blocks, max_share=options.max_pinned_share) if options.max_pinned_share else policy
+
+
+def _block_keys(config: EngineConfig, model: LoadedModel) -> BlockKeys:
+    """Keys that differ by the model's name, architecture, sizes and precision, and by the deployment's salt."""
+    described = model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):  # the same model elsewhere
+        described.pop(name, None)
+    name = config.model.model
+    facts = {
+        "model": os.path.basename(os.path.realpath(name)) if os.path.isdir(name) else name,
+        "dtype": str(model.dtype),
+        "config": described,
+        "salt": config.cache.key_salt,
+    }
+    fingerprint = json.dumps(facts, sort_keys=True, default=str)
+    return BlockKeys(make_hash_function(config.cache.hash_function), chain_root(fingerprint))
 
 
 def _max_model_len(options: ModelConfig, max_positions: int, pool_tokens: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Literal
 
-from foreword.cache import TokenSequence
+from foreword.cache import LookupExplanation, TokenSequence
 from foreword.errors import InvalidRequestError
 
 _REAL_NUMBERS = (
@@ -198,6 +198,8 @@ class Request:
         """Leading tokens whose KV was in the hit blocks at admission; never written by this request."""
         self.num_cached_tokens = 0
         """Prompt tokens that were hit at the first admission."""
+        self.explanation: LookupExplanation | None = None
+        """How the lookup of its first admission went; None where the cache keeps no ledger."""
         self.num_preemptions = 0
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
@@ -249,6 +251,8 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     """Prompt tokens found in the cache by the first of its continuations."""
+    explanation: LookupExplanation | None = None
+    """How the lookup of the first continuation went: how much was found, and why the rest was not."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property

@@ -224,6 +224,7 @@ class Scheduler:
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
+            request.explanation = self.manager.explanation_of(request.request_id)
         if self._coalesces and end < len(request):
             keys = request.sequence.block_hashes()[end // self.manager.block_size :]
             self._in_flight.open(request.request_id, keys)

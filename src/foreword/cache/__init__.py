@@ -11,7 +11,17 @@ from foreword.cache.coordinator import (
     PrefixHit,
     UnitaryKVCacheCoordinator,
 )
+from foreword.cache.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventLog,
+    KVCacheEvent,
+    NumberedEvent,
+    PrefixMirror,
+)
 from foreword.cache.eviction import EvictionPolicy, make_policy
+from foreword.cache.explain import LookupExplanation
 from foreword.cache.group_index import GroupedHashIndex
 from foreword.cache.group_specs import (
     ChunkedLocalSpec,
@@ -43,7 +53,8 @@ from foreword.cache.hashing import (
     sha256_cbor,
 )
 from foreword.cache.hybrid import HybridKVCacheCoordinator
-from foreword.cache.index import HashIndex, PartialBlock, PrefixIndex, PrefixMatch
+from foreword.cache.index import Divergence, HashIndex, PartialBlock, PrefixIndex, PrefixMatch
+from foreword.cache.ledger import CacheLedger, Eviction, EvictionCause, MissReason
 from foreword.cache.manager import KVCacheManager
 from foreword.cache.pins import PinnedPolicy
 from foreword.cache.policies import PriorityPolicy
@@ -54,12 +65,20 @@ from foreword.cache.stats import CachingMetrics, PrefixCacheStats
 __all__ = [
     "NO_EXTRA_KEYS",
     "NULL_BLOCK",
+    "AllBlocksCleared",
     "BlockHash",
     "BlockIds",
     "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
+    "CacheLedger",
     "CachingMetrics",
     "ChunkedLocalAttentionManager",
     "ChunkedLocalSpec",
+    "Divergence",
+    "EventLog",
+    "Eviction",
+    "EvictionCause",
     "EvictionPolicy",
     "ExtraKeys",
     "FreeKVCacheBlockQueue",
@@ -71,16 +90,21 @@ __all__ = [
     "HashIndex",
     "HybridKVCacheCoordinator",
     "KVCacheCoordinatorNoPrefixCache",
+    "KVCacheEvent",
     "KVCacheManager",
+    "LookupExplanation",
     "MambaManager",
     "MediaItem",
+    "MissReason",
     "MultiGroupBlockTable",
+    "NumberedEvent",
     "PartialBlock",
     "PinnedPolicy",
     "PrefixCacheStats",
     "PrefixHit",
     "PrefixIndex",
     "PrefixMatch",
+    "PrefixMirror",
     "PriorityPolicy",
     "RadixIndex",
     "RecurrentSpec",

@@ -25,7 +25,8 @@ from foreword.cache.groups import (
     make_group_manager,
     without_null,
 )
-from foreword.cache.index import PartialBlock, PrefixIndex
+from foreword.cache.index import NO_MATCH, Divergence, PartialBlock, PrefixIndex
+from foreword.cache.ledger import CacheLedger, Eviction, EvictionCause, MissReason
 from foreword.cache.sequence import TokenSequence
 
 MAX_NOTES = 1024
@@ -51,6 +52,8 @@ class PrefixHit:
     """Leading tokens whose KV is in the blocks themselves; it must not be written again."""
     resumed: bool = False
     """The request was preempted before; its lookup is counted apart."""
+    skipped: bool = False
+    """Nothing was looked up, because the request asked for that."""
 
     @property
     def block_ids(self) -> BlockIds:
@@ -61,12 +64,13 @@ class PrefixHit:
 class KVCacheCoordinatorNoPrefixCache:
     """Tables of any groups over one pool; remembers nothing. The other coordinators add an index."""
 
-    def __init__(self, groups: Sequence[GroupSpec], pool: BlockPool) -> None:
+    def __init__(self, groups: Sequence[GroupSpec], pool: BlockPool, ledger: CacheLedger | None = None) -> None:
         self.specs = tuple(groups)
         self.block_sizes = tuple(spec.block_size for spec in groups)
         self.alignment = math.lcm(*self.block_sizes)
         """Hits are multiples of this many tokens, where the index cannot tell more."""
         self._pool = pool
+        self._ledger = ledger
         self._indexed_now: set[int] = set()
         self._noted: list[BlockIds] = []
         self.tables = MultiGroupBlockTable(len(groups))
@@ -76,6 +80,8 @@ class KVCacheCoordinatorNoPrefixCache:
         )
         self._only_appends = all(manager.only_appends for manager in self.managers)
         self._releases = any(manager.releases_blocks for manager in self.managers)
+        self.has_quiet_steps = self._only_appends and not self._releases
+        """Whether nothing changes while a row grows within a block."""
         self.nothing = PrefixHit((NO_BLOCKS,) * len(groups), None, 0, 0)
 
     # ------------------------------------------------------------------- index
@@ -96,24 +102,56 @@ class KVCacheCoordinatorNoPrefixCache:
     def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
         """Index what the first `num_tokens` tokens fill and is not indexed yet."""
 
+    def cache_blocks_each(self, rows: IntArray, sequence_of: SequenceOfRow, ends: IntArray) -> None:
+        """`cache_blocks` for many rows, in their order."""
+        for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
+            self.cache_blocks(row, sequence_of(row), end)
+
     def forget_from(self, row: int, num_tokens: int) -> None:
         """Take back the indexing of the row's blocks that hold positions from `num_tokens` on."""
 
-    def forget(self, block_ids: BlockIds) -> int:
+    def forget(self, block_ids: BlockIds, cause: EvictionCause) -> int:
         """Forget what these blocks hold; returns how many were indexed before and are not now."""
         return 0
 
     def clear(self) -> None:
         """Forget everything."""
+        self._pool.note_forgotten(np.arange(self._pool.num_blocks, dtype=np.int32))
+        if self._ledger is not None:
+            self._ledger.cleared()
+
+    def _note_forgotten(self, block_ids: BlockIds, cause: EvictionCause) -> None:
+        """The index has forgotten these blocks."""
+        self._pool.note_forgotten(block_ids)
+        if self._ledger is not None:
+            self._ledger.removed(block_ids, cause, self._pool.get_usage())
+
+    def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
+        """Why the first full block after the hit was not found; needs a ledger."""
+        return MissReason.NEVER_SEEN, None
+
+    def num_ghost_tokens(self, sequence: TokenSequence, hit: PrefixHit) -> int:
+        """Tokens of the full blocks after the hit that a pool of twice the size would hold; needs a ledger."""
+        return 0
+
+    def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
+        """`PrefixIndex.diverges`, where there is such an index."""
+        return None
 
     def begin_step(self) -> None:
         """A new batch is being put together; what was indexed before has been computed."""
         self._indexed_now.clear()
         self._noted.clear()
+        if self._ledger is not None:
+            self._ledger.begin_step()
 
     def _note_indexed(self, block_ids: BlockIds, first: int) -> None:
         """These blocks (a copy of the caller's), number `first` and on of a prefix, are filled by this step."""
-        self._pool.note_cached(block_ids, np.arange(first, first + len(block_ids), dtype=np.int32))
+        self._note_indexed_each(block_ids, np.arange(first, first + len(block_ids), dtype=np.int32))
+
+    def _note_indexed_each(self, block_ids: BlockIds, depths: BlockIds) -> None:
+        """These blocks (a copy of the caller's), number `depths` of their prefixes, are filled by this step."""
+        self._pool.note_cached(block_ids, depths)
         self._noted.append(block_ids)
         if len(self._noted) > MAX_NOTES:
             self._gather_notes()
@@ -154,20 +192,20 @@ class KVCacheCoordinatorNoPrefixCache:
         return without_null(np.concatenate(tables))
 
     def _num_admission_blocks(self, hit: PrefixHit, num_tokens: int) -> int:
-        return sum(
-            manager.num_admission_blocks(len(table), num_tokens)
-            for manager, table in zip(self.managers, hit.tables, strict=True)
-        )
+        count = 0
+        for manager, table in zip(self.managers, hit.tables, strict=True):
+            count += manager.num_admission_blocks(len(table), num_tokens)
+        return count
 
-    def admit(self, hit: PrefixHit | None, num_tokens: int) -> tuple[int, BlockIds] | None:
+    def admit(self, hit: PrefixHit, num_tokens: int) -> tuple[int, BlockIds] | None:
         """Open a row with the hit's blocks and room for `num_tokens`; returns it and the new blocks.
 
         None, and no change, if blocks are short.
         """
-        hit = hit or self.nothing
         hit_ids = self._needed(hit.tables)
         num_new = self._num_admission_blocks(hit, num_tokens)
-        if num_new + self._pool.count_free(hit_ids) > self._pool.get_num_free_blocks():
+        num_taken = num_new + self._pool.count_free(hit_ids) if len(hit_ids) else num_new
+        if num_taken > self._pool.get_num_free_blocks():
             return None
         row = self.tables.open_row()
         if len(hit_ids):
@@ -213,10 +251,9 @@ class KVCacheCoordinatorNoPrefixCache:
         """`grow` for many rows, in their order, up to the first that is short; returns how many were served."""
         if not self._only_appends:
             return self._grow_one_by_one(rows, starts, ends)
-        num_blocks = [-(-ends // size) for size in self.block_sizes]
-        counts = np.stack(
-            [blocks - tables.lengths(rows) for blocks, tables in zip(num_blocks, self.tables.groups, strict=True)], 1
-        )
+        counts = np.empty((len(rows), len(self.managers)), np.int64)
+        for group_id, manager in enumerate(self.managers):
+            counts[:, group_id] = -(-ends // manager.block_size) - manager.tables.lengths(rows)
         np.maximum(counts, 0, out=counts)
         num_new = int(counts.sum())
         if num_new > self._pool.get_num_free_blocks():
@@ -257,13 +294,16 @@ class KVCacheCoordinatorNoPrefixCache:
         groups = self.tables.groups
         owners = np.repeat(np.tile(np.arange(len(groups)), len(rows)), counts.ravel()) if len(groups) > 1 else None
         for group_id, tables in enumerate(groups):
-            growing = np.flatnonzero(counts[:, group_id])
+            growing = counts[:, group_id].nonzero()[0]
             block_ids = new_ids if owners is None else new_ids[owners == group_id]
             tables.append_each(rows[growing], counts[growing, group_id], block_ids)
 
     def close(self, row: int) -> None:
         """Free a row's blocks, those that end last first, so that tails are evicted before heads."""
-        self._pool.free_blocks(self.tables.held(row, self.block_sizes))
+        if len(self.managers) == 1 and not self._releases:
+            self._pool.free_blocks(self.tables.groups[0].row(row)[::-1])
+        else:
+            self._pool.free_blocks(self.tables.held(row, self.block_sizes))
         self.tables.close_row(row)
 
     # --------------------------------------------------------------- integrity
@@ -287,14 +327,31 @@ class KVCacheCoordinatorNoPrefixCache:
 
 
 class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
-    """One group that needs all its blocks: a hit is a prefix, whatever index finds it."""
+    """One group that needs all its blocks: a hit is a prefix, whatever index finds it.
 
-    def __init__(self, group: GroupSpec, pool: BlockPool, index: PrefixIndex) -> None:
-        super().__init__((group,), pool)
+    With `deduplicate`, as in vLLM v0, a request does not keep a second copy of a block that is indexed: when
+    the step that filled the copy has run, the table takes the indexed block and the copy is freed.
+    """
+
+    def __init__(
+        self,
+        group: GroupSpec,
+        pool: BlockPool,
+        index: PrefixIndex,
+        *,
+        ledger: CacheLedger | None = None,
+        deduplicate: bool = False,
+    ) -> None:
+        super().__init__((group,), pool, ledger)
         (self._manager,) = self.managers
         assert self._manager.hits_every_prefix, "groups that skip blocks need HybridKVCacheCoordinator"
         self._size = group.block_size
         self._index = index
+        self._account = ledger.open_group() if ledger is not None else None
+        self._deduplicates = deduplicate
+        self._reports = ledger is not None or deduplicate
+        self._filled: list[tuple[int, int, BlockIds]] = []
+        """Row, number of the first and ids of blocks that the current step fills; only to deduplicate them."""
 
     @property
     def num_indexed(self) -> int:
@@ -302,6 +359,8 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         match = self._index.match(sequence)
+        if match is NO_MATCH:
+            return self.nothing
         num_shared = len(match.block_ids) * self._size
         computed_last = len(sequence) - 1
         partial = match.partial
@@ -319,25 +378,88 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         num_full = min(num_tokens, len(sequence)) // self._size
         if num_full > first:
             block_ids = self._manager.tables.row(row)[first:num_full].copy()
-            self._index.insert(sequence, first, block_ids)
-            self._note_indexed(block_ids, first)
             self._manager.num_indexed[row] = num_full
+            if not self._index.insert(sequence, first, block_ids):
+                return
+            self._note_indexed(block_ids, first)
+            self._report(row, sequence, first, block_ids)
+
+    def cache_blocks_each(self, rows: IntArray, sequence_of: SequenceOfRow, ends: IntArray) -> None:
+        """In one call, if each row has filled one block."""
+        num_indexed = self._manager.num_indexed
+        last = (ends // self._size - 1).astype(np.int32)
+        listed, numbers = rows.tolist(), last.tolist()
+        if [num_indexed[row] for row in listed] != numbers:
+            super().cache_blocks_each(rows, sequence_of, ends)
+            return
+        block_ids = self._manager.tables.entries(rows, last)
+        sequences = [sequence_of(row) for row in listed]
+        inserted = self._index.insert_each(sequences, numbers, block_ids)
+        if all(inserted):
+            self._note_indexed_each(block_ids, last)
+        else:
+            self._note_indexed_each(block_ids.compress(inserted), last.compress(inserted))
+        for at, row in enumerate(listed):
+            num_indexed[row] = numbers[at] + 1
+            if self._reports and inserted[at]:
+                self._report(row, sequences[at], numbers[at], block_ids[at : at + 1])
+
+    def _report(self, row: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
+        """The row's blocks number `first` and on were indexed."""
+        if self._account is not None:
+            self._account.stored(sequence, range(first, first + len(block_ids)), block_ids)
+        if self._deduplicates:
+            self._filled.append((row, first, block_ids))
 
     def forget_from(self, row: int, num_tokens: int) -> None:
         num_full, num_indexed = num_tokens // self._size, self._manager.num_indexed[row]
         if num_full < num_indexed:
-            self.forget(self._manager.tables.row(row)[num_full:num_indexed])
+            self.forget(self._manager.tables.row(row)[num_full:num_indexed], EvictionCause.FAILED)
             self._manager.num_indexed[row] = num_full
 
-    def forget(self, block_ids: BlockIds) -> int:
+    def forget(self, block_ids: BlockIds, cause: EvictionCause) -> int:
         before = len(self._index)
-        self._pool.note_forgotten(self._index.remove(block_ids))
+        self._note_forgotten(self._index.remove(block_ids), cause)
         return before - len(self._index)
 
     def clear(self) -> None:
         self._index.clear()
-        self._pool.note_forgotten(np.arange(self._pool.num_blocks, dtype=np.int32))
+        super().clear()
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        for row, first, block_ids in self._filled:
+            self._deduplicate(row, first, block_ids)
+        self._filled.clear()
+
+    def _deduplicate(self, row: int, first: int, block_ids: BlockIds) -> None:
+        """Let the row's table take the indexed blocks in place of copies, and free the copies."""
+        table = self._manager.tables.row(row)
+        for number, block_id in enumerate(block_ids.tolist(), first):
+            original = self._index.original_of(block_id)
+            if original is None or number >= len(table) or table[number] != block_id:
+                continue  # it is the only one, or its request has left
+            self.forget(np.array([block_id], np.int32), EvictionCause.DUPLICATE)
+            self._pool.touch(np.array([original], np.int32))
+            table[number] = original
+            self._pool.free_blocks(np.array([block_id], np.int32))
+
+    def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
+        assert self._account is not None
+        # None: another prompt's block has the same key, which only an index that verifies tokens notices.
+        return self._account.reason(sequence, len(hit.block_ids)) or (MissReason.NEVER_SEEN, None)
+
+    def num_ghost_tokens(self, sequence: TokenSequence, hit: PrefixHit) -> int:
+        assert self._account is not None
+        return self._account.num_ghost_hits(sequence, len(hit.block_ids)) * self._size
+
+    def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
+        return self._index.diverges(sequence, num_tokens)
 
     def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
         super().check_integrity(rows, sequence_of)
         self._index.check_integrity()
+        for row in rows:
+            self._index.check_table(sequence_of(row), self._manager.tables.row(row))
+        if self._ledger is not None:
+            self._ledger.check_integrity(len(self._index))

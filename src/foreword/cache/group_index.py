@@ -97,6 +97,10 @@ class GroupedHashIndex:
         """Group under which a block is indexed, or None."""
         return None if self._key_of[block_id] is None else self._group_of[block_id]
 
+    def key_of(self, block_id: int) -> BlockHash | None:
+        """Key under which a block is indexed, or None."""
+        return self._key_of[block_id]
+
     def check_integrity(self) -> None:
         """Raise AssertionError if maps and blocks contradict each other."""
         listed: dict[int, tuple[int, BlockHash]] = {}

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from foreword.cache.block_pool import BlockIds, BlockPool
 from foreword.cache.coordinator import KVCacheCoordinatorNoPrefixCache, PrefixHit, SequenceOfRow
 from foreword.cache.group_index import GroupedHashIndex
 from foreword.cache.group_specs import GroupSpec
 from foreword.cache.groups import NULL_BLOCK, BlockFinder, without_null
 from foreword.cache.hashing import BlockHash
+from foreword.cache.ledger import CacheLedger, Eviction, EvictionCause, MissReason
 from foreword.cache.sequence import TokenSequence
 
 
@@ -27,11 +26,14 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
     own position, which may be another window, another chunk or an earlier state than that of the next.
     """
 
-    def __init__(self, groups: Sequence[GroupSpec], pool: BlockPool, key_block_size: int) -> None:
-        super().__init__(groups, pool)
+    def __init__(
+        self, groups: Sequence[GroupSpec], pool: BlockPool, key_block_size: int, *, ledger: CacheLedger | None = None
+    ) -> None:
+        super().__init__(groups, pool, ledger)
         assert all(size % key_block_size == 0 for size in self.block_sizes), "a group's blocks end between keys"
         self._keys_per_block = tuple(size // key_block_size for size in self.block_sizes)
         self._index = GroupedHashIndex(pool.num_blocks, len(self.managers))
+        self._accounts = [ledger.open_group(width) for width in self._keys_per_block] if ledger is not None else []
         # Groups whose hits shrink to hits are asked first: they are looked up once and then only cut.
         self._order = sorted(range(len(self.managers)), key=lambda g: not self.managers[g].hits_every_prefix)
 
@@ -102,30 +104,58 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
             self._index.insert(group_id, self._keys(group_id, sequence, numbers.start, numbers.stop), block_ids)
             self._note_indexed(block_ids, numbers.start)
             manager.set_indexed(row, numbers.stop)
+            if self._accounts:
+                self._accounts[group_id].stored(sequence, numbers, block_ids)
 
     def forget_from(self, row: int, num_tokens: int) -> None:
         for manager in self.managers:
             num_full = num_tokens // manager.block_size
             if num_full < manager.num_indexed[row]:
                 block_ids = manager.tables.row(row)[num_full : manager.num_indexed[row]]
-                self.forget(without_null(block_ids))
+                self.forget(without_null(block_ids), EvictionCause.FAILED)
                 manager.num_indexed[row] = num_full
 
-    def forget(self, block_ids: BlockIds) -> int:
+    def forget(self, block_ids: BlockIds, cause: EvictionCause) -> int:
         forgotten = self._index.remove(block_ids)
-        self._pool.note_forgotten(forgotten)
+        self._note_forgotten(forgotten, cause)
         return len(forgotten)
 
     def clear(self) -> None:
         self._index.clear()
-        self._pool.note_forgotten(np.arange(self._pool.num_blocks, dtype=np.int32))
+        super().clear()
+
+    def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
+        """Told by the group that keeps the most, unless another one has evicted its next block."""
+        reasons = [self._accounts[g].reason(sequence, len(hit.tables[g])) for g in self._order]
+        for reason in reasons:
+            if reason is not None and reason[0] is MissReason.EVICTED:
+                return reason
+        if reasons[0] is not None:
+            return reasons[0]
+        for group_id, reason in zip(self._order, reasons, strict=True):
+            is_state = not self.managers[group_id].readable_in_same_step
+            if is_state and reason is not None and reason[0] is MissReason.NEVER_SEEN:
+                return MissReason.STATE_NOT_SAVED, None
+        return MissReason.PARTIAL_BLOCK, None  # what is left is less than a block of all groups
+
+    def num_ghost_tokens(self, sequence: TokenSequence, hit: PrefixHit) -> int:
+        """Counted in the group that keeps the most: an upper bound for the others."""
+        group_id = self._order[0]
+        return self._accounts[group_id].num_ghost_hits(sequence, len(hit.tables[group_id])) * self.block_sizes[group_id]
 
     def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
         super().check_integrity(rows, sequence_of)
         self._index.check_integrity()
         for group_id, manager in enumerate(self.managers):
             for row in rows:
-                for block_id in manager.tables.row(row).tolist():
-                    assert block_id == NULL_BLOCK or self._index.group_of(block_id) in (None, group_id), (
+                sequence = sequence_of(row)
+                keys = self._keys(group_id, sequence, 0, len(sequence) // manager.block_size)
+                for number, block_id in enumerate(manager.tables.row(row).tolist()):
+                    if block_id == NULL_BLOCK or self._index.key_of(block_id) is None:
+                        continue
+                    assert self._index.group_of(block_id) == group_id, (
                         "a block is held in one group and indexed in another"
+                    )
+                    assert self._index.key_of(block_id) in keys[number : number + 1], (
+                        f"block {block_id} is indexed as something else than its holder's block number {number}"
                     )

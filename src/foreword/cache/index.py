@@ -37,6 +37,20 @@ class PrefixMatch:
     """What matches beyond them, where the index can tell."""
 
 
+NO_MATCH = PrefixMatch(np.empty(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a sequence leaves what is indexed, and how both go on. Numbers below 0 stand for media."""
+
+    position: int
+    """Number of leading tokens that are indexed; tokens inside a block count."""
+    ours: tuple[int, ...]
+    theirs: tuple[int, ...]
+    """Of several continuations, the one that was indexed first; empty if nothing goes on from here."""
+
+
 class PrefixIndex(Protocol):
     """Finds the blocks that already hold the beginning of a sequence."""
 
@@ -46,12 +60,26 @@ class PrefixIndex(Protocol):
     def holds(self, sequence: TokenSequence, block: int) -> bool:
         """Whether the sequence's full block number `block` is indexed, given that those before it are."""
 
-    def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
+    def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
+        """Where the sequence leaves what is indexed, with `num_tokens` of each continuation at most.
+
+        None if all of it is indexed, or if the index cannot tell. Changes nothing.
+        """
+
+    def original_of(self, block_id: int) -> int | None:
+        """The block that is found in this duplicate's place; None if it is no duplicate."""
+
+    def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         """From now on `block_ids` hold the sequence's full blocks number `first`, `first + 1`, ...
 
-        The blocks before `first` are indexed. A block may be a duplicate of one that is indexed
-        already: both stay.
+        A block may be a duplicate of one that is indexed already: both stay. False, and no change, if the
+        blocks before `first` are not indexed any more and these could not be found without them.
         """
+
+    def insert_each(
+        self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds
+    ) -> list[bool]:
+        """`insert` of one block for each of these sequences: `block_ids[i]` is number `numbers[i]` of its own."""
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
         """Forget these (distinct) blocks, and what can no longer be found without them; returns all of those.
@@ -67,6 +95,9 @@ class PrefixIndex(Protocol):
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the index contradicts itself."""
+
+    def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
+        """Raise AssertionError if a block of this sequence's table is indexed as anything but what it holds there."""
 
 
 class HashIndex:
@@ -90,7 +121,7 @@ class HashIndex:
     def match(self, sequence: TokenSequence) -> PrefixMatch:
         keys = self._known_keys(sequence)
         if not keys or keys[0] not in self._block_of:
-            return PrefixMatch(np.empty(0, np.int32))
+            return NO_MATCH
         found = list(map(self._block_of.get, keys))
         if None in found:
             del found[found.index(None) :]
@@ -100,11 +131,32 @@ class HashIndex:
         keys = self._known_keys(sequence)
         return block < len(keys) and keys[block] in self._block_of
 
-    def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
+    def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
+        return None  # keys do not say in which token they differ
+
+    def original_of(self, block_id: int) -> int | None:
+        key = self._key_of[block_id]
+        original = None if key is None else self._block_of[key]
+        return None if original == block_id else original
+
+    def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         keys: Sequence[BlockHash | VerifiedPrefix] = sequence.block_hashes()[first : first + len(block_ids)]
         assert len(keys) == len(block_ids), "only full blocks can be indexed"
         if self._prefixes is not None:
             keys = self._prefixes.extend(sequence, first, len(block_ids))
+        self._insert(keys, block_ids)
+        return True
+
+    def insert_each(
+        self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds
+    ) -> list[bool]:
+        numbered = zip(sequences, numbers, strict=True)
+        if self._prefixes is not None:
+            return [self.insert(*of_one, block_ids[at : at + 1]) for at, of_one in enumerate(numbered)]
+        self._insert([sequence.block_hashes()[number] for sequence, number in numbered], block_ids)
+        return [True] * len(numbers)
+
+    def _insert(self, keys: Sequence[BlockHash | VerifiedPrefix], block_ids: BlockIds) -> None:
         key_of, answer = self._key_of, self._block_of.setdefault
         for key, block_id in zip(keys, block_ids.tolist(), strict=True):
             assert key_of[block_id] is None, f"block {block_id} is indexed already"
@@ -162,6 +214,14 @@ class HashIndex:
         """Key under which a block is indexed, or None."""
         key = self._key_of[block_id]
         return key.key if isinstance(key, VerifiedPrefix) else key
+
+    def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
+        keys = self._known_keys(sequence)
+        for number, block_id in enumerate(block_ids.tolist()):
+            key = self._key_of[block_id]
+            assert key is None or (number < len(keys) and key == keys[number]), (
+                f"block {block_id} is indexed as something else than its holder's block number {number}"
+            )
 
     def check_integrity(self) -> None:
         keyed = {block_id: key for block_id, key in enumerate(self._key_of) if key is not None}

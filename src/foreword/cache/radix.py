@@ -17,6 +17,7 @@ A search for ABCDEFGZ matches 7 tokens: block 0 whole, and 3 tokens of block 1, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ import numpy.typing as npt
 
 from foreword.cache.block_pool import BlockIds
 from foreword.cache.hashing import ExtraKeys, TokenArray
-from foreword.cache.index import HashIndex, PartialBlock, PrefixIndex, PrefixMatch
+from foreword.cache.index import Divergence, HashIndex, PartialBlock, PrefixIndex, PrefixMatch
 from foreword.cache.sequence import TokenSequence
 
 Namespace = tuple[str | None, str | None, str | None]
@@ -92,7 +93,17 @@ class RadixIndex:
     # ------------------------------------------------------------------ lookup
 
     def match(self, sequence: TokenSequence) -> PrefixMatch:
-        tokens = self._tokens(sequence)
+        node, position, found = self._walk(sequence, self._tokens(sequence))
+        block_ids = np.concatenate(found) if found else np.empty(0, np.int32)
+        partial = position - len(block_ids) * self._block_size
+        if not partial:
+            return PrefixMatch(block_ids)
+        assert node is not None
+        source = self._first_block_ending_after(node, position)
+        return PrefixMatch(block_ids, PartialBlock(source, partial))
+
+    def _walk(self, sequence: TokenSequence, tokens: TokenArray) -> tuple[_Node | None, int, list[BlockIds]]:
+        """Down the tree as far as `tokens` go: the last node touched, the tokens matched, the whole blocks."""
         found: list[BlockIds] = []
         node = self._roots.get(_namespace(sequence.extra_keys))
         position = 0
@@ -107,16 +118,38 @@ class RadixIndex:
             if below is None:
                 break
             node = below
-        block_ids = np.concatenate(found) if found else np.empty(0, np.int32)
-        partial = position - len(block_ids) * self._block_size
-        if not partial:
-            return PrefixMatch(block_ids)
-        assert node is not None
-        source = self._first_block_ending_after(node, position)
-        return PrefixMatch(block_ids, PartialBlock(source, partial))
+        return node, position, found
+
+    def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
+        tokens = self._tokens(sequence)
+        node, position, _ = self._walk(sequence, tokens)
+        if position == len(tokens):
+            return None
+        ours = tuple(tokens[position : position + num_tokens].tolist())
+        theirs: list[int] = []
+        start = position
+        while node is not None and len(theirs) < num_tokens:
+            theirs += node.tokens[start - node.start :][: num_tokens - len(theirs)].tolist()
+            start = node.end
+            node = next(iter(node.children.values()), None)
+        return Divergence(position, ours, tuple(theirs))
+
+    def original_of(self, block_id: int) -> int | None:
+        return self._original_of.get(block_id)
 
     def holds(self, sequence: TokenSequence, block: int) -> bool:
-        return len(self.match(sequence).block_ids) > block
+        tokens = self._tokens(sequence)
+        start, end = block * self._block_size, (block + 1) * self._block_size
+        node = self._roots.get(_namespace(sequence.extra_keys))
+        while node is not None and end <= len(tokens):
+            # What is before the block is known to be there: the first token of each node shows the way.
+            ours = tokens[max(start, node.start) : min(end, node.end)]
+            if not np.array_equal(node.tokens[max(0, start - node.start) : end - node.start], ours):
+                return False
+            if end <= node.end:
+                return True
+            node = node.children.get(int(tokens[node.end]))
+        return False
 
     def _blocks_ending(self, node: _Node, position: int) -> int:
         """How many of the node's blocks end at or before `position`."""
@@ -135,7 +168,7 @@ class RadixIndex:
 
     # ------------------------------------------------------------------ insert
 
-    def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
+    def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         size = self._block_size
         tokens = self._tokens(sequence)[: (first + len(block_ids)) * size]
         node, position = self._start(sequence, first * size)
@@ -152,13 +185,20 @@ class RadixIndex:
         num_known = position // size
         if num_known < first:
             self._trim(node)
-            return  # the blocks before were forgotten while the request ran: these could not be found
+            return False  # the blocks before were forgotten while the request ran: these could not be found
         if position < len(tokens):
             own = block_ids[num_known - first :].copy()
             self._number_of[own] = np.arange(num_known, num_known + len(own))
             self._num_indexed += len(own)
             node = self._grow(node, position, tokens[position:], own)
         self._ends[sequence] = (node, node.num_cuts)
+        return True
+
+    def insert_each(
+        self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds
+    ) -> list[bool]:
+        numbered = enumerate(zip(sequences, numbers, strict=True))
+        return [self.insert(*of_one, block_ids[at : at + 1]) for at, of_one in numbered]
 
     def _start(self, sequence: TokenSequence, position: int) -> tuple[_Node, int]:
         """Where to go on with a sequence whose tokens before `position` are in the tree.
@@ -368,6 +408,14 @@ class RadixIndex:
         assert set(self._original_of.values()) <= set(seen), "a duplicate waits behind nothing"
         assert not set(waiting) & set(seen), "a duplicate stands in the tree"
         assert self._num_indexed == len(seen) + len(waiting), "the index miscounts itself"
+
+    def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
+        found = self.match(sequence).block_ids.tolist()
+        for number, block_id in enumerate(block_ids.tolist()):
+            answering = self._original_of.get(block_id, block_id)
+            assert self._node_id_of[answering] == NOT_INDEXED or answering in found[number : number + 1], (
+                f"block {block_id} is indexed as something else than its holder's block number {number}"
+            )
 
 
 def make_index(name: Literal["radix", "hash"], num_blocks: int, block_size: int) -> PrefixIndex:

@@ -5,8 +5,10 @@ Knows numbers of tokens and requests; knows nothing of blocks.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from foreword.cache.ledger import MissReason
 
 
 @dataclass(slots=True)
@@ -25,10 +27,22 @@ class PrefixCacheStats:
     evictions: int = 0
     """Cached blocks whose memory was given to other content."""
 
+    ghost_hits: int = 0
+    """Tokens that were missed, but that a pool with twice the blocks would have held. Needs a ledger."""
+    misses: Counter[MissReason] = field(default_factory=Counter)
+    """Requests that missed something, by reason. Needs a ledger."""
+    missed_tokens: Counter[MissReason] = field(default_factory=Counter)
+    """Their tokens that were not found, by reason."""
+
     @property
     def hit_rate(self) -> float:
         """Share of the queried tokens that were hits, 0.0 when nothing was asked."""
         return self.hits / self.queries if self.queries else 0.0
+
+    @property
+    def hit_rate_with_twice_the_blocks(self) -> float:
+        """What `hit_rate` would have been, by the ghosts."""
+        return (self.hits + self.ghost_hits) / self.queries if self.queries else 0.0
 
 
 class CachingMetrics:

@@ -1,0 +1,120 @@
+"""What the cache tells the outside: which prefixes it began and ceased to hold.
+
+Knows keys, token ids and sequence numbers; knows nothing of who listens. Events and fields are those that
+vLLM publishes, so that routers and dashboards made for it can read them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from foreword.cache.hashing import BlockHash
+from foreword.errors import EventsLostError
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Consecutive blocks of one prefix became findable; duplicates of findable blocks are not reported."""
+
+    block_hashes: tuple[BlockHash, ...]
+    parent_block_hash: BlockHash | None
+    """Key of the block before the first of them; None at the beginning of a sequence."""
+    token_ids: tuple[int, ...]
+    """Tokens of all these blocks, [len(block_hashes) * block_size]."""
+    block_size: int
+    lora_name: str | None = None
+    extra_keys: tuple[tuple[str, ...], ...] | None = None
+    """What besides tokens and parent entered each block's key; None if nothing did."""
+    medium: str = "device"
+    group_idx: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """No block with one of these keys is findable any more."""
+
+    block_hashes: tuple[BlockHash, ...]
+    medium: str = "device"
+    group_idx: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The cache was reset."""
+
+
+KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedEvent:
+    """An event and its place in the stream. Numbers have no gaps, so a listener sees what it missed."""
+
+    number: int
+    event: KVCacheEvent
+
+
+class EventLog:
+    """Events in order. Those not taken are kept up to `capacity`; then the oldest go, their numbers with them."""
+
+    def __init__(self, capacity: int = 100_000) -> None:
+        self._events: deque[NumberedEvent] = deque(maxlen=capacity)
+        self._next_number = 0
+
+    def append(self, event: KVCacheEvent) -> None:
+        """Give the event the next number and keep it."""
+        self._events.append(NumberedEvent(self._next_number, event))
+        self._next_number += 1
+
+    def take(self) -> list[NumberedEvent]:
+        """All kept events since the last call."""
+        taken = list(self._events)
+        self._events.clear()
+        return taken
+
+
+class PrefixMirror:
+    """The findable prefixes of a cache somewhere else, rebuilt from its events.
+
+    Keeps keys, not blocks: enough for a router to tell how much of a prompt a replica holds.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, dict[BlockHash, BlockStored]] = {}
+        self._next_number = 0
+
+    def apply(self, events: Iterable[NumberedEvent]) -> None:
+        """Follow some more events, in order. Raises EventsLostError, and follows none from there on, at a gap."""
+        for numbered in events:
+            if numbered.number != self._next_number:
+                raise EventsLostError(
+                    f"event {self._next_number} is missing: {numbered.number} came instead; begin anew with an empty "
+                    "mirror after the cache was reset, or take events more often"
+                )
+            self._next_number += 1
+            match numbered.event:
+                case BlockStored(group_idx=group) as stored:
+                    self._held.setdefault(group, {}).update(dict.fromkeys(stored.block_hashes, stored))
+                case BlockRemoved(group_idx=group) as removed:
+                    for key in removed.block_hashes:
+                        del self._held[group][key]
+                case AllBlocksCleared():
+                    self._held.clear()
+
+    def held_keys(self, group: int = 0) -> set[BlockHash]:
+        """Findable keys of one group (a copy)."""
+        return set(self._held.get(group, ()))
+
+    def tokens_of(self, key: BlockHash, group: int = 0) -> tuple[int, ...]:
+        """Tokens of the block with this key. Raises KeyError if it is not findable."""
+        stored = self._held[group][key]
+        at = stored.block_hashes.index(key) * stored.block_size
+        return stored.token_ids[at : at + stored.block_size]
+
+    def num_hit_blocks(self, block_hashes: Sequence[BlockHash], group: int = 0) -> int:
+        """How many leading blocks of a sequence are findable there."""
+        held = self._held.get(group, {})
+        return sum(1 for _ in takewhile(held.__contains__, block_hashes))

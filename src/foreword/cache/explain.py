@@ -1,0 +1,89 @@
+"""Why a lookup ended where it did.
+
+Knows one sequence, its hit and the ledger; changes nothing. `MissReason` lists the answers;
+docs/concepts/cache.md tells what to do about each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from foreword.cache.coordinator import KVCacheCoordinatorNoPrefixCache, PrefixHit
+from foreword.cache.index import Divergence
+from foreword.cache.ledger import Eviction, MissReason
+from foreword.cache.sequence import TokenSequence
+
+MAX_CONTINUATION_TOKENS = 16
+"""Tokens of each continuation that are shown after a divergence."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookupExplanation:
+    """One lookup, told."""
+
+    num_tokens: int
+    """Length of the sequence that was looked up."""
+    num_hit_tokens: int
+    reason: MissReason | None
+    """Why the tokens after the hit have to be computed; None if that is only the last one, which always is."""
+    eviction: Eviction | None = None
+    """Of the first missing block, if it was evicted."""
+    divergence: Divergence | None = None
+    """Where its tokens leave all cached ones; None if they do not, or the index cannot tell."""
+    num_ghost_tokens: int = 0
+    """Tokens right after the hit that a pool with twice the blocks would still have held."""
+
+    @property
+    def num_missed_tokens(self) -> int:
+        return self.num_tokens - self.num_hit_tokens
+
+    def __str__(self) -> str:
+        parts = [f"{self.num_hit_tokens} of {self.num_tokens} tokens found"]
+        if self.reason is not None:
+            parts.append(self.reason.value.replace("_", " "))
+        if self.eviction is not None:
+            parts[-1] += f" ({self.eviction.cause}, with {self.eviction.pool_usage:.0%} of the blocks in use)"
+        if self.num_ghost_tokens:
+            parts.append(f"twice the blocks would have found {self.num_ghost_tokens} more")
+        if self.divergence is not None and self.divergence.theirs:
+            parts.append(f"differs from what is cached at token {self.divergence.position}")
+        return "; ".join(parts)
+
+
+def explain_lookup(
+    sequence: TokenSequence,
+    hit: PrefixHit,
+    coordinator: KVCacheCoordinatorNoPrefixCache,
+    others: Iterable[TokenSequence],
+) -> LookupExplanation:
+    """Tell the lookup of `sequence` that gave `hit`; `others` are the sequences that hold blocks just now."""
+    length = len(sequence)
+    if hit.skipped:
+        return LookupExplanation(length, 0, MissReason.LOOKUP_SKIPPED)
+    if hit.num_tokens >= length - 1:
+        return LookupExplanation(length, hit.num_tokens, None)
+    reason, eviction = coordinator.why_missed(sequence, hit)
+    missing = hit.num_shared_tokens // sequence.block_size
+    if reason is MissReason.NEVER_SEEN and _is_in_flight(sequence, missing, others):
+        reason = MissReason.IN_FLIGHT
+    ghosts = coordinator.num_ghost_tokens(sequence, hit)
+    return LookupExplanation(
+        length,
+        hit.num_tokens,
+        reason,
+        eviction,
+        coordinator.diverges(sequence, MAX_CONTINUATION_TOKENS),
+        min(ghosts, length - 1 - hit.num_tokens),
+    )
+
+
+def _is_in_flight(sequence: TokenSequence, missing: int, others: Iterable[TokenSequence]) -> bool:
+    """Whether another running sequence has the same beginning, missing block included."""
+    hashes = sequence.block_hashes()
+    if missing >= len(hashes):
+        return False
+    return any(
+        other is not sequence and other.num_full_blocks > missing and other.block_hashes()[missing] == hashes[missing]
+        for other in others
+    )
