@@ -100,6 +100,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-num-batched-tokens", type=int)
     engine.add_argument("--max-num-seqs", type=int)
     engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    engine.add_argument("--attention-kernel", choices=("auto", "cpu", "reference"))
     engine.add_argument("--trust-remote-code", action="store_true", default=None)
     engine.set_defaults(engine_options=[action.dest for action in engine._group_actions])
 
@@ -128,17 +129,20 @@ def _generate(args: argparse.Namespace) -> int:
             output = _print_stream(llm, prompts[0], params, chat=args.chat)
             if args.explain:
                 _print_explanation(llm, output)
-            return 0
-        if args.chat:
-            conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            outputs = llm.chat(conversations, params)
         else:
-            outputs = llm.generate(prompts, params)
-        for output in outputs:
-            print(json.dumps(_as_json(output)) if args.json else _as_text(output))
-            if args.explain:
-                _print_explanation(llm, output)
+            for output in _outputs(llm, prompts, params, chat=args.chat):
+                print(json.dumps(_as_json(output)) if args.json else _as_text(output))
+                if args.explain:
+                    _print_explanation(llm, output)
+        if args.explain:
+            print(llm.explain_attention(), file=sys.stderr)
     return 0
+
+
+def _outputs(llm: LLM, prompts: list[Any], params: SamplingParams, *, chat: bool) -> list[RequestOutput]:
+    if chat:
+        return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+    return llm.generate(prompts, params)
 
 
 def _prompts(args: argparse.Namespace) -> list[Any]:

@@ -96,6 +96,7 @@ class LLM:
         if self.inexactness:
             logger.warning("results are not bit-exact with this model on this machine: %s", self.inexactness)
         self._engine: Engine | None = _build_engine(self.config, loaded, self.tokenizer)
+        self._kernel = loaded.kernel
         self._request_numbers = itertools.count()
 
     @property
@@ -256,6 +257,10 @@ class LLM:
             misses={str(reason): count for reason, count in manager.stats.misses.items()},
             missed_tokens={str(reason): count for reason, count in manager.stats.missed_tokens.items()},
         )
+
+    def explain_attention(self) -> str:
+        """For a person: which KV attention read once for several requests, and what that is estimated to save."""
+        return self._kernel.explain()
 
     def explain(self, prompt: PromptInput) -> LookupExplanation:
         """How much of this prompt the cache holds now, and why not more, without running it."""

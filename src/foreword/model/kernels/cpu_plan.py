@@ -20,11 +20,38 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.batch import Batch, IntArray
-from foreword.model.kernels.cpu import CHUNK, FOLD, FOLD_QUERIES, SHARED
+from foreword.model.kernels.cpu_layout import CHUNK, FOLD, FOLD_QUERIES, SHARED
 
 Int64Array = npt.NDArray[np.int64]
 FEW_QUERIES = 16
 """Most queries of a request that are computed chunk by chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharingRule:
+    """When it pays to look for shared chunks: the KV that need not be read again must be worth the search.
+
+    Once found, sharing costs the kernel nothing, since partial results per chunk are what it computes anyway.
+    Both rates were measured by `benchmarks/attention.py`, the saving with two threads and KV out of the caches.
+    """
+
+    token_bytes: int
+    """KV of a token in all layers; 0: not known yet, so look."""
+    saved_ns_per_byte: float = 0.02
+    search_ns: float = 10_000
+    search_ns_per_block: float = 5
+
+    def saving_us(self, num_chunks: int) -> float:
+        """Time not spent on chunks that need not be read again."""
+        return num_chunks * CHUNK * self.token_bytes * self.saved_ns_per_byte / 1e3
+
+    def search_us(self, num_blocks: int) -> float:
+        """Time to sort block tables of so many entries."""
+        return (self.search_ns + num_blocks * self.search_ns_per_block) / 1e3
+
+    def pays(self, num_chunks: int, num_blocks: int) -> bool:
+        """Whether saving at most `num_chunks` may be worth a search through `num_blocks` entries."""
+        return not self.token_bytes or self.saving_us(num_chunks) > self.search_us(num_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +73,22 @@ class CpuPlan:
     """Partial results per head."""
     most_queries: int
     """Of a SHARED item."""
+    num_chunks: int
+    """Chunks that members see, each for itself; SHARED items are as many or fewer."""
+    groups: tuple[int, ...]
+    """How many requests share their first chunk, group by group."""
 
 
-def plan_step(batch: Batch, block_size: int, *, share: bool = True) -> CpuPlan:
-    """Cut a batch into items of work. With `share`, requests with equal leading blocks share items."""
+def plan_step(batch: Batch, block_size: int, rule: SharingRule | None) -> CpuPlan:
+    """Cut a batch into items of work. Requests with equal leading blocks share items where `rule` says it pays."""
     lengths = np.diff(batch.query_starts).astype(np.int64)
     first_positions = batch.positions[batch.query_starts[:-1]].astype(np.int64)
     num_chunks = (first_positions + lengths + CHUNK - 1) // CHUNK
     few = lengths <= FEW_QUERIES
     members = np.flatnonzero(few)
     joined = np.zeros(max(0, len(members) - 1), np.int64)
-    if share and len(members) > 1:
-        members, joined = _sort_by_blocks(batch, members, num_chunks, block_size)
+    if rule is not None and len(members) > 1:
+        members, joined = _sort_by_blocks(batch, members, block_size, rule)
     slots = np.where(few, lengths * num_chunks, 0)
     first_slots = np.cumsum(slots) - slots
     folds = _folds(np.flatnonzero(~few), lengths, first_positions)
@@ -76,6 +107,8 @@ def plan_step(batch: Batch, block_size: int, *, share: bool = True) -> CpuPlan:
         merges=np.ascontiguousarray(np.stack((merges, numbers), 1)),
         num_slots=int(slots.sum()),
         most_queries=most,
+        num_chunks=int(num_chunks[members].sum()),
+        groups=tuple(size for size in (shared[:, 3] - shared[:, 2])[shared[:, 1] == 0].tolist() if size > 1),
     )
 
 
@@ -103,7 +136,7 @@ def _shared(num_chunks: Int64Array, joined: Int64Array) -> Int64Array:
 
 
 def _sort_by_blocks(
-    batch: Batch, members: Int64Array, num_chunks: Int64Array, block_size: int
+    batch: Batch, members: Int64Array, block_size: int, rule: SharingRule
 ) -> tuple[Int64Array, Int64Array]:
     """Members sorted by their tables, and how many whole chunks each shares with the next."""
     chunk_blocks = -(-CHUNK // block_size)
@@ -112,7 +145,11 @@ def _sort_by_blocks(
     tables = batch.block_tables[members]
     unsorted = np.zeros(len(members) - 1, np.int64)
     long = np.flatnonzero(whole)
-    if not len(long) or len(np.unique(tables[long, chunk_blocks - 1])) == len(long):
+    if len(long) < 2:
+        return members, unsorted
+    _, first_of_group = np.unique(tables[long, chunk_blocks - 1], return_index=True)
+    most_saved = int(whole[long].sum() - whole[long[first_of_group]].sum())
+    if len(first_of_group) == len(long) or not rule.pays(most_saved, tables.size):
         return members, unsorted
     rows = tables.astype(">i4")
     order = np.array(sorted(range(len(members)), key=lambda row: rows[row].tobytes()), np.int64)

@@ -34,6 +34,10 @@ class AttentionKernel(Protocol):
         """Causal attention of a flattened batch over paged KV, as `reference.paged_attention` says."""
         ...
 
+    def explain(self) -> str:
+        """For a person: what the kernel made of the steps so far."""
+        ...
+
 
 class ReferenceAttention:
     """`reference.py` as a kernel: plain torch, any device."""
@@ -47,6 +51,10 @@ class ReferenceAttention:
     ) -> Tensor:
         """See `reference.paged_attention`."""
         return paged_attention(query, key_blocks, value_blocks, plan, options)
+
+    def explain(self) -> str:
+        """It has no choices to explain."""
+        return "attention in plain torch: nothing is shared"
 
 
 def make_kernel(name: KernelName, device: torch.device) -> AttentionKernel:

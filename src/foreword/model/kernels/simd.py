@@ -13,9 +13,7 @@ An element of C is one chain of fused multiply-adds along k, from 0 upwards, sta
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -187,6 +185,28 @@ def copy_bytes(builder: Any, target: Any, source: Any, num_bytes: Any) -> None:
 def fetch_add(builder: Any, address: Any, amount: Any) -> Any:
     """Add to a 64-bit integer that threads share; its value before."""
     return builder.atomic_rmw("add", builder.inttoptr(address, I64.as_pointer()), amount, "seq_cst")
+
+
+@_instructions("ai")
+def prefetch(builder: Any, address: Any, num_bytes: Any) -> None:
+    """Ask for memory that will be read soon; whatever is there."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, locality, data = (ir.Constant(I32, number) for number in (0, 2, 1))
+
+    def body(index: Any) -> list[Any]:
+        builder.call(function, [builder.inttoptr(builder.add(address, index), byte), read, locality, data])
+        return []
+
+    _loop(builder, _int(0), num_bytes, 64, [], body)
+
+
+@_instructions("aaaiiiii")
+def call_chunk(builder: Any, function: Any, *arguments: Any) -> None:
+    """Call a C function at an address with two addresses and five integers."""
+    kind = ir.FunctionType(ir.VoidType(), [I64] * len(arguments))
+    builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
 
 
 @_instructions("a", types.intp)
@@ -460,8 +480,3 @@ def finish(builder: Any, stats: Any, mixed: Any, sink: Any, target: Any, width: 
         return []
 
     _loop(builder, _int(0), width, LANES, [], body)
-
-
-def source_digest() -> int:
-    """A number that changes with this file."""
-    return int.from_bytes(hashlib.sha256(Path(__file__).read_bytes()).digest()[:6], "big")
