@@ -20,6 +20,7 @@ from torch import Tensor
 
 from foreword.model.kernels import simd
 from foreword.model.kernels.cpu_attention import Team
+from foreword.model.kernels.cpu_layout import source_digest
 from foreword.model.kernels.simd import I16S, I32S, LANES, LOG2_E
 
 ALONE_ELEMENTS = 1 << 17
@@ -115,7 +116,7 @@ _norm_bf16, _norm_f32, _gate_bf16, _gate_f32 = _norm(True), _norm(False), _gate(
 @functools.cache
 def _compile_worker() -> Any:
     """What each thread of a team runs: units of rows until none are left. Compiled once per machine and kept."""
-    digest = simd.source_digest()
+    digest = source_digest()
 
     @cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
     def worker(arguments: Any) -> None:
