@@ -12,6 +12,8 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +109,6 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     prompts = _prompts(args)
-    from foreword.llm import LLM
     from foreword.request import SamplingParams
 
     options = {name: getattr(args, name) for name in args.engine_options if getattr(args, name) is not None}
@@ -120,10 +121,10 @@ def _generate(args: argparse.Namespace) -> int:
         stop=tuple(args.stop),
         ignore_eos=args.ignore_eos,
     )
-    gc.disable()  # a million objects of imported modules are looked at again and again: 0.5 s of a start
-    llm = LLM(args.model, **options)
-    gc.freeze()
-    gc.enable()
+    with _without_garbage_collection():
+        from foreword.llm import LLM
+
+        llm = LLM(args.model, **options)
     with llm:
         if len(prompts) == 1 and not args.json and llm.tokenizer is not None:
             output = _print_stream(llm, prompts[0], params, chat=args.chat)
@@ -143,6 +144,17 @@ def _outputs(llm: LLM, prompts: list[Any], params: SamplingParams, *, chat: bool
     if chat:
         return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
     return llm.generate(prompts, params)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """For loading: libraries bring a million objects that stay, and looking at them again and again takes 0.5 s."""
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def _prompts(args: argparse.Namespace) -> list[Any]:
