@@ -9,7 +9,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-BENCHMARKS := $(wildcard benchmarks/workloads.py benchmarks/cache_core.py benchmarks/state_machine.py)
+BENCHMARKS := $(wildcard benchmarks/workloads.py benchmarks/cache_core.py benchmarks/attention.py benchmarks/state_machine.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast test-slow check format bench clean

@@ -13,9 +13,10 @@
    at the shape of Qwen2-0.5B: prefill, a hit, decoding.
 
 Rounds alternate between the rivals; medians are reported. --cpu-time counts the process's time on its processors
-divided by the number of threads, which other work disturbs less; it cannot see threads that wait for each other. Limits are measured in the same run: reading memory
-(bytes of KV that must be read / bandwidth) and arithmetic (operations / rate of the kernel's own inner loop, data in
-the first-level cache). Results are compared: two-phase and unshared attention must be equal bit for bit.
+divided by the number of threads, which other work disturbs less; it cannot see threads that wait for each other.
+Limits are measured in the same run: reading memory (bytes of KV that must be read / bandwidth) and arithmetic
+(operations / rate of the kernel's own inner loop, data in the first-level cache). Results are compared: two-phase
+and unshared attention must be equal bit for bit.
 
 The last line is JSON.
 """
@@ -249,7 +250,7 @@ def run(quick: bool, clock: Clock) -> dict[str, Any]:
         print(
             f"  {shared:5} shared tokens {ms['two-phase']:36.2f} {found['limit_ms']:6.2f} {ms['same blocks']:7.1f} "
             f"({found['speedup_same_blocks']:.1f}x) {ms['own blocks']:7.1f} ({found['speedup_own_blocks']:.1f}x)"
-            f"   target {found['target']}x"
+            f"   target {found['target'] or '-'}"
         )
 
     found = report["nothing_shared"] = nothing_shared(watch, 600 if quick else 4096, 16, 2 if quick else 24)

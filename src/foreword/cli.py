@@ -80,7 +80,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="say for each prompt what the cache held and why not more (standard error)",
+        help="say on standard error what the cache held of each prompt, why not more, and what attention shared",
     )
 
     sampling = parser.add_argument_group("sampling")
@@ -127,16 +127,15 @@ def _generate(args: argparse.Namespace) -> int:
         llm = LLM(args.model, **options)
     with llm:
         if len(prompts) == 1 and not args.json and llm.tokenizer is not None:
-            output = _print_stream(llm, prompts[0], params, chat=args.chat)
-            if args.explain:
-                _print_explanation(llm, output)
+            outputs = [_print_stream(llm, prompts[0], params, chat=args.chat)]
         else:
-            for output in _outputs(llm, prompts, params, chat=args.chat):
+            outputs = _outputs(llm, prompts, params, chat=args.chat)
+            for output in outputs:
                 print(json.dumps(_as_json(output)) if args.json else _as_text(output))
-                if args.explain:
-                    _print_explanation(llm, output)
         if args.explain:
-            print(llm.explain_attention(), file=sys.stderr)
+            for output in outputs:
+                _print_explanation(llm, output)
+            print(f"foreword: {llm.explain_attention()}", file=sys.stderr)
     return 0
 
 

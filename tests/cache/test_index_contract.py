@@ -126,6 +126,27 @@ def test_insertions_may_come_block_by_block(index):
         assert index.match(growing).block_ids.tolist() == [4, 9, 2][: block + 1]
 
 
+def test_one_block_of_each_of_many_sequences_is_inserted_in_their_order(index):
+    insert(index, "ABCDEFGH", 0, 1)
+    lone, longer, again = sequence("XYZW"), sequence("ABCDEFGHIJKL"), sequence("XYZW")
+    assert index.insert_each([lone, longer, again], [0, 2, 0], ids(5, 2, 6)) == [True] * 3
+    index.check_integrity()
+    assert found(index, "ABCDEFGHIJKL") == [0, 1, 2]
+    assert found(index, "XYZW") == [5]
+    assert index.original_of(6) == 5
+
+
+def test_of_many_insertions_only_those_without_their_prefix_are_refused(make):
+    index = make(4)
+    insert(index, "ABCDEFGH", 0, 1)
+    remove(index, 0)
+    inserted = index.insert_each([sequence("ABCDEFGHIJKL"), sequence("XYZW")], [2, 0], ids(2, 5))
+    index.check_integrity()
+    assert inserted == [not isinstance(index, RadixIndex), True]  # keys need no prefix in the index
+    assert len(index) == sum(inserted) + (0 if isinstance(index, RadixIndex) else 1)
+    assert found(index, "XYZW") == [5]
+
+
 def test_generated_tokens_are_indexed_like_prompt_tokens(index):
     answered = sequence("ABCDEF")
     index.insert(answered, 0, ids(0))

@@ -301,7 +301,7 @@ class KVCacheCoordinatorNoPrefixCache:
     def close(self, row: int) -> None:
         """Free a row's blocks, those that end last first, so that tails are evicted before heads."""
         if len(self.managers) == 1 and not self._releases:
-            self._pool.free_blocks(self.tables.groups[0].row(row)[::-1])
+            self._pool.free_blocks(self.tables.groups[0].row(row)[::-1].copy())
         else:
             self._pool.free_blocks(self.tables.held(row, self.block_sizes))
         self.tables.close_row(row)

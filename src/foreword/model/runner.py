@@ -83,9 +83,10 @@ class ModelRunner:
                 result.prompt_logprobs[number] = _prompt_logprobs(batch, number, own)
         if sampling:
             requests = [batch.entries[number].request for number, _ in sampling]
-            if len(sampling) < len(logits):
-                logits = logits[[row for _, row in sampling]]
-            samples: list[Sample] = sample(logits, requests)
+            with torch.inference_mode():  # in which they were made, and may be changed in place
+                if len(sampling) < len(logits):
+                    logits = logits[[row for _, row in sampling]]
+                samples: list[Sample] = sample(logits, requests)
             for (number, _), token in zip(sampling, samples, strict=True):
                 result.samples[number] = token
         return result
