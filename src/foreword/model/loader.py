@@ -136,10 +136,10 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
         eos_token_ids=_eos_token_ids(module, text_config),
         kernel=make_kernel(options.attention_kernel, device),
     )
+    _probe_layers(model)  # of the plain modules: a probe copies some of them, and packed weights cannot be copied
     if device.type == "cpu":
         fuse(module)
         pack_linears(module)
-    _probe_layers(model)
     return model
 
 
