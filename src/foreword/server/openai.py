@@ -38,7 +38,7 @@ async def chat_completions(
     service = service_of(request)
     check_call(service, body)
     caller = Caller(tenant, "chat.completions", body.cache_salt, body.prompt_cache_key)
-    params = sampling_params(service, body, _chat_limits(body))
+    params = await sampling_params(service, body, _chat_limits(body))
     prompt = await service.render_chat(plain_messages(body.messages))
     dialect = _ChatAnswer(service, new_id("chatcmpl-"), body)
     answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
@@ -55,7 +55,7 @@ async def completions(
     if body.best_of not in (None, body.n or 1):
         raise bad_request(f"best_of={body.best_of} is not supported, other than equal to n", param="best_of")
     caller = Caller(tenant, "completions", body.cache_salt, body.prompt_cache_key)
-    params = sampling_params(service, body, _completion_limits(body))
+    params = await sampling_params(service, body, _completion_limits(body))
     prompts = await _prompts(service, body)
     dialect = _CompletionAnswer(service, new_id("cmpl-"), body, prompts)
     answer = await service.start(caller, dialect.response_id, prompts, params, stream=bool(body.stream))
@@ -99,7 +99,7 @@ def _completion_limits(body: CompletionRequest) -> Limits:
     return Limits(most, body.logprobs, body.logprobs if body.echo else None)
 
 
-def sampling_params(service: Service, body: Any, limits: Limits) -> SamplingParams:
+async def sampling_params(service: Service, body: Any, limits: Limits) -> SamplingParams:
     """How to continue. Raises InvalidRequestError or APIError for values that do not go together."""
     given = {name: value for name in _SAME_NAMES if (value := getattr(body, name, None)) is not None}
     return SamplingParams(
@@ -107,7 +107,7 @@ def sampling_params(service: Service, body: Any, limits: Limits) -> SamplingPara
         logprobs=limits.logprobs,
         prompt_logprobs=limits.prompt_logprobs,
         logit_bias=_logit_bias(getattr(body, "logit_bias", None)),
-        open_constraint=_constraint(service, getattr(body, "response_format", None)),
+        open_constraint=await _constraint(service, body.response_format),
         **given,
     )
 
@@ -125,15 +125,15 @@ def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:
         raise bad_request("the keys of logit_bias must be token ids", param="logit_bias") from error
 
 
-def _constraint(service: Service, wanted: ResponseFormat | None) -> Callable[[], TokenConstraint] | None:
+async def _constraint(service: Service, wanted: ResponseFormat | None) -> Callable[[], TokenConstraint] | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return service.open_grammar(None)
+        return await service.open_grammar(None)
     schema = wanted.json_schema.json_schema if wanted.json_schema is not None else None
     if schema is None:
         raise bad_request("response_format json_schema needs json_schema.schema", param="response_format")
-    return service.open_grammar(schema)
+    return await service.open_grammar(schema)
 
 
 def plain_messages(messages: Sequence[ChatMessage | InputMessage]) -> list[dict[str, str]]:
