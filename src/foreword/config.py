@@ -9,6 +9,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import UnionType
 from typing import Any, Literal, get_args
 
 from foreword.errors import ConfigError
@@ -73,6 +74,17 @@ class CacheConfig:
     """How prefixes are found: "radix" compares tokens and matches to the token, "hash" compares block keys."""
     eviction_policy: EvictionName = "lru"
     """Which cached block makes room when memory is short; `foreword.cache.eviction` describes the orders."""
+    keep_all_kv: bool = False
+    """Keep all KV of layers that attend to a window or chunk only, as if they attended to everything."""
+    sink_token_ids: tuple[int, ...] = ()
+    """Tokens before every prompt, computed once and never evicted; they are no part of prompts, hits or counts.
+    Whole blocks of them, for models whose layers all attend to everything."""
+    state_block_size: int | None = None
+    """Recurrent states can be saved, and hits can end, at multiples of this many tokens. None: the least at
+    which no memory is wasted, at least 64."""
+    state_interval: int | None = None
+    """Tokens of a prompt between recurrent states that are saved, beside those at the ends of prompts and
+    messages and where prompts part. None: about as much memory as the KV takes, at least every 512."""
     deduplicate: bool = False
     """Free a block whose content another block holds already, instead of keeping both."""
     explain_misses: bool = True
@@ -88,10 +100,17 @@ class CacheConfig:
     """Enters all block keys, beside the model: keys of other deployments that share a store differ by it."""
 
     def __post_init__(self) -> None:
+        for name in ("enable_prefix_caching", "deduplicate", "explain_misses", "cache_events"):
+            _of_type(name, getattr(self, name), bool, "True or False")
+        _of_type("key_salt", self.key_salt, str, "a text")
+        _of_type("max_pinned_share", self.max_pinned_share, int | float, "0.0 to 1.0")
         if not 0.0 <= self.max_pinned_share <= 1.0:
             raise ConfigError(f"max_pinned_share={self.max_pinned_share} is not a share of the pool; use 0.0 to 1.0")
         _one_of("hash_function", self.hash_function, get_args(HashName))
         _at_least("block_size", self.block_size, 1)
+        object.__setattr__(self, "sink_token_ids", tuple(self.sink_token_ids))
+        _at_least("state_block_size", self.state_block_size, 1)
+        _at_least("state_interval", self.state_interval, 1)
         _one_of("prefix_index", self.prefix_index, ("radix", "hash"))
         _one_of("eviction_policy", self.eviction_policy, get_args(EvictionName))
         if self.cache_events and not self.explain_misses:
@@ -196,3 +215,8 @@ def _at_least(name: str, value: int | None, least: int) -> None:
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}")
+
+
+def _of_type(name: str, value: object, wanted: type | UnionType, remedy: str) -> None:
+    if not isinstance(value, wanted):
+        raise ConfigError(f"{name}={value!r} has the wrong type; use {remedy}")

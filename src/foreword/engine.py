@@ -102,6 +102,8 @@ class Prompt:
     """Adapter, salt and media that keep its cached blocks apart from others."""
     priority: int = 0
     """Lower goes first under the "priority" policy."""
+    message_ends: tuple[int, ...] = ()
+    """Numbers of tokens behind which a message of a conversation ends, if that is known."""
 
 
 class Engine:
@@ -174,6 +176,7 @@ class Engine:
                 stop_token_ids=stop_ids,
                 seed=seed + index,
                 priority=prompt.priority,
+                message_ends=prompt.message_ends,
             )
             for index, own_id in enumerate(_continuation_ids(request_id, params.n))
         ]
@@ -217,12 +220,13 @@ class Engine:
             )
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         # The last token that is generated is never computed, so its KV needs no room.
-        blocks = -(-(length + max_tokens - 1) // self.manager.block_size)
-        if blocks > self.manager.num_blocks:
+        step = self.scheduler.config.max_num_batched_tokens
+        if not self.manager.can_ever_hold(length + max_tokens - 1, step):
             raise RequestTooLargeError(
-                f"the request needs {blocks} blocks of {self.manager.block_size} tokens for {length} prompt tokens "
-                f"and {max_tokens} generated, but the pool has {self.manager.num_blocks}; lower max_tokens or give "
-                "the cache more memory (kv_cache_memory_bytes)"
+                f"the request needs {self.manager.max_num_blocks(length + max_tokens - 1, step)} blocks of "
+                f"{' or '.join(sorted({str(group.block_size) for group in self.manager.groups}))} tokens for {length} "
+                f"prompt tokens and {max_tokens} generated, but the pool has {self.manager.num_blocks}; lower "
+                "max_tokens or give the cache more memory (kv_cache_memory_bytes)"
             )
         return max_tokens
 
@@ -303,8 +307,9 @@ class Engine:
         """Evict what is cached of this prompt last for so many seconds; returns how many tokens are protected.
 
         Whole blocks only, and no more than the budget allows. Raises InvalidRequestError for an impossible
-        time, ConfigError if pins are switched off.
+        prompt or time, ConfigError if pins are switched off.
         """
+        self._validate(prompt, SamplingParams(max_tokens=1))
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0.0 < ttl_s < math.inf:
             raise InvalidRequestError(f"ttl_s={ttl_s!r} is not a time; use a positive, finite number of seconds")
         now = self._clock()

@@ -54,7 +54,7 @@ class PrefixHit:
     resumed: bool = False
     """The request was preempted before; its lookup is counted apart."""
     skipped: bool = False
-    """Nothing was looked up, because the request asked for that."""
+    """Nothing was looked up, because nobody asked or the request asked not to."""
 
     @property
     def block_ids(self) -> BlockIds:
@@ -100,6 +100,10 @@ class KVCacheCoordinatorNoPrefixCache:
         """`PrefixIndex.top`, where there is such an index."""
         return None
 
+    def num_indexed_by_group(self) -> list[int]:
+        """`num_indexed` of each group."""
+        return [self.num_indexed] + [0] * (len(self.managers) - 1)
+
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         """The longest beginning of `sequence` that every group holds. Changes nothing."""
         return self.nothing
@@ -122,6 +126,9 @@ class KVCacheCoordinatorNoPrefixCache:
     def forget(self, block_ids: BlockIds, cause: EvictionCause) -> int:
         """Forget what these blocks hold; returns how many were indexed before and are not now."""
         return 0
+
+    def forget_state(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """Forget the recurrent states behind the first `num_tokens` tokens, those that nobody holds."""
 
     def clear(self) -> None:
         """Forget everything."""

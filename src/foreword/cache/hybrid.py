@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from foreword.cache.block_pool import BlockIds, BlockPool
 from foreword.cache.coordinator import KVCacheCoordinatorNoPrefixCache, PrefixHit, SequenceOfRow
 from foreword.cache.group_index import GroupedHashIndex
@@ -43,6 +45,9 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     def indexed_block_ids(self) -> BlockIds:
         return self._index.block_ids()
+
+    def num_indexed_by_group(self) -> list[int]:
+        return [self._index.num_indexed(group_id) for group_id in range(len(self.managers))]
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         """Each group lowers the bound to its own longest hit, until a whole round leaves it alone.
@@ -123,6 +128,15 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         self._note_forgotten(forgotten, cause)
         return len(forgotten)
 
+    def forget_state(self, sequence: TokenSequence, num_tokens: int) -> None:
+        for group_id, manager in enumerate(self.managers):
+            if not manager.readable_in_same_step:
+                number = num_tokens // manager.block_size
+                [key] = self._keys(group_id, sequence, number - 1, number)
+                block_id = self._index.finder(group_id)(key)
+                if block_id is not None and self._pool.count_free(np.array([block_id], np.int32)):
+                    self.forget(np.array([block_id], np.int32), EvictionCause.SUPERSEDED)
+
     def clear(self) -> None:
         self._index.clear()
         super().clear()
@@ -131,8 +145,9 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         """Told by the group that keeps the most, unless another one has evicted its next block."""
         reasons = [self._accounts[g].reason(sequence, len(hit.tables[g])) for g in self._order]
         for reason in reasons:
-            if reason is not None and reason[0] is MissReason.EVICTED:
-                return reason
+            if reason is not None and reason[1] is not None:
+                superseded = reason[1].cause is EvictionCause.SUPERSEDED
+                return (MissReason.STATE_NOT_SAVED, None) if superseded else reason
         if reasons[0] is not None:
             return reasons[0]
         for group_id, reason in zip(self._order, reasons, strict=True):

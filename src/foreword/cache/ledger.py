@@ -9,7 +9,7 @@ forgets; the ledger answers
 - how often each block was reused (`num_reuses`) and how many were forgotten, by cause (`evictions`),
 - what changed, if it is given an `EventLog`.
 
-It costs one array operation on a hit, and O(1) for each stored or forgotten block.
+It costs one array operation on a hit, and O(1) for each stored, forgotten or missed block.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class EvictionCause(enum.StrEnum):
     """Somebody asked for it (`evict_blocks`)."""
     FAILED = "failed"
     """The step that was to fill it failed."""
+    SUPERSEDED = "superseded"
+    """A recurrent state further on in the same sequence took its place."""
     DUPLICATE = "duplicate"
     """Another block holds the same."""
 

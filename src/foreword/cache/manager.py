@@ -104,6 +104,7 @@ class KVCacheManager:
         self._pins = policy if isinstance(policy, PinnedPolicy) else None
         self._pool = BlockPool(num_blocks, on_reuse=self._forget_reused, policy=policy)
         self._coordinator = self._make_coordinator(index, deduplicate)
+        self._not_looked_up = replace(self._coordinator.nothing, skipped=True)
         self._coordinator.reserve()
         self._row_of: dict[str, int] = {}
         self._explanations: dict[str, LookupExplanation] = {}
@@ -124,8 +125,7 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return KVCacheCoordinatorNoPrefixCache(self.groups, self._pool)
         first = self.groups[0]
-        is_prefix = len(self.groups) == 1 and isinstance(first, (FullAttentionSpec, SinkFullSpec))
-        if is_prefix and first.block_size == self.block_size:
+        if self.has_one_full_group and first.block_size == self.block_size:
             index = index if index is not None else HashIndex(self.num_blocks)
             return UnitaryKVCacheCoordinator(first, self._pool, index, ledger=self.ledger, deduplicate=deduplicate)
         if index is not None:
@@ -136,6 +136,11 @@ class KVCacheManager:
         if deduplicate:
             raise ConfigError("deduplicate=True needs one group of full attention; leave it out")
         return HybridKVCacheCoordinator(self.groups, self._pool, self.block_size, ledger=self.ledger)
+
+    @property
+    def has_one_full_group(self) -> bool:
+        """Whether every layer needs every block, so that hits are prefixes."""
+        return len(self.groups) == 1 and isinstance(self.groups[0], (FullAttentionSpec, SinkFullSpec))
 
     # -------------------------------------------------------------------- step
 
@@ -156,7 +161,7 @@ class KVCacheManager:
     ) -> PrefixHit:
         """The longest cached prefix of `sequence`. Changes nothing, counts nothing."""
         if skip_reading:
-            hit = replace(self._coordinator.nothing, skipped=True)
+            hit = self._not_looked_up
         else:
             hit = self._coordinator.find_longest_cache_hit(sequence)
         return replace(hit, resumed=True) if resumed else hit
@@ -185,16 +190,24 @@ class KVCacheManager:
 
     # -------------------------------------------------------------- allocation
 
-    def allocate_slots(self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None = None) -> BlockIds | None:
+    def allocate_slots(
+        self,
+        sequence: TokenSequence,
+        num_tokens: int,
+        hit: PrefixHit | None = None,
+        *,
+        save_states_at: Sequence[int] = (),
+    ) -> BlockIds | None:
         """Make room for the KV of the first `num_tokens` tokens; None, and no change, if blocks are short.
 
-        The first call for a request admits it and takes its `hit` (None: nothing was hit). Later calls
+        The first call for a request admits it and takes its `hit` (None: nothing was looked up) and what
+        `save_states_at` would be told. Later calls
         take what earlier ones made room for as computed, and give up blocks that are no longer needed.
         Returns the newly taken blocks, group by group. Blocks that these tokens fill are indexed at once.
         """
         row = self._row_of.get(sequence.request_id)
         if row is None:
-            return self._admit(sequence, num_tokens, hit)
+            return self._admit(sequence, num_tokens, hit, save_states_at)
         assert hit is None, "a hit is taken when the request is admitted, not later"
         new_ids = self._coordinator.grow(row, int(self._num_slots[row]), num_tokens)
         if new_ids is not None:
@@ -203,8 +216,10 @@ class KVCacheManager:
             self._coordinator.cache_blocks(row, sequence, num_tokens)
         return new_ids
 
-    def _admit(self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None) -> BlockIds | None:
-        hit = hit if hit is not None else self._coordinator.nothing
+    def _admit(
+        self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None, save_states_at: Sequence[int]
+    ) -> BlockIds | None:
+        hit = hit if hit is not None else self._not_looked_up
         explanation = self.explain(sequence, hit) if self.ledger is not None else None  # sees what admission evicts
         admitted = self._coordinator.admit(hit, num_tokens)
         if admitted is None:
@@ -220,6 +235,8 @@ class KVCacheManager:
             self._num_slots = np.concatenate((self._num_slots, np.zeros_like(self._num_slots)))
             self._quiet_until = np.concatenate((self._quiet_until, np.zeros_like(self._quiet_until)))
         self._num_slots[row] = num_tokens
+        if save_states_at:
+            self.save_states_at(sequence.request_id, save_states_at)
         self._quiet_until[row] = self._end_of_quiet(num_tokens)
         self._count(len(sequence), hit, explanation)
         self._coordinator.cache_blocks(row, sequence, num_tokens)
@@ -319,6 +336,10 @@ class KVCacheManager:
             if isinstance(manager, MambaManager):
                 manager.ask_for_states(row, positions)
 
+    def forget_state(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """Let the recurrent states behind the first `num_tokens` tokens go if nobody holds them."""
+        self._coordinator.forget_state(sequence, num_tokens)
+
     def forget_uncomputed(self, request_id: str, num_computed_tokens: int) -> None:
         """Take back the early indexing of blocks whose step failed: only computed blocks stay."""
         self._coordinator.forget_from(self._row_of[request_id], num_computed_tokens)
@@ -415,7 +436,11 @@ class KVCacheManager:
     def can_ever_hold(self, num_tokens: int, max_step_tokens: int) -> bool:
         """Whether a request of `num_tokens` fits into the empty pool, in steps of `max_step_tokens` at most."""
         usable = self.num_blocks - len(self.sink_block_ids())
-        return self._coordinator.max_num_blocks(num_tokens, max_step_tokens) <= usable
+        return self.max_num_blocks(num_tokens, max_step_tokens) <= usable
+
+    def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Most blocks that a request of `num_tokens` holds at a time, in steps of `max_step_tokens` at most."""
+        return self._coordinator.max_num_blocks(num_tokens, max_step_tokens)
 
     def held_request_ids(self) -> list[str]:
         """Requests that hold blocks."""
@@ -435,6 +460,11 @@ class KVCacheManager:
     def get_num_cached_blocks(self) -> int:
         """Blocks that hold an indexed prefix, held by requests or not."""
         return self._coordinator.num_indexed
+
+    def num_cached_tokens(self) -> int:
+        """Tokens whose KV is cached, in the group that has most of them; duplicates count."""
+        counts = self._coordinator.num_indexed_by_group()
+        return max(count * group.block_size for count, group in zip(counts, self.groups, strict=True))
 
     def get_usage(self) -> float:
         """Share of the blocks held by requests, 0.0 to 1.0."""

@@ -26,13 +26,17 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.block_pool import BlockIds
-from foreword.cache.hashing import ExtraKeys, TokenArray
+from foreword.cache.hashing import ExtraKeys, MediaItem, TokenArray
 from foreword.cache.index import Divergence, HashIndex, PartialBlock, PrefixIndex, PrefixMatch
+from foreword.cache.media_numbers import MediaNumbers
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.tree_view import PrefixNode, top_nodes
 
 Namespace = tuple[str | None, str | None, str | None]
 NOT_INDEXED = -1
+_SALTED = "salted token "
+"""With this begin the items that are salts."""
+
 MAX_APPENDED_TOKENS = 4096
 """A node that is longer is not lengthened, to bound what adding one block copies."""
 
@@ -86,12 +90,7 @@ class RadixIndex:
         self._number_of: npt.NDArray[np.int32] = np.zeros(self._num_blocks, np.int32)
         self._duplicates: dict[int, list[int]] = {}
         self._original_of: dict[int, int] = {}
-        self._media_ids: dict[tuple[str, int], int] = {}
-        self._next_media_id = -1
-        self._salted: dict[int, int] = {}
-        """Numbers that stand for a token under a salt -> the token."""
-        self._salt_of: dict[int, str] = {}
-        """The same numbers -> the salt."""
+        self._media = MediaNumbers(self._num_blocks)
         self._num_indexed = 0
 
     def __len__(self) -> int:
@@ -132,15 +131,16 @@ class RadixIndex:
         node, position, _ = self._walk(sequence, tokens)
         if position == len(tokens):
             return None
-        ours = tuple(tokens[position : position + num_tokens].tolist())
+        own = self._media.replace(sequence.token_ids, sequence.extra_keys.media)
+        ours = tuple(own[position : position + num_tokens].tolist())
         theirs: list[int] = []
         start = position
         while node is not None and len(theirs) < num_tokens:
             theirs += node.tokens[start - node.start :][: num_tokens - len(theirs)].tolist()
             start = node.end
             node = next(iter(node.children.values()), None)
-        theirs = list(takewhile(lambda token: token not in self._salted, theirs))  # the rest is under another's salt
-        return Divergence(position, tuple(self._salted.get(token, token) for token in ours), tuple(theirs))
+        theirs = list(takewhile(lambda token: not self._is_salted(token), theirs))  # the rest is under another's salt
+        return Divergence(position, ours, tuple(theirs))
 
     def original_of(self, block_id: int) -> int | None:
         return self._original_of.get(block_id)
@@ -178,6 +178,9 @@ class RadixIndex:
 
     def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         size = self._block_size
+        items = _items(sequence)
+        if items:
+            self._know_media(items)
         tokens = self._tokens(sequence)[: (first + len(block_ids)) * size]
         node, position = self._start(sequence, first * size)
         while position < len(tokens):
@@ -369,39 +372,34 @@ class RadixIndex:
 
     def _tokens(self, sequence: TokenSequence) -> TokenArray:
         """The sequence's tokens, its media's placeholders replaced by numbers below 0 for their content."""
-        keys = sequence.extra_keys
-        is_salted = keys.salt is not None and 0 < keys.salt_offset < len(sequence)
-        if not keys.media and not is_salted:
-            return sequence.token_ids
-        tokens = sequence.token_ids.copy()
-        for item in keys.media:
-            end = min(item.offset + item.num_tokens, len(tokens))
-            tokens[item.offset : end] = self._first_number(item.content_hash, item.num_tokens) - np.arange(
-                end - item.offset
-            )
-        if is_salted:
-            token = int(tokens[keys.salt_offset])
-            number = self._first_number(f"salt={keys.salt};token={token}", 1)
-            self._salted[number] = token
-            self._salt_of[number] = str(keys.salt)
-            tokens[keys.salt_offset] = number
-        return tokens
+        items = _items(sequence)
+        return self._media.replace(sequence.token_ids, items) if items else sequence.token_ids
 
-    def _first_number(self, content: str, count: int) -> int:
-        """The first of `count` numbers below 0, in descending order, that stand for a content."""
-        first = self._media_ids.get((content, count))
-        if first is None:
-            first = self._media_ids[content, count] = self._next_media_id
-            self._next_media_id -= count
-        return first
+    def _is_salted(self, number: int) -> bool:
+        """Whether this stands for the token from which on a salt keeps prefixes apart."""
+        content = self._media.content_of(number) if number < 0 else None
+        return content is not None and content.startswith(_SALTED)
+
+    def _know_media(self, items: Sequence[MediaItem]) -> None:
+        """Give these items numbers; forget those that are in no node any more, if there are too many."""
+        if self._media.is_full(items):
+            nodes = list(self._nodes.values())
+            for node, tokens in zip(nodes, self._media.keep(node.tokens.copy() for node in nodes), strict=True):
+                node.tokens = tokens
+            for node in nodes:
+                node.children = {int(child.tokens[0]): child for child in node.children.values()}
+        self._media.add(items)
 
     # -------------------------------------------------------------------- view
 
     def top(
         self, limit: int, num_reuses: npt.NDArray[np.int64] | None, under_salt: str = ""
     ) -> list[PrefixNode] | None:
-        def told(token: int) -> tuple[int, str | None]:
-            return self._salted.get(token, token), self._salt_of.get(token)
+        def told(number: int) -> tuple[int, str | None]:
+            if not self._is_salted(number):
+                return number, None
+            token, salt = (self._media.content_of(number) or "").removeprefix(_SALTED).split(" ", 1)
+            return int(token), salt
 
         roots = ((salt, root) for (_, salt, _), root in self._roots.items())
         return top_nodes(
@@ -467,6 +465,15 @@ def make_index(name: Literal["radix", "hash"], num_blocks: int, block_size: int)
 
 def _namespace(keys: ExtraKeys) -> Namespace:
     return (keys.adapter, None if keys.salt_offset else keys.salt, keys.embeddings_hash)
+
+
+def _items(sequence: TokenSequence) -> tuple[MediaItem, ...]:
+    """Its media; and as another item the token from which on its salt counts, where that is not the first one."""
+    keys = sequence.extra_keys
+    if keys.salt is None or not 0 < keys.salt_offset < len(sequence):
+        return keys.media
+    token = int(sequence.token_ids[keys.salt_offset])
+    return (*keys.media, MediaItem(f"{_SALTED}{token} {keys.salt}", keys.salt_offset, 1))
 
 
 def _common_length(ours: TokenArray, theirs: TokenArray) -> int:

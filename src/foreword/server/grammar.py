@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import llguidance
@@ -19,6 +20,9 @@ from foreword.errors import InvalidRequestError
 from foreword.request import TokenConstraint
 
 logger = logging.getLogger(__name__)
+
+MAX_COMPILED = 64
+"""Compiled schemas that are kept for the next request that asks for them."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -33,19 +37,24 @@ class Grammars:
         self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=max(known, vocab_size), eos_token=eos)
         self._vocab_size = vocab_size
         self._eos = np.array(eos, np.int64)
+        self._compiled = lru_cache(MAX_COMPILED)(self._compile)
 
     def json(self, schema: Mapping[str, Any] = ANY_OBJECT) -> Callable[[], TokenConstraint]:
         """Opens constraints to JSON of this schema. Raises InvalidRequestError for a schema that cannot be followed."""
+        matcher = self._compiled(json.dumps(schema))
+        return lambda: _Constraint(matcher.deep_copy(), self._vocab_size, self._eos)
+
+    def _compile(self, schema: str) -> Any:
+        """A matcher at its beginning, to be copied."""
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(
-                json.dumps(schema), defaults={"whitespace_flexible": False}
-            )
+            # Of free white space a small model makes no end.
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
         except ValueError as error:
             raise InvalidRequestError(f"the JSON schema cannot be followed: {error}") from error
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise InvalidRequestError(f"the JSON schema cannot be followed: {matcher.get_error()}")
-        return lambda: _Constraint(matcher.deep_copy(), self._vocab_size, self._eos)
+        return matcher
 
 
 class _Constraint:

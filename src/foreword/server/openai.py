@@ -40,7 +40,7 @@ async def chat_completions(
     check_call(service, body)
     caller = Caller(tenant, "chat.completions", body.cache_salt, body.prompt_cache_key, trace_parent(request))
     extras = Extras(service, tenant, request, body)
-    params = sampling_params(service, body, _chat_limits(body))
+    params = await sampling_params(service, body, _chat_limits(body))
     prompt = await service.render_chat(plain_messages(body.messages))
     dialect = _ChatAnswer(service, new_id("chatcmpl-"), body, extras)
     answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
@@ -58,7 +58,7 @@ async def completions(
         raise bad_request(f"best_of={body.best_of} is not supported, other than equal to n", param="best_of")
     caller = Caller(tenant, "completions", body.cache_salt, body.prompt_cache_key, trace_parent(request))
     extras = Extras(service, tenant, request, body)
-    params = sampling_params(service, body, _completion_limits(body))
+    params = await sampling_params(service, body, _completion_limits(body))
     prompts = await _prompts(service, body)
     dialect = _CompletionAnswer(service, new_id("cmpl-"), body, extras, prompts)
     answer = await service.start(caller, dialect.response_id, prompts, params, stream=bool(body.stream))
@@ -102,7 +102,7 @@ def _completion_limits(body: CompletionRequest) -> Limits:
     return Limits(most, body.logprobs, body.logprobs if body.echo else None)
 
 
-def sampling_params(service: Service, body: Any, limits: Limits) -> SamplingParams:
+async def sampling_params(service: Service, body: Any, limits: Limits) -> SamplingParams:
     """How to continue. Raises InvalidRequestError or APIError for values that do not go together."""
     given = {name: value for name in _SAME_NAMES if (value := getattr(body, name, None)) is not None}
     return SamplingParams(
@@ -110,7 +110,7 @@ def sampling_params(service: Service, body: Any, limits: Limits) -> SamplingPara
         logprobs=limits.logprobs,
         prompt_logprobs=limits.prompt_logprobs,
         logit_bias=_logit_bias(getattr(body, "logit_bias", None)),
-        open_constraint=_constraint(service, getattr(body, "response_format", None)),
+        open_constraint=await _constraint(service, body.response_format),
         **given,
     )
 
@@ -128,15 +128,15 @@ def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:
         raise bad_request("the keys of logit_bias must be token ids", param="logit_bias") from error
 
 
-def _constraint(service: Service, wanted: ResponseFormat | None) -> Callable[[], TokenConstraint] | None:
+async def _constraint(service: Service, wanted: ResponseFormat | None) -> Callable[[], TokenConstraint] | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return service.open_grammar(None)
+        return await service.open_grammar(None)
     schema = wanted.json_schema.json_schema if wanted.json_schema is not None else None
     if schema is None:
         raise bad_request("response_format json_schema needs json_schema.schema", param="response_format")
-    return service.open_grammar(schema)
+    return await service.open_grammar(schema)
 
 
 def plain_messages(messages: Sequence[ChatMessage | InputMessage]) -> list[dict[str, str]]:
@@ -249,7 +249,7 @@ class _ChatAnswer(_Answer):
     def _chunk_choices(self, delta: Delta) -> list[Chunk]:
         choices: list[Chunk] = []
         logprobs = self._logprobs(delta)
-        if delta.text or logprobs:
+        if delta.text or logprobs or delta.finish_reason is None:  # also tokens without text yet: a sign of life
             choices.append(
                 {"index": delta.choice, "delta": {"content": delta.text}, "logprobs": logprobs, "finish_reason": None}
             )
@@ -323,4 +323,4 @@ class _CompletionAnswer(_Answer):
         return token_ids, text, self._answer.outputs[number].prompt_logprobs or []
 
     def _chunk_choices(self, delta: Delta) -> list[Chunk]:
-        return [self._choice(delta)] if delta.text or delta.logprobs or delta.finish_reason or self._echo else []
+        return [self._choice(delta)]

@@ -82,7 +82,7 @@ async def create_response(
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
     wants_logprobs = "message.output_text.logprobs" in (body.include or []) or body.top_logprobs is not None
     limits = Limits(body.max_output_tokens, (body.top_logprobs or 0) if wants_logprobs else None)
-    params = sampling_params(service, _WithFormat(body), limits)
+    params = await sampling_params(service, _WithFormat(body), limits)
     prompt = await service.render_chat([*head, *conversation])
     extras = Extras(service, tenant, request, body)
     dialect = _ResponseAnswer(service, body, kept, tenant, conversation, extras)

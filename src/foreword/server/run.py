@@ -6,8 +6,8 @@ within the shutdown's time limit, before the engine stops.
 
 from __future__ import annotations
 
-import logging
 import signal
+import sys
 from pathlib import PurePath
 
 import uvicorn
@@ -17,7 +17,12 @@ from foreword.server.app import make_app
 from foreword.server.dashboard.mount import mount_dashboard
 from foreword.server.options import ServerConfig
 
-logger = logging.getLogger(__name__)
+SWITCH_INTERVAL_S = 0.0005
+"""How long the engine's thread may keep the interpreter while the event loop waits for it.
+
+An answer's first token crosses from one to the other several times; at Python's own 5 ms each of them costs that
+much (docs/decisions/0011-server.md has figures).
+"""
 
 
 def serve(llm: LLM, config: ServerConfig) -> None:
@@ -36,6 +41,7 @@ def serve(llm: LLM, config: ServerConfig) -> None:
         server_header=False,
         h11_max_incomplete_event_size=64 * 1024,
     )
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     # uvicorn repeats the signal that ended it: for SIGTERM that would be a failure's exit code.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _Server(options, name).run()

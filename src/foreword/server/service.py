@@ -85,6 +85,7 @@ class Service:
         )
         self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
         self._open_grammar = _grammar_opener(llm)
+        self._grammar_lock = asyncio.Lock()
 
     def _read_prefix(self, path: Path) -> list[npt.NDArray[np.int32]]:
         """A public text as the beginning of a prompt, and as a conversation's system message."""
@@ -147,9 +148,13 @@ class Service:
             return render()
         return await asyncio.to_thread(render)
 
-    def open_grammar(self, schema: Mapping[str, object] | None) -> Callable[[], TokenConstraint]:
-        """Constraints to JSON, of a schema if one is given. Raises APIError or InvalidRequestError."""
-        return self._open_grammar(schema)
+    async def open_grammar(self, schema: Mapping[str, object] | None) -> Callable[[], TokenConstraint]:
+        """Constraints to JSON, of a schema if one is given. Raises APIError or InvalidRequestError.
+
+        A large schema takes a second to compile, so that is not done on the event loop.
+        """
+        async with self._grammar_lock:
+            return await asyncio.to_thread(self._open_grammar, schema)
 
     # -------------------------------------------------------------------- run
 
