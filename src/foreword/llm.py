@@ -105,7 +105,7 @@ class LLM:
         """What breaks the promise of equal bits on this machine; None if nothing was found (or looked for)."""
         if self.inexactness:
             logger.warning("results are not bit-exact with this model on this machine: %s", self.inexactness)
-        self.kv_block_bytes = _block_bytes(self.config, loaded)
+        self.kv_block_bytes = _plan_layout(self.config, loaded).bytes_per_block
         """Memory of one block of the pool."""
         self._engine: Engine | None = _build_engine(self.config, loaded, self.tokenizer)
         self._kernel = loaded.kernel
@@ -349,20 +349,10 @@ def _load(options: ModelConfig) -> LoadedModel:
     return load_model(options, num_threads=Environment.read().num_threads)
 
 
-def _block_bytes(config: EngineConfig, model: LoadedModel) -> int:
-    from foreword.model.storage import bytes_per_block
-
-    return bytes_per_block(model.layers, config.cache.block_size, model.dtype)
-
-
-def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None) -> Engine:
-    """Size the pool and join cache, scheduler and runner."""
+def _plan_layout(config: EngineConfig, model: LoadedModel) -> CacheLayout:
     from foreword.model.layout import LayoutOptions
-    from foreword.model.memory import kv_cache_bytes
-    from foreword.model.runner import ModelRunner
-    from foreword.model.storage import KVStorage
 
-    layout = model.plan_layout(
+    return model.plan_layout(
         LayoutOptions(
             block_size=config.cache.block_size,
             state_block_size=config.cache.state_block_size,
@@ -372,6 +362,15 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
             keep_all=config.cache.keep_all_kv,
         )
     )
+
+
+def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None) -> Engine:
+    """Size the pool and join cache, scheduler and runner."""
+    from foreword.model.memory import kv_cache_bytes
+    from foreword.model.runner import ModelRunner
+    from foreword.model.storage import KVStorage
+
+    layout = _plan_layout(config, model)
     budget = kv_cache_bytes(config.model, model.device)
     num_blocks = budget // layout.bytes_per_block
     if num_blocks < 1:
