@@ -227,7 +227,7 @@ class KVCacheCoordinatorNoPrefixCache:
         if len(hit_ids):
             self._pool.touch(hit_ids)
             if self._ledger is not None:
-                self._ledger.num_reuses[hit_ids] += 1
+                self._ledger.note_hit(hit_ids)
         for manager, table in zip(self.managers, hit.tables, strict=True):
             manager.open(row, table)
         return row, self._extend(row, hit.num_tokens, num_tokens, num_new)
@@ -379,7 +379,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         return self._index.block_ids()
 
     def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
-        return self._index.top(limit, None if self._ledger is None else self._ledger.num_reuses, under_salt)
+        return self._index.top(limit, None if self._ledger is None else self._ledger.num_reuses(), under_salt)
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         match = self._index.match(sequence)

@@ -9,7 +9,7 @@ forgets; the ledger answers
 - how often each block was reused (`num_reuses`) and how many were forgotten, by cause (`evictions`),
 - what changed, if it is given an `EventLog`.
 
-It costs one array operation on a hit, and O(1) for each stored, forgotten or missed block.
+It costs a list's append on a hit, and O(1) for each stored, forgotten or missed block.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from foreword.cache.block_pool import BlockIds
 from foreword.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from foreword.cache.hashing import NO_EXTRA_KEYS, BlockHash, ExtraKeys
 from foreword.cache.sequence import TokenSequence
+
+MAX_UNCOUNTED_HITS = 64
+"""Hits that may wait to be counted: most are counted when a block is forgotten, or when somebody asks."""
 
 
 class MissReason(enum.StrEnum):
@@ -279,8 +282,9 @@ class CacheLedger:
         self.events = events
         self.clock = clock
         self.groups: list[GroupLedger] = []
-        self.num_reuses: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
-        """How often a request took each block from the cache, since it holds what it holds."""
+        self._num_reuses: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        self._hits: list[BlockIds] = []
+        """Hits that are not counted in `_num_reuses` yet."""
         self.evictions: Counter[EvictionCause] = Counter()
         """Findable blocks that were forgotten since the start."""
         self._num_blocks = num_blocks
@@ -302,7 +306,24 @@ class CacheLedger:
         eviction = Eviction(cause, self.clock(), self._num_steps, pool_usage)
         for group in self.groups:
             self.evictions[cause] += group.removed(block_ids, eviction)
-        self.num_reuses[block_ids] = 0
+        self._count_hits()
+        self._num_reuses[block_ids] = 0
+
+    def note_hit(self, block_ids: BlockIds) -> None:
+        """A request took these (distinct) blocks from the cache. The array is kept, not copied."""
+        self._hits.append(block_ids)
+        if len(self._hits) > MAX_UNCOUNTED_HITS:
+            self._count_hits()
+
+    def num_reuses(self) -> npt.NDArray[np.int64]:
+        """How often each block was taken from the cache since it holds what it holds, [num_blocks] (a copy)."""
+        self._count_hits()
+        return self._num_reuses.copy()
+
+    def _count_hits(self) -> None:
+        for block_ids in self._hits:
+            self._num_reuses[block_ids] += 1
+        self._hits.clear()
 
     def num_under_salt(self, prefix: str) -> int:
         """Findable keys under salts that begin so: their blocks, duplicates not counted."""
@@ -317,7 +338,8 @@ class CacheLedger:
         """Everything was forgotten on request; that leaves no ghosts."""
         for group in self.groups:
             group.cleared()
-        self.num_reuses.fill(0)
+        self._hits.clear()
+        self._num_reuses.fill(0)
         if self.events is not None:
             self.events.append(AllBlocksCleared())
 
