@@ -104,6 +104,12 @@ def test_an_impossible_time_is_refused(ttl_s: Any) -> None:
         engine_of(Clock()).engine.pin_prefix(prompt_of(1, 2, 3), ttl_s)
 
 
+@pytest.mark.parametrize("token_ids", [(), (1000,), (0, -1)])
+def test_an_impossible_prompt_is_refused(token_ids: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidRequestError):
+        engine_of(Clock()).engine.pin_prefix(prompt_of(*token_ids), 10.0)
+
+
 def test_without_a_budget_there_are_no_pins() -> None:
     parts = engine_of(Clock(), max_pinned_share=0.0)
     with pytest.raises(ConfigError, match="this cache has no pins; choose a max_pinned_share above 0"):

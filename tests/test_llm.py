@@ -441,7 +441,7 @@ def test_what_was_not_recorded_is_refused_with_the_option_to_give(chat_model: Pa
     with open_llm(chat_model, explain_misses=False, deduplicate=True) as llm:
         [output] = llm.generate(token_prompt(prompt_of(40)), greedy(1))
         assert output.explanation is None
-        with pytest.raises(ConfigError, match="ledger"):
+        with pytest.raises(ConfigError, match="leave explain_misses and prefix caching on"):
             llm.explain(token_prompt(prompt_of(40)))
         with pytest.raises(ConfigError, match="cache_events=True"):
             llm.take_cache_events()

@@ -9,6 +9,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import UnionType
 from typing import Any, Literal, get_args
 
 from foreword.errors import ConfigError
@@ -99,6 +100,10 @@ class CacheConfig:
     """Enters all block keys, beside the model: keys of other deployments that share a store differ by it."""
 
     def __post_init__(self) -> None:
+        for name in ("enable_prefix_caching", "deduplicate", "explain_misses", "cache_events"):
+            _of_type(name, getattr(self, name), bool, "True or False")
+        _of_type("key_salt", self.key_salt, str, "a text")
+        _of_type("max_pinned_share", self.max_pinned_share, int | float, "0.0 to 1.0")
         if not 0.0 <= self.max_pinned_share <= 1.0:
             raise ConfigError(f"max_pinned_share={self.max_pinned_share} is not a share of the pool; use 0.0 to 1.0")
         _one_of("hash_function", self.hash_function, get_args(HashName))
@@ -198,3 +203,8 @@ def _at_least(name: str, value: int | None, least: int) -> None:
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}")
+
+
+def _of_type(name: str, value: object, wanted: type | UnionType, remedy: str) -> None:
+    if not isinstance(value, wanted):
+        raise ConfigError(f"{name}={value!r} has the wrong type; use {remedy}")

@@ -303,8 +303,9 @@ class Engine:
         """Evict what is cached of this prompt last for so many seconds; returns how many tokens are protected.
 
         Whole blocks only, and no more than the budget allows. Raises InvalidRequestError for an impossible
-        time, ConfigError if pins are switched off.
+        prompt or time, ConfigError if pins are switched off.
         """
+        self._validate(prompt, SamplingParams(max_tokens=1))
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0.0 < ttl_s < math.inf:
             raise InvalidRequestError(f"ttl_s={ttl_s!r} is not a time; use a positive, finite number of seconds")
         now = self._clock()

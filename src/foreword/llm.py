@@ -77,7 +77,10 @@ class CacheReport:
     evictions: int
     """Cached blocks whose memory was given to other content."""
     hit_rate_with_twice_the_blocks: float
-    """What `hit_rate` would have been with twice the memory (exact for one full group under `lru`)."""
+    """What `hit_rate` would have been with twice the memory, estimated by what was evicted last.
+
+    The same as `hit_rate` without `explain_misses`.
+    """
     misses: dict[str, int]
     """Requests that missed something, by reason; empty without `explain_misses`."""
     missed_tokens: dict[str, int]
@@ -281,7 +284,12 @@ class LLM:
         return self._kernel.explain()
 
     def explain(self, prompt: PromptInput) -> LookupExplanation:
-        """How much of this prompt the cache holds now, and why not more, without running it."""
+        """How much of this prompt the cache holds now, and why not more, without running it.
+
+        Raises InvalidRequestError for an impossible prompt, ConfigError without `explain_misses` or caching.
+        """
+        if self.engine.manager.ledger is None:
+            raise ConfigError("no account is kept of what was cached; leave explain_misses and prefix caching on")
         return self.engine.explain(self._prompt(prompt))
 
     def take_cache_events(self) -> list[NumberedEvent]:

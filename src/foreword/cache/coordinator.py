@@ -53,7 +53,7 @@ class PrefixHit:
     resumed: bool = False
     """The request was preempted before; its lookup is counted apart."""
     skipped: bool = False
-    """Nothing was looked up, because the request asked for that."""
+    """Nothing was looked up, because nobody asked or the request asked not to."""
 
     @property
     def block_ids(self) -> BlockIds:

@@ -132,7 +132,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
                 [key] = self._keys(group_id, sequence, number - 1, number)
                 block_id = self._index.finder(group_id)(key)
                 if block_id is not None and self._pool.count_free(np.array([block_id], np.int32)):
-                    self.forget(np.array([block_id], np.int32), EvictionCause.REQUESTED)
+                    self.forget(np.array([block_id], np.int32), EvictionCause.SUPERSEDED)
 
     def clear(self) -> None:
         self._index.clear()
@@ -142,8 +142,9 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         """Told by the group that keeps the most, unless another one has evicted its next block."""
         reasons = [self._accounts[g].reason(sequence, len(hit.tables[g])) for g in self._order]
         for reason in reasons:
-            if reason is not None and reason[0] is MissReason.EVICTED:
-                return reason
+            if reason is not None and reason[1] is not None:
+                superseded = reason[1].cause is EvictionCause.SUPERSEDED
+                return (MissReason.STATE_NOT_SAVED, None) if superseded else reason
         if reasons[0] is not None:
             return reasons[0]
         for group_id, reason in zip(self._order, reasons, strict=True):

@@ -89,6 +89,7 @@ class KVCacheManager:
         self._pins = policy if isinstance(policy, PinnedPolicy) else None
         self._pool = BlockPool(num_blocks, on_reuse=self._forget_reused, policy=policy)
         self._coordinator = self._make_coordinator(index, deduplicate)
+        self._not_looked_up = replace(self._coordinator.nothing, skipped=True)
         self._coordinator.reserve()
         self._row_of: dict[str, int] = {}
         self._explanations: dict[str, LookupExplanation] = {}
@@ -145,7 +146,7 @@ class KVCacheManager:
     ) -> PrefixHit:
         """The longest cached prefix of `sequence`. Changes nothing, counts nothing."""
         if skip_reading:
-            hit = replace(self._coordinator.nothing, skipped=True)
+            hit = self._not_looked_up
         else:
             hit = self._coordinator.find_longest_cache_hit(sequence)
         return replace(hit, resumed=True) if resumed else hit
@@ -184,7 +185,7 @@ class KVCacheManager:
     ) -> BlockIds | None:
         """Make room for the KV of the first `num_tokens` tokens; None, and no change, if blocks are short.
 
-        The first call for a request admits it and takes its `hit` (None: nothing was hit) and what
+        The first call for a request admits it and takes its `hit` (None: nothing was looked up) and what
         `save_states_at` would be told. Later calls
         take what earlier ones made room for as computed, and give up blocks that are no longer needed.
         Returns the newly taken blocks, group by group. Blocks that these tokens fill are indexed at once.
@@ -203,7 +204,7 @@ class KVCacheManager:
     def _admit(
         self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None, save_states_at: Sequence[int]
     ) -> BlockIds | None:
-        hit = hit if hit is not None else self._coordinator.nothing
+        hit = hit if hit is not None else self._not_looked_up
         explanation = self.explain(sequence, hit) if self.ledger is not None else None  # sees what admission evicts
         admitted = self._coordinator.admit(hit, num_tokens)
         if admitted is None:

@@ -25,8 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.block_pool import BlockIds
-from foreword.cache.hashing import ExtraKeys, TokenArray
+from foreword.cache.hashing import ExtraKeys, MediaItem, TokenArray
 from foreword.cache.index import Divergence, HashIndex, PartialBlock, PrefixIndex, PrefixMatch
+from foreword.cache.media_numbers import MediaNumbers
 from foreword.cache.sequence import TokenSequence
 
 Namespace = tuple[str | None, str | None, str | None]
@@ -83,8 +84,7 @@ class RadixIndex:
         self._number_of: npt.NDArray[np.int32] = np.zeros(self._num_blocks, np.int32)
         self._duplicates: dict[int, list[int]] = {}
         self._original_of: dict[int, int] = {}
-        self._media_ids: dict[tuple[str, int], int] = {}
-        self._next_media_id = -1
+        self._media = MediaNumbers(self._num_blocks)
         self._num_indexed = 0
 
     def __len__(self) -> int:
@@ -170,6 +170,8 @@ class RadixIndex:
 
     def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         size = self._block_size
+        if sequence.extra_keys.media:
+            self._know_media(sequence.extra_keys.media)
         tokens = self._tokens(sequence)[: (first + len(block_ids)) * size]
         node, position = self._start(sequence, first * size)
         while position < len(tokens):
@@ -362,17 +364,17 @@ class RadixIndex:
     def _tokens(self, sequence: TokenSequence) -> TokenArray:
         """The sequence's tokens, its media's placeholders replaced by numbers below 0 for their content."""
         media = sequence.extra_keys.media
-        if not media:
-            return sequence.token_ids
-        tokens = sequence.token_ids.copy()
-        for item in media:
-            end = min(item.offset + item.num_tokens, len(tokens))
-            first = self._media_ids.get((item.content_hash, item.num_tokens))
-            if first is None:
-                first = self._media_ids[item.content_hash, item.num_tokens] = self._next_media_id
-                self._next_media_id -= item.num_tokens
-            tokens[item.offset : end] = first - np.arange(end - item.offset)
-        return tokens
+        return self._media.replace(sequence.token_ids, media) if media else sequence.token_ids
+
+    def _know_media(self, items: Sequence[MediaItem]) -> None:
+        """Give these items numbers; forget those that are in no node any more, if there are too many."""
+        if self._media.is_full(items):
+            nodes = list(self._nodes.values())
+            for node, tokens in zip(nodes, self._media.keep(node.tokens.copy() for node in nodes), strict=True):
+                node.tokens = tokens
+            for node in nodes:
+                node.children = {int(child.tokens[0]): child for child in node.children.values()}
+        self._media.add(items)
 
     # --------------------------------------------------------------- integrity
 

@@ -22,8 +22,10 @@ from foreword.config import ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.attention import ATTENTION_NAME, PROBE_NAME, ForwardContext, LayoutProbe
 from foreword.model.experts import EXPERTS_NAME
+from foreword.model.fused import ProductPart, fuse
 from foreword.model.kernels.select import AttentionKernel, make_kernel
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
+from foreword.model.packed import PackedLinear, pack_linears
 from foreword.model.recurrent import RecurrentForward, StateProbe, StepCache, cache_argument
 
 logger = logging.getLogger(__name__)
@@ -97,15 +99,12 @@ class LoadedModel:
 
     def activation_widths(self) -> list[int]:
         """Last sizes of the activations that pass through elementwise functions."""
-        own = {
+        own = {  # of recurrent layers, which run in cells of fixed lengths
             m for layer in self.module.modules() if isinstance(layer.forward, RecurrentForward) for m in layer.modules()
         }
-        linear = {
-            n
-            for m in self.module.modules()
-            if isinstance(m, nn.Linear) and m not in own  # recurrent layers run in cells of fixed lengths
-            for n in (m.in_features, m.out_features)
-        }
+        kinds = (nn.Linear, PackedLinear, ProductPart)
+        layers = [m for m in self.module.modules() if isinstance(m, kinds) and m not in own]
+        linear = {n for layer in layers for n in (layer.in_features, layer.out_features)}
         experts = {n for name, p in self.module.named_parameters() if p.dim() == 3 for n in p.shape[1:]}
         heads = {n for layer in self.layers.values() for n in (layer.key_dim, layer.value_dim)}
         return sorted(linear - {self.vocab_size} | experts | heads)
@@ -137,7 +136,10 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
         eos_token_ids=_eos_token_ids(module, text_config),
         kernel=make_kernel(options.attention_kernel, device),
     )
-    _probe_layers(model)
+    _probe_layers(model)  # of the plain modules: a probe copies some of them, and packed weights cannot be copied
+    if device.type == "cpu":
+        fuse(module)
+        pack_linears(module)
     return model
 
 

@@ -18,30 +18,40 @@ from foreword.cache import RecurrentSpec
 from foreword.model.attention import ForwardContext, GroupStep
 from foreword.model.kernels.select import ReferenceAttention
 from foreword.model.loader import LoadedModel
+from foreword.model.packed import has_unpacked_products
 from foreword.model.recurrent import StateRun, StepCache, plan_state_runs, position_offsets
 from foreword.model.sampler import sample, token_logprobs
 from foreword.model.storage import KVStorage
 from foreword.request import TokenLogprobs
+
+FASTEST_PACKED_ROWS = 4
+"""Products of packed weights with fewer rows take longer (docs/decisions/0009-packed-weights.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowPadding:
     """How many rows a forward pass must have so that each row's bits do not depend on the others.
 
-    Two things in the CPU's libraries look at the number of rows. A float32 matrix product of fewer than
-    16 rows takes another path, and so does a bfloat16 product of a single row that is long. And elementwise
-    functions (silu, gelu, sigmoid) compute the last few elements of each thread's share one by one, with
-    another exponential than in vectors: the share must be whole vectors. See docs/decisions/0002-exactness.md.
+    Two things in the CPU's libraries look at the number of rows. A plain float32 matrix product of fewer than
+    16 rows takes another path, and so does a plain bfloat16 product of a single row that is long; of packed
+    weights only a float32 product of a single row does. And elementwise functions (silu, gelu, sigmoid) compute
+    the last few elements of each thread's share one by one, with another exponential than in vectors: the share
+    must be whole vectors. See docs/decisions/0002-exactness.md and 0009-packed-weights.md.
     """
 
     multiple: int
     minimum: int
 
     @classmethod
-    def for_model(cls, widths: list[int], dtype: torch.dtype, num_threads: int) -> RowPadding:
-        """`widths`: last sizes of all activations (their greatest common divisor is what counts)."""
+    def for_model(cls, widths: list[int], dtype: torch.dtype, num_threads: int, *, packed: bool = False) -> RowPadding:
+        """`widths`: last sizes of all activations (their greatest common divisor is what counts).
+
+        `packed` says that all matrix products are of packed weights.
+        """
         vector = 64 * num_threads  # two AVX-512 vectors of bfloat16, for every thread
         multiple = math.lcm(num_threads, vector // math.gcd(vector, *widths))
+        if packed:
+            return cls(multiple, FASTEST_PACKED_ROWS)
         return cls(multiple, 16 if dtype == torch.float32 else 2)
 
     def __call__(self, num_rows: int) -> int:
@@ -59,7 +69,8 @@ class ModelRunner:
         self._plain_attention = ReferenceAttention()
         self._sink_block_ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
         threads = torch.get_num_threads() if model.device.type == "cpu" else 1
-        self._pad_rows = RowPadding.for_model(model.activation_widths(), model.dtype, threads)
+        packed = not has_unpacked_products(model.module)
+        self._pad_rows = RowPadding.for_model(model.activation_widths(), model.dtype, threads, packed=packed)
 
     def fill_sinks(self, token_ids: npt.NDArray[np.int32], block_ids: npt.NDArray[np.int32]) -> None:
         """Compute the tokens that stand before every request into their blocks; called once, before any batch."""
@@ -101,17 +112,20 @@ class ModelRunner:
         logits = self.forward(batch, np.concatenate(rows))
         result = BatchResult(samples=[None] * len(batch.entries))
         start = 0
-        sampling: list[tuple[int, Tensor]] = []
+        sampling: list[tuple[int, int]] = []  # numbers of entries, rows of their logits
         for number, (entry, entry_rows) in enumerate(zip(batch.entries, rows, strict=True)):
             own = logits[start : start + len(entry_rows)]
             start += len(entry_rows)
             if entry.samples:
-                sampling.append((number, own[-1]))
+                sampling.append((number, start - 1))
             if entry.request.params.prompt_logprobs is not None:
                 result.prompt_logprobs[number] = _prompt_logprobs(batch, number, own)
         if sampling:
             requests = [batch.entries[number].request for number, _ in sampling]
-            samples: list[Sample] = sample(torch.stack([row for _, row in sampling]), requests)
+            with torch.inference_mode():  # in which they were made, and may be changed in place
+                if len(sampling) < len(logits):
+                    logits = logits[[row for _, row in sampling]]
+                samples: list[Sample] = sample(logits, requests)
             for (number, _), token in zip(sampling, samples, strict=True):
                 result.samples[number] = token
         return result

@@ -20,6 +20,8 @@ from foreword.model.kernels.cpu_layout import (
     KEY_DIM,
     KEY_ROWS,
     MODE,
+    NEXT_KEY_ROWS,
+    NEXT_VALUE_ROWS,
     NUM_ARGUMENTS,
     PACKED_KEYS,
     PACKED_VALUES,
@@ -91,6 +93,8 @@ def _pack_keys(a: Any, scratch: int, kv_head: int, start: int, stop: int) -> Non
         rows, offset = scratch + STAGED_ROWS, 0
     packed = part(scratch, PACKED_KEYS)
     for token in range(start, stop, LANES):
+        for ahead in range(token, token + LANES):
+            prefetch(load_int(scratch + NEXT_KEY_ROWS + 8 * ahead), dim * item_bytes)
         panel = packed + token // PANEL * num_words * 4 * PANEL + token % PANEL * 4
         for word in range(0, num_words, LANES):
             target = panel + word * 4 * PANEL
@@ -116,6 +120,9 @@ def _pack_values(a: Any, scratch: int, kv_head: int, start: int, stop: int) -> N
         lanes = min(PANEL, width - first)
         panel = packed + first * 4 * (CHUNK // together)
         for token in range(start, stop, together):
+            prefetch(load_int(scratch + NEXT_VALUE_ROWS + 8 * token) + first * item_bytes, lanes * item_bytes)
+            if together == 2:
+                prefetch(load_int(scratch + NEXT_VALUE_ROWS + 8 * token + 8) + first * 2, lanes * item_bytes)
             source = load_int(rows + 8 * token) + offset + first * item_bytes
             target = panel + token // together * lanes * 4
             if mode == PAIRS:
@@ -241,12 +248,6 @@ def _multiply_values(a: Any, scratch: int, num_rows: int, start: int, high: int)
 def _attend(a: Any, scratch: int, kv_head: int, num_rows: int, bounds: tuple[int, int], kind: int) -> None:
     """All rows of the row table with one chunk, whose tokens have been found; `bounds`: what some row sees."""
     start, stop = bounds[0] // PANEL * PANEL, -(-bounds[1] // PANEL) * PANEL
-    item_bytes = 4 if a[MODE] == FLOATS else 2
-    key_bytes, value_bytes = a[KEY_DIM] * item_bytes, a[VALUE_DIM] * item_bytes
-    for token in range(start, stop):  # 7% faster decoding: memory answers while the first keys are packed
-        prefetch(load_int(scratch + KEY_ROWS + 8 * token) + kv_head * key_bytes, key_bytes)
-    for token in range(start, stop):
-        prefetch(load_int(scratch + VALUE_ROWS + 8 * token) + kv_head * value_bytes, value_bytes)
     _pack_keys(a, scratch, kv_head, start, stop)
     _pack_values(a, scratch, kv_head, start, stop)
     num_parts = -(-num_rows // ROWS)
