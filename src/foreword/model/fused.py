@@ -138,8 +138,6 @@ class _Fusion:
     def _norm(self, module: nn.Module, weight: Tensor) -> nn.Module | None:
         if not self._kernels.can_take(len(weight), weight.dtype) or weight.device.type != "cpu":
             return None
-        if len(inspect.signature(module.forward).parameters) != 1:
-            return None  # a gated norm is a plain one only until it is handed its gate
         epsilons = [value for value in vars(module).values() if type(value) is float and 0 < value < 1e-2]
         if len(epsilons) != 1:
             return None
