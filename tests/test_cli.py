@@ -91,3 +91,19 @@ def test_a_wrong_environment_variable_is_named():
 
 def test_version_is_printed():
     assert foreword("--version").stdout.startswith("foreword ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "99999"], "port=99999"),
+        (["--max-queued", "-1"], "max_queued=-1"),
+        (["--keys-file", "nowhere.toml", "--kv-cache-memory-bytes", "10000000"], "nowhere.toml"),
+        (["nowhere/at/all"], "nowhere/at/all"),
+    ],
+)
+def test_serve_names_an_option_that_it_cannot_keep(arguments, message):
+    result = foreword("serve", *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

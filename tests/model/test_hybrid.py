@@ -29,6 +29,7 @@ from foreword.errors import ConfigError
 from foreword.model.layout import LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
+from foreword.model.storage import KVStorage
 from foreword.request import RequestOutput
 from foreword.scheduler import Scheduler
 from tiny_models import TinyModels, add, build_engine, complete, drain, greedy, longest_hit, random_tokens
@@ -448,3 +449,33 @@ def test_a_window_that_is_never_left_is_full_attention() -> None:
     assert plan_layout(layers, {}, torch.bfloat16, LayoutOptions(max_tokens=512)).is_one_full_group
     layout = plan_layout(layers, {}, torch.bfloat16, LayoutOptions(max_tokens=513))
     assert [type(spec) for spec in layout.specs] == [FullAttentionSpec, FullAttentionSpec, SlidingWindowSpec]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2", "gpt_oss"])
+def test_kv_lies_without_gaps_beside_states(model: LoadedModel) -> None:
+    """The compiled attention kernel counts on it; states that take more than KV get pages of their own."""
+    for size in (4, 16):
+        storage = KVStorage(model.plan_layout(LayoutOptions(size, 4)), 8, model.device)
+        assert all(storage.is_contiguous(group) for group in set(storage.group_of.values()))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "lfm2"])
+def test_states_come_back_from_blocks_as_they_were_and_leave_other_blocks_alone(model: LoadedModel) -> None:
+    storage = KVStorage(model.plan_layout(LayoutOptions(4, 4)), 8, model.device)
+    saved = {}
+    for number, layer in enumerate(storage.state_group_of):
+        for block in (number % 3, 5):
+            shapes = model.states[layer]
+            tensors = [torch.randn(1, *s).to(d) for s, d in zip(shapes.shapes, shapes.dtypes, strict=True)]
+            if block == 5 and any(
+                b == 5 and storage.state_group_of[x] != storage.state_group_of[layer] for x, b in saved
+            ):
+                continue  # a block belongs to one group
+            if block != 5 and any(b == block for _, b in saved):
+                continue
+            storage.save_state(layer, block, tensors)
+            saved[layer, block] = tensors
+    assert len(saved) > 3 or len(storage.state_group_of) < 3
+    for (layer, block), tensors in saved.items():
+        for ours, theirs in zip(storage.load_state(layer, block), tensors, strict=True):
+            assert torch.equal(ours, theirs)

@@ -11,6 +11,7 @@ gives its exact bits. Everything else stays as it is.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -124,8 +125,8 @@ class _Fusion:
         self._verdicts: dict[tuple[Any, ...], Any] = {}
 
     def replacement(self, module: nn.Module) -> nn.Module | None:
-        if _has_hooks(module):
-            return None
+        if _has_hooks(module) or len(inspect.signature(module.forward).parameters) != 1:
+            return None  # a gated norm takes a second tensor, if it is given one
         parameters, children = dict(module.named_parameters()), dict(module.named_children())
         if not children and list(parameters) == ["weight"] and parameters["weight"].dim() == 1:
             return self._norm(module, parameters["weight"].detach())

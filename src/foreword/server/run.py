@@ -59,4 +59,5 @@ class _Server(uvicorn.Server):
         for server in self.servers:
             for socket in server.sockets:
                 host, port = socket.getsockname()[:2]
+                host = f"[{host}]" if ":" in host else host
                 print(f"foreword: serving {self._model_name} at http://{host}:{port}", flush=True)
