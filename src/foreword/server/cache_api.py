@@ -144,8 +144,8 @@ async def _of_tenant(service: Service, tenant: Tenant, limit: int) -> dict[str, 
     """What a tenant may know of the cache: its own requests, and the prefixes under its own salts."""
     stats = service.records.tenants().get(tenant.name, TenantStats())
     body: dict[str, Any] = {"object": "cache", "statistics": _tenant_stats(stats)}
-    if not service.tenants.asks_for_keys:
-        return body  # everybody is one tenant here: these are all that may be told to anybody
+    if service.config.keys_file is None:
+        return body  # everybody is one tenant here, and a tree would show each what all others have sent
     own = service.tenants.namespace_of_all(tenant)
     found = await service.thread.call(lambda engine: engine.manager.top_prefixes(limit, own))
     if found is not None:
