@@ -16,7 +16,7 @@ from foreword.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16"]
 Policy = Literal["fcfs", "priority"]
 IndexName = Literal["radix", "hash"]
-EvictionName = Literal["lru", "lfu", "slru", "fifo", "last_accessed", "priority"]
+EvictionName = Literal["lru", "lfu", "slru", "fifo", "last_accessed", "priority", "value"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,6 +149,29 @@ class PriorityModel(Model):
         return (content["priority"], self.free[block])
 
 
+class ValueModel(Model):
+    """The policy's own estimates, put in order block by block: a head is worth as much as what follows it."""
+
+    policy = None
+
+    def cached_key(self, block, content):
+        return (self.worth(block), self.policy._entry[block])
+
+    def worth(self, block):
+        policy = self.policy
+        age = policy._history.num_uses - policy._entry[block]
+        edges = policy._hazards.edges
+        own = policy._hazards.value[policy._class[block], max(n for n, edge in enumerate(edges) if edge <= age)]
+        following = [
+            other
+            for other in self.free
+            if other in self.cached
+            and policy._parent[other] == block
+            and self.cached[other]["depth"] == self.cached[block]["depth"] + 1
+        ]
+        return max([own, *map(self.worth, following)])
+
+
 MODELS = {
     "lru": LruModel,
     "lfu": LfuModel,
@@ -156,6 +179,7 @@ MODELS = {
     "fifo": FifoModel,
     "last_accessed": LastAccessedModel,
     "priority": PriorityModel,
+    "value": ValueModel,
 }
 
 
@@ -167,6 +191,7 @@ class RandomLife:
 
     def __init__(self, rng, num_blocks, policy, model):
         self.rng, self.num_blocks, self.policy, self.model = rng, num_blocks, policy, model
+        model.policy = policy
         self.held = []  # one entry per block and holder
         self.cached = set()
 
@@ -311,7 +336,7 @@ def test_a_forgotten_block_is_as_good_as_new(name):
 
 
 def test_an_unknown_name_is_refused_with_the_choices():
-    with pytest.raises(ConfigError, match=r"'lrru'.*lru, lfu, slru, fifo, last_accessed, priority"):
+    with pytest.raises(ConfigError, match=r"'lrru'.*lru, lfu, slru, fifo, last_accessed, priority, value"):
         make_policy("lrru", 4)
     with pytest.raises(ConfigError, match="eviction_policy"):
         KVCacheManager(4, eviction_policy="random")

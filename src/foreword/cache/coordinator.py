@@ -365,6 +365,8 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
             if not self._index.insert(sequence, first, block_ids):
                 return
             self._note_indexed(block_ids, first)
+            if self._pool.wants_keys:
+                self._pool.note_keys(block_ids, sequence.block_hashes()[first:num_full])
             if self._account is not None:
                 self._account.stored(sequence, range(first, num_full), block_ids)
             if self._deduplicates:
