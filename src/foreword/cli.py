@@ -65,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     trace_bench.add_arguments(trace)
     trace.set_defaults(run=trace_bench.run)
 
-    replay = commands.add_parser("replay", help="what caches of other sizes and policies would find of recorded traffic")
+    replay = commands.add_parser(
+        "replay", help="what caches of other sizes and policies would find of recorded traffic"
+    )
     from foreword.replay import command as replay_command
 
     replay_command.add_arguments(replay)

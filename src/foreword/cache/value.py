@@ -55,6 +55,8 @@ MEMORY_USES = 200_000
 """Evidence counts half after so many uses..."""
 MEMORY_CAPACITIES = 16
 """...or after so many capacities, if that is more."""
+BINS_PER_DOUBLING = 1.0
+VALUE_STEP = 0.0
 BATCH_SHARE = 32
 """The next 1/32 of the free blocks is put in order at a time: amortised O(log n) for each."""
 
@@ -92,7 +94,9 @@ class _History:
         """Number of the oldest use that is remembered."""
         return max(0, self.num_uses - len(self._key))
 
-    def add(self, keys: npt.NDArray[np.uint64], classes: npt.NDArray[np.int16], times: npt.NDArray[np.int8]) -> IntArray:
+    def add(
+        self, keys: npt.NDArray[np.uint64], classes: npt.NDArray[np.int16], times: npt.NDArray[np.int8]
+    ) -> IntArray:
         """Blocks were used; returns the numbers of these uses. Key 0 is no key."""
         count = len(keys)
         while self.num_uses + count > len(self._key) < self.max_uses:
@@ -169,7 +173,7 @@ class _Hazards:
         edge = max(1.0, capacity / 64)
         while edge < max_age:
             edges.append(edge)
-            edge *= 2
+            edge *= 2 ** (1 / BINS_PER_DOUBLING)
         self.edges: FloatArray = np.array(edges)
         self.widths: FloatArray = np.append(np.diff(self.edges), self.edges[-1] or 1.0)
         self.reached: FloatArray = np.zeros((NUM_CLASSES, len(edges)))
@@ -220,6 +224,8 @@ class _Hazards:
             before = np.concatenate((np.ones((NUM_CLASSES, 1)), still[:, :-1]), axis=1)
             time = np.cumsum(self.widths[start:] * (before + still) / 2, axis=1)
             self.value[:, start] = ((1.0 - still) / time).max(axis=1)
+        if VALUE_STEP:
+            self.value[:] = np.round(np.log2(self.value) / VALUE_STEP)
 
     def _estimates(self) -> FloatArray:
         """Hazards of each class, leaning on those of all classes where a class has little to show."""
@@ -376,7 +382,7 @@ class ValuePolicy(_EmptyFirst):
         block_ids = np.flatnonzero(candidate).astype(np.int32)
         entries = self._entry[block_ids]
         ages = self._hazards.bins(self._history.num_uses - entries)
-        value = np.zeros(self._num_blocks)
+        value = np.full(self._num_blocks, -np.inf)
         value[block_ids] = self._hazards.value[self._class[block_ids], ages]
         self._lift_heads(block_ids, candidate, value)
         return block_ids[np.lexsort((entries, value[block_ids]))]

@@ -35,7 +35,9 @@ def parse_capacity(text: str, block_tokens: int, kv_bytes_per_token: int | None)
     else:
         num_bytes = parse_bytes(name)
         if kv_bytes_per_token is None:
-            raise ConfigError(f"capacity {name!r} is in bytes; give the folder of the model that it is for with --model")
+            raise ConfigError(
+                f"capacity {name!r} is in bytes; give the folder of the model that it is for with --model"
+            )
         num_blocks = num_bytes // (block_tokens * kv_bytes_per_token)
     if num_blocks < 1:
         raise ConfigError(f"capacity {name!r} holds no block of {block_tokens} tokens; give more")
@@ -58,7 +60,9 @@ def read_model_config(model: str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{str(path)!r} cannot be read: {error}; give a model's folder or its config.json") from error
+        raise ModelLoadError(
+            f"{str(path)!r} cannot be read: {error}; give a model's folder or its config.json"
+        ) from error
     if not isinstance(config, dict):
         raise ModelLoadError(f"{str(path)!r} is no model's configuration; give a model's folder or its config.json")
     text = config.get("text_config")

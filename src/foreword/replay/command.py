@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from foreword.errors import ConfigError
 from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity, read_model_config
-from foreword.replay.picture import write_picture
+from foreword.replay.picture import check_format, write_picture
 from foreword.replay.report import as_json, print_report
 from foreword.replay.simulator import ReplayResult, Simulation
 from foreword.replay.trace import PromptEncoder, TraceReader
@@ -38,9 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="FOLDER", help="model whose KV is meant by bytes: its folder or config.json")
     parser.add_argument("--kv-bytes-per-token", type=int, metavar="BYTES", help="instead of --model")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="for traces of text (default: that of --model)")
-    parser.add_argument("--block-tokens", type=int, metavar="N", help="tokens per block (default: what the format says)")
+    parser.add_argument(
+        "--block-tokens", type=int, metavar="N", help="tokens per block (default: what the format says)"
+    )
     parser.add_argument("--max-requests", type=int, metavar="N", help="only so many from the beginning")
-    parser.add_argument("--sample", type=float, default=1.0, metavar="RATE", help="follow this share of the blocks (lru)")
+    parser.add_argument(
+        "--sample", type=float, default=1.0, metavar="RATE", help="follow this share of the blocks (lru)"
+    )
     parser.add_argument("--strict", action="store_true", help="stop at the first malformed line")
     parser.add_argument("--picture", type=Path, action="append", default=[], metavar="FILE", help="write .svg or .html")
     parser.add_argument("--json", action="store_true", help="end with one JSON line; all else goes to stderr")
@@ -49,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run with parsed arguments."""
     console = Console(stderr=args.json)
+    for file in args.picture:
+        check_format(file)
     bytes_per_token = _kv_bytes_per_token(args)
     result, reader = _replay(args, bytes_per_token, console)
     if reader.num_malformed:

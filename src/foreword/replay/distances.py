@@ -128,7 +128,7 @@ class LruCurve:
         A sample has seldom just its share of the accesses; what it has too many or too few are taken as hits at
         any capacity, as popular blocks are (SHARDS-adj).
         """
-        hits = sum(self._hits(group, capacities) for group in range(NUM_GROUPS))
+        hits = np.sum([self._hits(group, capacities) for group in range(NUM_GROUPS)], axis=0)
         if self.sampling_rate < 1.0:
             hits = hits + self.num_accesses * self.sampling_rate - self.num_sampled
         scale = max(1.0, self.num_accesses * self.sampling_rate)

@@ -21,16 +21,19 @@ COLOURS = ("#1f5fbf", "#c2410c", "#15803d", "#7e22ce", "#0e7490", "#a16207", "#b
 
 def write_picture(result: ReplayResult, file: Path, title: str, kv_bytes_per_token: int | None = None) -> None:
     """Draw the hit ratio over capacity; the file's name chooses .svg or .html. Raises ConfigError."""
-    if file.suffix == ".svg":
-        text = as_svg(result, title, kv_bytes_per_token)
-    elif file.suffix in (".html", ".htm"):
-        text = as_html(result, title, kv_bytes_per_token)
-    else:
-        raise ConfigError(f"picture {str(file)!r} has an unknown format; use a name that ends in .svg or .html")
+    check_format(file)
+    draw = as_svg if file.suffix == ".svg" else as_html
+    text = draw(result, title, kv_bytes_per_token)
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"picture {str(file)!r} cannot be written: {error}; choose another place") from error
+
+
+def check_format(file: Path) -> None:
+    """Raise ConfigError unless the file's name chooses a format."""
+    if file.suffix not in (".svg", ".html"):
+        raise ConfigError(f"picture {str(file)!r} has an unknown format; use a name that ends in .svg or .html")
 
 
 class _Plot:

@@ -112,18 +112,16 @@ class Simulation:
     prompt. With `sampling_rate` below 1 only the LRU curve is followed, on that share of the blocks.
     """
 
-    def __init__(
-        self, policies: Sequence[str], capacities: Sequence[Capacity], *, sampling_rate: float = 1.0
-    ) -> None:
+    def __init__(self, policies: Sequence[str], capacities: Sequence[Capacity], *, sampling_rate: float = 1.0) -> None:
         for policy in policies:
             if policy != OPTIMUM and policy not in POLICIES:
                 raise ConfigError(f"policy {policy!r} is unknown; use some of {', '.join((*POLICIES, OPTIMUM))}")
+        self._curve = LruCurve(sampling_rate)
         self._samples = sampling_rate < 1.0
         if self._samples and any(policy != "lru" for policy in policies):
             raise ConfigError(f"a sample of {sampling_rate} tells of lru alone; leave out the other policies")
         self._policies = list(policies)
         self._capacities = list(capacities)
-        self._curve = LruCurve(sampling_rate)
         self._unlimited = UnlimitedCache()
         self._count = HitCount()
         self._intervals = ReuseIntervals()
@@ -163,7 +161,7 @@ class Simulation:
         if OPTIMUM in self._policies:
             self._find_optimum()
         different = self._curve.num_blocks if self._samples else len(self._unlimited)
-        points = np.unique(np.geomspace(1, max(2, different), NUM_CURVE_POINTS).astype(np.int64))
+        points = np.unique(np.rint(np.geomspace(1, max(2, different), NUM_CURVE_POINTS)).astype(np.int64))
         ratios = self._curve.hit_ratios(points)
         if self._samples:
             self._count = HitCount(round(float(ratios[-1]) * self._num_blocks))

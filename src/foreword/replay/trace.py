@@ -149,9 +149,7 @@ class _LineParser:
         if content_ids is None:
             content_ids = as_content_ids(checked.hash_ids)
         timestamp = checked.timestamp_ms if "timestamp" in record else None
-        return RecordedRequest(
-            timestamp, chain(content_ids), checked.input_length, checked.output_length, block_tokens
-        )
+        return RecordedRequest(timestamp, chain(content_ids), checked.input_length, checked.output_length, block_tokens)
 
     def _of_text(self, record: dict[str, Any], where: str) -> RecordedRequest:
         if self.tokenizer is None:
@@ -330,11 +328,10 @@ class TraceWriter:
         self.block_tokens = block_tokens
         self._secret = secret if secret is not None else secrets.token_bytes(32)
         try:
-            self._file: IO[str] | None = (
-                gzip.open(file, "wt", encoding="ascii") if file.suffix == ".gz" else file.open("w", encoding="ascii")
-            )
+            opened: IO[Any] = gzip.open(file, "wt") if file.suffix == ".gz" else file.open("w")  # noqa: SIM115
         except OSError as error:
             raise TraceError(f"trace {str(file)!r} cannot be written: {error}; choose another place") from error
+        self._file: IO[str] | None = opened
 
     def write(
         self, *, timestamp_ms: float, prompt_token_ids: npt.ArrayLike, num_output_tokens: int, namespace: str = ""
