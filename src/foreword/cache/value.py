@@ -55,8 +55,9 @@ MEMORY_USES = 200_000
 """Evidence counts half after so many uses..."""
 MEMORY_CAPACITIES = 16
 """...or after so many capacities, if that is more."""
-BINS_PER_DOUBLING = 1.0
-VALUE_STEP = 0.0
+BINS_PER_DOUBLING = 2
+STEPS_PER_DOUBLING = 4
+"""Values that differ by less count as equal, and LRU decides: estimates are not better than that."""
 BATCH_SHARE = 32
 """The next 1/32 of the free blocks is put in order at a time: amortised O(log n) for each."""
 
@@ -163,9 +164,9 @@ class _History:
 class _Hazards:
     """How many blocks of each class reached an age, and how many of them were hit before the next.
 
-    Ages are cut into bins, each twice as long as the one before:
+    Ages are cut into bins, that grow by half an octave:
 
-        edges   0 | c/64 | c/32 | c/16 | ...          c: capacity
+        edges   0 | c/64 | c/45 | c/32 | ...          c: capacity
     """
 
     def __init__(self, capacity: int, max_age: int) -> None:
@@ -214,18 +215,16 @@ class _Hazards:
         self.hit *= 0.5
 
     def compute(self) -> None:
-        """Value by class and bin from the counts."""
+        """Value by class and bin from the counts, as a logarithm."""
         hazards = np.minimum(self._estimates(), 0.98)
         num_bins = hazards.shape[1]
-        self.value[:] = 0.0
         for start in range(num_bins):
             rest = hazards[:, start:]
             still = np.cumprod(1.0 - rest, axis=1)  # not hit until the end of each bin
             before = np.concatenate((np.ones((NUM_CLASSES, 1)), still[:, :-1]), axis=1)
             time = np.cumsum(self.widths[start:] * (before + still) / 2, axis=1)
             self.value[:, start] = ((1.0 - still) / time).max(axis=1)
-        if VALUE_STEP:
-            self.value[:] = np.round(np.log2(self.value) / VALUE_STEP)
+        self.value = np.rint(STEPS_PER_DOUBLING * np.log2(self.value))
 
     def _estimates(self) -> FloatArray:
         """Hazards of each class, leaning on those of all classes where a class has little to show."""

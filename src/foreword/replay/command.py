@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from foreword.errors import ConfigError
-from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity, read_model_config
+from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_bytes, parse_capacity, read_model_config
 from foreword.replay.picture import check_format, write_picture
 from foreword.replay.report import as_json, print_report
-from foreword.replay.simulator import ReplayResult, Simulation
+from foreword.replay.simulator import OPTIMUM, ReplayResult, Simulation
+from foreword.replay.timing import Routing, StepCost, TimingOptions, simulate_time
 from foreword.replay.trace import PromptEncoder, TraceReader
 
 DEFAULT_POLICIES = "lru,value,optimum"
@@ -47,6 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--strict", action="store_true", help="stop at the first malformed line")
     parser.add_argument("--picture", type=Path, action="append", default=[], metavar="FILE", help="write .svg or .html")
+    time = parser.add_argument_group("simulated time", "given --flops, requests are served as they arrive")
+    time.add_argument(
+        "--flops", type=float, metavar="FLOP/s", help="what a replica reaches, such as 4e14; needs --model"
+    )
+    time.add_argument("--bandwidth", default="1TB", metavar="BYTES/s", help="of its memory, such as 2TB (default: 1TB)")
+    time.add_argument("--replicas", type=int, default=1, metavar="N", help="each with the capacities given")
+    time.add_argument("--routing", choices=get_args(Routing), default="prefix_aware")
     parser.add_argument("--json", action="store_true", help="end with one JSON line; all else goes to stderr")
 
 
@@ -62,12 +73,45 @@ def run(args: argparse.Namespace) -> int:
         for line in reader.malformed:
             console.print(f"    {line}", style="yellow", markup=False)
     print_report(result, console, args.trace.name, bytes_per_token)
+    timing = _simulate_time(args, result, bytes_per_token, console)
     for file in args.picture:
         write_picture(result, file, args.trace.name, bytes_per_token)
         console.print(f"wrote {file}", markup=False)
     if args.json:
-        print(json.dumps({**as_json(result, bytes_per_token), "malformed_lines": reader.num_malformed}))
+        report = as_json(result, bytes_per_token)
+        print(json.dumps({**report, "timing": timing, "malformed_lines": reader.num_malformed}))
     return 0
+
+
+def _simulate_time(
+    args: argparse.Namespace, result: ReplayResult, bytes_per_token: int | None, console: Console
+) -> dict[str, dict[str, Any]]:
+    """Reports by policy, by capacity's name; empty without --flops."""
+    if args.flops is None:
+        return {}
+    if args.model is None:
+        raise ConfigError("--flops needs the model that is served; give its folder or config.json with --model")
+    cost = StepCost.of_model(
+        read_model_config(args.model), flops_per_s=args.flops, bytes_per_s=float(parse_bytes(args.bandwidth))
+    )
+    table = Table(title=f"Served in time by {args.replicas} replicas, {args.routing}", title_justify="left")
+    for heading in ("policy", "capacity", "TTFT p50", "p90", "p99", "queue p90", "hits", "tokens/s", "busy"):
+        table.add_column(heading, justify="right")
+    found: dict[str, dict[str, Any]] = {}
+    for policy in (policy for policy in result.hits if policy != OPTIMUM):
+        found[policy] = {}
+        for capacity in result.capacities:
+            options = TimingOptions(capacity.num_blocks, cost, args.replicas, args.routing, policy)
+            reader = TraceReader(
+                args.trace, block_tokens=args.block_tokens, tokenizer=_tokenizer(args), max_requests=args.max_requests
+            )
+            report = simulate_time(reader, options)
+            found[policy][capacity.name] = asdict(report)
+            waits = [f"{report.ttft_ms[key]:,.0f} ms" for key in report.ttft_ms]
+            shares = f"{report.hit_ratio:.4f}", f"{report.generated_tokens_per_s:,.0f}", f"{report.busy_share:.0%}"
+            table.add_row(policy, capacity.name, *waits, f"{report.queue_ms.get('p90', 0):,.0f} ms", *shares)
+    console.print(table)
+    return found
 
 
 def _kv_bytes_per_token(args: argparse.Namespace) -> int | None:

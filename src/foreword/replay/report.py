@@ -28,7 +28,7 @@ def knee(result: ReplayResult) -> int:
         return result.curve_capacities[0]
     above = (y - y[0]) / (y[-1] - y[0]) - (x - x[0]) / (x[-1] - x[0])
     # A curve that is hollow throughout bends at its end: more memory always pays more than before.
-    return result.curve_capacities[int(np.argmax(above))]
+    return result.curve_capacities[len(above) - 1 - int(np.argmax(above[::-1]))]
 
 
 def capacity_for(result: ReplayResult, share: float) -> int:
