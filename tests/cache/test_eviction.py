@@ -781,9 +781,9 @@ def test_value_remembers_evicted_blocks_by_key_and_forgets_the_oldest():
 
 
 def test_value_learns_from_what_it_evicted_under_any_index_and_group():
-    for index in (None, RadixIndex(20, 2)):
+    for index in (None, RadixIndex(20, 4)):
         policy = ValuePolicy(20)
-        manager = KVCacheManager(20, block_size=2, eviction_policy=policy, index=index)
+        manager = KVCacheManager(20, block_size=4, eviction_policy=policy, index=index)
         for number in range(30):
-            run(manager, str(number), range(100 * (number % 5), 100 * (number % 5) + 19))
+            run(manager, str(number), range(100 * (number % 5), 100 * (number % 5) + 40))
         assert policy._hazards.hit.sum() > 100

@@ -342,7 +342,7 @@ class ValuePolicy(_EmptyFirst):
         self._tell_time()
 
     def _discard(self, block_ids: BlockIds) -> None:
-        pass  # `_is_free` tells; what is freed again has another entry
+        self._end_ranking()  # `_is_free` tells that they are gone, but heads may be worth less without them
 
     def _take(self, count: int) -> BlockIds:
         taken: list[BlockIds] = [NO_BLOCKS]
@@ -359,14 +359,14 @@ class ValuePolicy(_EmptyFirst):
         return np.concatenate(taken)
 
     def _rank(self) -> None:
-        """Put all in order. A batch of them stays in that order; until the next use, all do."""
+        """Put all in order. A batch of them stays in that order; until something changes, all do."""
         self._ranking = self._by_value(self._is_free & self._is_cached)
         self._ranked_entries = self._entry[self._ranking]
         self._place = 0
         self._batch_end = len(self._ranking)
 
     def _end_ranking(self) -> None:
-        """Something was used: the order of those behind the batch has to be found anew."""
+        """Something changed: the order of those behind the batch has to be found anew."""
         self._batch_end = min(self._batch_end, max(self._num_blocks // BATCH_SHARE, self._place))
 
     def _stands(self, places: slice) -> npt.NDArray[np.bool_]:
