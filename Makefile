@@ -9,7 +9,8 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-BENCHMARKS := $(wildcard benchmarks/workloads.py benchmarks/cache_core.py)
+BENCHMARKS := $(wildcard benchmarks/workloads.py benchmarks/cache_core.py benchmarks/attention.py \
+	benchmarks/hybrid.py benchmarks/state_machine.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast test-slow check format bench clean
@@ -42,6 +43,7 @@ format: $(INSTALLED) ## format, and repair what lint can repair
 bench: $(INSTALLED) ## the benchmarks; each prints one JSON line last
 	@[ -n "$(BENCHMARKS)" ] || echo "There are no benchmarks yet."
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
+	@[ ! -e benchmarks/engine.py ] || { echo "== benchmarks/engine.py --quick"; $(BIN)/python benchmarks/engine.py --quick; }
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist src/*.egg-info

@@ -8,6 +8,7 @@ answer. `answer` computes the same without any storage.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.batch import Batch, BatchEntry, BatchResult, Sample
-from foreword.cache import CacheLedger, EventLog, KVCacheManager, make_index
+from foreword.cache import CacheLedger, EventLog, EvictionPolicy, KVCacheManager, PinnedPolicy, make_index, make_policy
 from foreword.config import SchedulerConfig
-from foreword.engine import Engine, ModelLimits, Prompt
+from foreword.engine import BlockKeys, Engine, ModelLimits, Prompt
 from foreword.request import SamplingParams
 from foreword.scheduler import Scheduler
 
@@ -158,21 +159,30 @@ class HashEngine:
         enable_prefix_caching: bool = True,
         prefix_index: Literal["radix", "hash"] = "hash",
         eviction_policy: str = "lru",
+        max_pinned_share: float = 0.0,
+        keys: BlockKeys | None = None,
+        clock: Callable[[], float] = time.monotonic,
         deduplicate: bool = False,
         **scheduler_options: object,
     ) -> HashEngine:
+        policy: EvictionPolicy = make_policy(eviction_policy, num_blocks)
+        if max_pinned_share:
+            policy = PinnedPolicy(policy, num_blocks, max_share=max_pinned_share)
         manager = KVCacheManager(
             num_blocks,
             block_size=block_size,
             enable_prefix_caching=enable_prefix_caching,
             index=make_index(prefix_index, num_blocks, block_size) if enable_prefix_caching else None,
-            eviction_policy=eviction_policy,
+            eviction_policy=PinnedPolicy(policy, num_blocks, max_share=max_pinned_share)
+            if max_pinned_share
+            else policy,
             ledger=CacheLedger(num_blocks, events=EventLog()),
             deduplicate=deduplicate,
         )
         runner = HashRunner(num_blocks, block_size, vocab_size)
         config = SchedulerConfig(**scheduler_options)  # type: ignore[arg-type]
-        return cls(Engine(Scheduler(manager, config), runner, ModelLimits(vocab_size, max_model_len)), runner)
+        limits = ModelLimits(vocab_size, max_model_len)
+        return cls(Engine(Scheduler(manager, config), runner, limits, keys=keys, clock=clock), runner)
 
     @property
     def scheduler(self) -> Scheduler:

@@ -309,7 +309,7 @@ def test_malformed_messages_are_refused(llm: LLM, messages: Any, message: str) -
     [
         ({"blocksize": 16}, "unknown option 'blocksize'=16; did you mean 'block_size'?"),
         ({"max_tokens_batched": 5}, "unknown option 'max_tokens_batched'=5; did you mean 'max_num_batched_tokens'?"),
-        ({"xyz": 1}, "unknown option 'xyz'=1; known options: block_size, "),
+        ({"xyz": 1}, "unknown option 'xyz'=1; known options: attention_kernel, "),
         ({"block_size": 0}, "block_size=0 is too small; use at least 1"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 is too small"),
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens=-1 is too small"),
@@ -319,6 +319,12 @@ def test_malformed_messages_are_refused(llm: LLM, messages: Any, message: str) -
         ({"scheduling_policy": "lifo"}, "scheduling_policy='lifo' is unknown; use one of fcfs, priority"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5 is not a share of memory; use (0, 1]"),
         ({"kv_cache_memory_bytes": 10}, "10 bytes of KV memory do not hold one block of 16 tokens"),
+        ({"max_pinned_share": 1.5}, "max_pinned_share=1.5 is not a share of the pool; use 0.0 to 1.0"),
+        ({"max_pinned_share": "half"}, "max_pinned_share='half' has the wrong type; use 0.0 to 1.0"),
+        ({"key_salt": 5}, "key_salt=5 has the wrong type; use a text"),
+        ({"deduplicate": "no"}, "deduplicate='no' has the wrong type; use True or False"),
+        ({"cache_events": True, "explain_misses": False}, "cache_events=True needs explain_misses=True"),
+        ({"hash_function": "md5"}, "hash_function='md5' is unknown; use one of sha256, sha256_cbor, xxhash"),
         ({"device": "abacus"}, "device='abacus' is unknown"),
         ({"device": "cuda"}, "device='cuda', but torch sees no CUDA device here; use 'cpu'"),
     ],
@@ -405,40 +411,17 @@ def test_weights_that_lack_a_layer_are_refused(tiny_models: TinyModels, tmp_path
 # ----------------------------------------------------------------------------------------- architectures
 
 UNSUPPORTED: dict[str, tuple[Recipe, str]] = {
-    "mamba2": (Recipe("mamba2", {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1}), "linear_attention"),
-    "qwen3_next": (
-        Recipe(
-            "qwen3_next",
-            {
-                "num_hidden_layers": 4,
-                "head_dim": 16,
-                "num_experts": 4,
-                "moe_intermediate_size": 48,
-                "shared_expert_intermediate_size": 48,
-                "linear_num_value_heads": 4,
-                "linear_num_key_heads": 2,
-                "linear_key_head_dim": 16,
-                "linear_value_head_dim": 16,
-            },
-        ),
-        r"layer 0 is of type 'linear_attention'",
+    "deepseek_v32, whose indexer keeps keys of its own": (
+        Recipe("deepseek_v32"),
+        r"layer 0 is of type 'indexed_attention', which this version cannot run: it chooses positions with an indexer",
     ),
-    "llama4_text": (
-        Recipe(
-            "llama4_text",
-            {
-                "num_hidden_layers": 4,
-                "head_dim": 16,
-                "intermediate_size_mlp": 96,
-                "num_local_experts": 2,
-                "attention_chunk_size": 16,
-            },
-        ),
-        r"layer 0 is of type 'chunked_attention'",
+    "mamba, which reads its state for single tokens only": (
+        Recipe("mamba", {"state_size": 8}),
+        r"layer 0 \(MambaMixer\) does not continue from a saved state",
     ),
-    "lfm2 with convolutions": (
-        Recipe("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
-        r"layer 0 is of type 'conv'",
+    "rwkv, whose state is not in a cache": (
+        Recipe("rwkv"),
+        r"layer 0 keeps something else than keys and values, or a state in transformers' cache",
     ),
     "bloom, whose attention is its own": (Recipe("bloom"), r"layer 0 .*never asked for attention"),
     "bert, which is not causal": (Recipe("bert"), r"layer 0 \(BertSelfAttention\) is not causal"),

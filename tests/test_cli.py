@@ -46,7 +46,7 @@ def test_generate_explains_what_was_not_cached_and_where_prompts_part():
         "generate", MODEL, "--explain", "--max-tokens", "1", "--prompt", shared + "One more word and then the end.",
         "--prompt", shared + "Two more words and then the end.", "--max-num-seqs", "1",
     )  # fmt: skip
-    first, second, here, cached = result.stderr.splitlines()
+    first, second, here, cached, _ = result.stderr.splitlines()
     assert "never seen" in first
     assert "never seen; differs from what is cached at token" in second
     assert here.startswith("    here:   'Two")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -331,6 +332,53 @@ def test_the_cache_cannot_be_reset_under_a_running_request(llm: LLM) -> None:
     llm.reset_prefix_cache()
 
 
+def test_a_prompt_can_be_pinned_before_it_was_ever_asked(llm: LLM) -> None:
+    prompt = token_prompt(prompt_of(40))
+    assert llm.pin_prefix(prompt, ttl_s=60.0) == 32
+    assert llm.pin_prefix(prompt, ttl_s=90.0) == 32
+    assert llm.get_prefix_cache_stats().requests == 1
+    assert llm.generate(prompt, greedy(1))[0].num_cached_tokens == 32
+    llm.unpin_prefix(prompt)
+    assert llm.pin_prefix(TEXT) % 16 == 0
+
+
+@pytest.mark.parametrize("ttl_s", [0, -5, float("nan"), "long"])
+def test_an_impossible_pin_is_refused_before_anything_is_computed(llm: LLM, ttl_s: Any) -> None:
+    before = llm.engine.num_computed_tokens
+    with pytest.raises(InvalidRequestError, match="ttl_s="):
+        llm.pin_prefix(token_prompt(prompt_of(40)), ttl_s=ttl_s)
+    assert llm.engine.num_computed_tokens == before
+
+
+@pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"max_pinned_share": 0.0}], ids=str)
+def test_nothing_can_be_pinned_where_nothing_is_kept(chat_model: Path, options: dict[str, Any]) -> None:
+    with open_llm(chat_model, **options) as llm, pytest.raises(ConfigError, match="nothing can be pinned with"):
+        llm.pin_prefix(TEXT)
+
+
+def test_block_keys_name_the_model_its_precision_and_the_deployment(chat_model: Path, tmp_path: Path) -> None:
+    def key_of(folder: Path, **options: Any) -> str:
+        with open_llm(folder, prefix_index="hash", **options) as llm:
+            llm.generate(token_prompt(prompt_of(16)), greedy(1))
+            key: str = llm.engine._sequence("r", Prompt(np.array(prompt_of(16), np.int32))).block_hashes()[0].hex()
+            assert llm.engine.count_cached_tokens(Prompt(np.array(prompt_of(16), np.int32))) == 15
+            return key
+
+    moved = tmp_path / "elsewhere" / chat_model.name
+    shutil.copytree(chat_model, moved)
+    renamed = tmp_path / "renamed"
+    shutil.copytree(chat_model, renamed)
+    first = key_of(chat_model)
+    assert key_of(moved) == first, "where a model lies is no part of it"
+    others = [
+        key_of(renamed),
+        key_of(chat_model, dtype="bfloat16"),
+        key_of(chat_model, key_salt="another deployment"),
+        key_of(chat_model, hash_function="sha256_cbor"),
+    ]
+    assert len({first, *others}) == 5
+
+
 def test_a_cache_salt_keeps_tenants_apart(llm: LLM) -> None:
     prompt = prompt_of(40)
     salts = [None, "red", "blue", "red", None, "blue"]
@@ -393,7 +441,7 @@ def test_what_was_not_recorded_is_refused_with_the_option_to_give(chat_model: Pa
     with open_llm(chat_model, explain_misses=False, deduplicate=True) as llm:
         [output] = llm.generate(token_prompt(prompt_of(40)), greedy(1))
         assert output.explanation is None
-        with pytest.raises(ConfigError, match="ledger"):
+        with pytest.raises(ConfigError, match="leave explain_misses and prefix caching on"):
             llm.explain(token_prompt(prompt_of(40)))
         with pytest.raises(ConfigError, match="cache_events=True"):
             llm.take_cache_events()

@@ -6,6 +6,7 @@ so that a mistake anywhere changes the tokens.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from foreword.cache import KVCacheManager
+from foreword.cache import FullAttentionSpec, KVCacheManager
 from foreword.config import ModelConfig, SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt
+from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.runner import ModelRunner
 from foreword.model.storage import KVStorage
@@ -83,6 +85,111 @@ RECIPES: Mapping[str, Recipe] = {
         },
     ),
     "cohere2": Recipe("cohere2", {"sliding_window": 8, "layer_types": SLIDING_SLIDING_FULL}),
+    "llama4_text": Recipe(
+        "llama4_text",
+        {
+            "head_dim": 16,
+            "attention_chunk_size": 12,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_layers": [1],
+            "no_rope_layers": [1, 1, 0],
+            "layer_types": ["chunked_attention", "chunked_attention", "full_attention"],
+            "attn_temperature_tuning": True,
+            "floor_scale": 8,  # queries are scaled by their position from 8 on, not from 8,192
+            "attn_scale": 0.5,
+        },
+    ),
+    "mamba2": Recipe(
+        "mamba2",
+        {"num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 16, "n_groups": 2, "chunk_size": 16},
+    ),
+    "qwen3_next": Recipe(
+        "qwen3_next",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        },
+    ),
+    "falcon_h1": Recipe(
+        "falcon_h1",
+        {
+            "head_dim": 16,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 16,
+            "ssm_in_multiplier": 0.7,
+        },
+    ),
+    "granitemoehybrid": Recipe(
+        "granitemoehybrid",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_expand": 2,
+            "mamba_chunk_size": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "bamba": Recipe(
+        "bamba",
+        {
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_expand": 2,
+            "mamba_chunk_size": 16,
+        },
+    ),
+    # Layers that remember nothing, between those that do.
+    "nemotron_h": Recipe(
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "chunk_size": 16,
+        },
+    ),
+    # Full layers with heads of another size than those of sliding ones.
+    "gemma4_text": Recipe(
+        "gemma4_text",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": 8,
+            "layer_types": SLIDING_SLIDING_FULL,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+    ),
+    "lfm2": Recipe(
+        "lfm2",
+        {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "block_ff_dim": 96},
+    ),
     "glm4": Recipe("glm4", {"head_dim": 16}),
     # Positions as an embedding; names of its own for every size.
     "gpt2": Recipe("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4}),
@@ -229,17 +336,54 @@ def build_engine(
     *,
     num_blocks: int = 64,
     block_size: int = 16,
+    state_block_size: int | None = None,
+    state_interval: int | None = None,
+    keep_all_kv: bool = False,
+    holds_tokens: int | None = None,
     enable_prefix_caching: bool = True,
     runner_class: type[ModelRunner] = ModelRunner,
     **scheduler_options: Any,
 ) -> Engine:
-    """An engine over exactly `num_blocks` blocks, put together as `LLM` does it."""
-    manager = KVCacheManager(num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching)
-    storage = KVStorage(model.layers, num_blocks, block_size, model.dtype, model.device)
-    limits = ModelLimits(
-        model.vocab_size, min(model.max_positions, num_blocks * block_size), frozenset(model.eos_token_ids)
+    """An engine over `num_blocks` blocks for each group of layers, put together as `LLM` does it.
+
+    With `holds_tokens`, there are instead just enough for one request of that length, and one more for each group.
+    States can be saved behind multiples of `state_block_size` tokens (default: 4, or `block_size` if that is less).
+    """
+    layout = model.plan_layout(
+        LayoutOptions(
+            block_size,
+            state_block_size or min(4, block_size),
+            state_interval,
+            model.max_positions,
+            keep_all=keep_all_kv,
+        )
     )
-    return Engine(Scheduler(manager, SchedulerConfig(**scheduler_options)), runner_class(model, storage), limits)
+    groups = None if layout.is_one_full_group else layout.specs
+    num_blocks *= len(layout.groups)
+    if holds_tokens is not None:
+        empty = KVCacheManager(1, groups=layout.specs)
+        step = SchedulerConfig(**scheduler_options).max_num_batched_tokens
+        num_blocks = empty.max_num_blocks(holds_tokens, step) + len(layout.groups)
+    manager = KVCacheManager(
+        num_blocks,
+        block_size=None if groups else block_size,
+        groups=groups,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    storage = KVStorage(layout, num_blocks, model.device)
+    config = SchedulerConfig(**scheduler_options)
+    held = max(n for n in range(1, model.max_positions + 1) if manager.can_ever_hold(n, config.max_num_batched_tokens))
+    limits = ModelLimits(model.vocab_size, held, frozenset(model.eos_token_ids))
+    return Engine(Scheduler(manager, config), runner_class(model, storage), limits)
+
+
+def longest_hit(engine: Engine, num_computed: int, length: int) -> int:
+    """Tokens of a prompt of `length` that are hit if its first `num_computed` have been computed, none evicted."""
+    manager = engine.manager
+    if manager.groups == (FullAttentionSpec(manager.block_size),):
+        return min(num_computed // manager.block_size * manager.block_size, length - 1)
+    alignment = math.lcm(*(group.block_size for group in manager.groups))
+    return min(num_computed, length - 1) // alignment * alignment
 
 
 def greedy(max_tokens: int, **options: Any) -> SamplingParams:

@@ -12,11 +12,12 @@ they are computed. All requests of a step are laid end to end:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from foreword.cache import NULL_BLOCK
 from foreword.request import Request, TokenLogprobs
 
 IntArray = npt.NDArray[np.int32]
@@ -47,8 +48,9 @@ class Batch:
     """[num_tokens]"""
     query_starts: IntArray
     """[requests + 1]: request r owns tokens query_starts[r] to query_starts[r + 1]."""
-    block_tables: IntArray
-    """[requests, longest table]; entries past a request's own table are meaningless."""
+    group_tables: tuple[IntArray, ...]
+    """Per group of layers [requests, longest table]; entries past a request's own table are meaningless,
+    and NULL_BLOCK stands where the group needs nothing any more."""
     write_from: IntArray
     """[requests]: KV of positions before this is in shared blocks and must not be written."""
     copies: IntArray
@@ -57,6 +59,16 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def block_tables(self) -> IntArray:
+        """The first group's tables."""
+        return self.group_tables[0]
+
+    def of_group(self, group_id: int, null_block: int) -> Batch:
+        """The batch as one group's layers see it, with `null_block` for what the group has given up."""
+        tables = self.group_tables[group_id]
+        return replace(self, group_tables=(np.where(tables == NULL_BLOCK, np.int32(null_block), tables),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +89,8 @@ class BatchResult:
     """Entry number -> log probabilities of the prompt tokens that follow the computed positions."""
 
 
-def build_batch(entries: Sequence[BatchEntry], block_tables: IntArray, copies: IntArray) -> Batch:
-    """Lay the entries end to end; `block_tables` [entries, longest] in the same order."""
+def build_batch(entries: Sequence[BatchEntry], group_tables: Sequence[IntArray], copies: IntArray) -> Batch:
+    """Lay the entries end to end; each group's table [entries, longest] in the same order."""
     starts = np.array([entry.start for entry in entries], np.int32)
     lengths = np.array([entry.end for entry in entries], np.int32) - starts
     query_starts = np.zeros(len(entries) + 1, np.int32)
@@ -88,7 +100,7 @@ def build_batch(entries: Sequence[BatchEntry], block_tables: IntArray, copies: I
         token_ids=np.concatenate([e.request.sequence.token_ids[e.start : e.end] for e in entries]),
         positions=np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], lengths),
         query_starts=query_starts,
-        block_tables=block_tables,
+        group_tables=tuple(group_tables),
         write_from=np.array([entry.request.num_shared_tokens for entry in entries], np.int32),
         copies=copies,
     )

@@ -7,10 +7,13 @@ nowhere else. Exit codes: 0 done, 1 a check of `demo` or `bench` failed, 2 a use
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +88,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="say for each prompt what the cache held and why not more (standard error)",
+        help="say on standard error what the cache held of each prompt, why not more, and what attention shared",
     )
 
     sampling = parser.add_argument_group("sampling")
@@ -107,13 +110,13 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-num-batched-tokens", type=int)
     engine.add_argument("--max-num-seqs", type=int)
     engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    engine.add_argument("--attention-kernel", choices=("auto", "cpu", "reference"))
     engine.add_argument("--trust-remote-code", action="store_true", default=None)
     engine.set_defaults(engine_options=[action.dest for action in engine._group_actions])
 
 
 def _generate(args: argparse.Namespace) -> int:
     prompts = _prompts(args)
-    from foreword.llm import LLM
     from foreword.request import SamplingParams
 
     options = {name: getattr(args, name) for name in args.engine_options if getattr(args, name) is not None}
@@ -126,22 +129,39 @@ def _generate(args: argparse.Namespace) -> int:
         stop=tuple(args.stop),
         ignore_eos=args.ignore_eos,
     )
-    with LLM(args.model, **options) as llm:
+    with _without_garbage_collection():
+        from foreword.llm import LLM
+
+        llm = LLM(args.model, **options)
+    with llm:
         if len(prompts) == 1 and not args.json and llm.tokenizer is not None:
-            output = _print_stream(llm, prompts[0], params, chat=args.chat)
-            if args.explain:
-                _print_explanation(llm, output)
-            return 0
-        if args.chat:
-            conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            outputs = llm.chat(conversations, params)
+            outputs = [_print_stream(llm, prompts[0], params, chat=args.chat)]
         else:
-            outputs = llm.generate(prompts, params)
-        for output in outputs:
-            print(json.dumps(_as_json(output)) if args.json else _as_text(output))
-            if args.explain:
+            outputs = _outputs(llm, prompts, params, chat=args.chat)
+            for output in outputs:
+                print(json.dumps(_as_json(output)) if args.json else _as_text(output))
+        if args.explain:
+            for output in outputs:
                 _print_explanation(llm, output)
+            print(f"foreword: {llm.explain_attention()}", file=sys.stderr)
     return 0
+
+
+def _outputs(llm: LLM, prompts: list[Any], params: SamplingParams, *, chat: bool) -> list[RequestOutput]:
+    if chat:
+        return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+    return llm.generate(prompts, params)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """For loading: libraries bring a million objects that stay, and looking at them again and again takes 0.5 s."""
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def _prompts(args: argparse.Namespace) -> list[Any]:

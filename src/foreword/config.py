@@ -9,13 +9,16 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import UnionType
 from typing import Any, Literal, get_args
 
 from foreword.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+KernelName = Literal["auto", "cpu", "reference"]
 Policy = Literal["fcfs", "priority"]
 IndexName = Literal["radix", "hash"]
+HashName = Literal["sha256", "sha256_cbor", "xxhash"]
 EvictionName = Literal["lru", "lfu", "slru", "fifo", "last_accessed", "priority", "value"]
 
 
@@ -39,6 +42,11 @@ class ModelConfig:
     None: 0.9 on a GPU; on CPU, where other programs live too, a quarter of what is available, at most
     4 GiB of KV.
     """
+    attention_kernel: KernelName = "auto"
+    """"cpu": compiled for this processor, with two-phase attention; "reference": plain torch, any device.
+
+    "auto" takes the compiled kernel wherever it runs. Each keeps its own bits, whatever the cache does.
+    """
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint."""
     self_check: bool = True
@@ -46,6 +54,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _one_of("attention_kernel", self.attention_kernel, get_args(KernelName))
         _at_least("max_model_len", self.max_model_len, 2)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         share = self.gpu_memory_utilization
@@ -65,6 +74,17 @@ class CacheConfig:
     """How prefixes are found: "radix" compares tokens and matches to the token, "hash" compares block keys."""
     eviction_policy: EvictionName = "lru"
     """Which cached block makes room when memory is short; `foreword.cache.eviction` describes the orders."""
+    keep_all_kv: bool = False
+    """Keep all KV of layers that attend to a window or chunk only, as if they attended to everything."""
+    sink_token_ids: tuple[int, ...] = ()
+    """Tokens before every prompt, computed once and never evicted; they are no part of prompts, hits or counts.
+    Whole blocks of them, for models whose layers all attend to everything."""
+    state_block_size: int | None = None
+    """Recurrent states can be saved, and hits can end, at multiples of this many tokens. None: the least at
+    which no memory is wasted, at least 64."""
+    state_interval: int | None = None
+    """Tokens of a prompt between recurrent states that are saved, beside those at the ends of prompts and
+    messages and where prompts part. None: about as much memory as the KV takes, at least every 512."""
     deduplicate: bool = False
     """Free a block whose content another block holds already, instead of keeping both."""
     explain_misses: bool = True
@@ -72,8 +92,25 @@ class CacheConfig:
     cache_events: bool = False
     """Record what the cache stores and removes, for `LLM.take_cache_events`; needs `explain_misses`."""
 
+    max_pinned_share: float = 0.5
+    """Most of the blocks that `LLM.pin_prefix` may protect, as a share of all; 0.0: none."""
+    hash_function: HashName = "sha256"
+    """How block keys are computed; docs/concepts/keys.md says for whom which is."""
+    key_salt: str = ""
+    """Enters all block keys, beside the model: keys of other deployments that share a store differ by it."""
+
     def __post_init__(self) -> None:
+        for name in ("enable_prefix_caching", "deduplicate", "explain_misses", "cache_events"):
+            _of_type(name, getattr(self, name), bool, "True or False")
+        _of_type("key_salt", self.key_salt, str, "a text")
+        _of_type("max_pinned_share", self.max_pinned_share, int | float, "0.0 to 1.0")
+        if not 0.0 <= self.max_pinned_share <= 1.0:
+            raise ConfigError(f"max_pinned_share={self.max_pinned_share} is not a share of the pool; use 0.0 to 1.0")
+        _one_of("hash_function", self.hash_function, get_args(HashName))
         _at_least("block_size", self.block_size, 1)
+        object.__setattr__(self, "sink_token_ids", tuple(self.sink_token_ids))
+        _at_least("state_block_size", self.state_block_size, 1)
+        _at_least("state_interval", self.state_interval, 1)
         _one_of("prefix_index", self.prefix_index, ("radix", "hash"))
         _one_of("eviction_policy", self.eviction_policy, get_args(EvictionName))
         if self.cache_events and not self.explain_misses:
@@ -166,3 +203,8 @@ def _at_least(name: str, value: int | None, least: int) -> None:
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}")
+
+
+def _of_type(name: str, value: object, wanted: type | UnionType, remedy: str) -> None:
+    if not isinstance(value, wanted):
+        raise ConfigError(f"{name}={value!r} has the wrong type; use {remedy}")

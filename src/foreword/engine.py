@@ -7,15 +7,26 @@ turns tokens into text (`TextStream`) are handed in. One thread calls it.
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.batch import Batch, BatchResult
-from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, LookupExplanation, TokenSequence
+from foreword.cache import (
+    NO_EXTRA_KEYS,
+    BlockHash,
+    ExtraKeys,
+    HashFunction,
+    LookupExplanation,
+    TokenSequence,
+    chain_root,
+    sha256,
+)
 from foreword.errors import (
     EngineError,
     InvalidRequestError,
@@ -62,6 +73,15 @@ class ModelLimits:
     eos_token_ids: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class BlockKeys:
+    """How the keys of all requests' blocks are computed."""
+
+    hash_fn: HashFunction = sha256
+    root: BlockHash = field(default_factory=chain_root)
+    """Stands for the model; `chain_root` makes it."""
+
+
 @dataclass(slots=True)
 class _Group:
     """One prompt and its n continuations."""
@@ -82,6 +102,8 @@ class Prompt:
     """Adapter, salt and media that keep its cached blocks apart from others."""
     priority: int = 0
     """Lower goes first under the "priority" policy."""
+    message_ends: tuple[int, ...] = ()
+    """Numbers of tokens behind which a message of a conversation ends, if that is known."""
 
 
 class Engine:
@@ -94,6 +116,8 @@ class Engine:
         limits: ModelLimits,
         *,
         open_text_stream: OpenTextStream | None = None,
+        keys: BlockKeys | None = None,
+        clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
     ) -> None:
         self.scheduler = scheduler
@@ -101,6 +125,8 @@ class Engine:
         self.limits = limits
         self._runner = runner
         self._open_text_stream = open_text_stream
+        self._keys = keys or BlockKeys()
+        self._clock = clock
         self._seed = seed
         self._groups: dict[str, _Group] = {}
         self._group_of: dict[str, _Group] = {}
@@ -150,13 +176,19 @@ class Engine:
                 stop_token_ids=stop_ids,
                 seed=seed + index,
                 priority=prompt.priority,
+                message_ends=prompt.message_ends,
             )
             for index, own_id in enumerate(_continuation_ids(request_id, params.n))
         ]
 
     def _sequence(self, request_id: str, prompt: Prompt) -> TokenSequence:
         return TokenSequence(
-            request_id, prompt.token_ids, block_size=self.manager.block_size, extra_keys=prompt.extra_keys
+            request_id,
+            prompt.token_ids,
+            block_size=self.manager.block_size,
+            extra_keys=prompt.extra_keys,
+            hash_fn=self._keys.hash_fn,
+            root=self._keys.root,
         )
 
     def _validate(self, prompt: Prompt, params: SamplingParams) -> int:
@@ -188,12 +220,13 @@ class Engine:
             )
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         # The last token that is generated is never computed, so its KV needs no room.
-        blocks = -(-(length + max_tokens - 1) // self.manager.block_size)
-        if blocks > self.manager.num_blocks:
+        step = self.scheduler.config.max_num_batched_tokens
+        if not self.manager.can_ever_hold(length + max_tokens - 1, step):
             raise RequestTooLargeError(
-                f"the request needs {blocks} blocks of {self.manager.block_size} tokens for {length} prompt tokens "
-                f"and {max_tokens} generated, but the pool has {self.manager.num_blocks}; lower max_tokens or give "
-                "the cache more memory (kv_cache_memory_bytes)"
+                f"the request needs {self.manager.max_num_blocks(length + max_tokens - 1, step)} blocks of "
+                f"{' or '.join(sorted({str(group.block_size) for group in self.manager.groups}))} tokens for {length} "
+                f"prompt tokens and {max_tokens} generated, but the pool has {self.manager.num_blocks}; lower "
+                "max_tokens or give the cache more memory (kv_cache_memory_bytes)"
             )
         return max_tokens
 
@@ -231,6 +264,7 @@ class Engine:
         freed, and the engine can go on with others.
         """
         # Errors and interrupts go on to the caller, but leave no uncomputed blocks in the cache.
+        self.manager.expire_pins(self._clock())
         try:
             batch = self.scheduler.schedule()
         except BaseException:
@@ -258,6 +292,28 @@ class Engine:
             entry.request for entry, sample in zip(batch.entries, result.samples, strict=True) if sample is not None
         ]
         return self._collect_all(moved)
+
+    # -------------------------------------------------------------------- pins
+
+    def count_cached_tokens(self, prompt: Prompt) -> int:
+        """How many leading tokens of this prompt a request would find cached now."""
+        return self.manager.get_computed_blocks(self._sequence("", prompt)).num_tokens
+
+    def pin_prefix(self, prompt: Prompt, ttl_s: float) -> int:
+        """Evict what is cached of this prompt last for so many seconds; returns how many tokens are protected.
+
+        Whole blocks only, and no more than the budget allows. Raises InvalidRequestError for an impossible
+        prompt or time, ConfigError if pins are switched off.
+        """
+        self._validate(prompt, SamplingParams(max_tokens=1))
+        if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0.0 < ttl_s < math.inf:
+            raise InvalidRequestError(f"ttl_s={ttl_s!r} is not a time; use a positive, finite number of seconds")
+        now = self._clock()
+        return self.manager.pin_prefix(self._sequence("", prompt), now + ttl_s, now)
+
+    def unpin_prefix(self, prompt: Prompt) -> None:
+        """Let what is cached of this prompt be evicted like everything else."""
+        self.manager.unpin_prefix(self._sequence("", prompt))
 
     def _collect_all(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """Bring the outputs of these requests up to date."""

@@ -5,8 +5,12 @@ Knows every room and puts them together; has no logic of its own beyond that.
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import json
 import logging
+import math
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,20 +26,26 @@ from foreword.cache import (
     NO_EXTRA_KEYS,
     CacheLedger,
     EventLog,
+    EvictionPolicy,
     ExtraKeys,
     KVCacheManager,
     LookupExplanation,
     NumberedEvent,
+    PinnedPolicy,
+    chain_root,
+    make_hash_function,
     make_index,
+    make_policy,
 )
-from foreword.config import EngineConfig, Environment, ModelConfig
-from foreword.engine import Engine, ModelLimits, Prompt
+from foreword.config import CacheConfig, EngineConfig, Environment, ModelConfig
+from foreword.engine import BlockKeys, Engine, ModelLimits, Prompt
 from foreword.errors import ConfigError, EngineError, InvalidRequestError
 from foreword.request import RequestOutput, SamplingParams
 from foreword.scheduler import Scheduler
 from foreword.text import TextStream, Tokenizer
 
 if TYPE_CHECKING:
+    from foreword.model.layout import CacheLayout
     from foreword.model.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -59,11 +69,18 @@ class CacheReport:
     hit_tokens: int
     recent_hit_rate: float
     """The same as `hit_rate`, over the last 1,000 requests."""
+    hit_granularity: int
+    """Hits end at multiples of this many tokens; 1: anywhere."""
+    state_interval: int | None
+    """Recurrent states are saved every so many tokens, and at ends of prompts and messages; None: no such layers."""
     preemptions: int
     evictions: int
     """Cached blocks whose memory was given to other content."""
     hit_rate_with_twice_the_blocks: float
-    """What `hit_rate` would have been with twice the memory (exact for one full group under `lru`)."""
+    """What `hit_rate` would have been with twice the memory, estimated by what was evicted last.
+
+    The same as `hit_rate` without `explain_misses`.
+    """
     misses: dict[str, int]
     """Requests that missed something, by reason; empty without `explain_misses`."""
     missed_tokens: dict[str, int]
@@ -89,6 +106,7 @@ class LLM:
         if self.inexactness:
             logger.warning("results are not bit-exact with this model on this machine: %s", self.inexactness)
         self._engine: Engine | None = _build_engine(self.config, loaded, self.tokenizer)
+        self._kernel = loaded.kernel
         self._request_numbers = itertools.count()
 
     @property
@@ -133,7 +151,7 @@ class LLM:
             raise InvalidRequestError("there are no messages; give at least one {'role': ..., 'content': ...}")
         several = not isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = messages if several else [messages]
-        prompts = [Prompt(self._tokenizer_for("chat()").render_chat(conversation)) for conversation in conversations]
+        prompts = [self._chat_prompt(conversation) for conversation in conversations]
         return self._run(prompts, sampling_params, show_progress)
 
     def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -147,7 +165,7 @@ class LLM:
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Answer one conversation, yielding as `stream` does."""
-        return self._stream(Prompt(self._tokenizer_for("chat()").render_chat(messages)), sampling_params)
+        return self._stream(self._chat_prompt(messages), sampling_params)
 
     def _stream(self, prompt: Prompt, params: SamplingParams | None) -> Iterator[RequestOutput]:
         engine = self.engine
@@ -199,6 +217,13 @@ class LLM:
                 if bar is not None and task is not None:
                     bar.advance(task, sum(output.finished for output in moved))
 
+    def _chat_prompt(self, messages: Sequence[Message]) -> Prompt:
+        tokenizer = self._tokenizer_for("chat()")
+        token_ids = tokenizer.render_chat(messages)
+        if self.engine.scheduler.states is None:
+            return Prompt(token_ids)
+        return Prompt(token_ids, message_ends=tokenizer.message_ends(messages, token_ids))
+
     def _prompt(self, prompt: PromptInput) -> Prompt:
         if isinstance(prompt, str):
             return Prompt(self._tokenizer_for("a text prompt").encode(prompt), prompt)
@@ -235,14 +260,18 @@ class LLM:
         """Counters since the start or the last `reset_prefix_cache()`."""
         manager = self.engine.manager
         cached = manager.get_num_cached_blocks()
+        states = self.engine.scheduler.states
+        to_the_token = self.config.cache.prefix_index == "radix" and manager.has_one_full_group
         return CacheReport(
             hit_rate=manager.stats.hit_rate,
-            total_cached_tokens=cached * manager.block_size,
+            total_cached_tokens=manager.num_cached_tokens(),
             cache_utilization=cached / manager.num_blocks,
             requests=manager.stats.requests,
             queried_tokens=manager.stats.queries,
             hit_tokens=manager.stats.hits,
             recent_hit_rate=manager.recent.hit_rate,
+            hit_granularity=1 if to_the_token else math.lcm(*(group.block_size for group in manager.groups)),
+            state_interval=None if states is None else states.interval,
             preemptions=self.engine.scheduler.num_preemptions,
             evictions=manager.stats.evictions,
             hit_rate_with_twice_the_blocks=manager.stats.hit_rate_with_twice_the_blocks,
@@ -250,8 +279,17 @@ class LLM:
             missed_tokens={str(reason): count for reason, count in manager.stats.missed_tokens.items()},
         )
 
+    def explain_attention(self) -> str:
+        """For a person: which KV attention read once for several requests, and what that is estimated to save."""
+        return self._kernel.explain()
+
     def explain(self, prompt: PromptInput) -> LookupExplanation:
-        """How much of this prompt the cache holds now, and why not more, without running it."""
+        """How much of this prompt the cache holds now, and why not more, without running it.
+
+        Raises InvalidRequestError for an impossible prompt, ConfigError without `explain_misses` or caching.
+        """
+        if self.engine.manager.ledger is None:
+            raise ConfigError("no account is kept of what was cached; leave explain_misses and prefix caching on")
         return self.engine.explain(self._prompt(prompt))
 
     def take_cache_events(self) -> list[NumberedEvent]:
@@ -264,6 +302,29 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Raises CacheBusyError while requests run."""
         self.engine.manager.reset_prefix_cache()
+
+    def pin_prefix(self, prompt: PromptInput, *, ttl_s: float = 300.0) -> int:
+        """Keep a prompt cached for `ttl_s` seconds, computing it first if it is not; returns how many tokens are.
+
+        Only whole blocks are kept, and at most `max_pinned_share` of the memory in all. Pins are soft: when
+        running requests need every block, pinned ones go too, last. A longer pin replaces a shorter one.
+        Raises InvalidRequestError for an impossible prompt or time, ConfigError if caching or pins are off.
+        """
+        if not self.config.cache.enable_prefix_caching or not self.config.cache.max_pinned_share:
+            raise ConfigError(
+                f"nothing can be pinned with enable_prefix_caching={self.config.cache.enable_prefix_caching} and "
+                f"max_pinned_share={self.config.cache.max_pinned_share}; open the LLM with other options"
+            )
+        checked, engine = self._prompt(prompt), self.engine
+        engine.pin_prefix(checked, ttl_s)  # bad times are refused before anything is computed
+        length = len(checked.token_ids)
+        if engine.count_cached_tokens(checked) < min(length - 1, length - length % engine.manager.block_size):
+            self._run([checked], SamplingParams(max_tokens=1, temperature=0.0), show_progress=False)
+        return engine.pin_prefix(checked, ttl_s)
+
+    def unpin_prefix(self, prompt: PromptInput) -> None:
+        """Let a prompt's cached blocks be evicted like all others, whatever prompt they were pinned for."""
+        self.engine.unpin_prefix(self._prompt(prompt))
 
     # ------------------------------------------------------------------- close
 
@@ -288,46 +349,47 @@ def _load(options: ModelConfig) -> LoadedModel:
 
 def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None) -> Engine:
     """Size the pool and join cache, scheduler and runner."""
+    from foreword.model.layout import LayoutOptions
     from foreword.model.memory import kv_cache_bytes
     from foreword.model.runner import ModelRunner
-    from foreword.model.storage import KVStorage, bytes_per_block
+    from foreword.model.storage import KVStorage
 
-    block_size = config.cache.block_size
-    block_bytes = bytes_per_block(model.layers, block_size, model.dtype)
+    layout = model.plan_layout(
+        LayoutOptions(
+            block_size=config.cache.block_size,
+            state_block_size=config.cache.state_block_size,
+            state_interval=config.cache.state_interval,
+            max_tokens=min(model.max_positions, config.model.max_model_len or model.max_positions),
+            num_sink_tokens=len(config.cache.sink_token_ids),
+            keep_all=config.cache.keep_all_kv,
+        )
+    )
     budget = kv_cache_bytes(config.model, model.device)
-    num_blocks = budget // block_bytes
+    num_blocks = budget // layout.bytes_per_block
     if num_blocks < 1:
         raise ConfigError(
-            f"{budget} bytes of KV memory do not hold one block of {block_size} tokens ({block_bytes} bytes); raise "
-            "kv_cache_memory_bytes"
+            f"{budget} bytes of KV memory do not hold one block of {layout.block_size} tokens "
+            f"({layout.bytes_per_block} bytes); raise kv_cache_memory_bytes"
         )
-    limits = ModelLimits(
-        vocab_size=model.vocab_size,
-        max_model_len=_max_model_len(config.model, model.max_positions, num_blocks * block_size),
-        eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
-    )
-    logger.info(
-        "%d blocks of %d tokens (%.2f GiB of KV), max_model_len %d",
-        num_blocks,
-        block_size,
-        num_blocks * block_bytes / 2**30,
-        limits.max_model_len,
-    )
     try:
-        storage = KVStorage(model.layers, num_blocks, block_size, model.dtype, model.device)
+        storage = KVStorage(layout, num_blocks, model.device)
+        manager = _make_manager(config, layout, num_blocks)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
             f"{budget} bytes of KV memory cannot be had on {model.device}; lower kv_cache_memory_bytes"
         ) from error
-    events = EventLog() if config.cache.cache_events else None
-    manager = KVCacheManager(
+    limits = ModelLimits(
+        vocab_size=model.vocab_size,
+        max_model_len=_max_model_len(config, model.max_positions - len(config.cache.sink_token_ids), manager),
+        eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
+    )
+    logger.info(
+        "%d blocks of %.2f MiB (%.2f GiB), max_model_len %d; %s",
         num_blocks,
-        block_size=block_size,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-        index=make_index(config.cache.prefix_index, num_blocks, block_size),
-        eviction_policy=config.cache.eviction_policy,
-        ledger=CacheLedger(num_blocks, events=events) if config.cache.explain_misses else None,
-        deduplicate=config.cache.deduplicate,
+        layout.bytes_per_block / 2**20,
+        num_blocks * layout.bytes_per_block / 2**30,
+        limits.max_model_len,
+        layout.describe(),
     )
 
     def open_text_stream(params: SamplingParams) -> TextStream:
@@ -336,27 +398,90 @@ def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer
             params.stop, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens
         )
 
+    runner = ModelRunner(model, storage)
+    if config.cache.sink_token_ids:
+        runner.fill_sinks(_sink_tokens(config, model.vocab_size), manager.sink_block_ids())
     return Engine(
         Scheduler(manager, config.scheduler),
-        ModelRunner(model, storage),
+        runner,
         limits,
         open_text_stream=open_text_stream if tokenizer else None,
+        keys=_block_keys(config, model),
         seed=config.seed,
     )
 
 
-def _max_model_len(options: ModelConfig, max_positions: int, pool_tokens: int) -> int:
-    asked = options.max_model_len
-    if asked is None:
-        return min(max_positions, pool_tokens)
-    if asked > max_positions:
-        raise ConfigError(f"max_model_len={asked} is more than the model's {max_positions} positions")
-    if asked > pool_tokens:
+def _eviction_policy(options: CacheConfig, num_blocks: int) -> EvictionPolicy:
+    policy = make_policy(options.eviction_policy, num_blocks)
+    return PinnedPolicy(policy, num_blocks, max_share=options.max_pinned_share) if options.max_pinned_share else policy
+
+
+def _block_keys(config: EngineConfig, model: LoadedModel) -> BlockKeys:
+    """Keys that differ by the model's name, architecture, sizes and precision, and by the deployment's salt."""
+    described = model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):  # the same model elsewhere
+        described.pop(name, None)
+    name = config.model.model
+    facts = {
+        "model": os.path.basename(os.path.realpath(name)) if os.path.isdir(name) else name,
+        "dtype": str(model.dtype),
+        "config": described,
+        "salt": config.cache.key_salt,
+    }
+    fingerprint = json.dumps(facts, sort_keys=True, default=str)
+    return BlockKeys(make_hash_function(config.cache.hash_function), chain_root(fingerprint))
+
+
+def _sink_tokens(config: EngineConfig, vocab_size: int) -> npt.NDArray[np.int32]:
+    token_ids = np.array(config.cache.sink_token_ids, np.int64)
+    wrong = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
+    if wrong.size:
         raise ConfigError(
-            f"max_model_len={asked} does not fit into the KV memory, which holds {pool_tokens} tokens; lower it or "
+            f"token {token_ids[wrong[0]]} in sink_token_ids is out of range; the model's ids are 0 to {vocab_size - 1}"
+        )
+    return token_ids.astype(np.int32)
+
+
+def _make_manager(config: EngineConfig, layout: CacheLayout, num_blocks: int) -> KVCacheManager:
+    """One full group can have any index, and hits to the token; others are found by hash keys."""
+    cache = config.cache
+    events = EventLog() if cache.cache_events else None
+    ledger = CacheLedger(num_blocks, events=events) if cache.explain_misses else None
+    if not layout.is_one_full_group:
+        return KVCacheManager(
+            num_blocks,
+            groups=layout.specs,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            eviction_policy=_eviction_policy(cache, num_blocks),
+            ledger=ledger,
+        )
+    return KVCacheManager(
+        num_blocks,
+        block_size=layout.block_size,
+        groups=layout.specs,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        index=make_index(cache.prefix_index, num_blocks, layout.block_size),
+        eviction_policy=_eviction_policy(cache, num_blocks),
+        ledger=ledger,
+        deduplicate=cache.deduplicate,
+    )
+
+
+def _max_model_len(config: EngineConfig, max_positions: int, manager: KVCacheManager) -> int:
+    asked = config.model.max_model_len
+    step = config.scheduler.max_num_batched_tokens
+    wanted = max_positions if asked is None else asked
+    if wanted > max_positions:
+        raise ConfigError(f"max_model_len={asked} is more than the model's {max_positions} positions")
+    if manager.can_ever_hold(wanted, step):
+        return wanted
+    held = bisect.bisect_left(range(1, wanted), True, key=lambda length: not manager.can_ever_hold(length, step))
+    if asked is not None or held < 1:
+        raise ConfigError(
+            f"max_model_len={wanted} does not fit into the KV memory, which holds {held} tokens; lower it or "
             "raise kv_cache_memory_bytes"
         )
-    return asked
+    return held
 
 
 def _extra_keys(salt: Any) -> ExtraKeys:

@@ -175,6 +175,7 @@ class Request:
         stop_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
         priority: int = 0,
+        message_ends: tuple[int, ...] = (),
         arrival_time: float | None = None,
     ) -> None:
         self.request_id = sequence.request_id
@@ -188,12 +189,20 @@ class Request:
         """Tokens that end this request: its own and, unless ignored, the model's end tokens."""
         self.seed = seed
         self.priority = priority
+        self.message_ends = message_ends
+        """Numbers of prompt tokens behind which a message ends; later prompts may begin alike up to there."""
+        self.state_positions: list[int] = []
+        """Numbers of tokens behind which recurrent states are saved, besides those at intervals; ascending."""
+        self.num_answer_state_tokens = 0
+        """The last place in the answer whose state was saved."""
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         """The stop token id or stop string that ended it, if any."""
         self.num_computed_tokens = 0
         """Leading tokens whose KV is in this request's blocks."""
+        self.num_scheduled_tokens = 0
+        """`num_computed_tokens` after the step that runs."""
         self.num_shared_tokens = 0
         """Leading tokens whose KV was in the hit blocks at admission; never written by this request."""
         self.num_cached_tokens = 0

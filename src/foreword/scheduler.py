@@ -19,8 +19,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from foreword.batch import Batch, BatchEntry, BatchResult, build_batch
-from foreword.cache import BlockHash, KVCacheManager, PrefixHit
+from foreword.cache import BlockHash, KVCacheManager, PrefixHit, StateCheckpoints
 from foreword.config import SchedulerConfig
+from foreword.errors import ConfigError
 from foreword.request import FinishReason, Request, RequestStatus
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,10 @@ class InFlightPrefixes:
         for key in keys:
             self._owner_of.setdefault(key, request_id)
 
+    def owner_of(self, key: BlockHash) -> str | None:
+        """The request that computes a block."""
+        return self._owner_of.get(key)
+
     def owner_ids(self) -> set[str]:
         """Requests that have prefixes open."""
         return set(self._keys_of)
@@ -99,6 +104,13 @@ class Scheduler:
         self.manager = manager
         self.config = config
         self.num_preemptions = 0
+        self.states = StateCheckpoints.for_groups(manager.groups)
+        """Where recurrent states are saved and steps end; None without recurrent layers."""
+        if self.states is not None and self.states.grid > config.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_batched_tokens={config.max_num_batched_tokens} is less than the {self.states.grid} tokens "
+                "between places where a recurrent state can be saved; raise it, or lower state_block_size"
+            )
         self._waiting = _Queue()
         self._running = _Queue()
         self._in_flight = InFlightPrefixes()
@@ -115,6 +127,8 @@ class Scheduler:
         rank = request.priority if self.config.scheduling_policy == "priority" else 0
         key = (rank, self._num_arrived)
         self._num_arrived += 1
+        if self.states is not None and self._saves_states:
+            request.state_positions = self.states.of_prompt(request.sequence, request.message_ends)
         self._waiting.add(key, request)
         self._keys[request.request_id] = key
         self._requests[request.request_id] = request
@@ -151,8 +165,8 @@ class Scheduler:
             # refused before it gets here, and preemption ends at the first running request.
             assert not self._requests, "requests are left, but none of them can run"
             return None
-        tables, _ = self.manager.block_tables([entry.request.request_id for entry in entries])
-        return build_batch(entries, tables, self.manager.take_copies())
+        tables = self.manager.group_block_tables([entry.request.request_id for entry in entries])
+        return build_batch(entries, [own for own, _ in tables], self.manager.take_copies())
 
     def _schedule_running(self, budget: int) -> tuple[list[BatchEntry], int, bool]:
         entries = self._plan_running(budget)
@@ -172,13 +186,35 @@ class Scheduler:
                 break
             start = request.num_computed_tokens
             end = self._end(request, start, budget)
+            if end == start:
+                continue
+            self._save_answer_state(request, end)
+            request.num_scheduled_tokens = end
             entries.append(BatchEntry(request, start, end))
             budget -= end - start
         return entries
 
     def _end(self, request: Request, start: int, budget: int) -> int:
-        """Up to where a request computes in this step, from `start`."""
-        return min(len(request), start + min(budget, self.config.long_prefill_token_threshold or budget))
+        """Up to where a request computes in this step, from `start`; `start` if it had better wait."""
+        end = min(len(request), start + min(budget, self.config.long_prefill_token_threshold or budget))
+        if self.states is None:
+            return end
+        return self.states.cut(start, end, len(request), budget, request.state_positions)
+
+    def _save_answer_state(self, request: Request, end: int) -> None:
+        """Keep the last recurrent state of an answer that a hit could end at, and not those before it."""
+        states = self.states
+        if states is None or end <= request.num_prompt_tokens or end % states.alignment or not self._saves_states:
+            return
+        earlier = request.num_answer_state_tokens
+        if earlier and earlier % states.interval:
+            self.manager.forget_state(request.sequence, earlier)
+        request.num_answer_state_tokens = end
+        self.manager.save_states_at(request.request_id, [end])
+
+    @property
+    def _saves_states(self) -> bool:
+        return self.states is not None and self.manager.enable_prefix_caching
 
     def _schedule_while_short(self, entries: list[BatchEntry], served: int) -> list[BatchEntry]:
         """The entries that can run, when the first `served` have their slots and the next lacks blocks."""
@@ -208,7 +244,9 @@ class Scheduler:
             if self._awaits_in_flight(request, hit):
                 continue
             end = self._end(request, hit.num_tokens, budget)
-            if self.manager.allocate_slots(request.sequence, end, hit) is None:
+            if end == hit.num_tokens:
+                break  # no room for a whole cell of recurrent layers
+            if self.manager.allocate_slots(request.sequence, end, hit, save_states_at=request.state_positions) is None:
                 break
             self._start(request, hit, end)
             entries.append(BatchEntry(request, hit.num_tokens, end))
@@ -220,13 +258,16 @@ class Scheduler:
         self._running.add(key, request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = hit.num_tokens
+        request.num_scheduled_tokens = end
         request.num_shared_tokens = hit.num_shared_tokens
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
             request.explanation = self.manager.explanation_of(request.request_id)
-        if self._coalesces and end < len(request):
-            keys = request.sequence.block_hashes()[end // self.manager.block_size :]
+        # Blocks can be hit from the step that fills them; states only afterwards.
+        pending = hit.num_tokens if self._saves_states else end
+        if self._coalesces and pending < len(request):
+            keys = request.sequence.block_hashes()[pending // self.manager.block_size :]
             self._in_flight.open(request.request_id, keys)
 
     # -------------------------------------------------------------- coalescing
@@ -243,7 +284,32 @@ class Scheduler:
         missing = hit.num_shared_tokens // self.manager.block_size
         if missing == len(keys) or keys[missing] not in self._in_flight:
             return False
+        if self._saves_states and not self._awaits_state(request, hit, missing):
+            return False
         self._awaited[request.request_id] = missing
+        return True
+
+    def _awaits_state(self, request: Request, hit: PrefixHit, missing: int) -> bool:
+        """Whether the request that computes block `missing` saves a state that this one could hit.
+
+        If it does not yet, but will pass the place where the two part, it is asked to.
+        """
+        assert self.states is not None
+        keys, size = request.sequence.block_hashes(), self.manager.block_size
+        owner_id = self._in_flight.owner_of(keys[missing])
+        assert owner_id is not None
+        owner = self._requests[owner_id]
+        shared = missing
+        while shared < len(keys) and self._in_flight.owner_of(keys[shared]) == owner_id:
+            shared += 1
+        junction = self.states.align(min(shared * size, len(request) - 1))
+        start = max(hit.num_tokens, owner.num_computed_tokens)
+        if self.states.next_after(owner.state_positions, start) <= junction:
+            return True
+        if junction <= max(hit.num_tokens, owner.num_scheduled_tokens):
+            return False
+        bisect.insort(owner.state_positions, junction)
+        self.manager.save_states_at(owner_id, [junction])
         return True
 
     def _is_awaiting(self, request: Request) -> bool:

@@ -154,6 +154,23 @@ class Tokenizer:
             ) from error
         return np.array(token_ids, dtype=np.int32)
 
+    def message_ends(self, messages: Sequence[Mapping[str, str]], token_ids: npt.NDArray[np.int32]) -> tuple[int, ...]:
+        """Numbers of leading tokens of a rendered conversation that end its messages but the last, ascending.
+
+        A conversation that goes on otherwise after a message has these tokens in common with this one. A
+        message is left out where the template does not accept the conversation up to there.
+        """
+        ends = set()
+        for count in range(1, len(messages)):
+            try:
+                beginning = self.render_chat(messages[:count], add_generation_prompt=False)
+            except ChatTemplateError:
+                continue
+            length = min(len(beginning), len(token_ids))
+            parts = np.flatnonzero(beginning[:length] != token_ids[:length])
+            ends.add(int(parts[0]) if len(parts) else length)
+        return tuple(sorted(ends - {0}))
+
     def stream(self, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0) -> TextStream:
         """A new `TextStream` for one output.
 

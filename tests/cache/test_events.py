@@ -167,7 +167,38 @@ def test_numbers_have_no_gaps_and_a_gap_is_refused():
         log.append(AllBlocksCleared())
     kept = log.take()
     assert [numbered.number for numbered in kept] == [2, 3, 4]
-    with pytest.raises(EventsLostError, match="event 0 is missing: 2 came"):
-        PrefixMirror().apply(kept)
     log.append(AllBlocksCleared())
     assert log.take() == [NumberedEvent(5, AllBlocksCleared())]
+
+
+def test_a_gap_is_refused_until_the_cache_is_reset():
+    """What was lost before a reset does not matter after it: the same mirror, or an empty one, goes on."""
+    log = EventLog(capacity=4)
+    manager = KVCacheManager(10, block_size=BLOCK_SIZE, ledger=CacheLedger(10, events=log))
+    for number in range(9):
+        run(manager, sequence(f"r{number}", range(100 * number, 100 * number + 8)))
+    kept, old, new = log.take(), PrefixMirror(), PrefixMirror()
+    assert kept[0].number > 0
+    for mirror in (old, new):
+        with pytest.raises(EventsLostError, match=f"event 0 is missing: {kept[0].number} came"):
+            mirror.apply(kept)
+    manager.reset_prefix_cache()
+    last = sequence("last", range(8))
+    run(manager, last)
+    events = log.take()
+    for mirror in (old, new, PrefixMirror()):
+        mirror.apply(events)
+        assert mirror.held_keys() == set(last.block_hashes())
+    with pytest.raises(EventsLostError):
+        old.apply(events)  # twice
+
+
+def test_events_that_nobody_takes_are_bounded_by_what_they_tell_of():
+    log = EventLog(capacity=10)
+    manager = KVCacheManager(8, block_size=BLOCK_SIZE, ledger=CacheLedger(8, events=log))
+    for number in range(20):
+        run(manager, sequence(f"r{number}", range(100 * number, 100 * number + 24)))
+    kept = log.take()
+    assert 0 < sum(len(numbered.event.block_hashes) for numbered in kept) <= 10
+    numbers = [numbered.number for numbered in kept]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))

@@ -7,10 +7,13 @@ import pytest
 
 from foreword.cache import (
     CacheLedger,
+    EventLog,
     Eviction,
     EvictionCause,
     ExtraKeys,
     FullAttentionSpec,
+    HashFunction,
+    HashIndex,
     KVCacheManager,
     MediaItem,
     MissReason,
@@ -169,6 +172,35 @@ def test_what_another_request_is_computing_is_in_flight(index):
     assert manager.explain(second).reason is MissReason.NEVER_SEEN
 
 
+@both_indexes
+def test_what_is_in_flight_is_told_though_another_tenant_has_the_same_tokens(index):
+    manager = manager_with_ledger(index)
+    run(manager, sequence("theirs", range(12), salt="blue"))
+    first = sequence("a", range(12), salt="red")
+    manager.allocate_slots(first, 4, manager.get_computed_blocks(first))
+    explanation = manager.explain(sequence("b", [*range(8), 99, 98], salt="red"))
+    assert (explanation.num_hit_tokens, explanation.reason) == (4, MissReason.IN_FLIGHT)
+
+
+@both_indexes
+def test_a_request_admitted_without_lookup_is_not_called_never_seen(index):
+    manager = manager_with_ledger(index)
+    run(manager, sequence("a", range(8)))
+    manager.begin_step()
+    manager.allocate_slots(sequence("b", range(8)), 8)
+    assert manager.explanation_of("b").reason is MissReason.LOOKUP_SKIPPED
+
+
+def test_tokens_that_a_hit_inside_a_block_found_are_not_counted_as_ghosts_too():
+    manager = manager_with_ledger("radix")
+    run(manager, sequence("gone", [0, 1, 2, 3, 4, 5, 8, 9]))
+    run(manager, sequence("flood", range(100, 136)))
+    run(manager, sequence("a", range(8)))
+    explanation = manager.explain(sequence("b", [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 13]))
+    assert (explanation.num_hit_tokens, explanation.reason) == (6, MissReason.EVICTED)
+    assert explanation.num_ghost_tokens == 2  # token 6 and 7: with twice the blocks, 8 would have been hit
+
+
 def test_the_radix_index_names_the_first_token_that_differs_and_both_continuations():
     manager = manager_with_ledger("radix")
     run(manager, sequence("a", range(16)))
@@ -295,4 +327,25 @@ def test_a_broken_account_is_caught(breakage):
     else:
         account._variants.clear()
     with pytest.raises(AssertionError):
+        manager.check_integrity()
+
+
+def test_the_account_survives_keys_that_collide_within_one_prompt():
+    class NoBits:
+        def __init__(self, data):
+            pass
+
+        def digest(self):
+            return b"x"
+
+    ledger = CacheLedger(8, events=EventLog())
+    manager = KVCacheManager(8, block_size=2, index=HashIndex(8, verify_tokens=True), ledger=ledger)
+    for number in range(3):  # the second and third evict what the one before left
+        name = f"r{number}"
+        tokens = range(100 * number, 100 * number + 12)
+        one = TokenSequence(name, tokens, block_size=2, hash_fn=HashFunction("no bits", NoBits))
+        manager.begin_step()
+        assert manager.allocate_slots(one, 12, manager.get_computed_blocks(one)) is not None
+        manager.check_integrity()
+        manager.free(name)
         manager.check_integrity()

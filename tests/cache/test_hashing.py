@@ -23,7 +23,7 @@ from foreword.cache import (
     sha256_cbor,
 )
 from foreword.cache.hashing import as_token_array
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, InvalidRequestError
 
 TOKENS = np.arange(100, 164, dtype=np.int32)
 
@@ -41,22 +41,37 @@ def test_a_key_is_the_digest_of_parent_tokens_and_extra_keys():
     assert hash_blocks(sha256, None, np.array([1, 2, 3, 4], np.int32), 4) == [first]
 
 
-def test_keys_do_not_depend_on_the_process():
+@pytest.mark.parametrize("name", ["sha256", "sha256_cbor", "xxhash"])
+def test_keys_do_not_depend_on_the_process(name):
+    if name == "xxhash":
+        pytest.importorskip("xxhash")
     code = (
-        "import numpy as np; from foreword.cache import TokenSequence;"
-        "print(TokenSequence('r', np.arange(100, 164), block_size=16).block_hashes()[-1].hex())"
+        "import numpy as np; from foreword.cache import *;"
+        "extra = ExtraKeys(adapter='a', salt='s', media=(MediaItem('x', 5, 9),), embeddings_hash='e');"
+        f"options = dict(block_size=16, hash_fn=make_hash_function('{name}'), root=chain_root('m'));"
+        "chains = [TokenSequence('r', np.arange(100, 164), extra_keys=extra_keys, **options).block_hashes()"
+        " for extra_keys in (NO_EXTRA_KEYS, extra)];"
+        "print([key.hex() for chain in chains for key in chain])"
     )
     keys = {
         subprocess.run(
             [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
             check=True,
         ).stdout.strip()
-        for seed in ("0", "1", "77")
+        for seed in ("0", "1", "77", "random")
     }
-    assert keys == {chain()[-1].hex()}
+    extra = ExtraKeys(adapter="a", salt="s", media=(MediaItem("x", 5, 9),), embeddings_hash="e")
+    own = [
+        key.hex()
+        for keys_of_own in (ExtraKeys(), extra)
+        for key in TokenSequence(
+            "r", TOKENS, block_size=16, extra_keys=keys_of_own, hash_fn=make_hash_function(name), root=chain_root("m")
+        ).block_hashes()
+    ]
+    assert keys == {str(own)}
 
 
 def test_equal_prefixes_have_equal_keys_and_nothing_else_has():
@@ -113,6 +128,23 @@ def test_every_block_that_holds_a_placeholder_carries_the_image():
     assert [bool(image.of_block(start, start + 16)) for start in range(0, 80, 16)] == [True] * 4 + [False]
     other = ExtraKeys(media=(MediaItem("sha-of-another", offset=10, num_tokens=41),))
     assert not set(chain(extra=image)) & set(chain(extra=other))
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [("x", 60, 10)],  # ends behind the prompt: generated tokens would be taken for placeholders
+        [("x", -1, 3)],
+        [("x", 3, 0)],
+        [("x", 3, 10), ("y", 12, 5)],  # overlap: the second would hide the first
+        [("x", 20, 5), ("y", 3, 5)],
+    ],
+    ids=["behind the prompt", "before it", "empty", "overlapping", "out of order"],
+)
+def test_media_that_are_not_side_by_side_in_the_prompt_are_refused(items):
+    extra = ExtraKeys(media=tuple(MediaItem(*item) for item in items))
+    with pytest.raises(InvalidRequestError, match=r"media item '[xy]' occupies positions .* inside the prompt"):
+        TokenSequence("r", TOKENS, block_size=16, extra_keys=extra)
 
 
 def test_the_salt_enters_only_the_first_block():

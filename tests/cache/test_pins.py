@@ -147,7 +147,7 @@ def test_without_pins_the_inner_order_is_untouched(name):
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, math.nan])
 def test_an_impossible_budget_is_refused(share):
-    with pytest.raises(ConfigError, match="max_share"):
+    with pytest.raises(ConfigError, match="max_pinned_share"):
         PinnedPolicy(make_policy("lru", 4), 4, max_share=share)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,27 @@ from torch import Tensor
 from foreword.batch import Batch
 from foreword.config import ModelConfig
 from foreword.engine import Engine
-from foreword.model import attention, runner
 from foreword.model.kernels import reference
+from foreword.model.kernels.select import ReferenceAttention, make_kernel
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.runner import ModelRunner, RowPadding
 from foreword.model.self_check import find_inexactness
-from tiny_models import Recipe, TinyModels, add, build_engine, complete, drain, greedy, random_tokens, save_model
+from tiny_models import (
+    Recipe,
+    TinyModels,
+    add,
+    build_engine,
+    complete,
+    drain,
+    greedy,
+    longest_hit,
+    random_tokens,
+    save_model,
+)
 
-FAMILIES = ["llama", "qwen2", "qwen3_moe", "gpt_oss", "gemma2", "phi3", "odd_llama", "mqa_llama"]
-"""With tied embeddings, experts, sinks, softcap, heads of 16 and 20, and an intermediate size of 100."""
+FAMILIES = ["llama", "qwen2", "qwen3_moe", "gpt_oss", "gemma2", "llama4_text", "phi3", "odd_llama", "mqa_llama"]
+"""With tied embeddings, experts, sinks, softcap, chunks, heads of 16 and 20, and an intermediate size of 100."""
+RECURRENT = ["mamba2", "qwen3_next", "falcon_h1", "granitemoehybrid", "bamba", "lfm2"]
 NUM_TOKENS = 10
 BLOCK_SIZE = 4
 Logits = dict[int, Tensor]
@@ -70,10 +83,16 @@ def assert_same_bits(ours: Logits, theirs: Logits) -> None:
         assert torch.equal(logits, theirs[position]), f"logits after position {position} differ"
 
 
-@pytest.fixture(params=list(itertools.product(FAMILIES, ["float32", "bfloat16"])), ids="-".join)
+CASES = [
+    *itertools.product(FAMILIES, ["float32", "bfloat16"], ["cpu"]),
+    *itertools.product(["gpt_oss", "mqa_llama"], ["float32", "bfloat16"], ["reference"]),
+]
+
+
+@pytest.fixture(params=CASES, ids="-".join)
 def model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> LoadedModel:
-    family, dtype = request.param
-    return tiny_models.loaded(family, dtype)
+    family, dtype, kernel = request.param
+    return replace(tiny_models.loaded(family, dtype), kernel=make_kernel(kernel, torch.device("cpu")))
 
 
 @pytest.fixture
@@ -112,7 +131,7 @@ def test_a_whole_prompt_hit_gives_the_bits_of_a_miss(model: LoadedModel, prompt:
     recorded = Recorded(model)
     recorded.run("miss", prompt[:256])
     recorded.run("hit", prompt[:256])
-    assert recorded.engine.manager.stats.hits == 255
+    assert recorded.engine.manager.stats.hits == longest_hit(recorded.engine, 256, 256)
     assert_same_bits(recorded.logits["hit-0"], recorded.logits["miss-0"])
 
 
@@ -199,6 +218,37 @@ def test_prompt_logprobs_do_not_show(model: LoadedModel, prompt: list[int], alon
     assert_same_bits({position: everything[position] for position in alone}, alone)
 
 
+# ----------------------------------------------------------------------------------- recurrent layers
+
+
+@pytest.fixture(params=list(itertools.product(RECURRENT, ["float32", "bfloat16"])), ids="-".join)
+def recurrent(request: pytest.FixtureRequest, tiny_models: TinyModels) -> LoadedModel:
+    family, dtype = request.param
+    return tiny_models.loaded(family, dtype)
+
+
+def test_cells_give_equal_bits_whatever_was_hit_and_however_steps_were_cut(
+    recurrent: LoadedModel, prompt: list[int]
+) -> None:
+    """Of prefill: a state behind generated tokens comes from another path (docs/decisions/0007)."""
+    options = {"block_size": 4, "state_block_size": 12, "state_interval": 24}
+    cold = Recorded(recurrent, enable_prefix_caching=False, **options)
+    cold.run("alone", prompt)
+    expected = cold.logits["alone-0"]
+    for num_shared in (24, 130, 252, 300):
+        warm = Recorded(recurrent, **options)
+        warm.run("other", prompt[:num_shared], 1)
+        warm.run("hit", prompt)
+        assert warm.engine.manager.stats.hits == num_shared // 12 * 12
+        assert_same_bits(warm.logits["hit-0"], expected)
+    for budget in (13, 37, 130):
+        cut = Recorded(recurrent, max_num_batched_tokens=budget, **options)
+        add(cut.engine, "beside", prompt[5:40], greedy(40))
+        cut.engine.step()
+        cut.run("cut", prompt)
+        assert_same_bits(cut.logits["cut-0"], expected)
+
+
 # ------------------------------------------------------------------------------------------- threads
 
 
@@ -243,37 +293,35 @@ def test_the_self_check_finds_nothing_with_several_threads(model: LoadedModel, t
 def test_the_self_check_notices_matrix_products_of_too_few_rows(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_models.loaded("odd_llama")
-    monkeypatch.setattr(RowPadding, "for_model", classmethod(lambda cls, *_: cls(1, 1)))
+    model = tiny_models.loaded("gpt2")  # its matrices are no nn.Linear, hence not packed
+    monkeypatch.setattr(RowPadding, "for_model", classmethod(lambda cls, *_, **__: cls(1, 1)))
     assert find_inexactness(model) is not None
 
 
 def test_the_self_check_notices_chunks_of_kv_that_are_not_at_fixed_positions(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attend(*args: Any) -> Tensor:
-        tiles: list[reference.Tile] = args[3]
-        monkeypatch.setattr(reference, "CHUNK_TOKENS", 8 if tiles[0].first_position == 0 else 12)
-        return reference.paged_attention(*args)
+    class MovingChunks(ReferenceAttention):
+        def attend(self, *args: Any) -> Tensor:
+            tiles: list[reference.Tile] = args[3]
+            monkeypatch.setattr(reference, "CHUNK_TOKENS", 8 if tiles[0].first_position == 0 else 12)
+            return super().attend(*args)
 
-    monkeypatch.setattr(attention, "paged_attention", attend)
-    assert find_inexactness(tiny_models.loaded("llama")) == "logits depend on how prefill is chunked"
+    model = replace(tiny_models.loaded("llama"), kernel=MovingChunks())
+    assert find_inexactness(model) == "logits depend on how prefill is chunked"
 
 
-def test_the_self_check_notices_that_neighbours_matter(
-    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_self_check_notices_that_neighbours_matter(tiny_models: TinyModels) -> None:
     """KV that is off by little for every request but the first of a batch, as a wrong slot would be."""
-    plan_tiles = runner.plan_tiles
 
-    def plan(batch: Batch, *args: Any) -> list[reference.Tile]:
-        tiles = plan_tiles(batch, *args)
-        if len(batch.query_starts) > 2:
-            tiles[0].positions[:, -1] -= 1  # the last query does not see itself
-        return tiles
+    class Nearsighted(ReferenceAttention):
+        def plan(self, batch: Batch, *args: Any) -> list[reference.Tile]:
+            tiles = super().plan(batch, *args)
+            if len(batch.query_starts) > 2:
+                tiles[0].positions[:, -1] -= 1  # the last query does not see itself
+            return tiles
 
-    monkeypatch.setattr(runner, "plan_tiles", plan)
-    reason = find_inexactness(tiny_models.loaded("llama"))
+    reason = find_inexactness(replace(tiny_models.loaded("llama"), kernel=Nearsighted()))
     assert reason == "logits depend on cache hits or on the other requests of a batch"
 
 

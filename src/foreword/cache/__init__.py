@@ -6,6 +6,7 @@ text, tensors or requests. `KVCacheManager` is the door; a scheduler needs nothi
 
 from foreword.cache.block_pool import BlockIds, BlockPool, FreeKVCacheBlockQueue
 from foreword.cache.block_table import MultiGroupBlockTable
+from foreword.cache.checkpoints import StateCheckpoints
 from foreword.cache.coordinator import (
     KVCacheCoordinatorNoPrefixCache,
     PrefixHit,
@@ -112,6 +113,7 @@ __all__ = [
     "SinkFullSpec",
     "SlidingWindowManager",
     "SlidingWindowSpec",
+    "StateCheckpoints",
     "TokenSequence",
     "UnitaryKVCacheCoordinator",
     "chain_root",

@@ -74,9 +74,11 @@ class BlockPool:
     def free_blocks(self, block_ids: BlockIds) -> None:
         """Hold these (distinct) blocks once less; those at 0 are free, and count as freed in the order given."""
         counts = self._ref_counts.take(block_ids) - 1
-        assert counts.size == 0 or counts.min() >= 0, "a block was freed more often than it was held"
         self._ref_counts[block_ids] = counts
-        self._free.append(block_ids.compress(counts == 0))
+        if np.count_nonzero(counts):  # most often nobody else holds any
+            assert counts.min() >= 0, "a block was freed more often than it was held"
+            block_ids = block_ids.compress(counts == 0)
+        self._free.append(block_ids)
 
     def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
         """These held blocks can be found from now on, as blocks number `depths` of their prefixes."""

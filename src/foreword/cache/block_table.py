@@ -99,6 +99,11 @@ class BlockTables:
         """Block ids of one request (a view, valid until the next change)."""
         return self._ids[row, : self._lengths[row]]
 
+    def entries(self, rows: npt.NDArray[np.int64], numbers: npt.NDArray[np.integer]) -> BlockIds:
+        """Entry `numbers[i]` of row `rows[i]` (a copy)."""
+        found: BlockIds = self._ids[rows, numbers]
+        return found
+
     def gather(self, rows: npt.NDArray[np.int64]) -> tuple[BlockIds, npt.NDArray[np.int32]]:
         """Tables of several requests, [len(rows), longest], and their lengths (copies)."""
         lengths = self._lengths[rows]

@@ -25,7 +25,7 @@ from foreword.cache.groups import (
     make_group_manager,
     without_null,
 )
-from foreword.cache.index import Divergence, PartialBlock, PrefixIndex
+from foreword.cache.index import NO_MATCH, Divergence, PartialBlock, PrefixIndex
 from foreword.cache.ledger import CacheLedger, Eviction, EvictionCause, MissReason
 from foreword.cache.sequence import TokenSequence
 
@@ -53,7 +53,7 @@ class PrefixHit:
     resumed: bool = False
     """The request was preempted before; its lookup is counted apart."""
     skipped: bool = False
-    """Nothing was looked up, because the request asked for that."""
+    """Nothing was looked up, because nobody asked or the request asked not to."""
 
     @property
     def block_ids(self) -> BlockIds:
@@ -80,6 +80,8 @@ class KVCacheCoordinatorNoPrefixCache:
         )
         self._only_appends = all(manager.only_appends for manager in self.managers)
         self._releases = any(manager.releases_blocks for manager in self.managers)
+        self.has_quiet_steps = self._only_appends and not self._releases
+        """Whether nothing changes while a row grows within a block."""
         self.nothing = PrefixHit((NO_BLOCKS,) * len(groups), None, 0, 0)
 
     # ------------------------------------------------------------------- index
@@ -88,6 +90,10 @@ class KVCacheCoordinatorNoPrefixCache:
     def num_indexed(self) -> int:
         """Blocks that can be found, duplicates included."""
         return 0
+
+    def num_indexed_by_group(self) -> list[int]:
+        """`num_indexed` of each group."""
+        return [self.num_indexed] + [0] * (len(self.managers) - 1)
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         """The longest beginning of `sequence` that every group holds. Changes nothing."""
@@ -100,12 +106,20 @@ class KVCacheCoordinatorNoPrefixCache:
     def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
         """Index what the first `num_tokens` tokens fill and is not indexed yet."""
 
+    def cache_blocks_each(self, rows: IntArray, sequence_of: SequenceOfRow, ends: IntArray) -> None:
+        """`cache_blocks` for many rows, in their order."""
+        for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
+            self.cache_blocks(row, sequence_of(row), end)
+
     def forget_from(self, row: int, num_tokens: int) -> None:
         """Take back the indexing of the row's blocks that hold positions from `num_tokens` on."""
 
     def forget(self, block_ids: BlockIds, cause: EvictionCause) -> int:
         """Forget what these blocks hold; returns how many were indexed before and are not now."""
         return 0
+
+    def forget_state(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """Forget the recurrent states behind the first `num_tokens` tokens, those that nobody holds."""
 
     def clear(self) -> None:
         """Forget everything."""
@@ -140,7 +154,11 @@ class KVCacheCoordinatorNoPrefixCache:
 
     def _note_indexed(self, block_ids: BlockIds, first: int) -> None:
         """These blocks (a copy of the caller's), number `first` and on of a prefix, are filled by this step."""
-        self._pool.note_cached(block_ids, np.arange(first, first + len(block_ids), dtype=np.int32))
+        self._note_indexed_each(block_ids, np.arange(first, first + len(block_ids), dtype=np.int32))
+
+    def _note_indexed_each(self, block_ids: BlockIds, depths: BlockIds) -> None:
+        """These blocks (a copy of the caller's), number `depths` of their prefixes, are filled by this step."""
+        self._pool.note_cached(block_ids, depths)
         self._noted.append(block_ids)
         if len(self._noted) > MAX_NOTES:
             self._gather_notes()
@@ -181,10 +199,10 @@ class KVCacheCoordinatorNoPrefixCache:
         return without_null(np.concatenate(tables))
 
     def _num_admission_blocks(self, hit: PrefixHit, num_tokens: int) -> int:
-        return sum(
-            manager.num_admission_blocks(len(table), num_tokens)
-            for manager, table in zip(self.managers, hit.tables, strict=True)
-        )
+        count = 0
+        for manager, table in zip(self.managers, hit.tables, strict=True):
+            count += manager.num_admission_blocks(len(table), num_tokens)
+        return count
 
     def admit(self, hit: PrefixHit, num_tokens: int) -> tuple[int, BlockIds] | None:
         """Open a row with the hit's blocks and room for `num_tokens`; returns it and the new blocks.
@@ -193,7 +211,8 @@ class KVCacheCoordinatorNoPrefixCache:
         """
         hit_ids = self._needed(hit.tables)
         num_new = self._num_admission_blocks(hit, num_tokens)
-        if num_new + self._pool.count_free(hit_ids) > self._pool.get_num_free_blocks():
+        num_taken = num_new + self._pool.count_free(hit_ids) if len(hit_ids) else num_new
+        if num_taken > self._pool.get_num_free_blocks():
             return None
         row = self.tables.open_row()
         if len(hit_ids):
@@ -239,10 +258,9 @@ class KVCacheCoordinatorNoPrefixCache:
         """`grow` for many rows, in their order, up to the first that is short; returns how many were served."""
         if not self._only_appends:
             return self._grow_one_by_one(rows, starts, ends)
-        num_blocks = [-(-ends // size) for size in self.block_sizes]
-        counts = np.stack(
-            [blocks - tables.lengths(rows) for blocks, tables in zip(num_blocks, self.tables.groups, strict=True)], 1
-        )
+        counts = np.empty((len(rows), len(self.managers)), np.int64)
+        for group_id, manager in enumerate(self.managers):
+            counts[:, group_id] = -(-ends // manager.block_size) - manager.tables.lengths(rows)
         np.maximum(counts, 0, out=counts)
         num_new = int(counts.sum())
         if num_new > self._pool.get_num_free_blocks():
@@ -283,13 +301,16 @@ class KVCacheCoordinatorNoPrefixCache:
         groups = self.tables.groups
         owners = np.repeat(np.tile(np.arange(len(groups)), len(rows)), counts.ravel()) if len(groups) > 1 else None
         for group_id, tables in enumerate(groups):
-            growing = np.flatnonzero(counts[:, group_id])
+            growing = counts[:, group_id].nonzero()[0]
             block_ids = new_ids if owners is None else new_ids[owners == group_id]
             tables.append_each(rows[growing], counts[growing, group_id], block_ids)
 
     def close(self, row: int) -> None:
         """Free a row's blocks, those that end last first, so that tails are evicted before heads."""
-        self._pool.free_blocks(self.tables.held(row, self.block_sizes))
+        if len(self.managers) == 1 and not self._releases:
+            self._pool.free_blocks(self.tables.groups[0].row(row)[::-1].copy())
+        else:
+            self._pool.free_blocks(self.tables.held(row, self.block_sizes))
         self.tables.close_row(row)
 
     # --------------------------------------------------------------- integrity
@@ -335,6 +356,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         self._index = index
         self._account = ledger.open_group() if ledger is not None else None
         self._deduplicates = deduplicate
+        self._reports = ledger is not None or deduplicate or pool.wants_keys
         self._filled: list[tuple[int, int, BlockIds]] = []
         """Row, number of the first and ids of blocks that the current step fills; only to deduplicate them."""
 
@@ -344,6 +366,8 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         match = self._index.match(sequence)
+        if match is NO_MATCH:
+            return self.nothing
         num_shared = len(match.block_ids) * self._size
         computed_last = len(sequence) - 1
         partial = match.partial
@@ -365,12 +389,36 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
             if not self._index.insert(sequence, first, block_ids):
                 return
             self._note_indexed(block_ids, first)
-            if self._pool.wants_keys:
-                self._pool.note_keys(block_ids, sequence.block_hashes()[first:num_full])
-            if self._account is not None:
-                self._account.stored(sequence, range(first, num_full), block_ids)
-            if self._deduplicates:
-                self._filled.append((row, first, block_ids))
+            self._report(row, sequence, first, block_ids)
+
+    def cache_blocks_each(self, rows: IntArray, sequence_of: SequenceOfRow, ends: IntArray) -> None:
+        """In one call, if each row has filled one block."""
+        num_indexed = self._manager.num_indexed
+        last = (ends // self._size - 1).astype(np.int32)
+        listed, numbers = rows.tolist(), last.tolist()
+        if [num_indexed[row] for row in listed] != numbers:
+            super().cache_blocks_each(rows, sequence_of, ends)
+            return
+        block_ids = self._manager.tables.entries(rows, last)
+        sequences = [sequence_of(row) for row in listed]
+        inserted = self._index.insert_each(sequences, numbers, block_ids)
+        if all(inserted):
+            self._note_indexed_each(block_ids, last)
+        else:
+            self._note_indexed_each(block_ids.compress(inserted), last.compress(inserted))
+        for at, row in enumerate(listed):
+            num_indexed[row] = numbers[at] + 1
+            if self._reports and inserted[at]:
+                self._report(row, sequences[at], numbers[at], block_ids[at : at + 1])
+
+    def _report(self, row: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
+        """The row's blocks number `first` and on were indexed."""
+        if self._pool.wants_keys:
+            self._pool.note_keys(block_ids, sequence.block_hashes()[first : first + len(block_ids)])
+        if self._account is not None:
+            self._account.stored(sequence, range(first, first + len(block_ids)), block_ids)
+        if self._deduplicates:
+            self._filled.append((row, first, block_ids))
 
     def forget_from(self, row: int, num_tokens: int) -> None:
         num_full, num_indexed = num_tokens // self._size, self._manager.num_indexed[row]
@@ -420,5 +468,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
     def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
         super().check_integrity(rows, sequence_of)
         self._index.check_integrity()
+        for row in rows:
+            self._index.check_table(sequence_of(row), self._manager.tables.row(row))
         if self._ledger is not None:
             self._ledger.check_integrity(len(self._index))

@@ -18,6 +18,15 @@ MAX_CONTINUATION_TOKENS = 16
 """Tokens of each continuation that are shown after a divergence."""
 
 
+COMPUTED_ELSEWHERE_IF_AT_ALL = (
+    MissReason.NEVER_SEEN,
+    MissReason.SALT_DIFFERS,
+    MissReason.ADAPTER_DIFFERS,
+    MissReason.MEDIA_DIFFERS,
+)
+"""The block was not kept under its own key: another request may be computing it under that just now."""
+
+
 @dataclass(frozen=True, slots=True)
 class LookupExplanation:
     """One lookup, told."""
@@ -65,16 +74,16 @@ def explain_lookup(
         return LookupExplanation(length, hit.num_tokens, None)
     reason, eviction = coordinator.why_missed(sequence, hit)
     missing = hit.num_shared_tokens // sequence.block_size
-    if reason is MissReason.NEVER_SEEN and _is_in_flight(sequence, missing, others):
+    if reason in COMPUTED_ELSEWHERE_IF_AT_ALL and _is_in_flight(sequence, missing, others):
         reason = MissReason.IN_FLIGHT
-    ghosts = coordinator.num_ghost_tokens(sequence, hit)
+    ghosts_end = hit.num_shared_tokens + coordinator.num_ghost_tokens(sequence, hit)
     return LookupExplanation(
         length,
         hit.num_tokens,
         reason,
         eviction,
         coordinator.diverges(sequence, MAX_CONTINUATION_TOKENS),
-        min(ghosts, length - 1 - hit.num_tokens),
+        max(0, min(ghosts_end, length - 1) - hit.num_tokens),  # a hit that ends inside a block has some of them
     )
 
 

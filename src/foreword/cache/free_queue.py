@@ -77,14 +77,13 @@ class FreeKVCacheBlockQueue:
     def popleft(self, count: int) -> BlockIds:
         """Take `count` blocks from the head; the caller has checked `count <= len(self)`."""
         assert count <= self._num_free
-        if count == 1 and self._place[self._buffer[self._head]] == self._head:  # a decoding request's next block
-            block_ids = self._buffer[self._head : self._head + 1].copy()
-            self._head += 1
+        if self._num_free == self._tail - self._head:  # no entry is stale
+            block_ids = self._buffer[self._head : self._head + count].copy()
+            self._head += count
         else:
-            # Most often no stale entry lies between, and the first window is enough.
-            first = self._take_alive(count) if count >= WINDOW else NO_BLOCKS
-            missing = count - len(first)
-            block_ids = np.concatenate((first, self._take_missing(missing))) if missing else first
+            block_ids = self._take_alive(count)
+            if len(block_ids) < count:
+                block_ids = np.concatenate((block_ids, self._take_missing(count - len(block_ids))))
         self._place[block_ids] = NOT_QUEUED
         self._num_free -= count
         return block_ids

@@ -67,6 +67,11 @@ class GroupedHashIndex:
     def __len__(self) -> int:
         return self._num_indexed
 
+    def num_indexed(self, group_id: int) -> int:
+        """Blocks of one group, duplicates included."""
+        blocks = self._maps[group_id]
+        return len(blocks.block_of) + sum(len(waiting) for waiting in blocks.duplicates.values())
+
     def finder(self, group_id: int) -> Callable[[BlockHash], int | None]:
         """Key -> block of that group, or None. Valid until `clear`."""
         return self._maps[group_id].block_of.get
@@ -96,6 +101,10 @@ class GroupedHashIndex:
     def group_of(self, block_id: int) -> int | None:
         """Group under which a block is indexed, or None."""
         return None if self._key_of[block_id] is None else self._group_of[block_id]
+
+    def key_of(self, block_id: int) -> BlockHash | None:
+        """Key under which a block is indexed, or None."""
+        return self._key_of[block_id]
 
     def check_integrity(self) -> None:
         """Raise AssertionError if maps and blocks contradict each other."""

@@ -14,23 +14,25 @@ from __future__ import annotations
 import hashlib
 import logging
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import Literal, NewType, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import cbor
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
 BlockHash = NewType("BlockHash", bytes)
 TokenArray = npt.NDArray[np.int32]
 
-_PACKED_AT_ONCE = struct.Struct("1024i")
+_INT32_LITTLE_ENDIAN = np.dtype("<i4")
+PACKED_AT_ONCE = 1024
+"""Tokens: few enough to stay in the processor's fastest cache."""
 
 
 class Digester(Protocol):
@@ -130,9 +132,21 @@ class ExtraKeys:
     salt: str | None = None
     """Tenant's salt; enters the first block and thereby the whole chain."""
     media: tuple[MediaItem, ...] = ()
-    """Enters every block that holds one of the item's placeholders."""
+    """In the order of their places, none overlapping; enters every block that holds one of the item's placeholders."""
     embeddings_hash: str | None = None
     """Hash of prompt embeddings given instead of token ids; enters every block."""
+
+    def check_media(self, num_tokens: int) -> None:
+        """Raise InvalidRequestError unless the items lie in a prompt of so many tokens, one behind the other."""
+        free_from = 0
+        for item in self.media:
+            end = item.offset + item.num_tokens
+            if not free_from <= item.offset < end <= num_tokens:
+                raise InvalidRequestError(
+                    f"media item {item.content_hash!r} occupies positions {item.offset} to {end} (exclusive), but "
+                    f"only {free_from} to {num_tokens} are left for it; give items in order, inside the prompt, apart"
+                )
+            free_from = end
 
     def of_block(self, start: int, end: int) -> tuple[str, ...]:
         """Keys of the block that holds positions `start` to `end` (exclusive), in a fixed order."""
@@ -174,12 +188,14 @@ def as_token_array(token_ids: npt.ArrayLike) -> TokenArray:
         return np.array(token_ids, dtype=np.int32)
     count = len(token_ids)
     tokens = np.empty(count, np.int32)
-    target, pack_into, piece = tokens.data.cast("B"), _PACKED_AT_ONCE.pack_into, 1024
-    packed = count - count % piece
     try:
-        for at in range(0, packed, piece):
-            pack_into(target, 4 * at, *token_ids[at : at + piece])
-        struct.pack_into(f"{count - packed}i", target, 4 * packed, *token_ids[packed:])
+        if count <= PACKED_AT_ONCE:
+            struct.pack_into(f"{count}i", tokens.data, 0, *token_ids)
+            return tokens
+        target = tokens.data.cast("B")
+        for at in range(0, count, PACKED_AT_ONCE):
+            piece = token_ids[at : at + PACKED_AT_ONCE]
+            struct.pack_into(f"{len(piece)}i", target, 4 * at, *piece)
     except struct.error:
         return np.array(token_ids, dtype=np.int32)
     return tokens
@@ -212,41 +228,30 @@ def hash_blocks(
     """
     blocks = _encode_tokens(hash_fn, token_ids, block_size)
     parent = parent_hash or ROOT_HASH
-    if extra_keys is NO_EXTRA_KEYS or extra_keys == NO_EXTRA_KEYS:
-        return _fold(hash_fn, parent, blocks, None if hash_fn.encoding == "packed" else repeat(cbor.NULL))
+    if hash_fn.encoding == "packed" and (extra_keys is NO_EXTRA_KEYS or extra_keys == NO_EXTRA_KEYS):
+        # The usual case; what is left of the cost is the digests themselves.
+        new, key = hash_fn.new, bytes(parent)
+        return [key := new(key + block).digest() for block in blocks]  # type: ignore[misc]  # see _fold
     keys = extra_keys.of_blocks(first_position, block_size, len(blocks))
     encoded = {key: _encode_extra(hash_fn, key) for key in set(keys)}
     return _fold(hash_fn, parent, blocks, [encoded[key] for key in keys])
 
 
-def _fold(
-    hash_fn: HashFunction, parent: BlockHash, blocks: Iterable[bytes], extra: Iterable[bytes] | None
-) -> list[BlockHash]:
-    """The chain from `parent` on. What is left of the cost is the digests themselves."""
-    new = hash_fn.new
-    keys: list[bytes] = []
-    add = keys.append
-    key: bytes = parent
+def _fold(hash_fn: HashFunction, parent: BlockHash, blocks: list[bytes], extra: list[bytes]) -> list[BlockHash]:
+    """The chain from `parent` on."""
+    new, key, head = hash_fn.new, bytes(parent), b""
     if hash_fn.encoding == "cbor":
         head = cbor.encode_head(cbor.ARRAY, 3) + cbor.encode_head(cbor.BYTES, len(parent))
-        for block, tail in zip(blocks, extra or (), strict=False):
-            key = new(head + key + block + tail).digest()
-            add(key)
-    elif extra is None:
-        for block in blocks:
-            key = new(key + block).digest()
-            add(key)
-    else:
-        for block, tail in zip(blocks, extra, strict=False):
-            key = new(key + block + tail).digest()
-            add(key)
+    keys = [key := new(head + key + block + tail).digest() for block, tail in zip(blocks, extra, strict=True)]
     return keys  # type: ignore[return-value]  # a digest in a chain is a BlockHash
 
 
 def _encode_tokens(hash_fn: HashFunction, token_ids: TokenArray, block_size: int) -> list[bytes]:
     """The part of each block's message that stands for its tokens."""
     if hash_fn.encoding == "packed":
-        data = np.ascontiguousarray(token_ids, dtype="<i4")
+        data = token_ids.astype(_INT32_LITTLE_ENDIAN, copy=False).tobytes()
+        if len(data) == 4 * block_size:
+            return [data]
         blocks: list[bytes] = np.frombuffer(data, f"V{4 * block_size}").tolist()  # one bytes object each
         return blocks
     head = cbor.encode_head(cbor.ARRAY, block_size)

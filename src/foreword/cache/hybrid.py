@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from foreword.cache.block_pool import BlockIds, BlockPool
 from foreword.cache.coordinator import KVCacheCoordinatorNoPrefixCache, PrefixHit, SequenceOfRow
 from foreword.cache.group_index import GroupedHashIndex
@@ -40,6 +42,9 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
     @property
     def num_indexed(self) -> int:
         return len(self._index)
+
+    def num_indexed_by_group(self) -> list[int]:
+        return [self._index.num_indexed(group_id) for group_id in range(len(self.managers))]
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         """Each group lowers the bound to its own longest hit, until a whole round leaves it alone.
@@ -124,6 +129,15 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         self._note_forgotten(forgotten, cause)
         return len(forgotten)
 
+    def forget_state(self, sequence: TokenSequence, num_tokens: int) -> None:
+        for group_id, manager in enumerate(self.managers):
+            if not manager.readable_in_same_step:
+                number = num_tokens // manager.block_size
+                [key] = self._keys(group_id, sequence, number - 1, number)
+                block_id = self._index.finder(group_id)(key)
+                if block_id is not None and self._pool.count_free(np.array([block_id], np.int32)):
+                    self.forget(np.array([block_id], np.int32), EvictionCause.SUPERSEDED)
+
     def clear(self) -> None:
         self._index.clear()
         super().clear()
@@ -132,8 +146,9 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         """Told by the group that keeps the most, unless another one has evicted its next block."""
         reasons = [self._accounts[g].reason(sequence, len(hit.tables[g])) for g in self._order]
         for reason in reasons:
-            if reason is not None and reason[0] is MissReason.EVICTED:
-                return reason
+            if reason is not None and reason[1] is not None:
+                superseded = reason[1].cause is EvictionCause.SUPERSEDED
+                return (MissReason.STATE_NOT_SAVED, None) if superseded else reason
         if reasons[0] is not None:
             return reasons[0]
         for group_id, reason in zip(self._order, reasons, strict=True):
@@ -152,7 +167,14 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         self._index.check_integrity()
         for group_id, manager in enumerate(self.managers):
             for row in rows:
-                for block_id in manager.tables.row(row).tolist():
-                    assert block_id == NULL_BLOCK or self._index.group_of(block_id) in (None, group_id), (
+                sequence = sequence_of(row)
+                keys = self._keys(group_id, sequence, 0, len(sequence) // manager.block_size)
+                for number, block_id in enumerate(manager.tables.row(row).tolist()):
+                    if block_id == NULL_BLOCK or self._index.key_of(block_id) is None:
+                        continue
+                    assert self._index.group_of(block_id) == group_id, (
                         "a block is held in one group and indexed in another"
+                    )
+                    assert self._index.key_of(block_id) in keys[number : number + 1], (
+                        f"block {block_id} is indexed as something else than its holder's block number {number}"
                     )

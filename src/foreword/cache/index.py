@@ -37,6 +37,9 @@ class PrefixMatch:
     """What matches beyond them, where the index can tell."""
 
 
+NO_MATCH = PrefixMatch(np.empty(0, np.int32))
+
+
 @dataclass(frozen=True, slots=True)
 class Divergence:
     """Where a sequence leaves what is indexed, and how both go on. Numbers below 0 stand for media."""
@@ -73,6 +76,11 @@ class PrefixIndex(Protocol):
         blocks before `first` are not indexed any more and these could not be found without them.
         """
 
+    def insert_each(
+        self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds
+    ) -> list[bool]:
+        """`insert` of one block for each of these sequences: `block_ids[i]` is number `numbers[i]` of its own."""
+
     def remove(self, block_ids: BlockIds) -> BlockIds:
         """Forget these (distinct) blocks, and what can no longer be found without them; returns all of those.
 
@@ -87,6 +95,9 @@ class PrefixIndex(Protocol):
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the index contradicts itself."""
+
+    def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
+        """Raise AssertionError if a block of this sequence's table is indexed as anything but what it holds there."""
 
 
 class HashIndex:
@@ -110,7 +121,7 @@ class HashIndex:
     def match(self, sequence: TokenSequence) -> PrefixMatch:
         keys = self._known_keys(sequence)
         if not keys or keys[0] not in self._block_of:
-            return PrefixMatch(np.empty(0, np.int32))
+            return NO_MATCH
         found = list(map(self._block_of.get, keys))
         if None in found:
             del found[found.index(None) :]
@@ -133,6 +144,19 @@ class HashIndex:
         assert len(keys) == len(block_ids), "only full blocks can be indexed"
         if self._prefixes is not None:
             keys = self._prefixes.extend(sequence, first, len(block_ids))
+        self._insert(keys, block_ids)
+        return True
+
+    def insert_each(
+        self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds
+    ) -> list[bool]:
+        numbered = zip(sequences, numbers, strict=True)
+        if self._prefixes is not None:
+            return [self.insert(*of_one, block_ids[at : at + 1]) for at, of_one in enumerate(numbered)]
+        self._insert([sequence.block_hashes()[number] for sequence, number in numbered], block_ids)
+        return [True] * len(numbers)
+
+    def _insert(self, keys: Sequence[BlockHash | VerifiedPrefix], block_ids: BlockIds) -> None:
         key_of, answer = self._key_of, self._block_of.setdefault
         for key, block_id in zip(keys, block_ids.tolist(), strict=True):
             assert key_of[block_id] is None, f"block {block_id} is indexed already"
@@ -140,7 +164,6 @@ class HashIndex:
             if answer(key, block_id) != block_id:
                 self._duplicates.setdefault(key, []).append(block_id)
         self._num_indexed += len(keys)
-        return True
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
         key_of, block_of, duplicates = self._key_of, self._block_of, self._duplicates
@@ -191,6 +214,14 @@ class HashIndex:
         """Key under which a block is indexed, or None."""
         key = self._key_of[block_id]
         return key.key if isinstance(key, VerifiedPrefix) else key
+
+    def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
+        keys = self._known_keys(sequence)
+        for number, block_id in enumerate(block_ids.tolist()):
+            key = self._key_of[block_id]
+            assert key is None or (number < len(keys) and key == keys[number]), (
+                f"block {block_id} is indexed as something else than its holder's block number {number}"
+            )
 
     def check_integrity(self) -> None:
         keyed = {block_id: key for block_id, key in enumerate(self._key_of) if key is not None}

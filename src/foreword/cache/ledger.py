@@ -8,7 +8,7 @@ forgets; the ledger answers
   the pool has blocks, so that under the `lru` policy pool and ghosts together are a pool of twice the size,
 - what changed, if it is given an `EventLog`.
 
-It costs nothing on a hit, and O(1) for each stored or forgotten block.
+It costs nothing where the whole prompt is found, and O(1) for each stored or forgotten block.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class EvictionCause(enum.StrEnum):
     """Somebody asked for it (`evict_blocks`)."""
     FAILED = "failed"
     """The step that was to fill it failed."""
+    SUPERSEDED = "superseded"
+    """A recurrent state further on in the same sequence took its place."""
     DUPLICATE = "duplicate"
     """Another block holds the same."""
 
@@ -100,11 +102,14 @@ class GroupLedger:
         self._keys[block_ids] = keys
         copies = self._num_copies
         new: Sequence[int] = range(len(keys))
-        if copies.keys().isdisjoint(keys):
-            copies.update(dict.fromkeys(keys, 1))
-        else:
-            new = [at for at, key in enumerate(keys) if key not in copies]
-            for key in keys:
+        once = dict.fromkeys(keys, 1)
+        if len(once) == len(keys) and copies.keys().isdisjoint(keys):
+            copies.update(once)
+        else:  # duplicates; or keys of a weak hash function that collide
+            new = []
+            for at, key in enumerate(keys):
+                if key not in copies:
+                    new.append(at)
                 copies[key] = copies.get(key, 0) + 1
         if self._ghosts:
             for at in new:

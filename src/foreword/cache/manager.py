@@ -1,7 +1,7 @@
 """KVCacheManager: the scheduler's only door to the cache.
 
 Knows sequences of token ids and the blocks that hold their KV; knows nothing of text, tensors,
-priorities or time. One request's life, as in vLLM v1:
+priorities or clocks. One request's life, as in vLLM v1:
 
     begin_step()
     hit = get_computed_blocks(sequence)            what is there already; changes nothing
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -34,25 +34,16 @@ from foreword.cache.coordinator import (
 from foreword.cache.eviction import EvictionPolicy, make_policy
 from foreword.cache.explain import LookupExplanation, explain_lookup
 from foreword.cache.group_specs import FullAttentionSpec, GroupSpec, SinkFullSpec
-from foreword.cache.groups import IntArray, MambaManager
+from foreword.cache.groups import NULL_BLOCK, IntArray, MambaManager, Position
 from foreword.cache.hybrid import HybridKVCacheCoordinator
 from foreword.cache.index import HashIndex, PrefixIndex
 from foreword.cache.ledger import CacheLedger, EvictionCause
+from foreword.cache.pins import PinnedPolicy
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
 from foreword.errors import CacheBusyError, ConfigError
 
 DEFAULT_BLOCK_SIZE = 16
-
-
-@dataclass(slots=True)
-class _Holding:
-    """What one request holds."""
-
-    sequence: TokenSequence
-    row: int
-    explanation: LookupExplanation | None = None
-    """Of the lookup that admitted it."""
 
 
 class KVCacheManager:
@@ -61,9 +52,10 @@ class KVCacheManager:
     Without `groups` all layers attend to everything: one table per request, blocks of `block_size`
     tokens (default 16), any `index` (default HashIndex). With `groups` a request has one table per
     group; `block_size` is then that of the sequences, and divides every group's (default: the greatest
-    that does). With a `ledger` every lookup can explain itself; it costs one key per block, which the
-    radix index does without. `deduplicate` keeps one copy of equal blocks (one full group only): tables
-    are then not append-only, and change in `begin_step`. Raises ConfigError for what does not fit together.
+    that does). An `eviction_policy` that is a PinnedPolicy lets prefixes be pinned. With a `ledger` every
+    lookup can explain itself; it costs one key per block, which the radix index does without. `deduplicate`
+    keeps one copy of equal blocks (one full group only): tables are then not append-only, and change in
+    `begin_step`. Raises ConfigError for what does not fit together.
     """
 
     def __init__(
@@ -94,12 +86,18 @@ class KVCacheManager:
         self.stats = PrefixCacheStats()
         self.recent = CachingMetrics()
         policy = make_policy(eviction_policy, num_blocks) if isinstance(eviction_policy, str) else eviction_policy
+        self._pins = policy if isinstance(policy, PinnedPolicy) else None
         self._pool = BlockPool(num_blocks, on_reuse=self._forget_reused, policy=policy)
         self._coordinator = self._make_coordinator(index, deduplicate)
+        self._not_looked_up = replace(self._coordinator.nothing, skipped=True)
         self._coordinator.reserve()
-        self._held: dict[str, _Holding] = {}
+        self._row_of: dict[str, int] = {}
+        self._explanations: dict[str, LookupExplanation] = {}
         self._sequences: dict[int, TokenSequence] = {}
         self._num_slots: IntArray = np.zeros(16, np.int64)
+        """Row -> tokens that it has room for."""
+        self._quiet_until: IntArray = np.zeros(16, np.int64)
+        """Row -> tokens up to which it grows without taking, giving up or filling a block."""
         self._copies: list[tuple[int, int]] = []
 
     def _make_coordinator(self, index: PrefixIndex | None, deduplicate: bool) -> KVCacheCoordinatorNoPrefixCache:
@@ -112,8 +110,7 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return KVCacheCoordinatorNoPrefixCache(self.groups, self._pool)
         first = self.groups[0]
-        is_prefix = len(self.groups) == 1 and isinstance(first, (FullAttentionSpec, SinkFullSpec))
-        if is_prefix and first.block_size == self.block_size:
+        if self.has_one_full_group and first.block_size == self.block_size:
             index = index if index is not None else HashIndex(self.num_blocks)
             return UnitaryKVCacheCoordinator(first, self._pool, index, ledger=self.ledger, deduplicate=deduplicate)
         if index is not None:
@@ -124,6 +121,11 @@ class KVCacheManager:
         if deduplicate:
             raise ConfigError("deduplicate=True needs one group of full attention; leave it out")
         return HybridKVCacheCoordinator(self.groups, self._pool, self.block_size, ledger=self.ledger)
+
+    @property
+    def has_one_full_group(self) -> bool:
+        """Whether every layer needs every block, so that hits are prefixes."""
+        return len(self.groups) == 1 and isinstance(self.groups[0], (FullAttentionSpec, SinkFullSpec))
 
     # -------------------------------------------------------------------- step
 
@@ -144,7 +146,7 @@ class KVCacheManager:
     ) -> PrefixHit:
         """The longest cached prefix of `sequence`. Changes nothing, counts nothing."""
         if skip_reading:
-            hit = replace(self._coordinator.nothing, skipped=True)
+            hit = self._not_looked_up
         else:
             hit = self._coordinator.find_longest_cache_hit(sequence)
         return replace(hit, resumed=True) if resumed else hit
@@ -169,30 +171,40 @@ class KVCacheManager:
 
     def explanation_of(self, request_id: str) -> LookupExplanation | None:
         """How the lookup that admitted a held request went; None without a ledger."""
-        return self._held[request_id].explanation
+        return self._explanations.get(request_id)
 
     # -------------------------------------------------------------- allocation
 
-    def allocate_slots(self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None = None) -> BlockIds | None:
+    def allocate_slots(
+        self,
+        sequence: TokenSequence,
+        num_tokens: int,
+        hit: PrefixHit | None = None,
+        *,
+        save_states_at: Sequence[int] = (),
+    ) -> BlockIds | None:
         """Make room for the KV of the first `num_tokens` tokens; None, and no change, if blocks are short.
 
-        The first call for a request admits it and takes its `hit` (None: nothing was hit). Later calls
+        The first call for a request admits it and takes its `hit` (None: nothing was looked up) and what
+        `save_states_at` would be told. Later calls
         take what earlier ones made room for as computed, and give up blocks that are no longer needed.
         Returns the newly taken blocks, group by group. Blocks that these tokens fill are indexed at once.
         """
-        holding = self._held.get(sequence.request_id)
-        if holding is None:
-            return self._admit(sequence, num_tokens, hit)
+        row = self._row_of.get(sequence.request_id)
+        if row is None:
+            return self._admit(sequence, num_tokens, hit, save_states_at)
         assert hit is None, "a hit is taken when the request is admitted, not later"
-        row = holding.row
         new_ids = self._coordinator.grow(row, int(self._num_slots[row]), num_tokens)
         if new_ids is not None:
             self._num_slots[row] = num_tokens
+            self._quiet_until[row] = self._end_of_quiet(num_tokens)
             self._coordinator.cache_blocks(row, sequence, num_tokens)
         return new_ids
 
-    def _admit(self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None) -> BlockIds | None:
-        hit = hit if hit is not None else self._coordinator.nothing
+    def _admit(
+        self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None, save_states_at: Sequence[int]
+    ) -> BlockIds | None:
+        hit = hit if hit is not None else self._not_looked_up
         explanation = self.explain(sequence, hit) if self.ledger is not None else None  # sees what admission evicts
         admitted = self._coordinator.admit(hit, num_tokens)
         if admitted is None:
@@ -200,37 +212,66 @@ class KVCacheManager:
         row, new_ids = admitted
         if hit.partial is not None:
             self._copy_on_write(hit.partial.block_id, int(new_ids[0]))
-        self._held[sequence.request_id] = _Holding(sequence, row, explanation)
+        self._row_of[sequence.request_id] = row
+        if explanation is not None:
+            self._explanations[sequence.request_id] = explanation
         self._sequences[row] = sequence
         if row >= len(self._num_slots):
             self._num_slots = np.concatenate((self._num_slots, np.zeros_like(self._num_slots)))
+            self._quiet_until = np.concatenate((self._quiet_until, np.zeros_like(self._quiet_until)))
         self._num_slots[row] = num_tokens
+        if save_states_at:
+            self.save_states_at(sequence.request_id, save_states_at)
+        self._quiet_until[row] = self._end_of_quiet(num_tokens)
         self._count(len(sequence), hit, explanation)
         self._coordinator.cache_blocks(row, sequence, num_tokens)
         return new_ids
 
     def handles(self, request_ids: Iterable[str]) -> IntArray:
         """Numbers that stand for held requests in `allocate_running_slots`, each valid until it is freed."""
-        return np.array([self._held[request_id].row for request_id in request_ids], np.int64)
+        return np.fromiter(map(self._row_of.__getitem__, request_ids), np.int64)
 
     def allocate_running_slots(self, handles: IntArray, num_tokens: IntArray) -> int:
         """`allocate_slots` for many distinct held requests, in their order, up to the first that is short.
 
-        Request `handles[i]` gets room for `num_tokens[i]` tokens. Returns how many were served, all of
-        them from the front; for the others nothing has changed. Blocks, counts and index are the same
-        as after as many single calls, but only requests that begin or fill a block cost Python work.
+        Request `handles[i]` gets room for `num_tokens[i]` tokens: no fewer than it has room for, and no
+        more than its sequence has. Returns how many were served, all of them from the front; for the others
+        nothing has changed. Blocks, counts and index are the same as after as many single calls, but one
+        comparison tells the requests that begin or fill a block; the others cost nothing more.
         """
-        starts = self._num_slots[handles]
-        served = self._coordinator.grow_each(handles, starts, num_tokens)
-        if served < len(handles):
-            handles, starts, num_tokens = handles[:served], starts[:served], num_tokens[:served]
+        served = len(handles)
+        busy = (num_tokens > self._quiet_until[handles]).nonzero()[0]
+        if len(busy):
+            num_done = self._allocate_busy(handles[busy], num_tokens[busy])
+            if num_done < len(busy):
+                served = int(busy[num_done])
+                handles, num_tokens = handles[:served], num_tokens[:served]
         self._num_slots[handles] = num_tokens
-        if not self.enable_prefix_caching:
-            return served
-        filled = np.flatnonzero(num_tokens // self.block_size > starts // self.block_size)
-        for row, end in zip(handles[filled].tolist(), num_tokens[filled].tolist(), strict=True):
-            self._coordinator.cache_blocks(row, self._sequences[row], end)
         return served
+
+    def _allocate_busy(self, rows: IntArray, ends: IntArray) -> int:
+        """Take, give up and index blocks for the first rows for which there are enough; returns their number."""
+        starts = self._num_slots[rows]
+        served = self._coordinator.grow_each(rows, starts, ends)
+        if served < len(rows):
+            rows, starts, ends = rows[:served], starts[:served], ends[:served]
+        self._quiet_until[rows] = self._end_of_quiet(ends)
+        if self.enable_prefix_caching:
+            filled = (ends // self.block_size > starts // self.block_size).nonzero()[0]
+            if len(filled):
+                self._coordinator.cache_blocks_each(rows[filled], self._sequences.__getitem__, ends[filled])
+        return served
+
+    def _end_of_quiet(self, num_tokens: Position) -> Position:
+        """Up to how many tokens a request grows from `num_tokens` without any change in its blocks.
+
+        block size 4, a block is filled and indexed at f, taken at t:   tokens  5  6  7  8  9
+                                                                                t        f  t
+        """
+        if not self._coordinator.has_quiet_steps:
+            return 0 * num_tokens
+        end: Position = -(-num_tokens // self.block_size) * self.block_size
+        return end - (end != num_tokens)  # type: ignore[no-any-return]  # int or array, as it came
 
     def allocate_decode_slots(self, handles: IntArray) -> int:
         """`allocate_running_slots` for requests that all have grown by one token since their last call."""
@@ -266,7 +307,7 @@ class KVCacheManager:
 
     def cache_blocks(self, sequence: TokenSequence, num_tokens: int) -> None:
         """Index the blocks that the first `num_tokens` tokens fill and that are not indexed yet."""
-        self._coordinator.cache_blocks(self._held[sequence.request_id].row, sequence, num_tokens)
+        self._coordinator.cache_blocks(self._row_of[sequence.request_id], sequence, num_tokens)
 
     def save_states_at(self, request_id: str, positions: Iterable[int]) -> None:
         """Have recurrent states behind these numbers of tokens saved too, beyond the groups' intervals.
@@ -274,19 +315,24 @@ class KVCacheManager:
         Takes effect for steps that end exactly there; numbers that are no multiples of every group's
         block size are ignored, as no hit could end there.
         """
-        row = self._held[request_id].row
+        row = self._row_of[request_id]
         positions = list(positions)
         for manager in self._coordinator.managers:
             if isinstance(manager, MambaManager):
                 manager.ask_for_states(row, positions)
 
+    def forget_state(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """Let the recurrent states behind the first `num_tokens` tokens go if nobody holds them."""
+        self._coordinator.forget_state(sequence, num_tokens)
+
     def forget_uncomputed(self, request_id: str, num_computed_tokens: int) -> None:
         """Take back the early indexing of blocks whose step failed: only computed blocks stay."""
-        self._coordinator.forget_from(self._held[request_id].row, num_computed_tokens)
+        self._coordinator.forget_from(self._row_of[request_id], num_computed_tokens)
 
     def free(self, request_id: str) -> None:
         """Release a request's blocks, last block first, so that tails are evicted before heads."""
-        row = self._held.pop(request_id).row
+        row = self._row_of.pop(request_id)
+        self._explanations.pop(request_id, None)
         del self._sequences[row]
         self._coordinator.close(row)
 
@@ -296,12 +342,48 @@ class KVCacheManager:
         """Forget what these blocks hold. Requests that hold them keep them."""
         self._coordinator.forget(block_ids, EvictionCause.REQUESTED)
 
+    def pin_prefix(self, sequence: TokenSequence, until: float, now: float) -> int:
+        """Evict the cached blocks of `sequence` last until that time; returns how many tokens they hold.
+
+        Fewer than are cached where the budget ends: the head of the prefix is pinned first. Pins are soft: when
+        nothing else is free, they break. Raises ConfigError if the manager was made without pins.
+        """
+        block_ids, ends = self._found(sequence)
+        pinned = self._checked_pins().pin(block_ids, until, now)
+        missing = ends[~np.isin(block_ids, pinned)]
+        hit_end = int(ends.max(initial=0))
+        return hit_end if not len(missing) else int(ends[ends < missing.min()].max(initial=0))
+
+    def unpin_prefix(self, sequence: TokenSequence) -> None:
+        """Let the cached blocks of `sequence` be ordinary again. Raises ConfigError as `pin_prefix` does."""
+        self._checked_pins().unpin(self._found(sequence)[0])
+
+    def expire_pins(self, now: float) -> None:
+        """End the pins whose time has come; to be called once a step."""
+        if self._pins is not None:
+            self._pins.expire(now)
+
+    def _found(self, sequence: TokenSequence) -> tuple[BlockIds, IntArray]:
+        """Cached whole blocks of a sequence in all groups, and where they end; in that order."""
+        tables = self._coordinator.find_longest_cache_hit(sequence).tables
+        sizes = self._coordinator.block_sizes
+        ends = [np.arange(1, len(table) + 1) * size for table, size in zip(tables, sizes, strict=True)]
+        all_ids, all_ends = np.concatenate(tables), np.concatenate(ends)
+        order = np.argsort(all_ends, kind="stable")
+        order = order[all_ids[order] != NULL_BLOCK]
+        return all_ids[order], all_ends[order]
+
+    def _checked_pins(self) -> PinnedPolicy:
+        if self._pins is None:
+            raise ConfigError("this cache has no pins; choose a max_pinned_share above 0 (a PinnedPolicy)")
+        return self._pins
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes and start the statistics anew. Raises CacheBusyError while in use."""
-        if self._held:
+        if self._row_of:
             raise CacheBusyError(
-                f"the prefix cache cannot be reset while {len(self._held)} requests hold its blocks "
-                f"(first: {next(iter(self._held))!r}); wait for them or abort them"
+                f"the prefix cache cannot be reset while {len(self._row_of)} requests hold its blocks "
+                f"(first: {next(iter(self._row_of))!r}); wait for them or abort them"
             )
         self._coordinator.clear()
         self.stats = PrefixCacheStats()
@@ -314,7 +396,7 @@ class KVCacheManager:
 
     def block_ids(self, request_id: str, group_id: int = 0) -> BlockIds:
         """Block table of one request in one group (a copy)."""
-        return self._coordinator.tables.groups[group_id].row(self._held[request_id].row).copy()
+        return self._coordinator.tables.groups[group_id].row(self._row_of[request_id]).copy()
 
     def block_tables(self, request_ids: Sequence[str], group_id: int = 0) -> tuple[BlockIds, npt.NDArray[np.int32]]:
         """One group's tables of several requests, [requests, longest], and their lengths in blocks (copies).
@@ -339,11 +421,15 @@ class KVCacheManager:
     def can_ever_hold(self, num_tokens: int, max_step_tokens: int) -> bool:
         """Whether a request of `num_tokens` fits into the empty pool, in steps of `max_step_tokens` at most."""
         usable = self.num_blocks - len(self.sink_block_ids())
-        return self._coordinator.max_num_blocks(num_tokens, max_step_tokens) <= usable
+        return self.max_num_blocks(num_tokens, max_step_tokens) <= usable
+
+    def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Most blocks that a request of `num_tokens` holds at a time, in steps of `max_step_tokens` at most."""
+        return self._coordinator.max_num_blocks(num_tokens, max_step_tokens)
 
     def held_request_ids(self) -> list[str]:
         """Requests that hold blocks."""
-        return list(self._held)
+        return list(self._row_of)
 
     def get_num_common_prefix_blocks(self, request_ids: Sequence[str], group_id: int = 0) -> int:
         """Number of leading table entries of one group that all these requests share physically."""
@@ -360,6 +446,11 @@ class KVCacheManager:
         """Blocks that hold an indexed prefix, held by requests or not."""
         return self._coordinator.num_indexed
 
+    def num_cached_tokens(self) -> int:
+        """Tokens whose KV is cached, in the group that has most of them; duplicates count."""
+        counts = self._coordinator.num_indexed_by_group()
+        return max(count * group.block_size for count, group in zip(counts, self.groups, strict=True))
+
     def get_usage(self) -> float:
         """Share of the blocks held by requests, 0.0 to 1.0."""
         return self._pool.get_usage()
@@ -370,6 +461,12 @@ class KVCacheManager:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if counts, queue, tables and index contradict each other."""
-        rows = [holding.row for holding in self._held.values()]
-        assert self._sequences == {h.row: h.sequence for h in self._held.values()}, "rows and requests differ"
+        rows = list(self._row_of.values())
+        assert self._row_of == {s.request_id: row for row, s in self._sequences.items()}, "rows and requests differ"
         self._coordinator.check_integrity(rows, self._sequences.__getitem__)
+        for manager in self._coordinator.managers:
+            for row in rows:
+                num_slots = int(self._num_slots[row])
+                assert manager.tables.length(row) == -(-num_slots // manager.block_size), (
+                    f"{self._sequences[row].request_id!r} has slots for {num_slots} tokens, but not the blocks for them"
+                )

@@ -35,7 +35,7 @@ class PinnedPolicy:
 
     def __init__(self, inner: EvictionPolicy, num_blocks: int, *, max_share: float = 0.5) -> None:
         if not 0.0 <= max_share <= 1.0:
-            raise ConfigError(f"max_share={max_share} is not a share of the pool; use 0.0 to 1.0")
+            raise ConfigError(f"max_pinned_share={max_share} is not a share of the pool; use 0.0 to 1.0")
         self.inner = inner
         self.max_pinned = int(max_share * num_blocks)
         self.num_pinned = 0

@@ -17,6 +17,7 @@ A search for ABCDEFGZ matches 7 tokens: block 0 whole, and 3 tokens of block 1, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -24,8 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.block_pool import BlockIds
-from foreword.cache.hashing import ExtraKeys, TokenArray
+from foreword.cache.hashing import ExtraKeys, MediaItem, TokenArray
 from foreword.cache.index import Divergence, HashIndex, PartialBlock, PrefixIndex, PrefixMatch
+from foreword.cache.media_numbers import MediaNumbers
 from foreword.cache.sequence import TokenSequence
 
 Namespace = tuple[str | None, str | None, str | None]
@@ -82,8 +84,7 @@ class RadixIndex:
         self._number_of: npt.NDArray[np.int32] = np.zeros(self._num_blocks, np.int32)
         self._duplicates: dict[int, list[int]] = {}
         self._original_of: dict[int, int] = {}
-        self._media_ids: dict[tuple[str, int], int] = {}
-        self._next_media_id = -1
+        self._media = MediaNumbers(self._num_blocks)
         self._num_indexed = 0
 
     def __len__(self) -> int:
@@ -137,7 +138,18 @@ class RadixIndex:
         return self._original_of.get(block_id)
 
     def holds(self, sequence: TokenSequence, block: int) -> bool:
-        return len(self.match(sequence).block_ids) > block
+        tokens = self._tokens(sequence)
+        start, end = block * self._block_size, (block + 1) * self._block_size
+        node = self._roots.get(_namespace(sequence.extra_keys))
+        while node is not None and end <= len(tokens):
+            # What is before the block is known to be there: the first token of each node shows the way.
+            ours = tokens[max(start, node.start) : min(end, node.end)]
+            if not np.array_equal(node.tokens[max(0, start - node.start) : end - node.start], ours):
+                return False
+            if end <= node.end:
+                return True
+            node = node.children.get(int(tokens[node.end]))
+        return False
 
     def _blocks_ending(self, node: _Node, position: int) -> int:
         """How many of the node's blocks end at or before `position`."""
@@ -158,6 +170,8 @@ class RadixIndex:
 
     def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         size = self._block_size
+        if sequence.extra_keys.media:
+            self._know_media(sequence.extra_keys.media)
         tokens = self._tokens(sequence)[: (first + len(block_ids)) * size]
         node, position = self._start(sequence, first * size)
         while position < len(tokens):
@@ -181,6 +195,12 @@ class RadixIndex:
             node = self._grow(node, position, tokens[position:], own)
         self._ends[sequence] = (node, node.num_cuts)
         return True
+
+    def insert_each(
+        self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds
+    ) -> list[bool]:
+        numbered = enumerate(zip(sequences, numbers, strict=True))
+        return [self.insert(*of_one, block_ids[at : at + 1]) for at, of_one in numbered]
 
     def _start(self, sequence: TokenSequence, position: int) -> tuple[_Node, int]:
         """Where to go on with a sequence whose tokens before `position` are in the tree.
@@ -344,17 +364,17 @@ class RadixIndex:
     def _tokens(self, sequence: TokenSequence) -> TokenArray:
         """The sequence's tokens, its media's placeholders replaced by numbers below 0 for their content."""
         media = sequence.extra_keys.media
-        if not media:
-            return sequence.token_ids
-        tokens = sequence.token_ids.copy()
-        for item in media:
-            end = min(item.offset + item.num_tokens, len(tokens))
-            first = self._media_ids.get((item.content_hash, item.num_tokens))
-            if first is None:
-                first = self._media_ids[item.content_hash, item.num_tokens] = self._next_media_id
-                self._next_media_id -= item.num_tokens
-            tokens[item.offset : end] = first - np.arange(end - item.offset)
-        return tokens
+        return self._media.replace(sequence.token_ids, media) if media else sequence.token_ids
+
+    def _know_media(self, items: Sequence[MediaItem]) -> None:
+        """Give these items numbers; forget those that are in no node any more, if there are too many."""
+        if self._media.is_full(items):
+            nodes = list(self._nodes.values())
+            for node, tokens in zip(nodes, self._media.keep(node.tokens.copy() for node in nodes), strict=True):
+                node.tokens = tokens
+            for node in nodes:
+                node.children = {int(child.tokens[0]): child for child in node.children.values()}
+        self._media.add(items)
 
     # --------------------------------------------------------------- integrity
 
@@ -390,6 +410,14 @@ class RadixIndex:
         assert set(self._original_of.values()) <= set(seen), "a duplicate waits behind nothing"
         assert not set(waiting) & set(seen), "a duplicate stands in the tree"
         assert self._num_indexed == len(seen) + len(waiting), "the index miscounts itself"
+
+    def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
+        found = self.match(sequence).block_ids.tolist()
+        for number, block_id in enumerate(block_ids.tolist()):
+            answering = self._original_of.get(block_id, block_id)
+            assert self._node_id_of[answering] == NOT_INDEXED or answering in found[number : number + 1], (
+                f"block {block_id} is indexed as something else than its holder's block number {number}"
+            )
 
 
 def make_index(name: Literal["radix", "hash"], num_blocks: int, block_size: int) -> PrefixIndex:

@@ -25,7 +25,8 @@ class TokenSequence:
     """An append-only array of token ids whose block keys are computed once each.
 
     `len(sequence)` counts prompt and generated tokens. `root` is `chain_root(fingerprint)` of the model;
-    sequences that share an index have the same hash function.
+    sequences that share an index have the same hash function. Raises InvalidRequestError for media items
+    that overlap or do not lie inside `token_ids`.
     """
 
     __slots__ = (
@@ -59,6 +60,8 @@ class TokenSequence:
         self._tokens: TokenArray = as_token_array(token_ids)
         self._length = len(self._tokens)
         self._hashes: list[BlockHash] = []
+        if extra_keys.media:
+            extra_keys.check_media(self._length)
         self._plain_hashes: list[BlockHash] = []
 
     def __len__(self) -> int:
@@ -75,10 +78,13 @@ class TokenSequence:
 
     def append(self, token_id: int) -> None:
         """Add one generated token; amortised O(1)."""
-        if self._length == len(self._tokens):
-            self._tokens = np.concatenate((self._tokens, np.empty(max(64, self._length), np.int32)))
-        self._tokens[self._length] = token_id
-        self._length += 1
+        length = self._length
+        try:
+            self._tokens[length] = token_id
+        except IndexError:
+            self._tokens = np.concatenate((self._tokens, np.empty(max(64, length), np.int32)))
+            self._tokens[length] = token_id
+        self._length = length + 1
 
     def block_hashes(self) -> list[BlockHash]:
         """Keys of all full blocks; only blocks that filled since the last call are hashed.
@@ -95,7 +101,7 @@ class TokenSequence:
 
     def _hash_new_blocks(self, hashes: list[BlockHash], extra_keys: ExtraKeys) -> list[BlockHash]:
         """Complete a list of keys in place."""
-        known, full = len(hashes), self.num_full_blocks
+        known, full = len(hashes), self._length // self.block_size
         if known < full:
             first = known * self.block_size
             hashes += hash_blocks(

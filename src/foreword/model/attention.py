@@ -8,18 +8,32 @@ Whether that is all a model wants to hide is found out once, at load, under a se
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from foreword.model.kernels.reference import AttentionOptions, Tile, paged_attention
-from foreword.model.storage import KVStorage, LayerLayout
+from foreword.model.kernels.reference import AttentionOptions
+from foreword.model.kernels.select import AttentionKernel
+from foreword.model.layout import LayerLayout
+from foreword.model.storage import KVStorage
 
 ATTENTION_NAME = "foreword"
 PROBE_NAME = "foreword_probe"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """One step, as the attention layers of one group see it."""
+
+    slots: Tensor
+    """[tokens]: where each token's KV goes; tokens beyond it in the forward pass are padding."""
+    kernel: AttentionKernel
+    plan: Any
+    """The kernel's plan of this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +41,16 @@ class ForwardContext:
     """One step, as attention sees it; travels as a keyword argument of `model(...)`."""
 
     storage: KVStorage
-    slots: Tensor
-    """[tokens]: where each token's KV goes; tokens beyond it in the forward pass are padding."""
-    tiles: list[Tile]
+    steps: dict[int, GroupStep]
+    """Attention group -> its step."""
 
 
 _KNOWN_TENSORS = ("s_aux", "position_ids")
 """What a layer may hand to attention besides query, key and value; positions are known anyway."""
 
-_WINDOW = "foreword_window"
-"""Attribute of the tensor that a probed model gets in place of a mask: how many positions it leaves to a
-query, None if all before it. A tensor computed from it does not have it."""
+_SEEN = "foreword_seen"
+"""Attribute of the tensor that a probed model gets in place of a mask: what it leaves to a query, as
+(sliding_window, local_chunk). A tensor computed from it does not have it."""
 
 
 @dataclass(slots=True)
@@ -65,24 +78,57 @@ class LayoutProbe:
         self.layers[layer] = LayerLayout(key.shape[1], key.shape[3], value.shape[3])
 
     def observe_mask(self, module: nn.Module, mask: Tensor | None, sliding_window: int | None) -> None:
-        """Note a layer whose mask hides other positions than it tells attention, which sees no mask."""
-        if mask is None:
+        """Note what a layer's mask hides, and if that is not what it tells attention, which sees no mask."""
+        layer = getattr(module, "layer_idx", None)
+        if layer not in self.layers:
             return
-        at = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
-        masked = getattr(mask, _WINDOW, "its own")
-        if masked == "its own":
+        at = f"layer {layer} ({type(module).__name__})"
+        window, chunk = (sliding_window, None) if mask is None else getattr(mask, _SEEN, (-1, -1))
+        if window == -1:
             self.problems.append(f"{at} makes a mask of its own")
-        elif masked != sliding_window:
+        elif sliding_window != (window if chunk is None else None):
             self.problems.append(
-                f"{at} asks attention for a window of {sliding_window}, and its mask for one of {masked}"
+                f"{at} asks attention for a window of {sliding_window}, and its mask for one of {chunk or window}"
             )
+        else:
+            self.layers[layer] = replace(self.layers[layer], sliding_window=window, local_chunk=chunk)
 
 
-def _probing_mask(*, q_length: int, kv_length: int, local_size: int | None = None, **_: Any) -> Tensor:
+def _probing_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    local_size: int | None = None,
+    mask_function: Callable[..., Any] | None = None,
+    **_: Any,
+) -> Tensor:
     """Called by transformers' mask functions in place of what builds a mask."""
     mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
-    setattr(mask, _WINDOW, local_size)
+    seen = _what_is_seen(local_size, mask_function)
+    if seen is not None:
+        setattr(mask, _SEEN, seen)
     return mask
+
+
+def _what_is_seen(reach: int | None, mask_function: Callable[..., Any] | None) -> tuple[int | None, int | None] | None:
+    """The window and chunk that a mask function means, None if it is neither these nor causal."""
+    if mask_function is None:
+        return None
+    zero = torch.tensor(0)
+    edges = [0, 1, 2] if reach is None else [0, 1, reach - 1, reach, reach + 1, 2 * reach - 1, 2 * reach, 2 * reach + 1]
+    pairs = [(query, kv) for query in edges for kv in sorted({*edges, query - 1, query, query + 1}) if kv >= 0]
+
+    def agrees(first_seen: Callable[[int], int]) -> bool:
+        return all(
+            bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(kv))) == (first_seen(query) <= kv <= query)
+            for query, kv in pairs
+        )
+
+    if reach is None:
+        return (None, None) if agrees(lambda query: 0) else None
+    if agrees(lambda query: query - reach + 1):
+        return reach, None
+    return (None, reach) if agrees(lambda query: query // reach * reach) else None
 
 
 def probing_attention(
@@ -126,8 +172,10 @@ def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
     query [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim]; returns
     [1, tokens, heads, value_dim] as the interface asks.
     """
-    storage, slots = forward_context.storage, forward_context.slots
     layer: int = module.layer_idx  # type: ignore[assignment]
+    storage = forward_context.storage
+    step = forward_context.steps[storage.group_of[layer]]
+    slots = step.slots
     num_tokens = len(slots)
     storage.write(layer, slots, key[0].transpose(0, 1)[:num_tokens], value[0].transpose(0, 1)[:num_tokens])
     options = AttentionOptions(
@@ -135,9 +183,10 @@ def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
+        local_chunk=storage.layout.attention[layer].local_chunk,
     )
-    output = paged_attention(
-        query[0].transpose(0, 1), storage.keys[layer], storage.values[layer], forward_context.tiles, options
+    output = step.kernel.attend(
+        query[0].transpose(0, 1), storage.keys[layer], storage.values[layer], step.plan, options
     )
     return output[None], None
 
@@ -150,4 +199,4 @@ def register() -> None:
 
 
 register()
-__all__ = ["ATTENTION_NAME", "PROBE_NAME", "ForwardContext", "LayoutProbe", "foreword_attention"]
+__all__ = ["ATTENTION_NAME", "PROBE_NAME", "ForwardContext", "GroupStep", "LayoutProbe", "foreword_attention"]

@@ -9,26 +9,46 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.attention import ATTENTION_NAME, PROBE_NAME, ForwardContext, LayoutProbe
 from foreword.model.experts import EXPERTS_NAME
-from foreword.model.storage import LayerLayout
+from foreword.model.fused import ProductPart, fuse
+from foreword.model.kernels.select import AttentionKernel, make_kernel
+from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
+from foreword.model.packed import PackedLinear, pack_linears
+from foreword.model.recurrent import RecurrentForward, StateProbe, StepCache, cache_argument
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
+REFUSED_LAYER_TYPES: Mapping[str, str] = {
+    "indexed_attention": "it chooses positions with an indexer, whose keys have no place in the cache",
+}
+"""What is known not to run, and why; any other unknown type is refused because nothing is known about it."""
+SUPPORTED_LAYER_TYPES = (
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "linear_attention",
+    "conv",
+    "hybrid",
+    "hybrid_sliding",
+    "moe",
+    "mlp",
+)
 SUPPORTED = (
-    "decoder-only language models of transformers whose layers are full or sliding-window attention: "
-    "llama, qwen2, qwen3, qwen3_moe, mistral, phi3, olmo2, granite, gemma2, gemma3, gpt_oss, smollm3 and others"
+    "decoder-only language models of transformers whose layers are full, sliding-window or chunked attention (llama, "
+    "qwen2, qwen3, qwen3_moe, mistral, phi3, olmo2, granite, gemma2, gemma3, cohere2, gpt_oss, smollm3, llama4, ...), "
+    "recurrent, or both (mamba2, qwen3_next, falcon_h1, granitemoehybrid, bamba, lfm2, ...)"
 )
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -39,16 +59,27 @@ class LoadedModel:
 
     module: PreTrainedModel
     config: PretrainedConfig
-    layers: list[LayerLayout]
+    layers: dict[int, LayerLayout]
+    """Attention layers."""
+    states: dict[int, StateLayout]
+    """Recurrent layers; some are attention layers too."""
+    cache_argument: str | None
+    """The name under which the model takes its cache; None if it takes none."""
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
     max_positions: int
     """Longest sequence that the model may be given."""
     eos_token_ids: frozenset[int]
+    kernel: AttentionKernel
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, keep: Tensor, context: ForwardContext | LayoutProbe
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        keep: Tensor,
+        context: ForwardContext | LayoutProbe,
+        cache: StepCache | DynamicCache,
     ) -> Tensor:
         """Logits [len(keep), vocab] of the rows `keep` of a flattened batch, [1, tokens] each."""
         output = self.module(
@@ -57,15 +88,25 @@ class LoadedModel:
             use_cache=False,
             logits_to_keep=keep,
             forward_context=context,
+            **({} if self.cache_argument is None else {self.cache_argument: cache}),
         )
         logits: Tensor = output.logits[0]
         return logits
 
+    def plan_layout(self, options: LayoutOptions) -> CacheLayout:
+        """How this model's layers share blocks."""
+        return plan_layout(self.layers, self.states, self.dtype, options)
+
     def activation_widths(self) -> list[int]:
         """Last sizes of the activations that pass through elementwise functions."""
-        linear = {n for m in self.module.modules() if isinstance(m, nn.Linear) for n in (m.in_features, m.out_features)}
+        own = {  # of recurrent layers, which run in cells of fixed lengths
+            m for layer in self.module.modules() if isinstance(layer.forward, RecurrentForward) for m in layer.modules()
+        }
+        kinds = (nn.Linear, PackedLinear, ProductPart)
+        layers = [m for m in self.module.modules() if isinstance(m, kinds) and m not in own]
+        linear = {n for layer in layers for n in (layer.in_features, layer.out_features)}
         experts = {n for name, p in self.module.named_parameters() if p.dim() == 3 for n in p.shape[1:]}
-        heads = {n for layer in self.layers for n in (layer.key_dim, layer.value_dim)}
+        heads = {n for layer in self.layers.values() for n in (layer.key_dim, layer.value_dim)}
         return sorted(linear - {self.vocab_size} | experts | heads)
 
 
@@ -85,14 +126,20 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
     model = LoadedModel(
         module=module,
         config=text_config,
-        layers=[],
+        layers={},
+        states={},
+        cache_argument=cache_argument(module),
         dtype=dtype,
         device=device,
         vocab_size=module.get_output_embeddings().weight.shape[0],
         max_positions=_max_positions(text_config),
         eos_token_ids=_eos_token_ids(module, text_config),
+        kernel=make_kernel(options.attention_kernel, device),
     )
-    model.layers.extend(_probe_layers(model))
+    _probe_layers(model)  # of the plain modules: a probe copies some of them, and packed weights cannot be copied
+    if device.type == "cpu":
+        fuse(module)
+        pack_linears(module)
     return model
 
 
@@ -121,9 +168,10 @@ def _refuse_unsupported(config: PretrainedConfig, text: PretrainedConfig, option
     kind = getattr(config, "model_type", "?")
     for layer, layer_type in enumerate(getattr(text, "layer_types", None) or []):
         if layer_type not in SUPPORTED_LAYER_TYPES:
+            reason = REFUSED_LAYER_TYPES.get(layer_type, f"it runs {', '.join(SUPPORTED_LAYER_TYPES)}")
             raise UnsupportedModelError(
                 f"model {options.model!r} ({kind}): layer {layer} is of type {layer_type!r}, which this version cannot "
-                f"run; it runs {', '.join(SUPPORTED_LAYER_TYPES)}. Supported are {SUPPORTED}"
+                f"run: {reason}. Supported are {SUPPORTED}"
             )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
@@ -171,34 +219,58 @@ def _has_experts(config: PretrainedConfig) -> bool:
     return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
-def _probe_layers(model: LoadedModel) -> list[LayerLayout]:
-    """Run two tokens through the model to see which layers ask for attention, and with which shapes."""
+def _probe_layers(model: LoadedModel) -> None:
+    """Run two tokens through the model to see what each layer remembers, and with which shapes."""
     probe = LayoutProbe()
     kind = getattr(model.config, "model_type", "?")
     token_ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
     model.module.set_attn_implementation(PROBE_NAME)
+    states = StateProbe.attach(model.module, model.module.config)
     try:
         with torch.inference_mode():
-            model(token_ids, positions, positions[0, :1], probe)
+            model(token_ids, positions, positions[0, :1], probe, states.cache)
     except Exception as error:
         raise UnsupportedModelError(
             f"architecture {kind!r} does not accept a flattened batch ({type(error).__name__}: {_first_line(error)}); "
             f"supported are {SUPPORTED}"
         ) from error
     finally:
+        states.detach()
         model.module.set_attn_implementation(ATTENTION_NAME)
-    expected = range(model.config.num_hidden_layers)
-    silent = [layer for layer in expected if layer not in probe.layers]
-    if silent:
-        probe.problems.append(
-            f"layer {silent[0]} keeps something else than keys and values (it never asked for attention)"
-        )
+    layouts = states.layouts()
+    probe.problems += _problems(model, probe, layouts) + states.problems()
     if probe.problems:
         raise UnsupportedModelError(
             f"architecture {kind!r} cannot be served: {'; '.join(probe.problems[:3])}. Supported are {SUPPORTED}"
         )
-    return [probe.layers[layer] for layer in expected]
+    model.layers.update(sorted(probe.layers.items()))
+    model.states.update(sorted(layouts.items()))
+    for layer, module in states.modules.items():
+        RecurrentForward.install(module, layer, layouts[layer])
+
+
+def _problems(model: LoadedModel, probe: LayoutProbe, states: Mapping[int, StateLayout]) -> list[str]:
+    """What the probes saw and the config does not say, or the other way round."""
+    problems = []
+    types = list(getattr(model.config, "layer_types", None) or [None] * model.config.num_hidden_layers)
+    for layer, layer_type in enumerate(types):
+        seen, state = probe.layers.get(layer), states.get(layer)
+        kind = f"layer {layer}" + (f" ({layer_type})" if layer_type else "")
+        if layer_type in ("moe", "mlp"):
+            continue
+        if seen is None and state is None:
+            problems.append(
+                f"{kind} keeps something else than keys and values, or a state in transformers' cache (it never asked "
+                "for attention)"
+            )
+        elif layer_type in ("linear_attention", "conv", "hybrid", "hybrid_sliding") and state is None:
+            problems.append(f"{kind} keeps no state in transformers' cache")
+        elif seen is not None and layer_type == "chunked_attention" and seen.local_chunk is None:
+            problems.append(f"{kind} does not mask its chunks")
+        elif seen is not None and seen.local_chunk is not None and layer_type != "chunked_attention":
+            problems.append(f"{kind} masks chunks of {seen.local_chunk}, which its type does not say")
+    return problems
 
 
 def _dtype(options: ModelConfig, text: PretrainedConfig) -> torch.dtype:

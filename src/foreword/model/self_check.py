@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from foreword.batch import Batch, IntArray
+from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
 from foreword.model.storage import KVStorage
@@ -24,44 +25,66 @@ def find_inexactness(model: LoadedModel) -> str | None:
 
     The ways: all at once; in uneven chunks down to one token; and beside another request, over KV that
     a third one wrote, once as prefill and once as decoding. Costs six forward passes of at most 52 tokens.
+    With recurrent layers, whose bits are promised for equal cells only, chunks end on the grid of cells, and
+    decoding is not compared with prefill.
     """
-    blocks_per_request = -(-NUM_TOKENS // BLOCK_SIZE)
-    storage = KVStorage(model.layers, 4 * blocks_per_request, BLOCK_SIZE, model.dtype, model.device)
-    runner = ModelRunner(model, storage)
     num_tokens = min(NUM_TOKENS, model.max_positions)
+    check = _Check(model, num_tokens)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, num_tokens, dtype=np.int32)
     other = tokens[::-1].copy()
-    tables = np.arange(4 * blocks_per_request, dtype=np.int32).reshape(4, -1)
-
-    def run(*parts: tuple[int, IntArray, int, int]) -> torch.Tensor:
-        batch = _batch([(tables[row], ids, start, end) for row, ids, start, end in parts])
-        return runner.forward(batch, batch.query_starts[1:2].astype(np.int64) - 1)[0]
-
-    whole = run((0, tokens, 0, num_tokens))
+    num_hit = min(4, (num_tokens - 1) // BLOCK_SIZE) * BLOCK_SIZE
+    if model.states and num_hit:  # the state behind the hit is kept only if a step ends there
+        check.run((0, tokens, 0, num_hit))
+        whole = check.run((0, tokens, num_hit, num_tokens))
+    else:
+        whole = check.run((0, tokens, 0, num_tokens))
     cuts = {0, num_tokens // 2, num_tokens - 1, num_tokens}
+    if model.states:
+        cuts = {0, *(cut // BLOCK_SIZE * BLOCK_SIZE for cut in cuts), num_tokens}
     for start, end in itertools.pairwise(sorted(cuts)):
-        chunked = run((1, tokens, start, end))
+        chunked = check.run((1, tokens, start, end))
     if not torch.equal(whole, chunked):
         return "logits depend on how prefill is chunked"
-    num_hit_blocks = min(4, (num_tokens - 1) // BLOCK_SIZE)
-    tables[2, :num_hit_blocks] = tables[0, :num_hit_blocks]
+    check.share(0, 2, num_hit)
     num_other = min(7, num_tokens)
-    beside = run((2, tokens, num_hit_blocks * BLOCK_SIZE, num_tokens), (3, other, 0, num_other))
-    decoded = run((2, tokens, num_tokens - 1, num_tokens), (3, other, num_other - 1, num_other))
-    if not torch.equal(whole, beside) or not torch.equal(whole, decoded):
+    beside = check.run((2, tokens, num_hit, num_tokens), (3, other, 0, num_other))
+    decoded = check.run((2, tokens, num_tokens - 1, num_tokens), (3, other, num_other - 1, num_other))
+    if not torch.equal(whole, beside) or not (model.states or torch.equal(whole, decoded)):
         return "logits depend on cache hits or on the other requests of a batch"
     return None
 
 
-def _batch(parts: list[tuple[IntArray, IntArray, int, int]]) -> Batch:
-    """A batch of (block table, token ids, start, end)."""
-    lengths = [end - start for _, _, start, end in parts]
-    return Batch(
-        entries=(),
-        token_ids=np.concatenate([ids[start:end] for _, ids, start, end in parts]),
-        positions=np.concatenate([np.arange(start, end, dtype=np.int32) for _, _, start, end in parts]),
-        query_starts=np.cumsum([0, *lengths], dtype=np.int32),
-        block_tables=np.stack([table for table, *_ in parts]),
-        write_from=np.zeros(len(parts), np.int32),
-        copies=np.empty((0, 2), np.int32),
-    )
+class _Check:
+    """Four requests with tables of their own in every group."""
+
+    def __init__(self, model: LoadedModel, num_tokens: int) -> None:
+        options = LayoutOptions(block_size=BLOCK_SIZE, state_block_size=BLOCK_SIZE, max_tokens=model.max_positions)
+        layout = model.plan_layout(options)
+        self.tables = []
+        num_blocks = 0
+        for spec in layout.specs:
+            length = -(-num_tokens // spec.block_size)
+            self.tables.append(num_blocks + np.arange(4 * length, dtype=np.int32).reshape(4, length))
+            num_blocks += 4 * length
+        self.block_sizes = [spec.block_size for spec in layout.specs]
+        self.runner = ModelRunner(model, KVStorage(layout, num_blocks, model.device))
+
+    def share(self, source: int, target: int, num_tokens: int) -> None:
+        """Give one request the first blocks of another."""
+        for table, size in zip(self.tables, self.block_sizes, strict=True):
+            table[target, : num_tokens // size] = table[source, : num_tokens // size]
+
+    def run(self, *parts: tuple[int, IntArray, int, int]) -> torch.Tensor:
+        """Logits behind the first of some parts, each (request, token ids, start, end), run as one batch."""
+        lengths = [end - start for _, _, start, end in parts]
+        rows = [row for row, *_ in parts]
+        batch = Batch(
+            entries=(),
+            token_ids=np.concatenate([ids[start:end] for _, ids, start, end in parts]),
+            positions=np.concatenate([np.arange(start, end, dtype=np.int32) for _, _, start, end in parts]),
+            query_starts=np.cumsum([0, *lengths], dtype=np.int32),
+            group_tables=tuple(table[rows] for table in self.tables),
+            write_from=np.zeros(len(parts), np.int32),
+            copies=np.empty((0, 2), np.int32),
+        )
+        return self.runner.forward(batch, batch.query_starts[1:2].astype(np.int64) - 1)[0]

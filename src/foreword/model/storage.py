@@ -1,8 +1,8 @@
-"""The KV tensors.
+"""The memory of blocks: keys, values and recurrent states.
 
 Knows tensors, blocks and slots; knows nothing of requests, prefixes or who holds a block.
 
-    slot = block id * block_size + offset in the block
+    slot = block id * block_size + offset in the block        (a token's place; block_size is the group's)
 """
 
 from __future__ import annotations
@@ -14,67 +14,146 @@ import torch
 from torch import Tensor
 
 from foreword.batch import Batch, IntArray
+from foreword.cache import RecurrentSpec
+from foreword.model.layout import CacheLayout, GroupLayout
 
 
 @dataclass(frozen=True, slots=True)
-class LayerLayout:
-    """Shape of one attention layer's KV."""
+class _Piece:
+    """Bytes `start` to `end` of a recurrent state lie in one page, from `offset` on."""
 
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def elements_per_token(self) -> int:
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
-
-
-def bytes_per_block(layers: list[LayerLayout], block_size: int, dtype: torch.dtype) -> int:
-    """Memory of one block over all layers."""
-    return block_size * dtype.itemsize * sum(layer.elements_per_token for layer in layers)
+    pages: Tensor
+    start: int
+    end: int
+    offset: int
 
 
 class KVStorage:
-    """Keys and values of every layer, `[num_blocks + 1, block_size, kv_heads, dim]` each.
+    """Pages of every slot, `[num_blocks + 1, bytes]`, and what attention layers see of them.
 
     The last block is scrap: KV that must not be kept is written there, and nothing reads it unmasked. Memory
     is not touched before it is used, so a large pool costs nothing at start; unwritten slots may hold anything.
     """
 
-    def __init__(
-        self,
-        layers: list[LayerLayout],
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, layout: CacheLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
         self.num_blocks = num_blocks
-        self.block_size = block_size
         self.scrap_block = num_blocks
 
-        def blocks(heads: int, dim: int) -> Tensor:
-            return torch.empty(num_blocks + 1, block_size, heads, dim, dtype=dtype, device=device)
+        def pages(num_bytes: int) -> Tensor:
+            return torch.empty(num_blocks + 1, num_bytes, dtype=torch.uint8, device=device)
 
-        self.keys = [blocks(layer.num_kv_heads, layer.key_dim) for layer in layers]
-        self.values = [blocks(layer.num_kv_heads, layer.value_dim) for layer in layers]
+        self._slots = [(pages(layout.key_page_bytes), pages(layout.value_page_bytes)) for _ in range(layout.num_slots)]
+        self._pages = [*(pages for slot in self._slots for pages in slot), pages(layout.state_page_bytes)]
+        self.keys: dict[int, Tensor] = {}
+        """Attention layer -> [num_blocks + 1, block_size, kv_heads, key_dim]."""
+        self.values: dict[int, Tensor] = {}
+        """Attention layer -> [num_blocks + 1, block_size, kv_heads, value_dim]."""
+        self.group_of: dict[int, int] = {}
+        """Attention layer -> its group."""
+        self.state_group_of: dict[int, int] = {}
+        """Recurrent layer -> its group."""
+        self._pieces: dict[int, list[_Piece]] = {}
+        for group_id, group in enumerate(layout.groups):
+            if isinstance(group.spec, RecurrentSpec):
+                self._place_states(group_id, group)
+            else:
+                self._place_attention(group_id, group)
 
-    def slot_mapping(self, batch: Batch) -> Tensor:
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens per block of each group."""
+        return tuple(spec.block_size for spec in self.layout.specs)
+
+    def _place_attention(self, group_id: int, group: GroupLayout) -> None:
+        size, dtype = group.spec.block_size, self.layout.dtype
+        for layer, (key_pages, value_pages) in zip(group.layers, self._slots, strict=False):
+            shape = self.layout.attention[layer]
+            self.group_of[layer] = group_id
+            self.keys[layer] = _as_blocks(key_pages, dtype, size, shape.num_kv_heads, shape.key_dim)
+            self.values[layer] = _as_blocks(value_pages, dtype, size, shape.num_kv_heads, shape.value_dim)
+
+    def _place_states(self, group_id: int, group: GroupLayout) -> None:
+        """States follow each other over the pages of all slots, keys' before values', and what there is beside."""
+        extents, end = [], 0
+        for pages in self._pages:
+            extents.append((pages, end, end + pages.shape[1]))
+            end += pages.shape[1]
+        start = 0
+        for layer in group.layers:
+            stop = start + self.layout.states[layer].num_bytes
+            assert stop <= end, "a block is too small for its states"
+            self.state_group_of[layer] = group_id
+            self._pieces[layer] = [
+                _Piece(pages, max(first, start) - start, min(last, stop) - start, max(first, start) - first)
+                for pages, first, last in extents
+                if first < stop and start < last
+            ]
+            start = stop
+
+    # ------------------------------------------------------------------------ KV
+
+    def is_contiguous(self, group_id: int) -> bool:
+        """Whether the blocks of an attention group's layers fill their pages, so that no gaps lie between them."""
+        layer = self.layout.groups[group_id].layers[0]
+        return self.keys[layer].is_contiguous() and self.values[layer].is_contiguous()
+
+    def slot_mapping(self, batch: Batch, group_id: int) -> Tensor:
         """Slot of each token of a batch, [tokens]; a scrap slot where the KV is in a shared block already."""
+        size = self.block_sizes[group_id]
         request = np.repeat(np.arange(len(batch.query_starts) - 1), np.diff(batch.query_starts))
-        block_ids = batch.block_tables[request, batch.positions // self.block_size].astype(np.int64)
+        block_ids = batch.group_tables[group_id][request, batch.positions // size].astype(np.int64)
         block_ids[batch.positions < batch.write_from[request]] = self.scrap_block
-        return torch.from_numpy(block_ids * self.block_size + batch.positions % self.block_size)
+        return torch.from_numpy(block_ids * size + batch.positions % size)
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store the KV of some tokens: keys and values [tokens, kv_heads, dim], slots [tokens]."""
+        for blocks, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            if blocks.is_contiguous():
+                blocks.flatten(0, 1).index_copy_(0, slots, new)
+            else:
+                size = blocks.shape[1]
+                blocks[slots // size, slots % size] = new
 
     def copy_blocks(self, copies: IntArray) -> None:
         """Copy whole blocks, [copies, (source, target)], all sources read before any target is written."""
         if not len(copies):
             return
-        sources, targets = torch.from_numpy(copies.astype(np.int64)).to(self.keys[0].device).unbind(1)
-        for blocks in (*self.keys, *self.values):
-            blocks.index_copy_(0, targets, blocks.index_select(0, sources))
+        sources, targets = torch.from_numpy(copies.astype(np.int64)).to(self._pages[0].device).unbind(1)
+        for pages in self._pages:
+            pages.index_copy_(0, targets, pages.index_select(0, sources))
 
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store the KV of some tokens: keys and values [tokens, kv_heads, dim], slots [tokens]."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
+    # -------------------------------------------------------------------- states
+
+    def load_state(self, layer: int, block_id: int) -> list[Tensor]:
+        """A recurrent layer's state, one tensor [1, ...] for each that its layout names (copies)."""
+        layout = self.layout.states[layer]
+        raw = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._pages[0].device)
+        for piece in self._pieces[layer]:
+            length = piece.end - piece.start
+            raw[piece.start : piece.end] = piece.pages[block_id, piece.offset : piece.offset + length]
+        tensors, start = [], 0
+        for shape, dtype, size in zip(layout.shapes, layout.dtypes, layout.tensor_bytes(), strict=True):
+            used = int(np.prod(shape)) * dtype.itemsize
+            tensors.append(raw[start : start + used].view(dtype).view(1, *shape).clone())
+            start += size
+        return tensors
+
+    def save_state(self, layer: int, block_id: int, tensors: list[Tensor]) -> None:
+        """Store a recurrent layer's state, as `load_state` returns it."""
+        layout = self.layout.states[layer]
+        raw = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self._pages[0].device)
+        start = 0
+        for tensor, size in zip(tensors, layout.tensor_bytes(), strict=True):
+            flat = tensor.contiguous().view(-1).view(torch.uint8)
+            raw[start : start + len(flat)] = flat
+            start += size
+        for piece in self._pieces[layer]:
+            length = piece.end - piece.start
+            piece.pages[block_id, piece.offset : piece.offset + length] = raw[piece.start : piece.end]
+
+
+def _as_blocks(pages: Tensor, dtype: torch.dtype, block_size: int, num_heads: int, dim: int) -> Tensor:
+    """What one layer sees of its slot's pages; contiguous if it fills them."""
+    used = block_size * num_heads * dim * dtype.itemsize
+    return torch.unflatten(pages[:, :used].view(dtype), 1, (block_size, num_heads, dim))

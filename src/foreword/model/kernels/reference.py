@@ -24,6 +24,7 @@ keep it:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,7 @@ TILE_QUERIES = 256
 """Most queries of one request that share a tile."""
 ROW_MULTIPLE = 16
 _LOWEST = torch.finfo(torch.float32).min
+Position = TypeVar("Position", int, Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class AttentionOptions:
     """Scores become softcap * tanh(score / softcap)."""
     sinks: Tensor | None = None
     """[heads]: one more score per head that takes weight but has no value."""
+    local_chunk: int | None = None
+    """A query at position p sees positions p // local_chunk * local_chunk to p. Not together with a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class Tile:
     positions: Tensor
     """[requests, queries], ascending."""
     block_tables: Tensor
-    """[requests, blocks]: physical blocks, the scrap block where a table has ended."""
+    """[requests, blocks]: physical blocks; the scrap block where a table has ended or given up a block."""
     first_position: int
     last_position: int
     """Least and most position in the tile; they bound the chunks to visit."""
@@ -146,15 +150,15 @@ def _attend_tile(
 
     chunk_blocks = max(1, CHUNK_TOKENS // block_size)
     chunk = chunk_blocks * block_size
-    first_seen = 0 if options.sliding_window is None else max(0, tile.first_position - options.sliding_window + 1)
-    for start in range(first_seen // chunk * chunk, tile.last_position + 1, chunk):
+    first_seen = _first_seen(tile.first_position, options)
+    for start in range(max(0, first_seen) // chunk * chunk, tile.last_position + 1, chunk):
         at = start // block_size
         blocks = tile.block_tables[:, at : at + chunk_blocks]
         keys = _gather(key_blocks, blocks, chunk)
         values = _gather(value_blocks, blocks, chunk)
-        hidden = _hidden(tile, start, chunk, options.sliding_window)
-        if start + chunk - 1 > tile.shortest:
-            _zero_unwritten(values, tile, start, num_kv_heads)
+        hidden = _hidden(tile, start, chunk, options)
+        if start + chunk - 1 > tile.shortest or start < _first_seen(tile.last_position, options):
+            _zero_unseen(values, tile, start, options)
         scores = _products(rows, keys.transpose(1, 2))
         if options.softcap is not None:
             scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)
@@ -210,21 +214,29 @@ def _gather(blocks: Tensor, block_ids: Tensor, chunk: int) -> Tensor:
     return torch.nn.functional.pad(taken, (0, 0, 0, missing)) if missing else taken
 
 
-def _hidden(tile: Tile, start: int, chunk: int, sliding_window: int | None) -> Tensor | None:
+def _first_seen(position: Position, options: AttentionOptions) -> Position:
+    """Least position that a query at `position` sees; may be negative for 0."""
+    if options.sliding_window is not None:
+        return position - options.sliding_window + 1
+    if options.local_chunk is not None:
+        return position // options.local_chunk * options.local_chunk
+    return 0 * position
+
+
+def _hidden(tile: Tile, start: int, chunk: int, options: AttentionOptions) -> Tensor | None:
     """Which KV positions of a chunk a query must not see, [requests, queries, chunk]; None if all are seen."""
-    ends_before = start + chunk - 1 <= tile.first_position
-    if ends_before and (sliding_window is None or tile.last_position - sliding_window < start):
+    if start + chunk - 1 <= tile.first_position and _first_seen(tile.last_position, options) <= start:
         return None
     kv = torch.arange(start, start + chunk, device=tile.positions.device)
     queries = tile.positions[..., None]
     hidden = kv > queries
-    if sliding_window is not None:
-        hidden |= kv <= queries - sliding_window
+    if options.sliding_window is not None or options.local_chunk is not None:
+        hidden |= kv < _first_seen(queries, options)
     return hidden
 
 
-def _zero_unwritten(values: Tensor, tile: Tile, start: int, num_kv_heads: int) -> None:
-    """Zero values after a request's last position: their weight is 0, but 0 * NaN would not be."""
+def _zero_unseen(values: Tensor, tile: Tile, start: int, options: AttentionOptions) -> None:
+    """Zero values that none of a request's queries sees: their weight is 0, but 0 * NaN would not be."""
     kv = torch.arange(start, start + values.shape[1], device=values.device)
-    unwritten = kv > tile.positions[:, -1:]
-    values.masked_fill_(unwritten.repeat_interleave(num_kv_heads, 0)[..., None], 0.0)
+    unseen = (kv > tile.positions[:, -1:]) | (kv < _first_seen(tile.positions[:, :1], options))
+    values.masked_fill_(unseen.repeat_interleave(len(values) // len(unseen), 0)[..., None], 0.0)

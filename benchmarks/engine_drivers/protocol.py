@@ -1,0 +1,65 @@
+"""How `engine.py` talks to an engine in a process of its own: JSON lines over standard input and output.
+
+Knows only the standard library, so that it runs under any engine's interpreter. An engine that waits for a
+line uses no processor time.
+
+    -> {"model": FOLDER, "num_threads": N, "kv_bytes": N, "max_model_len": N, "max_num_seqs": N}
+    <- {"version": "..."}
+    -> {"do": "generate", "prompts": [[5, 17, ...], ...], "num_tokens": 64}
+    <- {"seconds": 1.25, "token_ids": [[...], ...]}
+    -> {"do": "reset"}            forget all cached prefixes
+    <- {}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Options:
+    model: str
+    """Folder of the Hugging Face checkpoint."""
+    num_threads: int
+    kv_bytes: int
+    max_model_len: int
+    max_num_seqs: int
+
+
+class Driver(Protocol):
+    """An engine as the benchmark uses it."""
+
+    version: str
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        """Greedy continuations of exactly `num_tokens` tokens, of all prompts together."""
+        ...
+
+    def reset(self) -> None: ...
+
+
+def serve(make_driver: Callable[[Options], Driver]) -> None:
+    """Answer requests until standard input ends. What the engine itself prints goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
+    driver = make_driver(Options(**json.loads(sys.stdin.readline())))
+    answer({"version": driver.version})
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["do"] == "reset":
+            driver.reset()
+            answer({})
+        else:
+            started = time.perf_counter()
+            token_ids = driver.generate(request["prompts"], request["num_tokens"])
+            answer({"seconds": time.perf_counter() - started, "token_ids": token_ids})

@@ -1,0 +1,153 @@
+"""Where the time of a decoding step goes: what computes, and what only organises it.
+
+A model of Qwen2-0.5B's shape with random weights decodes a batch with one thread for numerical code, so that all of
+it is processor time of the calling thread, which other programs do not disturb much. Parts are timed where they are
+called; what they cost is their own time without that of parts inside. The timers themselves cost about a
+microsecond per call, which is taken off.
+
+    python benchmarks/step_profile.py [--batch 16] [--steps 40] [--quick] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from foreword import LLM, SamplingParams
+from foreword.model import fused, packed, row_kernels, runner, storage
+from foreword.model.kernels import cpu_attention
+from foreword.model.random_weights import QWEN2_0_5B, save_random_model
+from foreword.scheduler import Scheduler
+from workloads import QUICK_SHAPE
+
+PROMPT_TOKENS = 32
+COMPUTING = ("products", "attention", "norms and gates")
+
+
+class Clock:
+    """Own time of nested parts, in seconds of the calling thread."""
+
+    def __init__(self) -> None:
+        self.own: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+        self._inside = [0.0]
+        self._cost = 0.0
+        self._cost = self._calibrate()
+
+    def _calibrate(self) -> float:
+        nothing = self.timed("nothing", lambda: None)
+        started = time.thread_time()
+        for _ in range(10_000):
+            nothing()
+        cost = (time.thread_time() - started) / 10_000
+        self.own.clear()
+        self.calls.clear()
+        self._inside = [0.0]
+        return cost
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            self._inside.append(0.0)
+            started = time.thread_time()
+            try:
+                return function(*args, **options)
+            finally:
+                spent = time.thread_time() - started
+                self.own[part] += spent - self._inside.pop()
+                self.calls[part] += 1
+                self._inside[-1] += spent + self._cost / 2
+
+        return call
+
+    def watch(self, part: str, owner: Any, name: str) -> None:
+        setattr(owner, name, self.timed(part, getattr(owner, name)))
+
+
+def watch_parts(clock: Clock, llm: LLM) -> None:
+    clock.watch("scheduling and batch building", llm.engine.scheduler, "schedule")
+    clock.watch("scheduling and batch building", Scheduler, "commit")
+    clock.watch("outputs", llm.engine, "_collect_all")
+    clock.watch("batch to tensors", storage.KVStorage, "slot_mapping")
+    clock.watch("attention", storage.KVStorage, "write")
+    clock.watch("sampling", runner, "sample")
+    clock.watch("batch to tensors, logits to the sampler", runner.ModelRunner, "execute")
+    clock.watch("products", packed.PackedLinear, "forward")
+    clock.watch("products", fused.ProductPart, "forward")
+    clock.watch("norms and gates", row_kernels.RowKernels, "rms_norm")
+    clock.watch("norms and gates", row_kernels.RowKernels, "silu_gate")
+    clock.watch("attention", cpu_attention.CpuAttention, "attend")
+    clock.watch("attention plan", cpu_attention.CpuAttention, "plan")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    shape = QUICK_SHAPE if args.quick else QWEN2_0_5B
+    with TemporaryDirectory() as folder:
+        save_random_model(Path(folder), shape)
+        llm = LLM(folder, kv_cache_memory_bytes=2**29, self_check=False)
+    clock = Clock()
+    watch_parts(clock, llm)
+    # What is left of a forward pass: the model's own Python, rotary embeddings, additions.
+    module = llm.engine._runner._model.module  # type: ignore[attr-defined]
+    module.forward = clock.timed("modules, rotary, additions", module.forward)
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0.0, max_tokens=args.steps + 8, ignore_eos=True)
+    for number in range(args.batch):
+        prompt = llm._prompt({"prompt_token_ids": rng.integers(0, shape.vocab_size, PROMPT_TOKENS).tolist()})
+        llm.engine.add_request(str(number), prompt, params)
+    step = clock.timed("engine", llm.engine.step)
+    for _ in range(4):  # the prefill, and steps to warm up
+        step()
+    samples: list[dict[str, float]] = []
+    for _ in range(args.steps):
+        clock.own.clear()
+        step()
+        samples.append(dict(clock.own))
+    parts = {part: 1e3 * statistics.median(sample[part] for sample in samples) for part in samples[0]}
+    total = 1e3 * statistics.median(sum(sample.values()) for sample in samples)
+    return {"parts_ms": parts, "step_ms": total, "batch": args.batch}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=16, help="requests that decode together (default: 16)")
+    parser.add_argument("--steps", type=int, default=40, help="steps whose medians are taken (default: 40)")
+    parser.add_argument("--quick", action="store_true", help="a tiny model: shows that it runs, and nothing else")
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone on stdout")
+    args = parser.parse_args()
+    report = run(args)
+    table = Table(box=SIMPLE_HEAD, title=f"one step of {args.batch} requests: {report['step_ms']:.1f} ms, one thread")
+    for name in ("part", "ms", "share"):
+        table.add_column(name, justify="left" if name == "part" else "right")
+    for part, own in sorted(report["parts_ms"].items(), key=lambda item: -item[1]):
+        table.add_row(part, f"{own:.2f}", f"{own / report['step_ms']:.1%}")
+    modules = report["parts_ms"].get("modules, rotary, additions", 0.0)
+    organising = sum(own for part, own in report["parts_ms"].items() if part not in COMPUTING) - modules
+    report |= {"organising_share": organising / report["step_ms"], "modules_share": modules / report["step_ms"]}
+    console = Console(stderr=args.json)
+    console.print(table)
+    console.print(
+        f"organising: {report['organising_share']:.1%}; modules: {report['modules_share']:.1%}", highlight=False
+    )
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

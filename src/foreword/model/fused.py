@@ -1,0 +1,242 @@
+"""Modules of a loaded model replaced by faster ones that compute the same.
+
+Knows what norms, gated feed-forward networks and projections of one input look like as modules; knows no model by
+name. What a module computes is found out by running it: it is replaced only if the formula that it is taken for
+gives its exact bits. Everything else stays as it is.
+
+    norm(x) * weight                      seven operations become one           (`RowKernels.rms_norm`)
+    down(silu(gate(x)) * up(x))           two products become one, and the gate one operation
+    query(x), key(x), value(x)            three products become one
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foreword.model.packed import PackedLinear, can_pack
+from foreword.model.row_kernels import ADD_ONE, ROUND_NORM, RowKernels
+
+logger = logging.getLogger(__name__)
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+"""Linear layers of one parent that usually read the same input."""
+_NUM_ROWS = 3
+"""Rows of random numbers on which formulas are compared."""
+
+
+def fuse(module: nn.Module) -> None:
+    """Replace what can be replaced in `module`; to be called before its linear layers are packed."""
+    kernels = RowKernels()
+    fusion = _Fusion(kernels)
+    for path, child in list(module.named_modules()):
+        found = fusion.replacement(child) if path else None
+        if found is not None:
+            module.set_submodule(path, found)
+    for parent in list(module.modules()):
+        if not isinstance(parent, FusedGate):
+            _merge_siblings(parent)
+
+
+class FusedNorm(nn.Module):
+    """A root-mean-square norm in one pass. Bits of a row do not depend on the others."""
+
+    def __init__(self, weight: Tensor, epsilon: float, form: int, kernels: RowKernels) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self._epsilon = epsilon
+        self._form = form
+        self._kernels = kernels
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self._kernels.rms_norm(hidden_states, self.weight, self._epsilon, self._form)
+
+
+class FusedGate(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up being one product."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, kernels: RowKernels) -> None:
+        super().__init__()
+        self.gate_up = PackedLinear.stack([gate, up])
+        self.down = PackedLinear.stack([down])
+        self._kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down(self._kernels.silu_gate(self.gate_up(x)))
+        return output
+
+
+class _SharedProduct:
+    """One product for several linear layers, computed when the first of them is asked."""
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        self.packed = PackedLinear.stack(linears)
+        self.sizes = [linear.out_features for linear in linears]
+        self._input: Tensor | None = None
+        self._waiting: dict[int, Tensor] = {}
+
+    def part(self, number: int, x: Tensor) -> Tensor:
+        if x is not self._input or number not in self._waiting:
+            self._input = x
+            self._waiting = dict(enumerate(torch.split(self.packed(x), self.sizes, -1)))
+        output = self._waiting.pop(number)
+        if not self._waiting:
+            self._input = None
+        return output.contiguous()
+
+
+class ProductPart(nn.Module):
+    """What one linear layer computes, as a part of a product that its siblings share."""
+
+    def __init__(self, linear: nn.Linear, product: _SharedProduct, number: int) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self._product = product
+        self._number = number
+
+    @property
+    def weight(self) -> Tensor:
+        """[out_features, in_features]: a plain copy, made on every access."""
+        return torch.split(self._product.packed.weight, self._product.sizes)[self._number]
+
+    @property
+    def bias(self) -> Tensor | None:
+        bias = self._product.packed.bias
+        return None if bias is None else torch.split(bias, self._product.sizes)[self._number]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._product.part(self._number, input)
+
+
+# -------------------------------------------------------------------------------------- finding out
+
+
+class _Fusion:
+    """Decides what a module may be replaced by; one verdict serves all modules of the same make."""
+
+    def __init__(self, kernels: RowKernels) -> None:
+        self._kernels = kernels
+        self._verdicts: dict[tuple[Any, ...], Any] = {}
+
+    def replacement(self, module: nn.Module) -> nn.Module | None:
+        if _has_hooks(module) or len(inspect.signature(module.forward).parameters) != 1:
+            return None  # a gated norm takes a second tensor, if it is given one
+        parameters, children = dict(module.named_parameters()), dict(module.named_children())
+        if not children and list(parameters) == ["weight"] and parameters["weight"].dim() == 1:
+            return self._norm(module, parameters["weight"].detach())
+        linears = [child for child in children.values() if type(child) is nn.Linear]
+        if len(linears) == 3 and len(children) in (3, 4):
+            return self._gate(module, linears)
+        return None
+
+    def _norm(self, module: nn.Module, weight: Tensor) -> nn.Module | None:
+        if not self._kernels.can_take(len(weight), weight.dtype) or weight.device.type != "cpu":
+            return None
+        epsilons = [value for value in vars(module).values() if type(value) is float and 0 < value < 1e-2]
+        if len(epsilons) != 1:
+            return None
+        key = (type(module), _settings(module), weight.dtype, len(weight))
+        if key not in self._verdicts:
+            self._verdicts[key] = _norm_form(module, weight, epsilons[0])
+        form = self._verdicts[key]
+        return None if form is None else FusedNorm(weight, epsilons[0], form, self._kernels)
+
+    def _gate(self, module: nn.Module, linears: list[nn.Linear]) -> nn.Module | None:
+        first = linears[0].weight
+        sizes = [(linear.in_features, linear.out_features) for linear in linears]
+        if sizes[0] != sizes[1] or sizes[2] != sizes[0][::-1] or not can_pack(first.dtype, first.device):
+            return None
+        same = len({(linear.bias is None, linear.weight.dtype) for linear in linears[:2]}) == 1
+        if not same or not self._kernels.can_take(sizes[0][1], first.dtype):
+            return None
+        key = (type(module), _settings(module), *(type(child) for child in module.children()), first.dtype, *sizes)
+        if key not in self._verdicts:
+            self._verdicts[key] = _gate_order(module, linears)
+        order = self._verdicts[key]
+        if order is None:
+            return None
+        return FusedGate(linears[order[0]], linears[order[1]], linears[2], self._kernels)
+
+
+def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
+    """Plain values among a module's attributes, which may change what it computes."""
+    return tuple((name, value) for name, value in vars(module).items() if isinstance(value, bool | int | float | str))
+
+
+def _norm_form(module: nn.Module, weight: Tensor, epsilon: float) -> int | None:
+    """How the module rounds and scales; None if it is no root-mean-square norm.
+
+    Its weight is random for the trial, since a weight of ones would make the formulas agree.
+    """
+    x = _random(_NUM_ROWS, len(weight), weight.dtype)
+    kept = weight.clone()
+    with torch.no_grad():
+        weight.copy_(_random(1, len(weight), weight.dtype)[0])
+        try:
+            output = _output(module, x)
+            wide = x.float()
+            norm = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+            formulas = {
+                ROUND_NORM: (weight * norm.to(x.dtype)).to(x.dtype),
+                0: (weight.float() * norm).to(x.dtype),
+                ADD_ONE: ((1.0 + weight.float()) * norm).to(x.dtype),
+            }
+        finally:
+            weight.copy_(kept)
+    return next((form for form, expected in formulas.items() if _equal(output, expected)), None)
+
+
+def _gate_order(module: nn.Module, linears: list[nn.Linear]) -> tuple[int, int] | None:
+    """Which of the first two linear layers is the gate; None if the module computes something else."""
+    x = _random(_NUM_ROWS, linears[0].in_features, linears[0].weight.dtype)
+    with torch.no_grad():
+        output = _output(module, x)
+        for gate, up in ((0, 1), (1, 0)):
+            if _equal(output, linears[2](nn.functional.silu(linears[gate](x)) * linears[up](x))):
+                return gate, up
+    return None
+
+
+def _output(module: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """What the module makes of `x`; None if it wants something else."""
+    try:
+        return module(x)
+    except Exception:
+        return None
+
+
+def _equal(output: Any, expected: Tensor) -> bool:
+    return isinstance(output, Tensor) and output.dtype == expected.dtype and torch.equal(output, expected)
+
+
+def _merge_siblings(parent: nn.Module) -> None:
+    """Let the linear layers of `parent` that read the same input share one product.
+
+    Which ones do cannot be seen without running the model, so the usual names of projections are asked for. A wrong
+    guess would cost time and nothing else: a layer that is handed another tensor than its siblings computes anew.
+    """
+    named = [(name, getattr(parent, name, None)) for name in PROJECTIONS]
+    linears = [child for _, child in named if type(child) is nn.Linear and not _has_hooks(child)]
+    if len(linears) < len(named):
+        return
+    first = linears[0].weight
+    alike = {(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}
+    if len(alike) > 1 or not can_pack(first.dtype, first.device):
+        return
+    product = _SharedProduct(linears)
+    for number, (name, linear) in enumerate(zip(PROJECTIONS, linears, strict=True)):
+        setattr(parent, name, ProductPart(linear, product, number))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _random(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -1,0 +1,270 @@
+"""One chunk of KV with any number of rows, compiled by numba: pack, multiply, weigh, multiply.
+
+Knows packed memory and rows; knows nothing of block tables, requests or the order of chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from numba import carray, cfunc, types
+
+from foreword.model.kernels.cpu_layout import (
+    CHUNK,
+    FLOAT_OPTIONS,
+    FLOATS,
+    FOLD,
+    FOLD_MIXED,
+    FOLD_STATS,
+    KEY_DIM,
+    KEY_ROWS,
+    MODE,
+    NEXT_KEY_ROWS,
+    NEXT_VALUE_ROWS,
+    NUM_ARGUMENTS,
+    PACKED_KEYS,
+    PACKED_VALUES,
+    PAIRS,
+    PANEL,
+    PARTIAL_MIXED,
+    PARTIAL_STATS,
+    ROW_MIXED,
+    ROW_QUERIES,
+    ROW_SCORES,
+    ROW_STATS,
+    ROW_TABLE,
+    ROW_WEIGHTS,
+    STAGE,
+    STAGED_ROWS,
+    VALUE_DIM,
+    VALUE_ROWS,
+    WIDENED,
+    ZEROS,
+    inlined,
+    part,
+    source_digest,
+)
+from foreword.model.kernels.simd import (
+    LANES,
+    LOG2_E,
+    ROWS,
+    copy_bytes,
+    interleave,
+    load_float,
+    load_int,
+    merge,
+    pair_product_32,
+    pair_product_64,
+    prefetch,
+    product_32,
+    product_64,
+    soft_cap,
+    softmax,
+    softmax_pairs,
+    store_int,
+    transpose_widened,
+    transpose_words,
+    widen,
+)
+
+
+@inlined
+def _stage(scratch: int, rows: int, start: int, stop: int, offset: int, num_bytes: int, padded_bytes: int) -> None:
+    """Copy one head of tokens whose size is no multiple of a vector to where it can be padded with zeros."""
+    zeros, stage = part(scratch, ZEROS), part(scratch, STAGE)
+    for token in range(start, stop):
+        target = stage + token * padded_bytes
+        copy_bytes(target, load_int(rows + 8 * token) + offset, num_bytes)
+        copy_bytes(target + num_bytes, zeros, padded_bytes - num_bytes)
+        store_int(scratch + STAGED_ROWS + 8 * token, target)
+
+
+@inlined
+def _pack_keys(a: Any, scratch: int, kv_head: int, start: int, stop: int) -> None:
+    """Panels of 64 tokens, [words, 64] each."""
+    mode, dim = a[MODE], a[KEY_DIM]
+    item_bytes = 4 if mode == FLOATS else 2
+    num_words = (dim + 31) // 32 * 16 if mode == PAIRS else (dim + 15) // 16 * 16
+    row_bytes = num_words * (2 if mode == WIDENED else 4)
+    rows, offset = scratch + KEY_ROWS, kv_head * dim * item_bytes
+    if dim * item_bytes != row_bytes:
+        _stage(scratch, rows, start, stop, offset, dim * item_bytes, row_bytes)
+        rows, offset = scratch + STAGED_ROWS, 0
+    packed = part(scratch, PACKED_KEYS)
+    for token in range(start, stop, LANES):
+        for ahead in range(token, token + LANES):
+            prefetch(load_int(scratch + NEXT_KEY_ROWS + 8 * ahead), dim * item_bytes)
+        panel = packed + token // PANEL * num_words * 4 * PANEL + token % PANEL * 4
+        for word in range(0, num_words, LANES):
+            target = panel + word * 4 * PANEL
+            if mode == WIDENED:
+                transpose_widened(rows + 8 * token, offset + 2 * word, target, 4 * PANEL)
+            else:
+                transpose_words(rows + 8 * token, offset + 4 * word, target, 4 * PANEL)
+
+
+@inlined
+def _pack_values(a: Any, scratch: int, kv_head: int, start: int, stop: int) -> None:
+    """Panels of 64 dimensions (the last may have 32), [tokens or pairs of tokens, 64] each."""
+    mode, dim = a[MODE], a[VALUE_DIM]
+    item_bytes = 4 if mode == FLOATS else 2
+    width = (dim + 31) // 32 * 32
+    rows, offset = scratch + VALUE_ROWS, kv_head * dim * item_bytes
+    if dim != width:
+        _stage(scratch, rows, start, stop, offset, dim * item_bytes, width * item_bytes)
+        rows, offset = scratch + STAGED_ROWS, 0
+    packed = part(scratch, PACKED_VALUES)
+    together = 2 if mode == PAIRS else 1
+    for first in range(0, width, PANEL):
+        lanes = min(PANEL, width - first)
+        panel = packed + first * 4 * (CHUNK // together)
+        for token in range(start, stop, together):
+            prefetch(load_int(scratch + NEXT_VALUE_ROWS + 8 * token) + first * item_bytes, lanes * item_bytes)
+            if together == 2:
+                prefetch(load_int(scratch + NEXT_VALUE_ROWS + 8 * token + 8) + first * 2, lanes * item_bytes)
+            source = load_int(rows + 8 * token) + offset + first * item_bytes
+            target = panel + token // together * lanes * 4
+            if mode == PAIRS:
+                other = load_int(rows + 8 * token + 8) + offset + first * 2
+                interleave(source, other, target)
+                if lanes == PANEL:
+                    interleave(source + 64, other + 64, target + 128)
+            elif mode == WIDENED:
+                widen(target, source, lanes)
+            else:
+                copy_bytes(target, source, lanes * 4)
+
+
+@inlined
+def _take_query(a: Any, scratch: int, row: int, query: int) -> None:
+    """One row's query as words, padded with zeros."""
+    mode, dim = a[MODE], a[KEY_DIM]
+    item_bytes = 4 if mode == FLOATS else 2
+    num_words = (dim + 31) // 32 * 16 if mode == PAIRS else (dim + 15) // 16 * 16
+    target, zeros = part(scratch, ROW_QUERIES) + row * num_words * 4, part(scratch, ZEROS)
+    if mode == WIDENED:
+        stage = part(scratch, ROW_QUERIES) + ROWS * num_words * 4
+        copy_bytes(stage, query, dim * 2)
+        copy_bytes(stage + dim * 2, zeros, (num_words - dim) * 2)
+        widen(target, stage, num_words)
+    else:
+        copy_bytes(target, query, dim * item_bytes)
+        copy_bytes(target + dim * item_bytes, zeros, num_words * 4 - dim * item_bytes)
+
+
+# ----------------------------------------------------------------------------------------------- one chunk
+
+
+@inlined
+def _attend_rows(a: Any, scratch: int, first: int, num_rows: int, kind: int) -> None:
+    """Partial results of up to ROWS rows of the row table with the chunk that is packed."""
+    table = part(scratch, ROW_TABLE) + 32 * first
+    low, high = CHUNK, 0
+    for row in range(num_rows):
+        row_low, row_high = load_int(table + 32 * row + 8), load_int(table + 32 * row + 16)
+        if row_low < row_high:
+            low, high = min(low, row_low), max(high, row_high)
+    if low >= high:
+        return
+    start, stop = low // PANEL * PANEL, -(-high // PANEL) * PANEL
+    for row in range(num_rows):
+        _take_query(a, scratch, row, load_int(table + 32 * row))
+    _multiply_keys(a, scratch, num_rows, start, stop)
+    for row in range(num_rows):
+        _weigh_row(a, scratch, row, table + 32 * row, start, stop)
+    _multiply_values(a, scratch, num_rows, start, high)
+    width = (a[VALUE_DIM] + 31) // 32 * 32
+    for row in range(num_rows):
+        if load_int(table + 32 * row + 8) < load_int(table + 32 * row + 16):
+            stats = part(scratch, ROW_STATS) + 8 * row
+            mixed = part(scratch, ROW_MIXED) + row * 4 * width
+            target = load_int(table + 32 * row + 24)
+            if kind == FOLD:
+                fold_mixed = part(scratch, FOLD_MIXED) + target * 4 * width
+                merge(part(scratch, FOLD_STATS) + 8 * target, fold_mixed, stats, mixed, width)
+            else:
+                copy_bytes(a[PARTIAL_STATS] + 8 * target, stats, 8)
+                copy_bytes(a[PARTIAL_MIXED] + 4 * width * target, mixed, 4 * width)
+
+
+@inlined
+def _multiply_keys(a: Any, scratch: int, num_rows: int, start: int, stop: int) -> None:
+    """Scores of the rows' queries."""
+    num_words = (a[KEY_DIM] + 31) // 32 * 16 if a[MODE] == PAIRS else (a[KEY_DIM] + 15) // 16 * 16
+    queries = part(scratch, ROW_QUERIES)
+    for token in range(start, stop, PANEL):
+        panel = part(scratch, PACKED_KEYS) + token * num_words * 4
+        scores = part(scratch, ROW_SCORES) + 4 * token
+        if a[MODE] == PAIRS:
+            pair_product_64(num_rows, queries, num_words * 4, panel, num_words, scores, 4 * CHUNK)
+        else:
+            product_64(num_rows, queries, num_words * 4, panel, num_words, scores, 4 * CHUNK)
+
+
+@inlined
+def _weigh_row(a: Any, scratch: int, row: int, entry: int, start: int, stop: int) -> None:
+    """Weights of one row's scores; `entry`: its place in the row table."""
+    low, high = load_int(entry + 8), load_int(entry + 16)
+    scores = part(scratch, ROW_SCORES) + row * 4 * CHUNK
+    weights = part(scratch, ROW_WEIGHTS) + row * 4 * CHUNK
+    stats = part(scratch, ROW_STATS) + 8 * row
+    if low >= high:
+        copy_bytes(weights, part(scratch, ZEROS), 4 * CHUNK)
+        return
+    scale, cap = load_float(a[FLOAT_OPTIONS]), load_float(a[FLOAT_OPTIONS] + 4)
+    factor = scale * LOG2_E
+    if cap > 0.0:
+        soft_cap(scores, start, stop, scale / cap, cap)
+        factor = LOG2_E
+    if a[MODE] == PAIRS:
+        softmax_pairs(scores, weights, stats, start, stop, low, high, factor)
+    else:
+        softmax(scores, weights, stats, start, stop, low, high, factor)
+
+
+@inlined
+def _multiply_values(a: Any, scratch: int, num_rows: int, start: int, high: int) -> None:
+    """Mixtures of values by the rows' weights."""
+    width = (a[VALUE_DIM] + 31) // 32 * 32
+    together = 2 if a[MODE] == PAIRS else 1
+    length = (high - start + together - 1) // together
+    weights = part(scratch, ROW_WEIGHTS) + start * 4 // together
+    for dim in range(0, width, PANEL):
+        lanes = min(PANEL, width - dim)
+        panel = part(scratch, PACKED_VALUES) + dim * 4 * (CHUNK // together) + start // together * lanes * 4
+        target = part(scratch, ROW_MIXED) + 4 * dim
+        if a[MODE] == PAIRS and lanes == PANEL:
+            pair_product_64(num_rows, weights, 4 * CHUNK, panel, length, target, 4 * width)
+        elif a[MODE] == PAIRS:
+            pair_product_32(num_rows, weights, 4 * CHUNK, panel, length, target, 4 * width)
+        elif lanes == PANEL:
+            product_64(num_rows, weights, 4 * CHUNK, panel, length, target, 4 * width)
+        else:
+            product_32(num_rows, weights, 4 * CHUNK, panel, length, target, 4 * width)
+
+
+@inlined
+def _attend(a: Any, scratch: int, kv_head: int, num_rows: int, bounds: tuple[int, int], kind: int) -> None:
+    """All rows of the row table with one chunk, whose tokens have been found; `bounds`: what some row sees."""
+    start, stop = bounds[0] // PANEL * PANEL, -(-bounds[1] // PANEL) * PANEL
+    _pack_keys(a, scratch, kv_head, start, stop)
+    _pack_values(a, scratch, kv_head, start, stop)
+    num_parts = -(-num_rows // ROWS)
+    for number in range(num_parts):  # parts of equal size, as far as possible
+        first, end = number * num_rows // num_parts, (number + 1) * num_rows // num_parts
+        _attend_rows(a, scratch, first, end - first, kind)
+
+
+@functools.cache
+def compile_chunk() -> Any:
+    """The function that `cpu.py` calls by its address; compiled once per machine."""
+    digest = source_digest()
+    address = types.intp
+
+    @cfunc(types.void(types.CPointer(types.int64), *[address] * 6), cache=True, error_model="numpy")
+    def attend_chunk(arguments: Any, scratch: int, kv_head: int, num_rows: int, low: int, high: int, kind: int) -> None:
+        if digest != 0:
+            _attend(carray(arguments, NUM_ARGUMENTS), scratch, kv_head, num_rows, (low, high), kind)
+
+    return attend_chunk

@@ -1,0 +1,131 @@
+"""What the CPU kernel's compiled parts agree on: their arguments, and a thread's scratch memory.
+
+Knows offsets and sizes; knows nothing of how they are used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+
+from foreword.model.kernels.simd import ROWS, load_int
+
+CHUNK = 256
+PANEL = 64
+"""Tokens, or dimensions of values, that lie side by side in packed memory."""
+FOLD_QUERIES = 64
+PAIRS, WIDENED, FLOATS = range(3)
+"""Modes: bfloat16 multiplied in pairs, bfloat16 widened to float32, float32."""
+FOLD, SHARED = range(2)
+"""Kinds of items: (FOLD, request, first query, queries) and (SHARED, chunk, first member, last member + 1)."""
+
+# The arguments: int64 each. Strides and sizes ending in _BYTES; the others are counts or addresses.
+(
+    QUERY,
+    QUERY_TOKEN_BYTES,
+    QUERY_HEAD_BYTES,
+    KEYS,
+    VALUES,
+    NUM_KV_HEADS,
+    NUM_GROUPS,
+    KEY_DIM,
+    VALUE_DIM,
+    MODE,
+    OUTPUT,
+    FLOAT_OPTIONS,  # float32: scale, soft-cap (0: none)
+    SINKS,  # float32 per head; 0: none
+    WINDOW,  # 0: none
+    LOCAL_CHUNK,  # 0: none
+    TABLES,  # int32 [requests, TABLE_WIDTH]
+    TABLE_WIDTH,
+    BLOCK_SIZE,
+    REQUESTS,  # [requests, 5]: first row, queries, first position, chunks, first slot of partial results
+    ITEMS,  # [items, 4]
+    NUM_ITEMS,
+    MEMBERS,  # requests in the order that SHARED items speak of
+    MERGES,  # [queries of members, 2]: request, query
+    NUM_MERGES,
+    COUNTERS,  # threads, units of work, merges: shared by the threads, 0 at the start
+    PHASE,  # 0: items; 1: merge partial results
+    PARTIAL_STATS,  # float32 [slots, heads, 2]: peak and sum
+    PARTIAL_MIXED,  # float32 [slots, heads, padded value dim]
+    SCRATCH,
+    SCRATCH_BYTES,  # per thread
+    SELF,  # address of the arguments
+    ATTEND_CHUNK,  # address of `cpu_chunk.py`'s function
+    NUM_ARGUMENTS,
+) = range(33)
+
+# Offsets in a thread's scratch memory, filled in by `scratch_layout`: the first five are constant.
+KEY_ROWS = 0
+VALUE_ROWS = KEY_ROWS + 8 * CHUNK
+STAGED_ROWS = VALUE_ROWS + 8 * CHUNK
+NEXT_KEY_ROWS = STAGED_ROWS + 8 * CHUNK  # of the next item, to be prefetched
+NEXT_VALUE_ROWS = NEXT_KEY_ROWS + 8 * CHUNK
+LAYOUT = NEXT_VALUE_ROWS + 8 * CHUNK
+(ZEROS, STAGE, PACKED_KEYS, PACKED_VALUES, ROW_QUERIES, ROW_SCORES, ROW_WEIGHTS, ROW_STATS, ROW_MIXED) = range(9)
+(ROW_TABLE, FOLD_STATS, FOLD_MIXED, CURRENT_ITEM, LAYOUT_SIZE) = range(9, 14)
+VARIABLE = LAYOUT + 8 * LAYOUT_SIZE + 8  # kept a multiple of 64 below
+
+compiled = njit(error_model="numpy")
+inlined = njit(error_model="numpy", inline="always")
+"""Heavy functions with one caller: numba would otherwise optimise them again for every function that calls them."""
+
+
+def padded(size: int, multiple: int) -> int:
+    """`size` rounded up."""
+    return -(-size // multiple) * multiple
+
+
+def key_words(mode: int, key_dim: int) -> int:
+    """Words of a packed key."""
+    return padded(key_dim, 32) // 2 if mode == PAIRS else padded(key_dim, 16)
+
+
+def scratch_layout(mode: int, key_dim: int, value_dim: int, token_bytes: int, most_rows: tuple[int, int]) -> list[int]:
+    """Offsets of the variable parts of a thread's scratch memory, and their end.
+
+    `token_bytes`: the larger of a token's keys and values over all heads; `most_rows`: of an item, of a fold.
+    """
+    words, values = key_words(mode, key_dim), padded(value_dim, 32)
+    sizes = [
+        max(token_bytes, 4 * CHUNK) + 256,  # ZEROS: a token that nobody sees
+        CHUNK * 4 * (padded(max(key_dim, value_dim), 32) + 32),  # STAGE
+        CHUNK * 4 * words,
+        CHUNK * 4 * values,
+        ROWS * 4 * (words + 32),
+        ROWS * 4 * CHUNK,
+        ROWS * 4 * CHUNK,
+        ROWS * 8,
+        ROWS * 4 * values,
+        most_rows[0] * 32,  # ROW_TABLE: address of the query, low, high, target
+        most_rows[1] * 8,
+        most_rows[1] * 4 * values,
+        8,
+    ]
+    offsets, end = [], padded(VARIABLE, 64)
+    for size in sizes:
+        offsets.append(end)
+        end += padded(size, 64)
+    return [*offsets, end]
+
+
+@compiled
+def part(scratch: int, number: int) -> Any:
+    """Address of a variable part of a thread's scratch memory."""
+    return scratch + load_int(scratch + LAYOUT + 8 * number)
+
+
+def source_digest() -> int:
+    """A number that changes with the source of any kernel.
+
+    numba keeps compiled code beside a file and looks at that file's date only. A compiled function that mentions
+    this number is compiled anew when another file that takes part in it has changed.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return int.from_bytes(digest.digest()[:6], "big")

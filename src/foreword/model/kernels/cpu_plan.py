@@ -1,0 +1,160 @@
+"""What the CPU kernel does in a step: items of work, and which requests share chunks of KV.
+
+Knows batches and block tables; knows no tensor. A plan serves all layers of a step that use the same block tables.
+
+Requests with few queries (decoding, mostly) are split by chunks of KV. Members are sorted by their block
+tables, so requests with equal leading blocks are neighbours, and an item is a run of them for one chunk:
+
+    chunk       0   1   2   3   4
+    member 0    A   B   C   D          items:  A 0-3 | B 0-2 | E 3-3 | C 0-1 | ...
+    member 1    A   B   C   F   G      A run is as deep as its members' tables agree; nested prefixes are runs
+    member 2    A   B   H              inside runs. ChunkAttention (ACL 2024) calls this the two phases: chunk
+    member 3    A   E   I              first, where runs share a read of KV, then each sequence's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.batch import Batch, IntArray
+from foreword.model.kernels.cpu_layout import CHUNK, FOLD, FOLD_QUERIES, SHARED
+
+Int64Array = npt.NDArray[np.int64]
+FEW_QUERIES = 16
+"""Most queries of a request that are computed chunk by chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharingRule:
+    """When it pays to look for shared chunks: the KV that need not be read again must be worth the search.
+
+    Once found, sharing costs the kernel nothing, since partial results per chunk are what it computes anyway.
+    Both rates were measured by `benchmarks/attention.py`, the saving with two threads and KV out of the caches.
+    """
+
+    token_bytes: int
+    """KV of a token in all layers; 0: not known yet, so look."""
+    saved_ns_per_byte: float = 0.02
+    search_ns: float = 10_000
+    search_ns_per_block: float = 5
+
+    def saving_us(self, num_chunks: int) -> float:
+        """Time not spent on chunks that need not be read again."""
+        return num_chunks * CHUNK * self.token_bytes * self.saved_ns_per_byte / 1e3
+
+    def search_us(self, num_blocks: int) -> float:
+        """Time to sort block tables of so many entries."""
+        return (self.search_ns + num_blocks * self.search_ns_per_block) / 1e3
+
+    def pays(self, num_chunks: int, num_blocks: int) -> bool:
+        """Whether saving at most `num_chunks` may be worth a search through `num_blocks` entries."""
+        return not self.token_bytes or self.saving_us(num_chunks) > self.search_us(num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlan:
+    """Arrays as the kernel wants them; all int64 but the tables."""
+
+    tables: IntArray
+    block_size: int
+    num_tokens: int
+    requests: Int64Array
+    """[requests, 5]: first row, queries, first position, chunks, first slot of partial results."""
+    items: Int64Array
+    """[items, 4], see the kernel."""
+    members: Int64Array
+    """Requests with few queries, neighbours sharing most."""
+    merges: Int64Array
+    """[queries of members, 2]: request, query."""
+    num_slots: int
+    """Partial results per head."""
+    most_queries: int
+    """Of a SHARED item."""
+    num_chunks: int
+    """Chunks that members see, each for itself; SHARED items are as many or fewer."""
+    groups: tuple[int, ...]
+    """How many requests share their first chunk, group by group."""
+
+
+def plan_step(batch: Batch, block_size: int, rule: SharingRule | None) -> CpuPlan:
+    """Cut a batch into items of work. Requests with equal leading blocks share items where `rule` says it pays."""
+    lengths = np.diff(batch.query_starts).astype(np.int64)
+    first_positions = batch.positions[batch.query_starts[:-1]].astype(np.int64)
+    num_chunks = (first_positions + lengths + CHUNK - 1) // CHUNK
+    few = lengths <= FEW_QUERIES
+    members = np.flatnonzero(few)
+    joined = np.zeros(max(0, len(members) - 1), np.int64)
+    if rule is not None and len(members) > 1:
+        members, joined = _sort_by_blocks(batch, members, block_size, rule)
+    slots = np.where(few, lengths * num_chunks, 0)
+    first_slots = np.cumsum(slots) - slots
+    folds = _folds(np.flatnonzero(~few), lengths, first_positions)
+    shared = _shared(num_chunks[members], joined)
+    queries = np.cumsum(np.concatenate(([0], lengths[members])))
+    most = int((queries[shared[:, 3]] - queries[shared[:, 2]]).max()) if len(shared) else 0
+    merges = np.repeat(members, lengths[members])
+    numbers = np.arange(len(merges)) - np.repeat(queries[:-1], lengths[members])
+    return CpuPlan(
+        tables=np.ascontiguousarray(batch.block_tables, np.int32),
+        block_size=block_size,
+        num_tokens=batch.num_tokens,
+        requests=np.stack((batch.query_starts[:-1], lengths, first_positions, num_chunks, first_slots), 1),
+        items=np.ascontiguousarray(np.concatenate((folds, shared))),
+        members=members.astype(np.int64),
+        merges=np.ascontiguousarray(np.stack((merges, numbers), 1)),
+        num_slots=int(slots.sum()),
+        most_queries=most,
+        num_chunks=int(num_chunks[members].sum()),
+        groups=tuple(size for size in (shared[:, 3] - shared[:, 2])[shared[:, 1] == 0].tolist() if size > 1),
+    )
+
+
+def _folds(rows: Int64Array, lengths: Int64Array, first_positions: Int64Array) -> Int64Array:
+    """Items of requests with many queries, those with the longest contexts first: they end a step together."""
+    items = [
+        (FOLD, row, start, min(FOLD_QUERIES, int(lengths[row]) - start))
+        for row in rows.tolist()
+        for start in range(0, int(lengths[row]), FOLD_QUERIES)
+    ]
+    items.sort(key=lambda item: -(int(first_positions[item[1]]) + item[2]))
+    return np.array(items, np.int64).reshape(-1, 4)
+
+
+def _shared(num_chunks: Int64Array, joined: Int64Array) -> Int64Array:
+    """Items of members in order, chunk by chunk; `joined`: chunks that a member shares with the next."""
+    if not len(num_chunks):
+        return np.empty((0, 4), np.int64)
+    chunks = np.arange(num_chunks.max())[:, None]
+    present = chunks < num_chunks
+    with_next = np.pad(chunks < joined, ((0, 0), (0, 1)))
+    chunk, first = np.nonzero(present & ~np.pad(with_next[:, :-1], ((0, 0), (1, 0))))
+    _, last = np.nonzero(present & ~with_next)
+    return np.stack((np.full(len(chunk), SHARED), chunk, first, last + 1), 1)
+
+
+def _sort_by_blocks(
+    batch: Batch, members: Int64Array, block_size: int, rule: SharingRule
+) -> tuple[Int64Array, Int64Array]:
+    """Members sorted by their tables, and how many whole chunks each shares with the next."""
+    chunk_blocks = -(-CHUNK // block_size)
+    lengths = batch.positions[batch.query_starts[1:] - 1].astype(np.int64)[members] + 1
+    whole = lengths // CHUNK
+    tables = batch.block_tables[members]
+    unsorted = np.zeros(len(members) - 1, np.int64)
+    long = np.flatnonzero(whole)
+    if len(long) < 2:
+        return members, unsorted
+    _, first_of_group = np.unique(tables[long, chunk_blocks - 1], return_index=True)
+    most_saved = int(whole[long].sum() - whole[long[first_of_group]].sum())
+    if len(first_of_group) == len(long) or not rule.pays(most_saved, tables.size):
+        return members, unsorted
+    rows = tables.astype(">i4")
+    order = np.array(sorted(range(len(members)), key=lambda row: rows[row].tobytes()), np.int64)
+    tables, whole = tables[order], whole[order]
+    differs = tables[1:] != tables[:-1]
+    equal_blocks = np.where(differs.any(1), differs.argmax(1), tables.shape[1])
+    joined = np.minimum(equal_blocks * block_size // CHUNK, np.minimum(whole[1:], whole[:-1]))
+    return members[order], joined

@@ -1,0 +1,482 @@
+"""Vector instructions for numba: loops over 16 lanes at a time, written down as LLVM instructions.
+
+Knows memory addresses, lanes and loops; knows nothing of attention's blocks, chunks or requests.
+
+Compilers are free to sum in an order of their own, and to round twice or once, as the length of a loop
+suggests. Here every operation and its order is spelt out, so an element has the same bits whatever
+stands beside it. All functions take addresses (integers), all sizes are in elements unless named otherwise.
+
+Matrices are multiplied as C[rows, lanes] = A[rows, k] B[k, lanes] in 32-bit words. A word is a float32, or a
+pair of bfloat16 (two neighbours of the inner dimension) where the processor multiplies those (AVX512_BF16).
+An element of C is one chain of fused multiply-adds along k, from 0 upwards, starting at 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16
+ROWS = 7
+"""Most rows of A that one product takes: 7 rows of 4 vectors fill the processor's 32 registers."""
+LOWEST = -3.4028234663852886e38
+LOG2_E = 1.4426950408889634
+HAS_BF16_DOT = bool(llvm.get_host_cpu_features().get("avx512bf16"))
+"""Whether this processor multiplies pairs of bfloat16."""
+
+
+class _BFloat16(ir.types.Type):
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+F32S, I32S, I16S = (ir.VectorType(kind, LANES) for kind in (F32, I32, I16))
+BF16S, BF16_PAIRS = ir.VectorType(_BFloat16(), LANES), ir.VectorType(_BFloat16(), 2 * LANES)
+_TYPES = {"a": types.intp, "i": types.intp, "f": types.float32}
+
+
+def _instructions(signature: str, returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
+    """Make a numba function of `emit(builder, *arguments)`, one letter of `signature` per argument.
+
+    a: address, i: integer (both 64 bits), f: float32.
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        numba_signature = returns(*(_TYPES[letter] for letter in signature))
+
+        def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            result = emit(builder, *arguments)
+            return context.get_dummy_value() if result is None else result
+
+        names = ", ".join(f"x{number}" for number in range(len(signature)))
+        scope = {"numba_signature": numba_signature, "codegen": codegen}
+        exec(f"def typer(context, {names}): return numba_signature, codegen", scope)  # numba counts arguments
+        return intrinsic(scope["typer"])
+
+    return decorate
+
+
+# ------------------------------------------------------------------------------------------ building blocks
+
+
+def _int(value: int) -> ir.Constant:
+    return ir.Constant(I64, value)
+
+
+def _at(builder: Any, address: Any, offset: int, kind: Any) -> Any:
+    return builder.inttoptr(builder.add(address, _int(offset)), kind.as_pointer())
+
+
+def _load(builder: Any, address: Any, offset: int = 0, kind: Any = F32S) -> Any:
+    return builder.load(_at(builder, address, offset, kind), align=2)
+
+
+def _store(builder: Any, value: Any, address: Any, offset: int = 0) -> None:
+    builder.store(value, _at(builder, address, offset, value.type), align=2)
+
+
+def _splat(builder: Any, scalar: Any) -> Any:
+    vector = ir.VectorType(scalar.type, LANES)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(I32S, None))
+
+
+def _const(value: float) -> ir.Constant:
+    return ir.Constant(F32S, [value] * LANES)
+
+
+def _call(builder: Any, name: str, *arguments: Any) -> Any:
+    """Call an LLVM intrinsic whose result has the type of its first argument."""
+    kinds = [argument.type for argument in arguments]
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kinds[0], kinds), name)
+    return builder.call(function, arguments)
+
+
+def _fma(builder: Any, left: Any, right: Any, addend: Any) -> Any:
+    return _call(builder, "llvm.fma.v16f32", left, right, addend)
+
+
+def _larger(builder: Any, left: Any, right: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", right, left), right, left)
+
+
+def _reduce(builder: Any, vector: Any, join: Callable[[Any, Any], Any]) -> Any:
+    """Join the 16 lanes as a tree; the result is in every lane."""
+    for distance in (8, 4, 2, 1):
+        swapped = ir.Constant(I32S, [lane ^ distance for lane in range(LANES)])
+        vector = join(vector, builder.shuffle_vector(vector, vector, swapped))
+    return vector
+
+
+def _loop(
+    builder: Any, start: Any, stop: Any, step: int, carried: list[Any], body: Callable[..., list[Any]]
+) -> list[Any]:
+    """`for i in range(start, stop, step): carried = body(i, *carried)`; returns what is carried at the end."""
+    before = builder.block
+    head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(I64)
+    index.add_incoming(start, before)
+    values = [builder.phi(value.type) for value in carried]
+    for phi, value in zip(values, carried, strict=True):
+        phi.add_incoming(value, before)
+    builder.cbranch(builder.icmp_signed("<", index, stop), inside, after)
+    builder.position_at_end(inside)
+    following = body(index, *values)
+    last = builder.block
+    index.add_incoming(builder.add(index, _int(step)), last)
+    for phi, value in zip(values, following, strict=True):
+        phi.add_incoming(value, last)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return values
+
+
+def _exp2(builder: Any, power: Any) -> Any:
+    """2 ** power for power <= 0, to about 1 unit in the last place; exactly 1 at 0, exactly 0 from -126 down."""
+    tiny = builder.fcmp_ordered("<=", power, _const(-126.0))
+    power = builder.select(tiny, _const(-126.0), power)
+    whole = _call(builder, "llvm.rint.v16f32", power)
+    part = builder.fsub(power, whole)
+    # Taylor's series of exp(part * ln 2); |part| <= 1/2, so the first term left out is below 2 ** -22.9
+    terms = [1.0]
+    for degree in range(1, 7):
+        terms.append(terms[-1] * 0.6931471805599453 / degree)
+    result = _const(terms[-1])
+    for term in reversed(terms[:-1]):
+        result = _fma(builder, result, part, _const(term))
+    exponent = builder.add(builder.fptosi(whole, I32S), ir.Constant(I32S, [127] * LANES))
+    scale = builder.bitcast(builder.shl(exponent, ir.Constant(I32S, [23] * LANES)), F32S)
+    return builder.select(tiny, _const(0.0), builder.fmul(result, scale))
+
+
+def _widened(builder: Any, halves: Any) -> Any:
+    """bfloat16 bits as float32."""
+    return builder.bitcast(builder.shl(builder.zext(halves, I32S), ir.Constant(I32S, [16] * LANES)), F32S)
+
+
+# ------------------------------------------------------------------------------------- memory and counters
+
+
+@_instructions("aai")
+def copy_bytes(builder: Any, target: Any, source: Any, num_bytes: Any) -> None:
+    """Copy memory that does not overlap."""
+    byte = ir.IntType(8).as_pointer()
+    cgutils.raw_memcpy(builder, builder.inttoptr(target, byte), builder.inttoptr(source, byte), num_bytes, 1)
+
+
+@_instructions("ai", types.intp)
+def fetch_add(builder: Any, address: Any, amount: Any) -> Any:
+    """Add to a 64-bit integer that threads share; its value before."""
+    return builder.atomic_rmw("add", builder.inttoptr(address, I64.as_pointer()), amount, "seq_cst")
+
+
+@_instructions("ai")
+def prefetch(builder: Any, address: Any, num_bytes: Any) -> None:
+    """Ask for memory that will be read soon; whatever is there."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, locality, data = (ir.Constant(I32, number) for number in (0, 2, 1))
+
+    def body(index: Any) -> list[Any]:
+        builder.call(function, [builder.inttoptr(builder.add(address, index), byte), read, locality, data])
+        return []
+
+    _loop(builder, _int(0), num_bytes, 64, [], body)
+
+
+@_instructions("aaaiiiii")
+def call_chunk(builder: Any, function: Any, *arguments: Any) -> None:
+    """Call a C function at an address with two addresses and five integers."""
+    kind = ir.FunctionType(ir.VoidType(), [I64] * len(arguments))
+    builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
+
+
+@_instructions("a", types.intp)
+def load_int(builder: Any, address: Any) -> Any:
+    """A 64-bit integer."""
+    return _load(builder, address, 0, I64)
+
+
+@_instructions("ai")
+def store_int(builder: Any, address: Any, value: Any) -> None:
+    """Write a 64-bit integer."""
+    _store(builder, value, address)
+
+
+@_instructions("a", types.intp)
+def load_int32(builder: Any, address: Any) -> Any:
+    """A 32-bit integer."""
+    return builder.sext(_load(builder, address, 0, I32), I64)
+
+
+@_instructions("a", types.float32)
+def load_float(builder: Any, address: Any) -> Any:
+    """A float32."""
+    return _load(builder, address, 0, F32)
+
+
+@_instructions("af")
+def store_float(builder: Any, address: Any, value: Any) -> None:
+    """Write a float32."""
+    _store(builder, value, address)
+
+
+@_instructions("aai")
+def widen(builder: Any, target: Any, source: Any, size: Any) -> None:
+    """bfloat16 to float32; whole vectors, so up to 15 elements more than `size`."""
+
+    def body(index: Any) -> list[Any]:
+        halves = _load(builder, builder.add(source, builder.mul(index, _int(2))), 0, I16S)
+        _store(builder, _widened(builder, halves), builder.add(target, builder.mul(index, _int(4))))
+        return []
+
+    _loop(builder, _int(0), size, LANES, [], body)
+
+
+# ------------------------------------------------------------------------------------------------- packing
+
+
+def _emit_transpose(builder: Any, words: list[Any], target: Any, stride_bytes: Any) -> None:
+    """Write 16 vectors of 16 words as columns: word i of all of them goes to target + i * stride."""
+    for distance in (8, 4, 2, 1):
+        low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+        high = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
+        for first in (number for number in range(LANES) if not number & distance):
+            one, two = words[first], words[first + distance]
+            words[first] = builder.shuffle_vector(one, two, ir.Constant(I32S, low))
+            words[first + distance] = builder.shuffle_vector(one, two, ir.Constant(I32S, high))
+    for word in words:
+        _store(builder, word, target)
+        target = builder.add(target, stride_bytes)
+
+
+@_instructions("aiai")
+def transpose_words(builder: Any, rows: Any, offset_bytes: Any, target: Any, stride_bytes: Any) -> None:
+    """Columns of 16 words of 16 rows; `rows` points to the rows' addresses."""
+    addresses = [_load(builder, rows, 8 * row, I64) for row in range(LANES)]
+    words = [_load(builder, builder.add(address, offset_bytes), 0, I32S) for address in addresses]
+    _emit_transpose(builder, words, target, stride_bytes)
+
+
+@_instructions("aiai")
+def transpose_widened(builder: Any, rows: Any, offset_bytes: Any, target: Any, stride_bytes: Any) -> None:
+    """Columns of 16 bfloat16 of 16 rows, as float32."""
+    addresses = [_load(builder, rows, 8 * row, I64) for row in range(LANES)]
+    halves = [_load(builder, builder.add(address, offset_bytes), 0, I16S) for address in addresses]
+    words = [builder.bitcast(_widened(builder, half), I32S) for half in halves]
+    _emit_transpose(builder, words, target, stride_bytes)
+
+
+@_instructions("aaa")
+def interleave(builder: Any, first: Any, second: Any, target: Any) -> None:
+    """32 bfloat16 of two rows as 32 pairs."""
+    kind = ir.VectorType(I16, 2 * LANES)
+    one, two = _load(builder, first, 0, kind), _load(builder, second, 0, kind)
+    for half in (0, 1):
+        order = [side * 2 * LANES + half * LANES + lane for lane in range(LANES) for side in (0, 1)]
+        mask = ir.Constant(ir.VectorType(I32, 2 * LANES), order)
+        _store(builder, builder.shuffle_vector(one, two, mask), target, 64 * half)
+
+
+# ------------------------------------------------------------------------------------------------ products
+
+
+def _product(num_vectors: int, of_pairs: bool) -> Any:
+    """C = A B for `num_rows` of 1 to ROWS rows and a fixed number of vectors of 16 lanes.
+
+    a, lda (bytes between rows); b: [k, lanes] without gaps; k: words; c, ldc (bytes between rows).
+    """
+
+    @_instructions("iaiaiai")
+    def product(builder: Any, num_rows: Any, a: Any, lda: Any, b: Any, k: Any, c: Any, ldc: Any) -> None:
+        done, impossible = builder.append_basic_block("done"), builder.append_basic_block("impossible")
+        switch = builder.switch(num_rows, impossible)
+        for count in range(1, ROWS + 1):
+            block = builder.append_basic_block(f"rows{count}")
+            switch.add_case(_int(count), block)
+            builder.position_at_end(block)
+            _emit_product(builder, (count, num_vectors, of_pairs), (a, lda, b, k, c, ldc))
+            builder.branch(done)
+        builder.position_at_end(impossible)
+        builder.branch(done)
+        builder.position_at_end(done)
+
+    return product
+
+
+def _emit_product(builder: Any, variant: tuple[int, int, bool], arguments: tuple[Any, ...]) -> None:
+    num_rows, num_vectors, of_pairs = variant
+    a, lda, b, k, c, ldc = arguments
+    rows = [a]
+    for _ in range(1, num_rows):
+        rows.append(builder.add(rows[-1], lda))
+
+    def body(index: Any, *sums: Any) -> list[Any]:
+        column = builder.add(b, builder.mul(index, _int(64 * num_vectors)))
+        vectors = [_load(builder, column, 64 * number, I32S) for number in range(num_vectors)]
+        following = []
+        for row in range(num_rows):
+            left = _splat(builder, _load(builder, builder.add(rows[row], builder.mul(index, _int(4))), 0, I32))
+            for number, right in enumerate(vectors):
+                following.append(_multiply_add(builder, sums[row * num_vectors + number], left, right, of_pairs))
+        return following
+
+    sums = _loop(builder, _int(0), k, 1, [_const(0.0)] * (num_rows * num_vectors), body)
+    for row in range(num_rows):
+        for number in range(num_vectors):
+            _store(builder, sums[row * num_vectors + number], c, 64 * number)
+        c = builder.add(c, ldc)
+
+
+def _multiply_add(builder: Any, total: Any, left: Any, right: Any, of_pairs: bool) -> Any:
+    """total + left * right, the factors being words."""
+    if not of_pairs:
+        return _fma(builder, builder.bitcast(left, F32S), builder.bitcast(right, F32S), total)
+    pairs = (builder.bitcast(word, BF16_PAIRS) for word in (left, right))
+    return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total, *pairs)
+
+
+product_64, product_32 = _product(4, False), _product(2, False)
+pair_product_64, pair_product_32 = _product(4, HAS_BF16_DOT), _product(2, HAS_BF16_DOT)
+"""By the number of lanes. Of pairs only where HAS_BF16_DOT; elsewhere nobody calls them."""
+
+
+# ------------------------------------------------------------------------------------------------- softmax
+
+
+@_instructions("aiiff")
+def soft_cap(builder: Any, scores: Any, start: Any, stop: Any, factor: Any, cap: Any) -> None:
+    """scores[start:stop] = cap * tanh(scores * factor), with tanh |x| = (1 - e) / (1 + e), e = exp(-2 |x|)."""
+    factor, cap = _splat(builder, factor), _splat(builder, cap)
+
+    def body(index: Any) -> list[Any]:
+        at = builder.add(scores, builder.mul(index, _int(4)))
+        score = builder.fmul(_load(builder, at), factor)
+        size = _call(builder, "llvm.fabs.v16f32", score)
+        decay = _exp2(builder, builder.fmul(size, _const(-2.0 * LOG2_E)))
+        tanh = builder.fdiv(builder.fsub(_const(1.0), decay), builder.fadd(_const(1.0), decay))
+        _store(builder, builder.fmul(_call(builder, "llvm.copysign.v16f32", tanh, score), cap), at)
+        return []
+
+    _loop(builder, start, stop, LANES, [], body)
+
+
+def _softmax(to_pairs: bool) -> Any:
+    """One row's weights in one chunk, unnormalised.
+
+    scores[start:stop] (multiples of 16) are scaled by `factor` and seen from `low` to `high` (exclusive). Writes
+    2 ** (score - peak) to `weights`, 0 where unseen, as bfloat16 if `to_pairs`; peak and the weights' sum to `stats`.
+    """
+
+    @_instructions("aaaiiiif")
+    def softmax(builder: Any, *arguments: Any) -> None:
+        scores, weights, stats, start, stop, low, high, factor = arguments
+        factor = _splat(builder, factor)
+        low, high = (_splat(builder, builder.trunc(bound, I32)) for bound in (low, high))
+        lane = ir.Constant(I32S, list(range(LANES)))
+
+        def scale(index: Any, peak: Any) -> list[Any]:
+            at = builder.add(scores, builder.mul(index, _int(4)))
+            score = builder.fmul(_load(builder, at), factor)
+            position = builder.add(_splat(builder, builder.trunc(index, I32)), lane)
+            seen = builder.and_(builder.icmp_signed(">=", position, low), builder.icmp_signed("<", position, high))
+            score = builder.select(seen, score, _const(LOWEST))
+            _store(builder, score, at)
+            return [_larger(builder, peak, score)]
+
+        [peak] = _loop(builder, start, stop, LANES, [_const(LOWEST)], scale)
+        peak = _reduce(builder, peak, lambda left, right: _larger(builder, left, right))
+
+        def weigh(index: Any, total: Any) -> list[Any]:
+            score = _load(builder, builder.add(scores, builder.mul(index, _int(4))))
+            weight = _exp2(builder, builder.fsub(score, peak))
+            if to_pairs:
+                halves = builder.bitcast(builder.fptrunc(weight, BF16S), I16S)
+                _store(builder, halves, builder.add(weights, builder.mul(index, _int(2))))
+                weight = _widened(builder, halves)
+            else:
+                _store(builder, weight, builder.add(weights, builder.mul(index, _int(4))))
+            return [builder.fadd(total, weight)]
+
+        [total] = _loop(builder, start, stop, LANES, [_const(0.0)], weigh)
+        total = _reduce(builder, total, builder.fadd)
+        zero = ir.Constant(I32, 0)
+        _store(builder, builder.extract_element(peak, zero), stats)
+        _store(builder, builder.extract_element(total, zero), stats, 4)
+
+    return softmax
+
+
+softmax = _softmax(False)
+softmax_pairs = _softmax(HAS_BF16_DOT)
+
+
+@_instructions("aaaai")
+def merge(builder: Any, stats: Any, mixed: Any, chunk_stats: Any, chunk_mixed: Any, width: Any) -> None:
+    """Merge a chunk's peak, sum and mixture of values into those so far (ChunkAttention's attn_reduce)."""
+    peak, total = (_splat(builder, _load(builder, stats, offset, F32)) for offset in (0, 4))
+    chunk_peak, chunk_total = (_splat(builder, _load(builder, chunk_stats, offset, F32)) for offset in (0, 4))
+    new_peak = _larger(builder, peak, chunk_peak)
+    decay = _exp2(builder, builder.fsub(peak, new_peak))
+    gain = _exp2(builder, builder.fsub(chunk_peak, new_peak))
+    total = _fma(builder, chunk_total, gain, builder.fmul(total, decay))
+    _store(builder, builder.extract_element(new_peak, ir.Constant(I32, 0)), stats)
+    _store(builder, builder.extract_element(total, ir.Constant(I32, 0)), stats, 4)
+
+    def body(index: Any) -> list[Any]:
+        offset = builder.mul(index, _int(4))
+        at = builder.add(mixed, offset)
+        kept = builder.fmul(_load(builder, at), decay)
+        _store(builder, _fma(builder, _load(builder, builder.add(chunk_mixed, offset)), gain, kept), at)
+        return []
+
+    _loop(builder, _int(0), width, LANES, [], body)
+
+
+@_instructions("aafaii")
+def finish(builder: Any, stats: Any, mixed: Any, sink: Any, target: Any, width: Any, to_bf16: Any) -> None:
+    """The row's result: mixture / sum, with a sink's weight in the sum (LOWEST: none). Whole vectors."""
+    peak, total = (_splat(builder, _load(builder, stats, offset, F32)) for offset in (0, 4))
+    sink = _splat(builder, sink)
+    new_peak = _larger(builder, peak, sink)
+    decay = _exp2(builder, builder.fsub(peak, new_peak))
+    total = _fma(builder, total, decay, _exp2(builder, builder.fsub(sink, new_peak)))
+
+    def body(index: Any) -> list[Any]:
+        offset = builder.mul(index, _int(4))
+        value = builder.fdiv(builder.fmul(_load(builder, builder.add(mixed, offset)), decay), total)
+        bits = builder.bitcast(value, I32S)
+        # round to nearest even; not-a-number stays one
+        sixteen, one = (ir.Constant(I32S, [number] * LANES) for number in (16, 1))
+        odd = builder.and_(builder.lshr(bits, sixteen), one)
+        rounded = builder.add(builder.add(bits, ir.Constant(I32S, [0x7FFF] * LANES)), odd)
+        rounded = builder.select(
+            builder.fcmp_unordered("uno", value, value), ir.Constant(I32S, [0x7FC00000] * LANES), rounded
+        )
+        halves = builder.trunc(builder.lshr(rounded, sixteen), I16S)
+        with builder.if_else(builder.icmp_signed("!=", to_bf16, _int(0))) as (then, otherwise):
+            with then:
+                _store(builder, halves, builder.add(target, builder.mul(index, _int(2))))
+            with otherwise:
+                _store(builder, value, builder.add(target, offset))
+        return []
+
+    _loop(builder, _int(0), width, LANES, [], body)

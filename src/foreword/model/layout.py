@@ -1,0 +1,326 @@
+"""What each layer remembers, and how all of them share one pool of blocks.
+
+Knows shapes, bytes and attention types; knows neither tensors' contents nor requests.
+
+Layers that need the same past form groups with one block table each (`cache/groups.py`). All groups take
+their blocks from one pool, so every group's block must take the same memory. A block is a number of pages,
+one per slot; an attention group has at most one layer in each slot, and large types are cut into several
+groups. A model with one full layer (f) after two sliding ones (s), twelve layers in all, four slots:
+
+    group        slot 0   1    2    3      a block holds
+    full          f 2    f 5  f 8  f 11    16 tokens of four layers
+    sliding       s 0    s 1  s 3  s 4     16 tokens of four others
+    sliding       s 6    s 7  s 9  s 10    16 tokens of the last four
+
+A recurrent group's block holds one state of several layers, laid over the pages of all slots. Where a state
+is larger than a block, blocks get more tokens until it fits. The scheme is that of vLLM's hybrid allocator,
+except that there a state must fit into a page of one layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from foreword.cache import (
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    GroupSpec,
+    RecurrentSpec,
+    SinkFullSpec,
+    SlidingWindowSpec,
+)
+from foreword.errors import ConfigError
+
+MAX_PADDING = 1 / 8
+"""Most slots that may stay empty, as a share of the attention layers, for the sake of fewer groups. It holds for
+full attention by itself too, whose blocks are the most."""
+MAX_STATE_GROUPS = 24
+"""Most groups for recurrent states: more make smaller blocks and finer hits, and cost time in every step."""
+MIN_STATE_TOKENS = 64
+"""Least distance of places where a state can be saved; prefill is cut there, and short cuts are slow."""
+MIN_STATE_INTERVAL = 512
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """One attention layer: the shape of its KV, and which positions it sees."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    sliding_window: int | None = None
+    """A query at position p sees positions p - sliding_window + 1 to p."""
+    local_chunk: int | None = None
+    """A query at position p sees positions p // local_chunk * local_chunk to p."""
+
+    @property
+    def key_elements(self) -> int:
+        """Per token."""
+        return self.num_kv_heads * self.key_dim
+
+    @property
+    def value_elements(self) -> int:
+        """Per token."""
+        return self.num_kv_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """One recurrent layer's state: some tensors, in the order in which they are stored."""
+
+    names: tuple[tuple[str, int], ...]
+    """("conv" or "recurrent", number within the layer) of each tensor."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Without the batch dimension."""
+    dtypes: tuple[torch.dtype, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one state, every tensor padded to whole 8 bytes."""
+        return sum(self.tensor_bytes())
+
+    def tensor_bytes(self) -> list[int]:
+        """Bytes that each tensor takes, padded to whole 8 bytes."""
+        return [
+            _round_up(math.prod(shape) * dtype.itemsize, 8)
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """Layers with one block table."""
+
+    spec: GroupSpec
+    layers: tuple[int, ...]
+    """Attention: the layer in each slot. Recurrent: the layers whose states follow each other in a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """How a block's bytes are used by every group."""
+
+    groups: tuple[GroupLayout, ...]
+    attention: Mapping[int, LayerLayout]
+    states: Mapping[int, StateLayout]
+    dtype: torch.dtype
+    num_slots: int
+    key_page_bytes: int
+    value_page_bytes: int
+    state_page_bytes: int = 0
+    """Of each block, beside the pages of all slots: what a recurrent group's states need more than attention."""
+    state_interval: int | None = None
+    """Tokens between recurrent states that are saved in any case; None without recurrent layers."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.num_slots * (self.key_page_bytes + self.value_page_bytes) + self.state_page_bytes
+
+    @property
+    def specs(self) -> tuple[GroupSpec, ...]:
+        return tuple(group.spec for group in self.groups)
+
+    @property
+    def is_one_full_group(self) -> bool:
+        """Whether all layers need all blocks, so that any index will do and hits end at any token."""
+        return len(self.groups) == 1 and isinstance(self.groups[0].spec, (FullAttentionSpec, SinkFullSpec))
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block of the sequences: divides every group's."""
+        return math.gcd(*(group.spec.block_size for group in self.groups))
+
+    def describe(self) -> str:
+        """One line about groups and granularity, for logs."""
+        names = [type(group.spec).__name__.removesuffix("Spec") for group in self.groups]
+        counts = Counter(
+            f"{name} x {len(group.layers)} layers, {group.spec.block_size} tokens"
+            for name, group in zip(names, self.groups, strict=True)
+        )
+        text = "; ".join(f"{count} x ({text})" for text, count in counts.items())
+        if self.state_interval is None:
+            return text
+        return f"{text}; states every {self.state_interval} tokens, hits at multiples of {self.hit_granularity}"
+
+    @property
+    def hit_granularity(self) -> int:
+        """Hits end at multiples of this many tokens, unless an index matches to the token."""
+        return math.lcm(*(group.spec.block_size for group in self.groups))
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutOptions:
+    """What may be chosen about the layout."""
+
+    block_size: int = 16
+    """Tokens per block of attention layers; more if a recurrent state would not fit otherwise."""
+    state_block_size: int | None = None
+    """Recurrent states can be saved behind multiples of this many tokens; None: see `MIN_STATE_TOKENS`.
+
+    If it is given, blocks keep `block_size` tokens, whatever memory that wastes.
+    """
+    state_interval: int | None = None
+    """Save a recurrent state behind every so many tokens; None: states take about as much memory as KV."""
+    max_tokens: int = 2**31
+    """Longest sequence; a window or chunk that is not shorter is full attention."""
+    num_sink_tokens: int = 0
+    """Positions before every request's own that all share; whole blocks, and full attention in every layer."""
+    keep_all: bool = False
+    """Treat windows and chunks as full attention: simpler, larger, and hits to the token."""
+
+
+def plan_layout(
+    attention: Mapping[int, LayerLayout],
+    states: Mapping[int, StateLayout],
+    dtype: torch.dtype,
+    options: LayoutOptions,
+) -> CacheLayout:
+    """Put layers into groups and groups into equal blocks. Raises ConfigError for sizes that do not fit."""
+    kinds = _kinds(attention, options)
+    num_slots = _num_slots(kinds) if kinds else 1
+    block_size = options.block_size
+    state_bytes = max((state.num_bytes for state in states.values()), default=0)
+    if states and kinds and options.state_block_size is None:
+        block_size = _fitting_block_size(kinds, num_slots, state_bytes, len(states), dtype, block_size)
+    sizes = {kind: block_size * multiple for kind, multiple in _block_multiples(kinds).items()}
+    key_bytes = max((sizes[k] * k[0] for k in kinds), default=0) * dtype.itemsize
+    value_bytes = max((sizes[k] * k[1] for k in kinds), default=0) * dtype.itemsize
+    groups = [
+        GroupLayout(_spec(kind, sizes[kind]), tuple(layers[start : start + num_slots]))
+        for kind, layers in kinds.items()
+        for start in range(0, len(layers), num_slots)
+    ]
+    if options.num_sink_tokens:
+        groups = [_with_sinks(groups, bool(states), options)]
+    interval, more_bytes = None, 0
+    if states:
+        block_bytes = num_slots * (key_bytes + value_bytes)
+        per_group = _states_per_group(block_bytes, state_bytes, len(states), bool(kinds))
+        more_bytes = max(0, per_group * state_bytes - block_bytes)
+        state_block = _state_block_size(options, math.lcm(*sizes.values()))
+        kv_bytes = sum(attention[layer].key_elements + attention[layer].value_elements for layer in attention)
+        interval = _state_interval(
+            options, math.lcm(state_block, *sizes.values()), sum(s.num_bytes for s in states.values()),
+            kv_bytes * dtype.itemsize,
+        )  # fmt: skip
+        layers = list(states)
+        groups += [
+            GroupLayout(RecurrentSpec(state_block, interval), tuple(layers[start : start + per_group]))
+            for start in range(0, len(layers), per_group)
+        ]
+    return CacheLayout(
+        tuple(groups), dict(attention), dict(states), dtype, num_slots, key_bytes, value_bytes, more_bytes, interval
+    )
+
+
+Kind = tuple[int, int, str, int]
+"""Key and value elements per token, attention type, its reach: layers of one kind can share a table."""
+
+
+def _kinds(attention: Mapping[int, LayerLayout], options: LayoutOptions) -> dict[Kind, list[int]]:
+    """Layers by kind, those that need the most first."""
+    kinds: dict[Kind, list[int]] = defaultdict(list)
+    for layer, layout in attention.items():
+        name, reach = "full", 0
+        if layout.sliding_window is not None and layout.sliding_window < options.max_tokens:
+            name, reach = "window", layout.sliding_window
+        elif layout.local_chunk is not None and layout.local_chunk < options.max_tokens:
+            name, reach = "chunk", layout.local_chunk
+        if options.keep_all:
+            name, reach = "full", 0
+        kinds[layout.key_elements, layout.value_elements, name, reach].append(layer)
+    return dict(sorted(kinds.items(), key=lambda item: (item[0][2] != "full", item[0][3])))
+
+
+def _spec(kind: Kind, block_size: int) -> GroupSpec:
+    match kind[2]:
+        case "window":
+            return SlidingWindowSpec(kind[3], block_size)
+        case "chunk":
+            return ChunkedLocalSpec(kind[3], block_size)
+    return FullAttentionSpec(block_size)
+
+
+def _with_sinks(groups: list[GroupLayout], has_states: bool, options: LayoutOptions) -> GroupLayout:
+    """The one full group, with blocks that all requests share."""
+    if has_states or len(groups) != 1 or not isinstance(groups[0].spec, FullAttentionSpec):
+        raise ConfigError(
+            f"sink_token_ids ({options.num_sink_tokens} tokens) need a model whose layers all attend to everything; "
+            "leave them out, or set keep_all_kv if no layer is recurrent"
+        )
+    size = groups[0].spec.block_size
+    if options.num_sink_tokens % size:
+        raise ConfigError(
+            f"sink_token_ids ({options.num_sink_tokens} tokens) do not fill whole blocks of {size} tokens; add or "
+            "leave out some, or change block_size"
+        )
+    return GroupLayout(SinkFullSpec(options.num_sink_tokens, size), groups[0].layers)
+
+
+def _num_slots(kinds: Mapping[Kind, list[int]]) -> int:
+    """Most layers of an attention group: as many as leave few slots empty."""
+    counts = [len(layers) for layers in kinds.values()]
+    full = [len(layers) for kind, layers in kinds.items() if kind[2] == "full"]
+
+    def is_tight(slots: int, counts: list[int]) -> bool:
+        return sum(-count % slots for count in counts) <= MAX_PADDING * sum(counts)
+
+    return next(n for n in range(max(counts), 0, -1) if is_tight(n, counts) and is_tight(n, full))
+
+
+def _block_multiples(kinds: Mapping[Kind, list[int]]) -> dict[Kind, int]:
+    """How many times the block size each kind's blocks hold: small tokens, more of them, for equal pages."""
+    most_keys, most_values = max((k[0] for k in kinds), default=0), max((k[1] for k in kinds), default=0)
+    multiples = {}
+    for kind in kinds:
+        times = most_keys // kind[0]
+        fits = times * kind[0] == most_keys and times * kind[1] == most_values
+        multiples[kind] = times if fits else 1
+    return multiples
+
+
+def _fitting_block_size(
+    kinds: Mapping[Kind, list[int]], num_slots: int, state_bytes: int, num_states: int, dtype: torch.dtype, least: int
+) -> int:
+    """The smallest multiple of `least` tokens at which a block holds the states of one recurrent group."""
+    token_bytes = num_slots * max(k[0] + k[1] for k in kinds) * dtype.itemsize
+    needed = -(-num_states // MAX_STATE_GROUPS) * state_bytes
+    return _round_up(max(1, -(-needed // token_bytes)), least)
+
+
+def _states_per_group(block_bytes: int, state_bytes: int, num_states: int, has_attention: bool) -> int:
+    """Layers in a recurrent group: all without attention, else as many as fit into a block, evenly."""
+    if not has_attention:
+        return num_states
+    most = max(-(-num_states // MAX_STATE_GROUPS), block_bytes // state_bytes)
+    num_groups = -(-num_states // most)
+    return -(-num_states // num_groups)
+
+
+def _state_block_size(options: LayoutOptions, attention_tokens: int) -> int:
+    size = options.state_block_size
+    if size is None:
+        return _round_up(max(MIN_STATE_TOKENS, options.block_size), math.lcm(attention_tokens, options.block_size))
+    return size
+
+
+def _state_interval(options: LayoutOptions, granularity: int, state_bytes: int, kv_bytes_per_token: int) -> int:
+    """Tokens between saved states, a multiple of the granularity of hits."""
+    wanted = options.state_interval
+    if wanted is None:
+        wanted = max(MIN_STATE_INTERVAL, state_bytes // kv_bytes_per_token if kv_bytes_per_token else 0)
+    elif wanted < 1:
+        raise ConfigError(f"state_interval={wanted} is too small; use at least 1 token")
+    return _round_up(wanted, granularity)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+__all__ = ["CacheLayout", "GroupLayout", "LayerLayout", "LayoutOptions", "StateLayout", "plan_layout"]

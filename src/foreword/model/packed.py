@@ -1,0 +1,95 @@
+"""Linear layers whose weights lie in memory in the order in which the CPU's matrix product reads them.
+
+Knows `nn.Linear` and oneDNN's prepacked products, as torch.compile's freezing uses them; knows no model by name.
+
+A plain weight is reordered anew in every product of few rows, or read in strides. A packed one is read as a
+stream: decoding becomes up to twice as fast. And with a packed weight a row's bits do not depend on the number of
+rows, not even on whether it is alone (docs/decisions/0009-packed-weights.md has the measurements).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+ROWS_HINT = 16
+"""For how many rows oneDNN chooses its layout; neither bits nor times changed with it."""
+
+
+class PackedLinear(nn.Module):
+    """What `nn.Linear` computes, from a packed copy of its weight; the plain weight can be freed.
+
+    `forward` takes [..., in_features] and returns [..., out_features] in the same dtype.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """`weight` [out_features, in_features], `bias` [out_features]."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        # Neither parameter nor buffer: an opaque tensor can be neither moved nor cast.
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @classmethod
+    def stack(cls, linears: Sequence[nn.Linear]) -> PackedLinear:
+        """One layer with the outputs of several, which read the same input and have all a bias or none."""
+        weights, biases = [linear.weight.detach() for linear in linears], [linear.bias for linear in linears]
+        if len(linears) == 1:
+            return cls(weights[0], biases[0])
+        return cls(torch.cat(weights), None if biases[0] is None else torch.cat([bias.detach() for bias in biases]))
+
+    @property
+    def weight(self) -> Tensor:
+        """[out_features, in_features]: a plain copy, made on every access, for models that compute with it."""
+        plain: Tensor = self._packed.to_dense()
+        return plain
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
+        return output
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this torch has packed products for such weights on this machine."""
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if device.type != "cpu" or not (available and torch.backends.mkldnn.enabled):
+        return False
+    operators = torch.ops.mkldnn
+    if not (hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(operators._is_mkldnn_bf16_supported()))
+
+
+def pack_linears(module: nn.Module) -> int:
+    """Replace every plain `nn.Linear` in `module` by a packed one, where this machine can; returns how many.
+
+    The plain weights are freed as far as nothing else holds them. An embedding that shares its weight with the
+    output head keeps its rows, which lookups need: they stay in the memory-mapped checkpoint, of which the
+    system keeps in memory what is looked up.
+    """
+    packed: dict[int, PackedLinear] = {}
+    for path, child in list(module.named_modules(remove_duplicate=False)):
+        if type(child) is not nn.Linear or not can_pack(child.weight.dtype, child.weight.device):
+            continue
+        if id(child) not in packed:
+            packed[id(child)] = PackedLinear.stack([child])
+        module.set_submodule(path, packed[id(child)])
+    logger.debug("%d linear layers packed", len(packed))
+    return len(packed)
+
+
+def has_unpacked_products(module: nn.Module) -> bool:
+    """Whether any matrix is multiplied in the library's plain way, in which a row's bits depend on the others.
+
+    Experts' matrices (three-dimensional) have a row padding of their own.
+    """
+    lookups = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
+    return any(parameter.dim() == 2 and id(parameter) not in lookups for parameter in module.parameters())

@@ -1,0 +1,291 @@
+"""Recurrent layers: each request runs on its own, from its saved state, in cells of a fixed grid.
+
+Knows transformers' `Cache` and the modules that keep a state in it; knows no model by name. A flattened
+batch would run one request's state into the next, so a recurrent module's forward is replaced by one that
+calls the original once per cell, with a cache that holds this request's state alone.
+
+Cells end where the state can be saved, at multiples of the group's block size. A request is therefore
+computed in the same cells whether its beginning was a hit or not, and however its prefill was chunked:
+
+    state can be saved behind     0       64      128     192
+    prompt of 150 tokens          |-cell--|-cell--|-c|
+    the same after a hit of 64            |-cell--|-c|
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from foreword.batch import Batch
+from foreword.cache import NULL_BLOCK
+from foreword.model.layout import StateLayout
+from foreword.model.storage import KVStorage
+
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+"""Names under which transformers' models and layers take their cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateRun:
+    """One request's share of a step in one recurrent group."""
+
+    first_row: int
+    """Of the flattened batch."""
+    start: int
+    end: int
+    """Positions to compute, the last exclusive."""
+    read_block: int | None
+    """Holds the state behind `start` tokens; None at the beginning."""
+    write_block: int
+
+    def cells(self, grid: int) -> list[tuple[int, int]]:
+        """Spans of positions, cut at multiples of the grid."""
+        cuts = [self.start, *range((self.start // grid + 1) * grid, self.end, grid), self.end]
+        return list(itertools.pairwise(cuts))
+
+
+def plan_state_runs(batch: Batch, group_id: int, block_size: int) -> list[StateRun]:
+    """Who reads and writes which state in this step; the table's rules are those of `MambaManager`."""
+    runs = []
+    tables = batch.group_tables[group_id]
+    for row, (first, last) in enumerate(zip(batch.query_starts[:-1], batch.query_starts[1:], strict=True)):
+        start = int(batch.positions[first])
+        end = start + int(last - first)
+        write = int(tables[row, (end - 1) // block_size])
+        read = None
+        if start:
+            entry = int(tables[row, (start - 1) // block_size])
+            read = write if entry == NULL_BLOCK else entry
+        runs.append(StateRun(int(first), start, end, read, write))
+    return runs
+
+
+class StepCache(Cache):  # type: ignore[misc]
+    """What a model gets as its cache: the step. Attention's KV passes through; recurrent layers find their runs.
+
+    `offsets` [tokens] is each token's position less its row: a layer that asks how many tokens came before,
+    to count positions from there, gets every token's own answer.
+    """
+
+    def __init__(self, storage: KVStorage, runs: dict[int, list[StateRun]], offsets: Tensor) -> None:
+        super().__init__(layers=[])
+        self.storage = storage
+        self.runs = runs
+        """Recurrent group -> runs."""
+        self.offsets = offsets
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        return 0 if layer_idx is None else self.offsets
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+class OneLayerCache(Cache):  # type: ignore[misc]
+    """One recurrent layer's state of one request, as transformers' layers expect it."""
+
+    def __init__(self, layer: int, state: LinearAttentionLayer) -> None:
+        super().__init__(layers=[])
+        self._layer = layer
+        self.layers = {layer: state}
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        known = self.layers[self._layer].has_previous_state
+        return all(known.values()) if state_idx is None else known[state_idx]
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        return 0
+
+
+class RecurrentForward:
+    """Stands in for one recurrent module's `forward`."""
+
+    def __init__(self, module: nn.Module, layer: int, layout: StateLayout) -> None:
+        self._original: Callable[..., Tensor] = module.forward
+        self._signature = inspect.signature(module.forward)
+        self._input = next(iter(self._signature.parameters))
+        self._layer = layer
+        self._layout = layout
+        self._module: Any = module
+        self._scan_tokens: int | None = getattr(module, "chunk_size", None)
+        """What the module's parallel scan is cut into; sequences are padded to a multiple."""
+
+    @classmethod
+    def install(cls, module: nn.Module, layer: int, layout: StateLayout) -> None:
+        """Replace a module's forward; without a StepCache it does what it did before."""
+        module.forward = cls(module, layer, layout)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        call = self._signature.bind(*args, **kwargs)
+        name = next((n for n in CACHE_ARGUMENTS if isinstance(call.arguments.get(n), StepCache)), None)
+        if name is None:
+            return self._original(*args, **kwargs)
+        step: StepCache = call.arguments[name]
+        hidden: Tensor = call.arguments[self._input]
+        group_id = step.storage.state_group_of[self._layer]
+        grid = step.storage.block_sizes[group_id]
+        if self._scan_tokens is not None:
+            self._module.chunk_size = min(self._scan_tokens, grid)
+        result: Tensor | None = None
+        for run in step.runs[group_id]:
+            state = self._load(step.storage, run)
+            call.arguments[name] = OneLayerCache(self._layer, state)
+            for start, end in run.cells(grid):
+                rows = slice(run.first_row + start - run.start, run.first_row + end - run.start)
+                # A copy: matrix products may round otherwise at another alignment.
+                call.arguments[self._input] = hidden[:, rows].clone()
+                output = self._original(*call.args, **call.kwargs)
+                if result is None:
+                    result = output.new_zeros(1, hidden.shape[1], *output.shape[2:])
+                result[:, rows] = output
+            step.storage.save_state(self._layer, run.write_block, self._tensors(state))
+        assert result is not None, "a step without requests"
+        return result
+
+    def _load(self, storage: KVStorage, run: StateRun) -> LinearAttentionLayer:
+        layout = self._layout
+        state = LinearAttentionLayer(number_of_states=1 + max(number for _, number in layout.names))
+        if run.read_block is None:
+            return state
+        for (kind, number), tensor in zip(layout.names, storage.load_state(self._layer, run.read_block), strict=True):
+            if kind == "conv":
+                state.conv_states[number] = tensor
+                state.conv_kernel_size[number] = tensor.shape[-1]
+                state.is_conv_states_initialized[number] = True
+            else:
+                state.recurrent_states[number] = tensor
+                state.is_recurrent_states_initialized[number] = True
+            state.has_previous_state[number] = True
+        return state
+
+    def _tensors(self, state: LinearAttentionLayer) -> list[Tensor]:
+        return [
+            (state.conv_states if kind == "conv" else state.recurrent_states)[number]
+            for kind, number in self._layout.names
+        ]
+
+
+CONTINUATION_TOLERANCE = 1e-3
+"""Largest difference, as a share of the largest output, that float32 rounding explains."""
+
+
+@dataclass(slots=True)
+class StateProbe:
+    """Finds out, by running a model once with transformers' own cache, which modules keep a state in it."""
+
+    cache: DynamicCache
+    modules: dict[int, nn.Module] = field(default_factory=dict)
+    """Recurrent layer -> the innermost module that changed its state."""
+    calls: dict[int, inspect.BoundArguments] = field(default_factory=dict)
+    """Recurrent layer -> how its module was called."""
+    _handles: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def attach(cls, model: nn.Module, config: PretrainedConfig) -> StateProbe:
+        """Watch a model's modules until `detach`."""
+        probe = cls(DynamicCache(config=config))
+        for module in model.modules():
+            if _cache_argument(module.forward) is not None and isinstance(getattr(module, "layer_idx", None), int):
+                probe._handles.append(module.register_forward_hook(probe._after, with_kwargs=True))
+        return probe
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, _: Any) -> None:
+        """The first module to return after a layer's state was written is the one that wrote it."""
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        if layer < len(self.cache.layers) and layer not in self.modules:
+            kept = self.cache.layers[layer]
+            if isinstance(kept, LinearAttentionCacheLayerMixin) and any(kept.has_previous_state.values()):
+                self.modules[layer] = module
+                self.calls[layer] = inspect.signature(module.forward).bind(*args, **kwargs)
+
+    def problems(self) -> list[str]:
+        """Modules that do not go on from a state as if they had computed what came before it.
+
+        Some of transformers' use their state for single tokens only, and begin anew with several.
+        """
+        problems = []
+        checked: set[type[nn.Module]] = set()
+        for layer, module in self.modules.items():
+            if type(module) in checked:
+                continue
+            checked.add(type(module))
+            difference = _continuation_error(module, layer, self.calls[layer])
+            if not difference <= CONTINUATION_TOLERANCE:
+                problems.append(
+                    f"layer {layer} ({type(module).__name__}) does not continue from a saved state: with it, results "
+                    f"differ by {difference:.0%} from those of the whole sequence"
+                )
+        return problems
+
+    def layouts(self) -> dict[int, StateLayout]:
+        """What each recurrent layer keeps."""
+        found = {}
+        for layer in self.modules:
+            kept = self.cache.layers[layer]
+            tensors = [("conv", n, t) for n, t in kept.conv_states.items() if t is not None]
+            tensors += [("recurrent", n, t) for n, t in kept.recurrent_states.items() if t is not None]
+            found[layer] = StateLayout(
+                tuple((kind, number) for kind, number, _ in tensors),
+                tuple(tuple(tensor.shape[1:]) for *_, tensor in tensors),
+                tuple(tensor.dtype for *_, tensor in tensors),
+            )
+        return found
+
+
+def _continuation_error(module: nn.Module, layer: int, call: inspect.BoundArguments) -> float:
+    """Largest difference, in float32, between a sequence whole and in pieces, as a share of the largest value."""
+    exact = copy.deepcopy(module).float()
+    name = next(n for n in CACHE_ARGUMENTS if n in call.arguments)
+    source = next(iter(call.signature.parameters))
+    generator = torch.Generator().manual_seed(0)
+    width = call.arguments[source].shape[-1]
+    device = call.arguments[source].device
+    hidden = torch.randn(1, 9, width, generator=generator).to(device)
+
+    def run(pieces: list[int]) -> Tensor:
+        state = LinearAttentionLayer(number_of_states=8)
+        outputs = []
+        for piece in torch.split(hidden, pieces, dim=1):
+            arguments = {**call.arguments, source: piece, name: OneLayerCache(layer, state)}
+            bound = inspect.BoundArguments(call.signature, arguments)
+            outputs.append(exact(*bound.args, **bound.kwargs))
+        return torch.cat(outputs, 1)
+
+    with torch.inference_mode():
+        whole, pieces = run([9]), run([4, 3, 1, 1])
+        return float((whole - pieces).abs().max() / whole.abs().max().clamp(min=1e-20))
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """The name under which a model's forward takes its cache."""
+    return _cache_argument(model.forward)
+
+
+def _cache_argument(forward: Callable[..., Any]) -> str | None:
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+
+
+def position_offsets(batch: Batch, num_rows: int) -> Tensor:
+    """Each row's position less its row, [num_rows]; padding rows have 0."""
+    offsets = np.zeros(num_rows, np.int64)
+    offsets[: batch.num_tokens] = batch.positions - np.arange(batch.num_tokens)
+    return torch.from_numpy(offsets)

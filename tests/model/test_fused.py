@@ -1,0 +1,169 @@
+"""Fused modules: taken for what they compute, not for what they are called, and equal to what they replace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foreword.model.fused import FusedGate, FusedNorm, ProductPart, fuse
+from foreword.model.packed import can_pack
+from foreword.model.row_kernels import ADD_ONE, ALONE_ELEMENTS, ROUND_NORM, RowKernels
+from tiny_models import TinyModels
+
+pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed products here")
+DTYPES = [torch.bfloat16, torch.float32]
+TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 1e-5}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> RowKernels:
+    return RowKernels()
+
+
+@pytest.fixture(params=[1, 2])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def random(*size: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> Tensor:
+    return (torch.randn(*size, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+# ---------------------------------------------------------------------------------------- operations
+
+
+@pytest.mark.parametrize("form", [0, ROUND_NORM, ADD_ONE])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norm_is_that_of_exact_arithmetic(kernels: RowKernels, dtype: torch.dtype, form: int) -> None:
+    x, weight = random(2, 9, 96, dtype=dtype, scale=3.0), random(96, dtype=dtype, seed=1)
+    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-3).sqrt()
+    exact *= weight.double() + (1.0 if form == ADD_ONE else 0.0)
+    found = kernels.rms_norm(x, weight, 1e-3, form)
+    torch.testing.assert_close(found.double(), exact, rtol=TOLERANCE[dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gate_is_that_of_exact_arithmetic(kernels: RowKernels, dtype: torch.dtype, scale: float) -> None:
+    x = random(7, 2 * 64, dtype=dtype, scale=scale)
+    gate, up = x.double().split(64, -1)
+    found = kernels.silu_gate(x).double()
+    torch.testing.assert_close(found, gate / (1 + (-gate).exp()) * up, rtol=2 * TOLERANCE[dtype], atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_a_number_stays_that(kernels: RowKernels, dtype: torch.dtype) -> None:
+    x = torch.full((1, 32), torch.nan, dtype=dtype)
+    assert kernels.silu_gate(x).isnan().all()
+    assert kernels.rms_norm(x, torch.ones(32, dtype=dtype), 1e-6, 0).isnan().all()
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_alone_and_among_more_than_one_thread_takes(
+    kernels: RowKernels, dtype: torch.dtype
+) -> None:
+    width = 512
+    rows = random(ALONE_ELEMENTS // width + 37, 2 * width, dtype=dtype)
+    weight = random(2 * width, dtype=dtype, seed=1)
+    gates, norms = kernels.silu_gate(rows), kernels.rms_norm(rows, weight, 1e-6, ROUND_NORM)
+    for row in range(0, len(rows), 11):
+        assert torch.equal(kernels.silu_gate(rows[row : row + 1]), gates[row : row + 1])
+        assert torch.equal(kernels.rms_norm(rows[row : row + 1], weight, 1e-6, ROUND_NORM), norms[row : row + 1])
+
+
+# ------------------------------------------------------------------------------------------- modules
+
+
+class Norm(nn.Module):
+    """A root-mean-square norm that nobody has seen before."""
+
+    def __init__(self, width: int, dtype: torch.dtype, *, centre: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, dtype=dtype), requires_grad=False)
+        self.tiny = 1e-5
+        self.centre = centre
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        if self.centre:
+            wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.tiny)
+        return self.weight * wide.to(x.dtype)
+
+
+class Gated(nn.Module):
+    def __init__(self, dtype: torch.dtype, activation: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(48, 80, bias=False, dtype=dtype)
+        self.second = nn.Linear(48, 80, bias=False, dtype=dtype)
+        self.third = nn.Linear(80, 48, bias=False, dtype=dtype)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.activation(self.second(x)) * self.first(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_is_known_by_its_formula_and_keeps_its_weight(dtype: torch.dtype) -> None:
+    module = nn.Sequential(Norm(64, dtype), Norm(64, dtype, centre=True), Norm(60, dtype))
+    weight = random(64, dtype=dtype, seed=3)
+    module[0].weight.copy_(weight)
+    expected = module[0](random(5, 64, dtype=dtype))
+    fuse(module)
+    assert isinstance(module[0], FusedNorm)
+    assert torch.equal(module[0].weight, weight)
+    assert isinstance(module[1], Norm), "it subtracts the mean first"
+    assert isinstance(module[2], Norm), "60 is not whole vectors"
+    torch.testing.assert_close(module[0](random(5, 64, dtype=dtype)), expected, rtol=TOLERANCE[dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gated_network_is_known_by_its_formula_whatever_its_parts_are_called(dtype: torch.dtype) -> None:
+    module = nn.Sequential(Gated(dtype, nn.SiLU()), Gated(dtype, nn.GELU())).requires_grad_(False)
+    x = random(3, 48, dtype=dtype)
+    expected = module[0](x)
+    fuse(module)
+    assert isinstance(module[0], FusedGate)
+    assert isinstance(module[1], Gated), "its activation is another one"
+    torch.testing.assert_close(module[0](x), expected, rtol=2 * TOLERANCE[dtype], atol=2e-3)
+
+
+def test_a_module_that_is_watched_stays_as_it_is() -> None:
+    module = nn.Sequential(Norm(64, torch.float32))
+    module[0].register_forward_hook(lambda *_: None)
+    fuse(module)
+    assert isinstance(module[0], Norm)
+
+
+def test_layers_that_share_a_product_also_serve_inputs_of_their_own() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = nn.Linear(32, 64), nn.Linear(32, 16), nn.Linear(32, 16)
+
+    module = nn.Sequential(Attention()).requires_grad_(False)
+    x, y = random(4, 32, dtype=torch.float32), random(5, 32, dtype=torch.float32, seed=1)
+    plain = [(layer(x), layer(y), layer.weight, layer.bias) for layer in module[0].children()]
+    fuse(module)
+    layers = list(module[0].children())
+    assert all(isinstance(layer, ProductPart) for layer in layers)
+    for order in ([0, 1, 2], [2, 1, 0], [1, 1, 0], [2, 2, 2]):
+        for number in order:
+            torch.testing.assert_close(layers[number](x), plain[number][0])
+            torch.testing.assert_close(layers[number](y), plain[number][1])
+    assert all(torch.equal(layer.weight, own[2]) for layer, own in zip(layers, plain, strict=True))
+    assert all(torch.equal(layer.bias, own[3]) for layer, own in zip(layers, plain, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "granite", "smollm3"])
+def test_the_usual_layers_are_fused(tiny_models: TinyModels, name: str, dtype: str) -> None:
+    found = {type(module) for module in tiny_models.loaded(name, dtype).module.modules()}
+    assert {FusedNorm, FusedGate, ProductPart} <= found
