@@ -94,7 +94,9 @@ class Driver:
             max_model_len=MAX_MODEL_LEN,
             enable_prefix_caching=bool(self.rng.random() < 0.85),
             prefix_index=str(self.rng.choice(["radix", "hash"])),
-            eviction_policy=str(self.rng.choice(["lru", "lru", "lfu", "slru", "fifo", "last_accessed", "priority"])),
+            eviction_policy=str(
+                self.rng.choice(["lru", "lru", "lfu", "slru", "fifo", "last_accessed", "priority", "value"])
+            ),
             max_num_batched_tokens=int(self.rng.choice([1, 3, 8, 64])),
             max_num_seqs=int(self.rng.choice([1, 2, 8])),
             scheduling_policy=str(self.rng.choice(["fcfs", "priority"])),

@@ -1,4 +1,4 @@
-"""The command line: foreword generate | serve | demo | bench.
+"""The command line: foreword generate | serve | demo | bench | replay.
 
 Knows arguments, the terminal and exit codes; everything else is called. Logging is configured here and
 nowhere else. Exit codes: 0 done, 1 a check of `demo` or `bench` failed, 2 a user's mistake, 130 interrupted.
@@ -72,6 +72,14 @@ def _parser() -> argparse.ArgumentParser:
 
     trace_bench.add_arguments(trace)
     trace.set_defaults(run=trace_bench.run)
+
+    replay = commands.add_parser(
+        "replay", help="what caches of other sizes and policies would find of recorded traffic"
+    )
+    from foreword.replay import command as replay_command
+
+    replay_command.add_arguments(replay)
+    replay.set_defaults(run=replay_command.run)
     return parser
 
 

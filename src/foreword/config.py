@@ -19,7 +19,7 @@ KernelName = Literal["auto", "cpu", "reference"]
 Policy = Literal["fcfs", "priority"]
 IndexName = Literal["radix", "hash"]
 HashName = Literal["sha256", "sha256_cbor", "xxhash"]
-EvictionName = Literal["lru", "lfu", "slru", "fifo", "last_accessed", "priority"]
+EvictionName = Literal["lru", "lfu", "slru", "fifo", "last_accessed", "priority", "value"]
 
 
 @dataclass(frozen=True, slots=True)

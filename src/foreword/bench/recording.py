@@ -13,7 +13,6 @@ as it was:
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.errors import TraceError
+from foreword.replay.trace import MOONCAKE_BLOCK_TOKENS, parse_json_line, parse_mooncake_record
 
-RECORDED_BLOCK_TOKENS = 512
+RECORDED_BLOCK_TOKENS = MOONCAKE_BLOCK_TOKENS
 BLOCK_TOKENS = 16
 SCALE = RECORDED_BLOCK_TOKENS // BLOCK_TOKENS
 
@@ -64,31 +64,12 @@ def read_trace(file: Path, *, max_requests: int, max_output_tokens: int) -> list
 
 
 def _parse_line(line: str, where: str, max_output_tokens: int) -> TraceRequest:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise TraceError(f"{where} is not JSON ({error}); each line must be one JSON object") from error
-    if not isinstance(record, dict):
-        raise TraceError(f"{where} is {line.strip()[:40]!r}; each line must be one JSON object")
-    for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 0)):
-        value = record.get(name)
-        kinds = (int, float) if name == "timestamp" else (int,)
-        if not isinstance(value, kinds) or isinstance(value, bool) or not value >= least:
-            raise TraceError(f"{where}: {name}={value!r}; it must be a number of at least {least}")
-    ids = record.get("hash_ids")
-    if not isinstance(ids, list) or any(type(block_id) is not int or block_id < 0 for block_id in ids):
-        raise TraceError(f"{where}: hash_ids={str(ids)[:40]}; it must be a list of numbers of at least 0")
-    num_blocks = -(-record["input_length"] // RECORDED_BLOCK_TOKENS)
-    if len(ids) != num_blocks:
-        raise TraceError(
-            f"{where}: hash_ids has {len(ids)} ids, but input_length={record['input_length']} takes {num_blocks} "
-            f"blocks of {RECORDED_BLOCK_TOKENS} tokens; give one id per block"
-        )
+    record = parse_mooncake_record(parse_json_line(line, where), where, block_tokens=RECORDED_BLOCK_TOKENS)
     return TraceRequest(
-        float(record["timestamp"]),
-        tuple(ids),
-        -(-record["input_length"] // SCALE),
-        max(1, min(-(-record["output_length"] // SCALE), max_output_tokens)),
+        record.timestamp_ms,
+        tuple(record.hash_ids),
+        -(-record.input_length // SCALE),
+        max(1, min(-(-record.output_length // SCALE), max_output_tokens)),
     )
 
 

@@ -9,13 +9,15 @@ All state is in numpy arrays indexed by block id, and every operation takes many
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.eviction import EvictionPolicy, LruPolicy
 from foreword.cache.free_queue import BlockIds, FreeKVCacheBlockQueue
+from foreword.cache.hashing import BlockHash
+from foreword.cache.value import KeyedPolicy
 
 __all__ = ["BlockIds", "BlockPool", "FreeKVCacheBlockQueue"]
 
@@ -35,6 +37,9 @@ class BlockPool:
         self._on_reuse = on_reuse
         self._ref_counts: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
         self._free: EvictionPolicy = policy if policy is not None else LruPolicy(num_blocks)
+        self._keyed: KeyedPolicy | None = (
+            self._free if isinstance(self._free, KeyedPolicy) and self._free.wants_keys else None
+        )
 
     def get_num_free_blocks(self) -> int:
         return len(self._free)
@@ -78,6 +83,16 @@ class BlockPool:
     def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
         """These held blocks can be found from now on, as blocks number `depths` of their prefixes."""
         self._free.note_cached(block_ids, depths)
+
+    @property
+    def wants_keys(self) -> bool:
+        """Whether `note_keys` is of use: keys cost a hash per block."""
+        return self._keyed is not None
+
+    def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
+        """The keys of the blocks that `note_cached` was told of a moment ago, in the same order."""
+        if self._keyed is not None:
+            self._keyed.note_keys(block_ids, keys)
 
     def note_forgotten(self, block_ids: BlockIds) -> None:
         """What these (distinct) blocks hold cannot be found any more; who holds them keeps them."""

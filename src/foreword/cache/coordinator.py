@@ -367,7 +367,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         self._index = index
         self._account = ledger.open_group() if ledger is not None else None
         self._deduplicates = deduplicate
-        self._reports = ledger is not None or deduplicate
+        self._reports = ledger is not None or deduplicate or pool.wants_keys
         self._filled: list[tuple[int, int, BlockIds]] = []
         """Row, number of the first and ids of blocks that the current step fills; only to deduplicate them."""
 
@@ -430,6 +430,8 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     def _report(self, row: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
         """The row's blocks number `first` and on were indexed."""
+        if self._pool.wants_keys:
+            self._pool.note_keys(block_ids, sequence.block_hashes()[first : first + len(block_ids)])
         if self._account is not None:
             self._account.stored(sequence, range(first, first + len(block_ids)), block_ids)
         if self._deduplicates:

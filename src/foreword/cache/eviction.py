@@ -20,6 +20,7 @@ from typing import Protocol
 
 from foreword.cache.free_queue import BlockIds, FreeKVCacheBlockQueue
 from foreword.cache.policies import FifoPolicy, LastAccessedPolicy, LfuPolicy, PriorityPolicy, SlruPolicy
+from foreword.cache.value import ValuePolicy
 from foreword.errors import ConfigError
 
 
@@ -96,6 +97,7 @@ POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
         "fifo": FifoPolicy,
         "last_accessed": LastAccessedPolicy,
         "priority": PriorityPolicy,
+        "value": ValuePolicy,
     }
 )
 """Policies by the name under which a user chooses them."""

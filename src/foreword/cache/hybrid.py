@@ -111,6 +111,10 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
             block_ids = manager.tables.row(row)[numbers.start : numbers.stop].copy()
             self._index.insert(group_id, self._keys(group_id, sequence, numbers.start, numbers.stop), block_ids)
             self._note_indexed(block_ids, numbers.start)
+            if self._pool.wants_keys:
+                own = bytes((group_id,))  # equal keys of two groups stand for different blocks
+                keys = self._keys(group_id, sequence, numbers.start, numbers.stop)
+                self._pool.note_keys(block_ids, [BlockHash(own + key) for key in keys])
             manager.set_indexed(row, numbers.stop)
             if self._accounts:
                 self._accounts[group_id].stored(sequence, numbers, block_ids)

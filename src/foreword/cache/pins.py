@@ -7,12 +7,15 @@ hold or in which order the others go.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.eviction import EvictionPolicy
 from foreword.cache.free_queue import BlockIds, FreeKVCacheBlockQueue
+from foreword.cache.hashing import BlockHash
+from foreword.cache.value import KeyedPolicy
 from foreword.errors import ConfigError
 
 NOT_PINNED = -np.inf
@@ -156,6 +159,14 @@ class PinnedPolicy:
     def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
         self._is_cached[block_ids] = True
         self.inner.note_cached(block_ids, depths)
+
+    @property
+    def wants_keys(self) -> bool:
+        return isinstance(self.inner, KeyedPolicy) and self.inner.wants_keys
+
+    def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
+        assert isinstance(self.inner, KeyedPolicy)
+        self.inner.note_keys(block_ids, keys)
 
     def note_hit(self, block_ids: BlockIds) -> None:
         self.inner.note_hit(block_ids)

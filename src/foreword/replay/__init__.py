@@ -1,0 +1,1 @@
+"""What the cache would do for recorded traffic, worked out without a model."""

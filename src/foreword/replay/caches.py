@@ -1,0 +1,133 @@
+"""Caches that are told one request after the other, and answer with what they held of it.
+
+Know the requests' prefix keys; know no file, clock or model. Outputs are not cached, and a request is over
+before the next one comes: what is left is the order of arrival, the capacity and the policy. A request that
+would not fit into the whole cache is refused, and counts as missed.
+
+`ManagerCache` is the engine's own `KVCacheManager`; `LruCache` gives the same answers as it does under `lru`,
+faster; `UnlimitedCache` and `foreword.replay.optimum` are the limits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import Protocol
+
+import numpy as np
+
+from foreword.cache import EvictionPolicy, KVCacheManager, RadixIndex, TokenSequence
+from foreword.errors import ConfigError
+from foreword.replay.trace import RecordedRequest
+
+PIECE_BITS = np.uint64(31)
+"""A prefix key is given to the manager as two token ids of so many bits: blocks of two tokens."""
+
+PIECES = 2
+
+
+class SimulatedCache(Protocol):
+    """What requests are replayed on."""
+
+    def admit(self, request: RecordedRequest) -> int:
+        """Number of the next request's leading blocks that were held when it came."""
+
+
+class UnlimitedCache:
+    """Never evicts: misses only what was never there. Memory grows with the number of different blocks."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def __len__(self) -> int:
+        """Different blocks seen."""
+        return len(self._seen)
+
+    def admit(self, request: RecordedRequest) -> int:
+        keys = request.keys.tolist()
+        held = _num_leading(keys, self._seen)
+        self._seen.update(keys[held:])
+        return held
+
+
+class LruCache:
+    """Evicts what was used longest ago, of one request the tail before the head. About 0.3 us a block."""
+
+    def __init__(self, capacity: int) -> None:
+        _check_capacity(capacity)
+        self.capacity = capacity
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def admit(self, request: RecordedRequest) -> int:
+        keys = request.keys.tolist()
+        if len(keys) > self.capacity:
+            return 0
+        blocks = self._blocks
+        held = _num_leading(keys, blocks)
+        move = blocks.move_to_end
+        num_evicted = len(blocks) + len(keys) - held - self.capacity
+        if num_evicted > 0:
+            deque(map(move, keys[:held]), maxlen=0)  # the request holds them while others go
+            for _ in range(num_evicted):
+                blocks.popitem(last=False)
+        keys.reverse()
+        missed = len(keys) - held
+        blocks.update(dict.fromkeys(keys[:missed]))
+        deque(map(move, keys[missed:]), maxlen=0)
+        return held
+
+
+class ManagerCache:
+    """The engine's manager and radix index, with a policy by name or of one's own."""
+
+    def __init__(self, capacity: int, eviction_policy: str | EvictionPolicy) -> None:
+        _check_capacity(capacity)
+        self.capacity = capacity
+        self.manager = KVCacheManager(
+            capacity, block_size=PIECES, index=RadixIndex(capacity, PIECES), eviction_policy=eviction_policy
+        )
+
+    def admit(self, request: RecordedRequest) -> int:
+        num_tokens = PIECES * len(request.keys)
+        if len(request.keys) > self.capacity:
+            return 0
+        manager = self.manager
+        manager.begin_step()
+        sequence = TokenSequence("request", as_token_ids(request), block_size=PIECES)
+        hit = manager.get_computed_blocks(sequence)
+        admitted = manager.allocate_slots(sequence, num_tokens, hit)
+        assert admitted is not None, "a request that fits was not admitted"
+        manager.take_copies()
+        manager.free(sequence.request_id)
+        return hit.num_shared_tokens // PIECES
+
+
+def as_token_ids(request: RecordedRequest) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Token ids that stand for the request's blocks, two each, and one more, [2 * blocks + 1].
+
+    The last is what the engine always computes: without it, the last block could not be hit.
+    """
+    tokens = np.zeros(PIECES * len(request.keys) + 1, np.int32)
+    mask = np.uint64((1 << int(PIECE_BITS)) - 1)
+    tokens[0:-1:2] = (request.keys & mask).astype(np.int32)
+    tokens[1::2] = ((request.keys >> PIECE_BITS) & mask).astype(np.int32)
+    return tokens
+
+
+def _num_leading(keys: list[int], held: set[int] | OrderedDict[int, None]) -> int:
+    if not keys or keys[0] not in held:
+        return 0
+    if keys[-1] in held:  # then all before it are
+        return len(keys)
+    low, high = 0, len(keys) - 1  # keys[low] is held, keys[high] is not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if keys[middle] in held:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _check_capacity(capacity: int) -> None:
+    if capacity < 1:
+        raise ConfigError(f"capacity={capacity} blocks is too small; use at least 1")

@@ -1,0 +1,89 @@
+"""How much a cache holds: blocks of a recording, or bytes of a model's KV.
+
+Knows units and what a model's config.json says of its KV; loads no model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foreword.errors import ConfigError, ModelLoadError
+
+UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+BINARY_UNITS = {"Ki": 1024, "Mi": 1024**2, "Gi": 1024**3, "Ti": 1024**4}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """One capacity that a user asked for."""
+
+    name: str
+    """As it was written."""
+    num_blocks: int
+
+
+def parse_capacity(text: str, block_tokens: int, kv_bytes_per_token: int | None) -> Capacity:
+    """`1000` (blocks) or `4GB`, `512MiB` (bytes of KV). Raises ConfigError."""
+    name = text.strip()
+    if re.fullmatch(r"[0-9_]+", name):
+        num_blocks = int(name)
+    else:
+        num_bytes = parse_bytes(name)
+        if kv_bytes_per_token is None:
+            raise ConfigError(
+                f"capacity {name!r} is in bytes; give the folder of the model that it is for with --model"
+            )
+        num_blocks = num_bytes // (block_tokens * kv_bytes_per_token)
+    if num_blocks < 1:
+        raise ConfigError(f"capacity {name!r} holds no block of {block_tokens} tokens; give more")
+    return Capacity(name, num_blocks)
+
+
+def parse_bytes(text: str) -> int:
+    """`4GB` and `4GiB` as a number of bytes. Raises ConfigError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{text!r} is no capacity; write blocks as 1000, or bytes as 4GB or 512MiB")
+    unit = (match[2] or "").capitalize()
+    return int(float(match[1]) * {**UNITS, **BINARY_UNITS}[unit])
+
+
+def read_model_config(model: str) -> dict[str, Any]:
+    """config.json of a model's folder, or the file itself. Raises ModelLoadError."""
+    path = Path(model).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"{str(path)!r} cannot be read: {error}; give a model's folder or its config.json"
+        ) from error
+    if not isinstance(config, dict):
+        raise ModelLoadError(f"{str(path)!r} is no model's configuration; give a model's folder or its config.json")
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def kv_bytes_per_token(config: dict[str, Any]) -> int:
+    """Bytes of keys and values of one token in all layers, as if all of them attended to everything.
+
+    Raises ModelLoadError if the configuration does not tell.
+    """
+    dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
+    size = DTYPE_BYTES.get(dtype, 2)
+    try:
+        layers = int(config["num_hidden_layers"])
+        if "kv_lora_rank" in config:  # latent attention keeps one compressed vector for keys and values
+            return layers * size * (int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]))
+        heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
+        width = int(config.get("head_dim") or int(config["hidden_size"]) // int(config["num_attention_heads"]))
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelLoadError(
+            f"the model's configuration does not tell the size of its KV ({error}); give --kv-bytes-per-token"
+        ) from error
+    return 2 * layers * heads * width * size

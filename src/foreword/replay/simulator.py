@@ -1,0 +1,221 @@
+"""One recording against several policies and capacities at once.
+
+Knows requests, caches and counts; knows no file and nothing of how results are shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foreword.cache.eviction import POLICIES
+from foreword.cache.ledger import MissReason
+from foreword.errors import ConfigError
+from foreword.replay.caches import LruCache, ManagerCache, SimulatedCache, UnlimitedCache
+from foreword.replay.capacity import Capacity
+from foreword.replay.distances import LruCurve
+from foreword.replay.keys import PrefixKeys
+from foreword.replay.optimum import Optimum
+from foreword.replay.trace import RecordedRequest
+
+OPTIMUM = "optimum"
+NUM_CURVE_POINTS = 48
+
+
+@dataclass(slots=True)
+class HitCount:
+    """What a cache found of a recording."""
+
+    blocks: int = 0
+    tokens: int = 0
+    refused_blocks: int = 0
+    """Of requests with more blocks than the cache has."""
+
+
+@dataclass(slots=True)
+class ReuseIntervals:
+    """How long after its last use a block is used again, by doubling of the interval."""
+
+    unit: str = "requests"
+    """requests, or s where the recording has times."""
+    counts: dict[int, int] = field(default_factory=dict)
+    """Reuses by interval: key k counts those from 2**k up to 2**(k + 1) units; below 1 unit: key -1."""
+    _last: dict[int, float] = field(default_factory=dict, repr=False)
+    _number: int = 0
+
+    def admit(self, request: RecordedRequest) -> None:
+        """The next request."""
+        now: float = self._number
+        self._number += 1
+        if request.timestamp_ms is not None:
+            self.unit, now = "s", request.timestamp_ms / 1000
+        last, counts = self._last, self.counts
+        for key in request.keys.tolist():
+            before = last.get(key)
+            if before is not None:
+                interval = now - before
+                doubling = math.frexp(interval)[1] - 1 if interval >= 1 else -1
+                counts[doubling] = counts.get(doubling, 0) + 1
+            last[key] = now
+
+
+@dataclass(slots=True)
+class ReplayResult:
+    """What caches would have found of a recording. Ratios are shares of all blocks (tokens) of all prompts."""
+
+    num_requests: int
+    num_blocks: int
+    num_tokens: int
+    num_different_blocks: int
+    block_tokens: int
+    unlimited: HitCount
+    hits: dict[str, dict[str, HitCount]]
+    """By policy, by capacity's name."""
+    capacities: list[Capacity]
+    curve_capacities: list[int]
+    """Capacities of the LRU curve, in blocks."""
+    curve_ratios: list[float]
+    curve_errors: list[float]
+    """Standard errors of the curve; zeros if nothing was sampled."""
+    reuse_intervals: ReuseIntervals
+    sampling_rate: float
+
+    def block_ratio(self, count: HitCount) -> float:
+        return count.blocks / self.num_blocks
+
+    def token_ratio(self, count: HitCount) -> float:
+        return count.tokens / self.num_tokens
+
+    def hit_ratios(self) -> dict[str, dict[str, float]]:
+        """By policy, by capacity's name: share of the blocks found."""
+        return {
+            policy: {name: round(self.block_ratio(count), 6) for name, count in by_capacity.items()}
+            for policy, by_capacity in self.hits.items()
+        }
+
+    def misses(self, count: HitCount) -> dict[str, int]:
+        """Missed blocks by reason. Never seen: unlimited memory misses them too."""
+        never_seen = self.num_blocks - self.unlimited.blocks
+        return {
+            MissReason.NEVER_SEEN.value: never_seen,
+            MissReason.EVICTED.value: self.num_blocks - never_seen - count.blocks,
+        }
+
+
+class Simulation:
+    """Caches of every policy and capacity, told of one request after the other.
+
+    Memory grows with the number of different blocks; `optimum` keeps 16 bytes for every block of every
+    prompt. With `sampling_rate` below 1 only the LRU curve is followed, on that share of the blocks.
+    """
+
+    def __init__(self, policies: Sequence[str], capacities: Sequence[Capacity], *, sampling_rate: float = 1.0) -> None:
+        for policy in policies:
+            if policy != OPTIMUM and policy not in POLICIES:
+                raise ConfigError(f"policy {policy!r} is unknown; use some of {', '.join((*POLICIES, OPTIMUM))}")
+        self._curve = LruCurve(sampling_rate)
+        self._samples = sampling_rate < 1.0
+        if self._samples and any(policy != "lru" for policy in policies):
+            raise ConfigError(f"a sample of {sampling_rate} tells of lru alone; leave out the other policies")
+        self._policies = list(policies)
+        self._capacities = list(capacities)
+        self._unlimited = UnlimitedCache()
+        self._count = HitCount()
+        self._intervals = ReuseIntervals()
+        self._caches: list[tuple[HitCount, int, SimulatedCache]] = []
+        self._hits: dict[str, dict[str, HitCount]] = {policy: {} for policy in policies}
+        for policy in policies:
+            for capacity in capacities:
+                count = self._hits[policy][capacity.name] = HitCount()
+                if policy != OPTIMUM and not self._samples:
+                    self._caches.append((count, capacity.num_blocks, _make_cache(policy, capacity.num_blocks)))
+        self._kept: list[PrefixKeys] = []
+        self._kept_lengths: list[int] = []
+        self._num_requests = self._num_blocks = self._num_tokens = 0
+        self._block_tokens = 1
+
+    def admit(self, request: RecordedRequest) -> None:
+        """The next request of the recording."""
+        self._block_tokens = request.block_tokens
+        self._num_requests += 1
+        self._num_blocks += len(request.keys)
+        self._num_tokens += request.num_prompt_tokens
+        self._curve.admit(request.keys)
+        if self._samples:
+            return
+        _note(self._count, request, self._unlimited.admit(request))
+        self._intervals.admit(request)
+        for count, capacity, cache in self._caches:
+            if len(request.keys) > capacity:
+                count.refused_blocks += len(request.keys)
+            _note(count, request, cache.admit(request))
+        if OPTIMUM in self._policies:
+            self._kept.append(request.keys)
+            self._kept_lengths.append(request.num_prompt_tokens)
+
+    def result(self) -> ReplayResult:
+        """What the caches found until now."""
+        if OPTIMUM in self._policies:
+            self._find_optimum()
+        different = self._curve.num_blocks if self._samples else len(self._unlimited)
+        points = np.unique(np.rint(np.geomspace(1, max(2, different), NUM_CURVE_POINTS)).astype(np.int64))
+        ratios = self._curve.hit_ratios(points)
+        if self._samples:
+            self._count = HitCount(round(float(ratios[-1]) * self._num_blocks))
+            for capacity in self._capacities:
+                ratio = float(self._curve.hit_ratios([capacity.num_blocks])[0])
+                for by_capacity in self._hits.values():
+                    by_capacity[capacity.name] = HitCount(
+                        round(ratio * self._num_blocks), round(ratio * self._num_tokens)
+                    )
+        return ReplayResult(
+            self._num_requests,
+            self._num_blocks,
+            self._num_tokens,
+            different,
+            self._block_tokens,
+            self._count,
+            self._hits,
+            self._capacities,
+            points.tolist(),
+            ratios.tolist(),
+            self._curve.standard_errors(points).tolist(),
+            self._intervals,
+            self._curve.sampling_rate,
+        )
+
+    def _find_optimum(self) -> None:
+        optimum = Optimum(self._kept)
+        for capacity in self._capacities:
+            held = optimum.hits(capacity.num_blocks)
+            tokens = np.minimum(held * self._block_tokens, self._kept_lengths)
+            self._hits[OPTIMUM][capacity.name] = HitCount(int(held.sum()), int(tokens.sum()))
+
+
+def simulate(
+    requests: Iterable[RecordedRequest],
+    policies: Sequence[str],
+    capacities: Sequence[Capacity],
+    *,
+    sampling_rate: float = 1.0,
+) -> ReplayResult:
+    """Replay requests, in their order, on a cache of each policy (or `optimum`) and capacity.
+
+    Raises ConfigError for an unknown policy.
+    """
+    simulation = Simulation(policies, capacities, sampling_rate=sampling_rate)
+    for request in requests:
+        simulation.admit(request)
+    return simulation.result()
+
+
+def _make_cache(policy: str, capacity: int) -> SimulatedCache:
+    return LruCache(capacity) if policy == "lru" else ManagerCache(capacity, policy)
+
+
+def _note(count: HitCount, request: RecordedRequest, num_held: int) -> None:
+    count.blocks += num_held
+    count.tokens += request.tokens_of(num_held)

@@ -1,0 +1,270 @@
+"""Requests in simulated time: the engine's scheduler and cache, a runner that only takes time, a clock that jumps.
+
+Knows arrivals, replicas and what a step costs; computes no token. Every decision (what runs in which step,
+what is hit, evicted, preempted) is made by the same `Scheduler` and `KVCacheManager` as in the engine.
+Sampled tokens are made up, so an answer is never part of a later prompt's hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.batch import Batch, BatchResult, Sample
+from foreword.cache import KVCacheManager, RadixIndex, TokenSequence
+from foreword.config import SchedulerConfig
+from foreword.errors import ConfigError
+from foreword.replay.capacity import kv_bytes_per_token
+from foreword.replay.trace import RecordedRequest
+from foreword.request import Request, SamplingParams
+from foreword.scheduler import Scheduler
+
+Routing = Literal["round_robin", "least_loaded", "prefix_aware"]
+PARAMS = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of a step: arithmetic or memory traffic, whichever takes longer, and a constant."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    flops_per_token: float
+    """Twice the weights that a token passes through."""
+    flops_per_pair: float
+    """Of attention, for each pair of a query and a position that it sees, in all layers."""
+    weight_bytes: float
+    kv_bytes_per_token: float
+    overhead_s: float = 0.0
+
+    @classmethod
+    def of_model(
+        cls, config: dict[str, Any], *, flops_per_s: float, bytes_per_s: float, overhead_s: float = 0.002
+    ) -> StepCost:
+        """From a model's configuration (dense layers, gated MLP), given what the device reaches."""
+        for name, value in (("flops_per_s", flops_per_s), ("bytes_per_s", bytes_per_s)):
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"{name}={value} is no rate; use a number above 0")
+        kv_bytes = kv_bytes_per_token(config)  # raises if the configuration does not tell
+        width, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+        heads = int(config["num_attention_heads"])
+        head = int(config.get("head_dim") or width // heads)
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        per_layer = 2 * width * head * (heads + kv_heads) + 3 * width * int(config.get("intermediate_size", 4 * width))
+        weights = layers * per_layer + width * int(config.get("vocab_size", 32_000))
+        return cls(
+            flops_per_s=flops_per_s,
+            bytes_per_s=bytes_per_s,
+            flops_per_token=2.0 * weights,
+            flops_per_pair=4.0 * heads * head * layers,
+            weight_bytes=2.0 * weights,
+            kv_bytes_per_token=float(kv_bytes),
+            overhead_s=overhead_s,
+        )
+
+    def seconds(self, batch: Batch) -> float:
+        """Of one step."""
+        starts = np.array([entry.start for entry in batch.entries], np.float64)
+        ends = np.array([entry.end for entry in batch.entries], np.float64)
+        pairs = float(((ends - starts) * (starts + ends + 1) / 2).sum())
+        flops = batch.num_tokens * self.flops_per_token + pairs * self.flops_per_pair
+        num_bytes = self.weight_bytes + float(ends.sum()) * self.kv_bytes_per_token
+        return max(flops / self.flops_per_s, num_bytes / self.bytes_per_s) + self.overhead_s
+
+
+class SimulatedRunner:
+    """A `Runner` whose steps take no time but on its own clock.."""
+
+    def __init__(self, cost: StepCost) -> None:
+        self.cost = cost
+        self.now = 0.0
+        """Seconds since the recording began."""
+        self.busy_s = 0.0
+
+    def execute(self, batch: Batch) -> BatchResult:
+        seconds = self.cost.seconds(batch)
+        self.now += seconds
+        self.busy_s += seconds
+        return BatchResult([Sample(0) if entry.samples else None for entry in batch.entries])
+
+
+class Replica:
+    """One engine's scheduler and cache on a simulated runner."""
+
+    def __init__(
+        self, num_blocks: int, block_tokens: int, eviction_policy: str, config: SchedulerConfig, cost: StepCost
+    ) -> None:
+        self.manager = KVCacheManager(
+            num_blocks,
+            block_size=block_tokens,
+            index=RadixIndex(num_blocks, block_tokens),
+            eviction_policy=eviction_policy,
+        )
+        self.scheduler = Scheduler(self.manager, config)
+        self.runner = SimulatedRunner(cost)
+        self.started: dict[str, float] = {}
+        """When each request was first run."""
+        self.first_token: dict[str, float] = {}
+        self.num_waiting_tokens = 0
+        """Prompt tokens of requests without a first token yet."""
+        self.num_generated = 0
+
+    def add(self, request: Request, now: float) -> None:
+        """A request arrives. An idle replica's clock is moved on to that moment."""
+        if not len(self.scheduler):
+            self.runner.now = max(self.runner.now, now)
+        self.num_waiting_tokens += request.num_prompt_tokens
+        self.scheduler.add(request)
+
+    def run_until(self, moment: float) -> None:
+        """Run steps until the clock has reached `moment`, or nothing is left to do."""
+        while self.runner.now < moment and self.step() is not None:
+            pass
+
+    def step(self) -> Batch | None:
+        """One step; None, and no change, if there is nothing to do."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return None
+        for entry in batch.entries:
+            self.started.setdefault(entry.request.request_id, self.runner.now)
+        result = self.runner.execute(batch)
+        self.scheduler.commit(batch, result)
+        for entry, sample in zip(batch.entries, result.samples, strict=True):
+            if sample is not None:
+                self.num_generated += 1
+                if entry.request.request_id not in self.first_token:
+                    self.first_token[entry.request.request_id] = self.runner.now
+                    self.num_waiting_tokens -= entry.request.num_prompt_tokens
+        return batch
+
+
+@dataclass(frozen=True, slots=True)
+class TimingOptions:
+    """Which replicas serve the recording, and how."""
+
+    num_blocks: int
+    """KV blocks of each replica, of as many tokens as the recording's."""
+    cost: StepCost
+    num_replicas: int = 1
+    routing: Routing = "prefix_aware"
+    """round_robin; least_loaded: the fewest unfinished requests; prefix_aware: the fewest tokens still to be
+    computed before this request's first token, what is cached there taken off."""
+    eviction_policy: str = "lru"
+    max_output_tokens: int | None = None
+    """Longer answers are cut to this."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1:
+            raise ConfigError(f"num_replicas={self.num_replicas} is too small; use at least 1")
+        if self.routing not in get_args(Routing):
+            raise ConfigError(f"routing={self.routing!r} is unknown; use one of {', '.join(get_args(Routing))}")
+
+
+@dataclass(frozen=True, slots=True)
+class TimingReport:
+    """How requests fared."""
+
+    requests: int
+    requests_refused: int
+    """Too large for a replica's cache."""
+    ttft_ms: dict[str, float]
+    """Arrival to first token: p50, p90, p99."""
+    queue_ms: dict[str, float]
+    """Arrival to first step, the same percentiles."""
+    hit_ratio: float
+    """Share of the prompt tokens that were not computed."""
+    generated_tokens_per_s: float
+    prompt_tokens_per_s: float
+    seconds: float
+    """Simulated, first arrival to last token."""
+    busy_share: float
+    """Of the replicas' time."""
+
+
+def simulate_time(requests: Iterable[RecordedRequest], options: TimingOptions) -> TimingReport:
+    """Serve requests as they arrive. Those out of order arrive with the one before them.
+
+    Raises ConfigError for a recording without times.
+    """
+    replicas: list[Replica] = []
+    arrivals: dict[str, float] = {}
+    num_refused = num_prompt_tokens = 0
+    now = 0.0
+    for number, recorded in enumerate(requests):
+        if recorded.timestamp_ms is None:
+            raise ConfigError("the recording has no arrival times; its time cannot be simulated")
+        now = max(now, recorded.timestamp_ms / 1000)
+        if not replicas:
+            replicas = [
+                Replica(
+                    options.num_blocks, recorded.block_tokens, options.eviction_policy, options.scheduler, options.cost
+                )
+                for _ in range(options.num_replicas)
+            ]
+        request = make_request(recorded, number, options.max_output_tokens)
+        length = request.num_prompt_tokens + request.max_tokens
+        if not replicas[0].manager.can_ever_hold(length, options.scheduler.max_num_batched_tokens):
+            num_refused += 1
+            continue
+        for replica in replicas:
+            replica.run_until(now)
+        _route(replicas, request, options.routing, number).add(request, now)
+        arrivals[request.request_id] = now
+        num_prompt_tokens += request.num_prompt_tokens
+    for replica in replicas:
+        replica.run_until(float("inf"))
+    first = {name: at for replica in replicas for name, at in replica.first_token.items()}
+    started = {name: at for replica in replicas for name, at in replica.started.items()}
+    seconds = max([replica.runner.now for replica in replicas], default=0.0) - min(arrivals.values(), default=0.0)
+    hits = sum(replica.manager.stats.hits for replica in replicas)
+    return TimingReport(
+        requests=len(arrivals),
+        requests_refused=num_refused,
+        ttft_ms=_percentiles([first[name] - at for name, at in arrivals.items()]),
+        queue_ms=_percentiles([started[name] - at for name, at in arrivals.items()]),
+        hit_ratio=hits / max(1, num_prompt_tokens),
+        generated_tokens_per_s=sum(replica.num_generated for replica in replicas) / max(seconds, 1e-9),
+        prompt_tokens_per_s=num_prompt_tokens / max(seconds, 1e-9),
+        seconds=seconds,
+        busy_share=sum(replica.runner.busy_s for replica in replicas) / max(seconds * len(replicas), 1e-9),
+    )
+
+
+def make_request(recorded: RecordedRequest, number: int, max_output_tokens: int | None = None) -> Request:
+    """A request whose prompt shares with others what the recorded one shared; nothing beyond whole blocks."""
+    of_block = ((recorded.keys >> np.uint64(33)) & np.uint64(2**31 - 1)).astype(np.int32)
+    tokens: npt.NDArray[np.int32] = np.repeat(of_block, recorded.block_tokens)[: recorded.num_prompt_tokens]
+    num_output = max(1, recorded.num_output_tokens)
+    return Request(
+        TokenSequence(str(number), tokens, block_size=recorded.block_tokens),
+        PARAMS,
+        max_tokens=min(num_output, max_output_tokens) if max_output_tokens else num_output,
+        arrival_time=0.0,
+    )
+
+
+def _route(replicas: list[Replica], request: Request, routing: Routing, number: int) -> Replica:
+    if routing == "round_robin" or len(replicas) == 1:
+        return replicas[number % len(replicas)]
+    if routing == "least_loaded":
+        return min(replicas, key=lambda replica: len(replica.scheduler))
+    return min(
+        replicas,
+        key=lambda replica: (
+            replica.num_waiting_tokens - replica.manager.get_computed_blocks(request.sequence).num_tokens,
+            len(replica.scheduler),
+        ),
+    )
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    found = np.percentile(np.array(seconds) * 1000, (50, 90, 99)).round(2).tolist()
+    return dict(zip(("p50", "p90", "p99"), found, strict=True))

@@ -1,0 +1,372 @@
+"""Recorded traffic: reading it, whatever its format, and writing it without its text.
+
+Knows files, lines and what a line says of a request; knows nothing of caches. One JSON value a line, gzip
+or plain; a line's keys tell its format:
+
+    hash_ids            Mooncake: one id per block of the prompt, with input_length, output_length, timestamp (ms)
+    prompt_token_ids    or token_ids, or a bare list: plain token ids
+    prompt | messages   OpenAI: text or a conversation, alone or as the `body` of a batch line; needs a tokenizer
+
+Lines are read one by one, so memory does not grow with the file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.errors import ConfigError, ForewordError, TraceError
+from foreword.replay.keys import PrefixKeys, as_content_ids, chain, of_tokens
+
+MOONCAKE_BLOCK_TOKENS = 512
+TOKEN_BLOCK_TOKENS = 16
+DEFAULT_OUTPUT_TOKENS = 1
+MAX_REPORTED_LINES = 5
+
+
+class PromptEncoder(Protocol):
+    """The part of `foreword.text.Tokenizer` that turns prompts into token ids."""
+
+    def encode(self, text: str) -> npt.NDArray[np.int32]: ...
+    def render_chat(self, messages: Any) -> npt.NDArray[np.int32]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One request of a recording."""
+
+    timestamp_ms: float | None
+    """Arrival; None where the recording does not tell."""
+    keys: PrefixKeys
+    """[blocks]: one number for each block of the prompt, a partial last one included; equal for equal prefixes."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+    block_tokens: int
+    """Prompt tokens per block."""
+
+    @property
+    def num_full_blocks(self) -> int:
+        return self.num_prompt_tokens // self.block_tokens
+
+    def tokens_of(self, num_blocks: int) -> int:
+        """Prompt tokens in the first `num_blocks` blocks."""
+        return min(num_blocks * self.block_tokens, self.num_prompt_tokens)
+
+
+# ---------------------------------------------------------------------------------------------- lines
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeRecord:
+    """One line as Mooncake publishes it."""
+
+    timestamp_ms: float
+    input_length: int
+    output_length: int
+    hash_ids: list[Any]
+
+
+def parse_json_line(line: str, where: str) -> Any:
+    """The value on a line; `where` names the line. Raises TraceError."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{where} is not JSON ({error}); each line must be one JSON object") from error
+
+
+def parse_mooncake_record(record: object, where: str, *, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> MooncakeRecord:
+    """Check what a line of Mooncake's format says. Raises TraceError, naming the value."""
+    if not isinstance(record, dict):
+        raise TraceError(f"{where} is {json.dumps(record)[:40]!r}; each line must be one JSON object")
+    for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 0)):
+        value = record.get(name)
+        kinds = (int, float) if name == "timestamp" else (int,)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 <= value - least < float("inf"):
+            raise TraceError(f"{where}: {name}={value!r}; it must be a number of at least {least}")
+    ids = record.get("hash_ids")
+    if not isinstance(ids, list) or any(type(block_id) is not int or block_id < 0 for block_id in ids):
+        raise TraceError(f"{where}: hash_ids={str(ids)[:40]}; it must be a list of numbers of at least 0")
+    num_blocks = -(-record["input_length"] // block_tokens)
+    if len(ids) != num_blocks:
+        raise TraceError(
+            f"{where}: hash_ids has {len(ids)} ids, but input_length={record['input_length']} takes {num_blocks} "
+            f"blocks of {block_tokens} tokens; give one id per block"
+        )
+    return MooncakeRecord(float(record["timestamp"]), record["input_length"], record["output_length"], ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _LineParser:
+    """Turns the JSON value of a line into a request."""
+
+    block_tokens: int | None
+    tokenizer: PromptEncoder | None
+
+    def parse(self, record: object, where: str) -> RecordedRequest:
+        if isinstance(record, list):
+            return self._of_tokens({}, record, where)
+        if not isinstance(record, dict):
+            raise TraceError(f"{where} is {json.dumps(record)[:40]!r}; each line must be a JSON object or a list")
+        if "hash_ids" in record:
+            return self._of_block_ids(record, where)
+        body = record.get("body")
+        merged = {**record, **body} if isinstance(body, dict) else record
+        for name in ("prompt_token_ids", "token_ids"):
+            if name in merged:
+                return self._of_tokens(merged, merged[name], where)
+        if isinstance(merged.get("prompt"), list):
+            return self._of_tokens(merged, merged["prompt"], where)
+        if "prompt" in merged or "messages" in merged:
+            return self._of_text(merged, where)
+        raise TraceError(
+            f"{where} has the keys {', '.join(list(record)[:6]) or '(none)'}; give hash_ids, prompt_token_ids, prompt "
+            "or messages"
+        )
+
+    def _of_block_ids(self, record: dict[str, Any], where: str) -> RecordedRequest:
+        block_tokens = self.block_tokens or _number(record, "block_tokens", 1, where) or MOONCAKE_BLOCK_TOKENS
+        ids = record["hash_ids"]
+        if isinstance(ids, list) and ids and all(isinstance(block_id, str) for block_id in ids):
+            try:  # other recorders write digests
+                content_ids = as_content_ids(ids)
+            except ValueError as error:
+                raise TraceError(f"{where}: hash_ids: {error}") from error
+            record = {**record, "hash_ids": [0] * len(ids)}
+        else:
+            content_ids = None
+        defaults = {"timestamp": 0, "output_length": 0}
+        checked = parse_mooncake_record({**defaults, **record}, where, block_tokens=block_tokens)
+        if content_ids is None:
+            content_ids = as_content_ids(checked.hash_ids)
+        timestamp = checked.timestamp_ms if "timestamp" in record else None
+        return RecordedRequest(timestamp, chain(content_ids), checked.input_length, checked.output_length, block_tokens)
+
+    def _of_text(self, record: dict[str, Any], where: str) -> RecordedRequest:
+        if self.tokenizer is None:
+            raise TraceError(f"{where} holds text; give the folder of the model's tokenizer with --tokenizer")
+        try:
+            if "messages" in record:
+                tokens = self.tokenizer.render_chat(record["messages"])
+            else:
+                tokens = self.tokenizer.encode(record["prompt"])
+        except ForewordError as error:
+            raise TraceError(f"{where}: {error}") from error
+        return self._of_tokens(record, tokens.tolist(), where)
+
+    def _of_tokens(self, record: dict[str, Any], tokens: object, where: str) -> RecordedRequest:
+        if not isinstance(tokens, list) or not tokens or any(type(token) is not int for token in tokens):
+            raise TraceError(f"{where}: {str(tokens)[:40]} is not a prompt; give a list of at least one token id")
+        if min(tokens) < 0 or max(tokens) >= 2**31:
+            raise TraceError(f"{where}: token ids {min(tokens)} to {max(tokens)}; they must be from 0 to 2**31 - 1")
+        names = ("output_length", "output_tokens", "max_completion_tokens", "max_tokens")
+        lengths = [length for name in names if (length := _number(record, name, 0, where)) is not None]
+        block_tokens = self.block_tokens or TOKEN_BLOCK_TOKENS
+        return RecordedRequest(
+            _timestamp_ms(record, where),
+            of_tokens(tokens, block_tokens),
+            len(tokens),
+            lengths[0] if lengths else DEFAULT_OUTPUT_TOKENS,
+            block_tokens,
+        )
+
+
+def _number(record: Mapping[str, Any], name: str, least: int, where: str) -> int | None:
+    value = record.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or value < least:
+        raise TraceError(f"{where}: {name}={value!r}; it must be a whole number of at least {least}")
+    return value
+
+
+def _timestamp_ms(record: Mapping[str, Any], where: str) -> float | None:
+    """`timestamp` is in ms, as in Mooncake's format; `created` in s, as in OpenAI's."""
+    for name, scale in (("timestamp", 1.0), ("created", 1000.0)):
+        value = record.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+            raise TraceError(f"{where}: {name}={value!r}; it must be a number of at least 0")
+        return scale * value
+    return None
+
+
+# --------------------------------------------------------------------------------------------- reading
+
+
+class TraceReader:
+    """The requests of a file, in its order; may be iterated several times.
+
+    A line that is not a request is passed over, counted and located, or, when `strict`, raises TraceError. So
+    does a file that cannot be read or holds no request at all. `block_tokens` None: what the format says (512
+    for Mooncake's, 16 for tokens). `on_progress` is told the bytes of the file that were read since the last call.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        *,
+        block_tokens: int | None = None,
+        tokenizer: PromptEncoder | None = None,
+        strict: bool = False,
+        max_requests: int | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> None:
+        if block_tokens is not None and block_tokens < 1:
+            raise ConfigError(f"block_tokens={block_tokens} is too small; use at least 1")
+        if max_requests is not None and max_requests < 1:
+            raise ConfigError(f"max_requests={max_requests} is too small; use at least 1")
+        self.file = file
+        self.strict = strict
+        self.on_progress = on_progress
+        self._parser = _LineParser(block_tokens, tokenizer)
+        self._max_requests = max_requests
+        self.num_requests = 0
+        """Of the last iteration, as the next two."""
+        self.num_malformed = 0
+        self.malformed: list[str] = []
+        """The first `MAX_REPORTED_LINES` malformed lines, each with its number and what is wrong."""
+
+    def __iter__(self) -> Iterator[RecordedRequest]:
+        self.num_requests = self.num_malformed = 0
+        self.malformed = []
+        block_tokens = None
+        for request in self._requests():
+            if block_tokens is None:
+                block_tokens = request.block_tokens
+            elif request.block_tokens != block_tokens:
+                raise TraceError(
+                    f"trace {str(self.file)!r} mixes blocks of {block_tokens} and {request.block_tokens} tokens; "
+                    "give files of one format"
+                )
+            self.num_requests += 1
+            yield request
+            if self.num_requests == self._max_requests:
+                return
+        if not self.num_requests:
+            found = f": {self.malformed[0]}" if self.malformed else "; give a file with one JSON object per line"
+            raise TraceError(f"trace {str(self.file)!r} holds no requests{found}")
+
+    def _requests(self) -> Iterator[RecordedRequest]:
+        number = 0
+        try:
+            with self._open() as (raw, lines):
+                told = 0
+                for number, line in enumerate(lines, 1):
+                    if self.on_progress is not None and not number % 256:
+                        self.on_progress(raw.tell() - told)
+                        told = raw.tell()
+                    if not line.strip():
+                        continue
+                    where = f"line {number} of trace {str(self.file)!r}"
+                    try:
+                        text = line.decode()
+                        request = self._parser.parse(parse_json_line(text, where), where)
+                    except (TraceError, UnicodeDecodeError) as error:
+                        self._note_malformed(error if isinstance(error, TraceError) else f"{where}: {error}")
+                        continue
+                    yield request
+        except (EOFError, gzip.BadGzipFile, OSError) as error:
+            if not number:
+                raise TraceError(f"trace {str(self.file)!r} cannot be read: {error}; give a JSONL file") from error
+            self._note_malformed(f"after line {number} trace {str(self.file)!r} cannot be read: {error}")
+
+    def _note_malformed(self, what: TraceError | str) -> None:
+        if self.strict:
+            raise what if isinstance(what, TraceError) else TraceError(what)
+        self.num_malformed += 1
+        if len(self.malformed) < MAX_REPORTED_LINES:
+            self.malformed.append(str(what))
+
+    def _open(self) -> _OpenTrace:
+        return _OpenTrace(self.file)
+
+
+class _OpenTrace:
+    """The file itself, to know the place in it, and its lines, unpacked."""
+
+    def __init__(self, file: Path) -> None:
+        self._raw = file.open("rb")
+        is_gzip = self._raw.read(2) == b"\x1f\x8b"
+        self._raw.seek(0)
+        self._lines: IO[bytes] = gzip.GzipFile(fileobj=self._raw) if is_gzip else self._raw  # type: ignore[assignment]
+
+    def __enter__(self) -> tuple[IO[bytes], Iterable[bytes]]:
+        return self._raw, self._lines
+
+    def __exit__(self, *_: object) -> None:
+        with closing(self._raw), closing(self._lines):
+            pass
+
+
+# --------------------------------------------------------------------------------------------- writing
+
+
+class TraceWriter:
+    """Writes a recording that `TraceReader` reads: lengths, times and hashed ids, no text and no token.
+
+    Ids are hashes under a secret that is forgotten when the writer is closed, so nobody can try out whether
+    a text that he guesses was among the prompts; equal prefixes get equal ids within one file only.
+    """
+
+    def __init__(self, file: Path, *, block_tokens: int = TOKEN_BLOCK_TOKENS, secret: bytes | None = None) -> None:
+        """Begins `file` anew, gzipped if its name ends in .gz; `secret` joins several files (16 to 64 bytes)."""
+        if block_tokens < 1:
+            raise ConfigError(f"block_tokens={block_tokens} is too small; use at least 1")
+        if secret is not None and not 16 <= len(secret) <= 64:
+            raise ConfigError(f"the secret has {len(secret)} bytes; use 16 to 64")
+        self.block_tokens = block_tokens
+        self._secret = secret if secret is not None else secrets.token_bytes(32)
+        try:
+            opened: IO[Any] = gzip.open(file, "wt") if file.suffix == ".gz" else file.open("w")  # noqa: SIM115
+        except OSError as error:
+            raise TraceError(f"trace {str(file)!r} cannot be written: {error}; choose another place") from error
+        self._file: IO[str] | None = opened
+
+    def write(
+        self, *, timestamp_ms: float, prompt_token_ids: npt.ArrayLike, num_output_tokens: int, namespace: str = ""
+    ) -> None:
+        """Append one request. Prompts share ids only within a `namespace` (adapter and salt, say).
+
+        Times should be relative to the recording's start: an absolute one is a fact about a user too.
+        """
+        assert self._file is not None, "write() after close()"
+        tokens = np.ascontiguousarray(prompt_token_ids, np.int32)
+        size = self.block_tokens
+        parent = hashlib.blake2b(namespace.encode(), key=self._secret, digest_size=16).digest()
+        ids = []
+        for start in range(0, len(tokens), size):
+            block = parent + tokens[start : start + size].tobytes()
+            parent = hashlib.blake2b(block, key=self._secret, digest_size=16).digest()
+            ids.append(int.from_bytes(parent[:8], "little") >> 1)
+        record = {
+            "timestamp": timestamp_ms,
+            "input_length": len(tokens),
+            "output_length": num_output_tokens,
+            "block_tokens": size,
+            "hash_ids": ids,
+        }
+        self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        """Finish the file; a second call does nothing."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            self._secret = b""
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,127 @@
+"""`foreword replay`: what it prints, draws and refuses."""
+
+import json
+import xml.etree.ElementTree
+
+import pytest
+
+from foreword.cli import main
+from foreword.errors import ConfigError, ModelLoadError
+from foreword.replay.capacity import kv_bytes_per_token, parse_capacity
+from foreword.replay.keys import as_content_ids, chain
+from foreword.replay.report import advice, capacity_for, knee
+from foreword.replay.simulator import simulate
+from foreword.replay.trace import RecordedRequest
+
+CONFIG = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 256,
+    "torch_dtype": "bfloat16",
+}
+BYTES_PER_TOKEN = 2 * 4 * 2 * 32 * 2
+
+
+@pytest.fixture
+def trace(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    lines = [
+        json.dumps({"timestamp": n, "input_length": 1024, "output_length": 1, "hash_ids": [n % 3, 100 + n % 7]})
+        for n in range(60)
+    ]
+    file.write_text("\n".join([*lines, "{"]), encoding="utf-8")
+    return file
+
+
+def run(*arguments):
+    return main(["replay", *map(str, arguments)])
+
+
+def test_the_last_line_is_json_with_hit_ratios_by_policy_and_capacity(trace, capsys):
+    assert run(trace, "--policy", "lru,value,optimum", "--capacity", "4,100", "--json") == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 1
+    report = json.loads(printed.out)
+    ratios = report["hit_ratio"]
+    assert list(ratios) == ["lru", "value", "optimum"]
+    assert all(list(by_capacity) == ["4", "100"] for by_capacity in ratios.values())
+    assert ratios["lru"]["4"] <= ratios["optimum"]["4"] < ratios["lru"]["100"] == ratios["optimum"]["100"]
+    assert ratios["lru"]["100"] == pytest.approx((60 - 3 + 60 - 21) / 120, abs=1e-6)
+    assert report["malformed_lines"] == 1
+    assert "line 61" in printed.err
+    assert "Missed blocks by reason" in printed.err
+
+
+def test_a_capacity_with_a_unit_is_bytes_of_the_models_kv(trace, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    size = f"{4 * 512 * BYTES_PER_TOKEN / 1e6}MB"
+    assert run(trace, "--capacity", f"4,{size}", "--model", tmp_path, "--policy", "lru", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["hit_ratio"]["lru"]["4"] == report["hit_ratio"]["lru"][size]
+    assert report["capacity_blocks"] == {"4": 4, size: 4}
+
+
+def test_pictures_are_well_formed_and_need_nothing_else(trace, tmp_path):
+    svg, page = tmp_path / "curve.svg", tmp_path / "curve.html"
+    assert run(trace, "--capacity", "4,20", "--picture", svg, "--picture", page) == 0
+    root = xml.etree.ElementTree.fromstring(svg.read_text(encoding="utf-8"))
+    texts = [each.text for each in root.iter() if each.text]
+    assert {"● lru", "● value", "● optimum", "knee"} <= set(texts)
+    text = page.read_text(encoding="utf-8")
+    assert "<svg" in text
+    assert "src=" not in text
+    assert "href=" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strict"], "line 61"),
+        (["--capacity", "4GB"], "--model"),
+        (["--capacity", "4XB"], "'4XB'"),
+        (["--capacity", "0"], "'0'"),
+        (["--policy", "best"], "'best'"),
+        (["--picture", "curve.gif"], "curve.gif"),
+        (["--sample", "0"], "sampling_rate=0"),
+        (["--sample", "0.5"], "lru alone"),
+        (["--model", "no-such-folder"], "no-such-folder"),
+        (["--kv-bytes-per-token", "0"], "kv_bytes_per_token=0"),
+    ],
+)
+def test_mistakes_are_named(trace, capsys, arguments, message):
+    assert run(trace, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sampling_prints_its_error(trace, capsys):
+    assert run(trace, "--policy", "lru", "--capacity", "4", "--sample", "0.9") == 0
+    assert "standard error at most" in capsys.readouterr().out
+
+
+def test_capacities_and_kv_sizes_are_worked_out():
+    assert parse_capacity("1GiB", 16, 1024).num_blocks == 2**30 // 16384
+    assert parse_capacity("2.5kb", 1, 5).num_blocks == 500
+    with pytest.raises(ConfigError, match="holds no block"):
+        parse_capacity("1KB", 16, 1024)
+    assert kv_bytes_per_token(CONFIG) == BYTES_PER_TOKEN
+    latent = {"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    assert kv_bytes_per_token(latent) == 2 * 576 * 2
+    with pytest.raises(ModelLoadError, match="num_hidden_layers"):
+        kv_bytes_per_token({})
+
+
+def requests(*prompts):
+    return [RecordedRequest(None, chain(as_content_ids(ids)), len(ids), 1, 1) for ids in prompts]
+
+
+def test_the_knee_is_where_a_loop_begins_to_fit():
+    result = simulate(requests(*[[10 * (n % 20) + at for at in range(5)] for n in range(400)]), ["lru"], [])
+    assert 90 <= knee(result) <= 100
+    assert capacity_for(result, 0.9) >= 90
+    assert "nine tenths" in advice(result)
+
+
+def test_traffic_without_reuse_is_told_plainly():
+    result = simulate(requests(*[[5 * n, 5 * n + 1] for n in range(50)]), ["lru"], [])
+    assert "no cache of prefixes" in advice(result)

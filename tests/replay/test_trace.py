@@ -1,0 +1,243 @@
+"""Recorded traffic: every format gives the same prefixes, malformed lines are located, no text is written."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from foreword.cache import TokenSequence
+from foreword.errors import ConfigError, TraceError
+from foreword.replay.keys import as_content_ids, chain, of_tokens
+from foreword.replay.trace import RecordedRequest, TraceReader, TraceWriter
+
+
+def write(folder, *lines, name="trace.jsonl"):
+    file = folder / name
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    if name.endswith(".gz"):
+        file.write_bytes(gzip.compress(text.encode()))
+    else:
+        file.write_text(text, encoding="utf-8")
+    return file
+
+
+def mooncake(ids, length=None, timestamp=0):
+    return {
+        "timestamp": timestamp,
+        "input_length": length or 512 * len(ids),
+        "output_length": 7,
+        "hash_ids": ids,
+    }
+
+
+def read(file, **options):
+    return list(TraceReader(file, **options))
+
+
+def shared(one, other):
+    """Leading blocks that two requests have in common."""
+    length = min(len(one.keys), len(other.keys))
+    equal = one.keys[:length] == other.keys[:length]
+    return length if equal.all() else int(equal.argmin())
+
+
+class Letters:
+    """A tokenizer that has one token per character."""
+
+    def encode(self, text):
+        return np.array([ord(letter) for letter in text], np.int32)
+
+    def render_chat(self, messages):
+        return self.encode("".join(f"<{each['role']}>{each['content']}" for each in messages))
+
+
+# ---------------------------------------------------------------------------------------------- keys
+
+
+def test_equal_keys_mean_equal_whole_prefixes():
+    rng = np.random.default_rng(0)
+    seen = {}
+    for _ in range(3000):
+        ids = rng.integers(0, 3, rng.integers(1, 9)).tolist()
+        for depth, key in enumerate(chain(as_content_ids(ids)).tolist()):
+            assert seen.setdefault(key, ids[: depth + 1]) == ids[: depth + 1]
+    assert len(seen) > 1500
+
+
+def test_keys_of_tokens_agree_with_the_hash_chain_of_the_cache():
+    rng = np.random.default_rng(1)
+    key_of = {}
+    for _ in range(500):
+        tokens = rng.integers(0, 2, rng.integers(4, 30)).tolist()
+        hashes = TokenSequence("a", tokens, block_size=4).block_hashes()
+        for ours, theirs in zip(of_tokens(tokens, 4).tolist(), hashes, strict=False):
+            assert key_of.setdefault(theirs, ours) == ours
+    assert len(set(key_of.values())) == len(key_of)
+
+
+def test_a_partial_block_is_another_than_the_full_one_that_continues_it():
+    assert of_tokens([0, 0, 0, 0, 0], 4)[1] != of_tokens([0] * 8, 4)[1]
+    assert of_tokens([5, 5, 5, 5, 5], 4)[1] == of_tokens([5, 5, 5, 5, 5], 4)[1]
+
+
+# ------------------------------------------------------------------------------------------- formats
+
+
+def test_a_mooncake_line_is_read_with_its_lengths_and_time(tmp_path):
+    (request,) = read(write(tmp_path, mooncake([4, 9], 700, timestamp=1500)))
+    assert (request.timestamp_ms, request.num_prompt_tokens, request.num_output_tokens) == (1500.0, 700, 7)
+    assert (request.block_tokens, request.num_full_blocks, len(request.keys)) == (512, 1, 2)
+    assert (request.tokens_of(1), request.tokens_of(2)) == (512, 700)
+
+
+def test_ids_of_single_blocks_are_keyed_again_by_what_is_before_them(tmp_path):
+    one, other, longer = read(write(tmp_path, mooncake([1, 2, 3]), mooncake([9, 2, 3]), mooncake([1, 2, 4])))
+    assert shared(one, other) == 0
+    assert not set(one.keys.tolist()) & set(other.keys.tolist())
+    assert shared(one, longer) == 2
+
+
+def test_ids_may_be_large_or_digests(tmp_path):
+    one, other = read(write(tmp_path, mooncake([2**70, 2**63]), mooncake([2**70, 2**63 + 1])))
+    assert shared(one, other) == 1
+    one, other = read(write(tmp_path, mooncake(["ab", "cd"]), mooncake(["ab", "ce"])))
+    assert shared(one, other) == 1
+
+
+@pytest.mark.parametrize(
+    "as_line",
+    [
+        lambda tokens: tokens,
+        lambda tokens: {"prompt_token_ids": tokens},
+        lambda tokens: {"token_ids": tokens},
+        lambda tokens: {"prompt": tokens},
+        lambda tokens: {"prompt": "".join(map(chr, tokens))},
+        lambda tokens: {"custom_id": "a", "body": {"model": "m", "prompt": "".join(map(chr, tokens))}},
+    ],
+)
+def test_tokens_and_texts_give_equal_prefixes_in_every_format(tmp_path, as_line):
+    prompts = [list(range(40, 80)), [*range(40, 72), 1, 2], list(range(41, 80))]
+    first, second, third = read(write(tmp_path, *map(as_line, prompts)), tokenizer=Letters(), block_tokens=16)
+    assert (shared(first, second), shared(first, third)) == (2, 0)
+    assert first.keys.tolist() == of_tokens(prompts[0], 16).tolist()
+    assert first.num_prompt_tokens == 40
+
+
+def test_a_conversation_shares_its_earlier_turns(tmp_path):
+    turns = [{"role": "user", "content": "x" * 30}]
+    more = [*turns, {"role": "assistant", "content": "y" * 20}, {"role": "user", "content": "z"}]
+    lines = [{"messages": turns, "created": 3}, {"body": {"messages": more, "max_tokens": 9}}]
+    first, second = read(write(tmp_path, *lines), tokenizer=Letters())
+    assert shared(first, second) == 2
+    assert (first.timestamp_ms, second.timestamp_ms, second.num_output_tokens) == (3000.0, None, 9)
+
+
+def test_gzipped_traces_are_known_by_their_content(tmp_path):
+    plain = write(tmp_path, mooncake([1, 2]), mooncake([1, 3]))
+    packed = write(tmp_path, mooncake([1, 2]), mooncake([1, 3]), name="trace.gz")
+    packed = packed.rename(tmp_path / "no_suffix")
+    assert [r.keys.tolist() for r in read(packed)] == [r.keys.tolist() for r in read(plain)]
+
+
+def test_lines_are_read_one_at_a_time_and_as_often_as_asked(tmp_path):
+    reader = TraceReader(write(tmp_path, mooncake([1]), mooncake([2]), "{"), max_requests=2)
+    assert len(list(reader)) == len(list(reader)) == 2
+    assert (reader.num_requests, reader.num_malformed) == (2, 0)
+
+
+# ---------------------------------------------------------------------------------------- malformed
+
+MALFORMED = [
+    ("{", "not JSON"),
+    ("7", "must be a JSON object or a list"),
+    ("[]", "give a list of at least one token id"),
+    ("[1, -2]", "token ids -2 to 1"),
+    ('["a"]', "give a list of at least one token id"),
+    ('{"a": 1}', "has the keys a; give hash_ids"),
+    ('{"prompt": "text"}', "--tokenizer"),
+    ('{"input_length": 512, "hash_ids": [1, 2]}', "2 ids, but input_length=512 takes 1 blocks"),
+    ('{"input_length": 512, "hash_ids": [-1]}', "hash_ids="),
+    ('{"input_length": 512, "hash_ids": [1], "timestamp": -1}', "timestamp=-1"),
+    ('{"input_length": 512, "hash_ids": [1], "timestamp": Infinity}', "timestamp=inf"),
+    ('{"input_length": 512, "hash_ids": [1], "block_tokens": 0}', "block_tokens=0"),
+    ('{"prompt_token_ids": [1], "max_tokens": "9"}', "max_tokens='9'"),
+]
+
+
+@pytest.mark.parametrize(("line", "complaint"), MALFORMED)
+def test_a_malformed_line_is_counted_located_and_passed_over(tmp_path, line, complaint):
+    reader = TraceReader(write(tmp_path, [1, 2], "", line, [3]), block_tokens=None)
+    assert len(list(reader)) == 2
+    assert reader.num_malformed == 1
+    assert "line 3" in reader.malformed[0]
+    assert complaint in reader.malformed[0]
+    with pytest.raises(TraceError, match="line 3"):
+        read(write(tmp_path, [1, 2], "", line, [3]), strict=True)
+
+
+def test_only_the_first_malformed_lines_are_kept_but_all_are_counted(tmp_path):
+    reader = TraceReader(write(tmp_path, [1], *["{"] * 50))
+    list(reader)
+    assert (reader.num_malformed, len(reader.malformed)) == (50, 5)
+
+
+def test_a_gzip_file_that_ends_early_gives_what_it_has(tmp_path):
+    packed = gzip.compress("".join(json.dumps([n, 2, 3]) + "\n" for n in range(50000)).encode())
+    (tmp_path / "cut.gz").write_bytes(packed[: len(packed) // 2])
+    reader = TraceReader(tmp_path / "cut.gz")
+    assert 0 < len(list(reader)) < 50000
+    assert reader.num_malformed == 1
+    assert "after line" in reader.malformed[0]
+
+
+def test_files_without_any_request_are_refused(tmp_path):
+    with pytest.raises(TraceError, match=r"holds no requests.*not JSON"):
+        read(write(tmp_path, "{"))
+    with pytest.raises(TraceError, match="holds no requests"):
+        read(write(tmp_path))
+    with pytest.raises(TraceError, match="cannot be read"):
+        read(tmp_path / "nowhere")
+    with pytest.raises(TraceError, match="mixes blocks of 512 and 16"):
+        read(write(tmp_path, mooncake([1]), [1, 2]))
+    with pytest.raises(ConfigError, match="block_tokens=0"):
+        TraceReader(tmp_path / "nowhere", block_tokens=0)
+
+
+# ------------------------------------------------------------------------------------------- writing
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
+def test_what_is_written_is_read_back_with_the_same_sharing_and_no_token(tmp_path, name):
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(0, 2, rng.integers(1, 40)).tolist() for _ in range(200)]
+    with TraceWriter(tmp_path / name, block_tokens=4) as writer:
+        for number, prompt in enumerate(prompts):
+            writer.write(timestamp_ms=number, prompt_token_ids=prompt, num_output_tokens=3)
+    back = read(tmp_path / name)
+    assert [r.num_prompt_tokens for r in back] == list(map(len, prompts))
+    assert {r.block_tokens for r in back} == {4}
+    plain = [RecordedRequest(0, of_tokens(prompt, 4), len(prompt), 3, 4) for prompt in prompts]
+    for one in range(0, 200, 7):
+        for other in range(200):
+            assert shared(back[one], back[other]) == shared(plain[one], plain[other])
+
+
+def test_ids_cannot_be_compared_without_the_secret(tmp_path):
+    def ids(file, **options):
+        with TraceWriter(tmp_path / file, **options) as writer:
+            writer.write(timestamp_ms=0, prompt_token_ids=range(32), num_output_tokens=1)
+        return json.loads((tmp_path / file).read_text())["hash_ids"]
+
+    assert not set(ids("a")) & set(ids("b"))
+    assert ids("c", secret=b"k" * 16) == ids("d", secret=b"k" * 16)
+    with pytest.raises(ConfigError, match="3 bytes"):
+        TraceWriter(tmp_path / "e", secret=b"abc")
+
+
+def test_namespaces_share_nothing(tmp_path):
+    with TraceWriter(tmp_path / "a") as writer:
+        for namespace in ("", "tenant", "tenant"):
+            writer.write(timestamp_ms=0, prompt_token_ids=range(32), num_output_tokens=1, namespace=namespace)
+    first, second, third = read(tmp_path / "a")
+    assert (shared(first, second), shared(second, third)) == (0, 2)
