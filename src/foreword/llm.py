@@ -1,16 +1,13 @@
 """LLM: the composition root for offline use.
 
-Knows every room and puts them together; has no logic of its own beyond that.
+Knows prompts as users give them, and outputs; `assembly.py` puts the rooms together.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
-import json
 import logging
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,31 +19,21 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from foreword.assembly import build_engine, load, plan_layout
 from foreword.cache import (
     NO_EXTRA_KEYS,
-    CacheLedger,
-    EventLog,
-    EvictionPolicy,
     ExtraKeys,
-    KVCacheManager,
     LookupExplanation,
     NumberedEvent,
-    PinnedPolicy,
-    chain_root,
-    make_hash_function,
-    make_index,
-    make_policy,
 )
-from foreword.config import CacheConfig, EngineConfig, Environment, ModelConfig
-from foreword.engine import BlockKeys, Engine, ModelLimits, Prompt
+from foreword.config import EngineConfig
+from foreword.engine import Engine, Prompt
 from foreword.errors import ConfigError, EngineError, InvalidRequestError
 from foreword.request import RequestOutput, SamplingParams
-from foreword.scheduler import Scheduler
-from foreword.text import TextStream, Tokenizer
+from foreword.text import Tokenizer
 
 if TYPE_CHECKING:
-    from foreword.model.layout import CacheLayout
-    from foreword.model.loader import LoadedModel
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -100,14 +87,14 @@ class LLM:
 
         self.config = EngineConfig.from_options(model, **options)
         self.tokenizer = Tokenizer.load(model, trust_remote_code=self.config.model.trust_remote_code)
-        loaded = _load(self.config.model)
+        loaded = load(self.config.model)
         self.inexactness = find_inexactness(loaded) if self.config.model.self_check else None
         """What breaks the promise of equal bits on this machine; None if nothing was found (or looked for)."""
         if self.inexactness:
             logger.warning("results are not bit-exact with this model on this machine: %s", self.inexactness)
-        self.kv_block_bytes = _plan_layout(self.config, loaded).bytes_per_block
+        self.kv_block_bytes = plan_layout(self.config, loaded).bytes_per_block
         """Memory of one block of the pool."""
-        self._engine: Engine | None = _build_engine(self.config, loaded, self.tokenizer)
+        self._engine: Engine | None = build_engine(self.config, loaded, self.tokenizer)
         self._kernel = loaded.kernel
         self._request_numbers = itertools.count()
 
@@ -341,154 +328,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _load(options: ModelConfig) -> LoadedModel:
-    from foreword.model.loader import load_model
-
-    return load_model(options, num_threads=Environment.read().num_threads)
-
-
-def _plan_layout(config: EngineConfig, model: LoadedModel) -> CacheLayout:
-    from foreword.model.layout import LayoutOptions
-
-    return model.plan_layout(
-        LayoutOptions(
-            block_size=config.cache.block_size,
-            state_block_size=config.cache.state_block_size,
-            state_interval=config.cache.state_interval,
-            max_tokens=min(model.max_positions, config.model.max_model_len or model.max_positions),
-            num_sink_tokens=len(config.cache.sink_token_ids),
-            keep_all=config.cache.keep_all_kv,
-        )
-    )
-
-
-def _build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None) -> Engine:
-    """Size the pool and join cache, scheduler and runner."""
-    from foreword.model.memory import kv_cache_bytes
-    from foreword.model.runner import ModelRunner
-    from foreword.model.storage import KVStorage
-
-    layout = _plan_layout(config, model)
-    budget = kv_cache_bytes(config.model, model.device)
-    num_blocks = budget // layout.bytes_per_block
-    if num_blocks < 1:
-        raise ConfigError(
-            f"{budget} bytes of KV memory do not hold one block of {layout.block_size} tokens "
-            f"({layout.bytes_per_block} bytes); raise kv_cache_memory_bytes"
-        )
-    try:
-        storage = KVStorage(layout, num_blocks, model.device)
-        manager = _make_manager(config, layout, num_blocks)
-    except (RuntimeError, MemoryError) as error:
-        raise ConfigError(
-            f"{budget} bytes of KV memory cannot be had on {model.device}; lower kv_cache_memory_bytes"
-        ) from error
-    limits = ModelLimits(
-        vocab_size=model.vocab_size,
-        max_model_len=_max_model_len(config, model.max_positions - len(config.cache.sink_token_ids), manager),
-        eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
-    )
-    logger.info(
-        "%d blocks of %.2f MiB (%.2f GiB), max_model_len %d; %s",
-        num_blocks,
-        layout.bytes_per_block / 2**20,
-        num_blocks * layout.bytes_per_block / 2**30,
-        limits.max_model_len,
-        layout.describe(),
-    )
-
-    def open_text_stream(params: SamplingParams) -> TextStream:
-        assert tokenizer is not None
-        return tokenizer.stream(
-            params.stop, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens
-        )
-
-    runner = ModelRunner(model, storage)
-    if config.cache.sink_token_ids:
-        runner.fill_sinks(_sink_tokens(config, model.vocab_size), manager.sink_block_ids())
-    return Engine(
-        Scheduler(manager, config.scheduler),
-        runner,
-        limits,
-        open_text_stream=open_text_stream if tokenizer else None,
-        keys=_block_keys(config, model),
-        seed=config.seed,
-    )
-
-
-def _eviction_policy(options: CacheConfig, num_blocks: int) -> EvictionPolicy:
-    policy = make_policy(options.eviction_policy, num_blocks)
-    return PinnedPolicy(policy, num_blocks, max_share=options.max_pinned_share) if options.max_pinned_share else policy
-
-
-def _block_keys(config: EngineConfig, model: LoadedModel) -> BlockKeys:
-    """Keys that differ by the model's name, architecture, sizes and precision, and by the deployment's salt."""
-    described = model.config.to_dict()
-    for name in ("_name_or_path", "transformers_version"):  # the same model elsewhere
-        described.pop(name, None)
-    name = config.model.model
-    facts = {
-        "model": os.path.basename(os.path.realpath(name)) if os.path.isdir(name) else name,
-        "dtype": str(model.dtype),
-        "config": described,
-        "salt": config.cache.key_salt,
-    }
-    fingerprint = json.dumps(facts, sort_keys=True, default=str)
-    return BlockKeys(make_hash_function(config.cache.hash_function), chain_root(fingerprint))
-
-
-def _sink_tokens(config: EngineConfig, vocab_size: int) -> npt.NDArray[np.int32]:
-    token_ids = np.array(config.cache.sink_token_ids, np.int64)
-    wrong = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
-    if wrong.size:
-        raise ConfigError(
-            f"token {token_ids[wrong[0]]} in sink_token_ids is out of range; the model's ids are 0 to {vocab_size - 1}"
-        )
-    return token_ids.astype(np.int32)
-
-
-def _make_manager(config: EngineConfig, layout: CacheLayout, num_blocks: int) -> KVCacheManager:
-    """One full group can have any index, and hits to the token; others are found by hash keys."""
-    cache = config.cache
-    events = EventLog() if cache.cache_events else None
-    ledger = CacheLedger(num_blocks, events=events) if cache.explain_misses else None
-    if not layout.is_one_full_group:
-        return KVCacheManager(
-            num_blocks,
-            groups=layout.specs,
-            enable_prefix_caching=cache.enable_prefix_caching,
-            eviction_policy=_eviction_policy(cache, num_blocks),
-            ledger=ledger,
-        )
-    return KVCacheManager(
-        num_blocks,
-        block_size=layout.block_size,
-        groups=layout.specs,
-        enable_prefix_caching=cache.enable_prefix_caching,
-        index=make_index(cache.prefix_index, num_blocks, layout.block_size),
-        eviction_policy=_eviction_policy(cache, num_blocks),
-        ledger=ledger,
-        deduplicate=cache.deduplicate,
-    )
-
-
-def _max_model_len(config: EngineConfig, max_positions: int, manager: KVCacheManager) -> int:
-    asked = config.model.max_model_len
-    step = config.scheduler.max_num_batched_tokens
-    wanted = max_positions if asked is None else asked
-    if wanted > max_positions:
-        raise ConfigError(f"max_model_len={asked} is more than the model's {max_positions} positions")
-    if manager.can_ever_hold(wanted, step):
-        return wanted
-    held = bisect.bisect_left(range(1, wanted), True, key=lambda length: not manager.can_ever_hold(length, step))
-    if asked is not None or held < 1:
-        raise ConfigError(
-            f"max_model_len={wanted} does not fit into the KV memory, which holds {held} tokens; lower it or "
-            "raise kv_cache_memory_bytes"
-        )
-    return held
 
 
 def _extra_keys(salt: Any) -> ExtraKeys:

@@ -10,7 +10,6 @@ from foreword.cache.checkpoints import StateCheckpoints
 from foreword.cache.coordinator import (
     KVCacheCoordinatorNoPrefixCache,
     PrefixHit,
-    UnitaryKVCacheCoordinator,
 )
 from foreword.cache.events import (
     AllBlocksCleared,
@@ -63,6 +62,7 @@ from foreword.cache.radix import RadixIndex, make_index
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
 from foreword.cache.tree_view import PrefixNode
+from foreword.cache.unitary import UnitaryKVCacheCoordinator
 
 __all__ = [
     "NO_EXTRA_KEYS",

@@ -30,7 +30,6 @@ from foreword.cache.block_pool import BlockIds, BlockPool
 from foreword.cache.coordinator import (
     KVCacheCoordinatorNoPrefixCache,
     PrefixHit,
-    UnitaryKVCacheCoordinator,
 )
 from foreword.cache.eviction import EvictionPolicy, make_policy
 from foreword.cache.explain import LookupExplanation, explain_lookup
@@ -43,6 +42,7 @@ from foreword.cache.pins import PinnedPolicy
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
 from foreword.cache.tree_view import PrefixNode
+from foreword.cache.unitary import UnitaryKVCacheCoordinator
 from foreword.errors import CacheBusyError, ConfigError
 
 DEFAULT_BLOCK_SIZE = 16

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -140,11 +140,14 @@ class _History:
 
     def _grow(self) -> None:
         old = np.arange(self.oldest, self.num_uses)
-        columns = [column[old % len(self._key)] for column in (self._key, self._class, self._times, self._latest)]
+        kept = [column[old % len(self._key)] for column in self._columns()]
         self._allocate(min(self.max_uses, 2 * len(self._key)))
         slots = old % len(self._key)
-        for column, values in zip((self._key, self._class, self._times, self._latest), columns, strict=True):
+        for column, values in zip(self._columns(), kept, strict=True):
             column[slots] = values
+
+    def _columns(self) -> list[npt.NDArray[Any]]:
+        return [self._key, self._class, self._times, self._latest]
 
     def _forget(self, keys: npt.NDArray[np.uint64], entries: IntArray) -> None:
         if entries[-1] < 0:

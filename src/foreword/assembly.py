@@ -1,0 +1,182 @@
+"""Assembly: a configuration becomes an engine.
+
+Knows every room and puts them together; has no logic of its own beyond sizes that must fit.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache import (
+    CacheLedger,
+    EventLog,
+    EvictionPolicy,
+    KVCacheManager,
+    PinnedPolicy,
+    chain_root,
+    make_hash_function,
+    make_index,
+    make_policy,
+)
+from foreword.config import CacheConfig, EngineConfig, Environment, ModelConfig
+from foreword.engine import BlockKeys, Engine, ModelLimits
+from foreword.errors import ConfigError
+from foreword.request import SamplingParams
+from foreword.scheduler import Scheduler
+from foreword.text import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from foreword.model.layout import CacheLayout
+    from foreword.model.loader import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+
+def load(options: ModelConfig) -> LoadedModel:
+    """Load a model. Raises ModelLoadError or UnsupportedModelError."""
+    from foreword.model.loader import load_model
+
+    return load_model(options, num_threads=Environment.read().num_threads)
+
+
+def plan_layout(config: EngineConfig, model: LoadedModel) -> CacheLayout:
+    """How the model's layers share the blocks of the pool."""
+    from foreword.model.layout import LayoutOptions
+
+    return model.plan_layout(
+        LayoutOptions(
+            block_size=config.cache.block_size,
+            state_block_size=config.cache.state_block_size,
+            state_interval=config.cache.state_interval,
+            max_tokens=min(model.max_positions, config.model.max_model_len or model.max_positions),
+            num_sink_tokens=len(config.cache.sink_token_ids),
+            keep_all=config.cache.keep_all_kv,
+        )
+    )
+
+
+def build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None) -> Engine:
+    """Size the pool and join cache, scheduler and runner. Raises ConfigError for what does not fit."""
+    from foreword.model.memory import kv_cache_bytes
+    from foreword.model.runner import ModelRunner
+    from foreword.model.storage import KVStorage
+
+    layout = plan_layout(config, model)
+    budget = kv_cache_bytes(config.model, model.device)
+    num_blocks = budget // layout.bytes_per_block
+    if num_blocks < 1:
+        raise ConfigError(
+            f"{budget} bytes of KV memory do not hold one block of {layout.block_size} tokens "
+            f"({layout.bytes_per_block} bytes); raise kv_cache_memory_bytes"
+        )
+    try:
+        storage = KVStorage(layout, num_blocks, model.device)
+        manager = _make_manager(config, layout, num_blocks)
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"{budget} bytes of KV memory cannot be had on {model.device}; lower kv_cache_memory_bytes"
+        ) from error
+    limits = ModelLimits(
+        vocab_size=model.vocab_size,
+        max_model_len=_max_model_len(config, model.max_positions - len(config.cache.sink_token_ids), manager),
+        eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
+    )
+    logger.info(
+        "%d blocks of %.2f MiB (%.2f GiB), max_model_len %d; %s",
+        num_blocks,
+        layout.bytes_per_block / 2**20,
+        num_blocks * layout.bytes_per_block / 2**30,
+        limits.max_model_len,
+        layout.describe(),
+    )
+
+    def open_text_stream(params: SamplingParams) -> TextStream:
+        assert tokenizer is not None
+        return tokenizer.stream(
+            params.stop, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens
+        )
+
+    runner = ModelRunner(model, storage)
+    if config.cache.sink_token_ids:
+        runner.fill_sinks(_sink_tokens(config, model.vocab_size), manager.sink_block_ids())
+    return Engine(
+        Scheduler(manager, config.scheduler),
+        runner,
+        limits,
+        open_text_stream=open_text_stream if tokenizer else None,
+        keys=_block_keys(config, model),
+        seed=config.seed,
+    )
+
+
+def _eviction_policy(options: CacheConfig, num_blocks: int) -> EvictionPolicy:
+    policy = make_policy(options.eviction_policy, num_blocks)
+    return PinnedPolicy(policy, num_blocks, max_share=options.max_pinned_share) if options.max_pinned_share else policy
+
+
+def _block_keys(config: EngineConfig, model: LoadedModel) -> BlockKeys:
+    """Keys that differ by the model's name, architecture, sizes and precision, and by the deployment's salt."""
+    described = model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):  # the same model elsewhere
+        described.pop(name, None)
+    name = config.model.model
+    facts = {
+        "model": os.path.basename(os.path.realpath(name)) if os.path.isdir(name) else name,
+        "dtype": str(model.dtype),
+        "config": described,
+        "salt": config.cache.key_salt,
+    }
+    fingerprint = json.dumps(facts, sort_keys=True, default=str)
+    return BlockKeys(make_hash_function(config.cache.hash_function), chain_root(fingerprint))
+
+
+def _sink_tokens(config: EngineConfig, vocab_size: int) -> npt.NDArray[np.int32]:
+    token_ids = np.array(config.cache.sink_token_ids, np.int64)
+    wrong = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
+    if wrong.size:
+        raise ConfigError(
+            f"token {token_ids[wrong[0]]} in sink_token_ids is out of range; the model's ids are 0 to {vocab_size - 1}"
+        )
+    return token_ids.astype(np.int32)
+
+
+def _make_manager(config: EngineConfig, layout: CacheLayout, num_blocks: int) -> KVCacheManager:
+    """One full group can have any index, and hits to the token; others are found by hash keys."""
+    cache = config.cache
+    events = EventLog() if cache.cache_events else None
+    ledger = CacheLedger(num_blocks, events=events) if cache.explain_misses else None
+    full = layout.is_one_full_group
+    return KVCacheManager(
+        num_blocks,
+        block_size=layout.block_size,
+        groups=layout.specs,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        index=make_index(cache.prefix_index, num_blocks, layout.block_size) if full else None,
+        eviction_policy=_eviction_policy(cache, num_blocks),
+        ledger=ledger,
+        deduplicate=cache.deduplicate,
+    )
+
+
+def _max_model_len(config: EngineConfig, max_positions: int, manager: KVCacheManager) -> int:
+    asked = config.model.max_model_len
+    step = config.scheduler.max_num_batched_tokens
+    wanted = max_positions if asked is None else asked
+    if wanted > max_positions:
+        raise ConfigError(f"max_model_len={asked} is more than the model's {max_positions} positions")
+    if manager.can_ever_hold(wanted, step):
+        return wanted
+    held = bisect.bisect_left(range(1, wanted), True, key=lambda length: not manager.can_ever_hold(length, step))
+    if asked is not None or held < 1:
+        raise ConfigError(
+            f"max_model_len={wanted} does not fit into the KV memory, which holds {held} tokens; lower it or "
+            "raise kv_cache_memory_bytes"
+        )
+    return held
