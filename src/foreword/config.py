@@ -72,7 +72,7 @@ class CacheConfig:
     """Keep the KV of computed tokens and reuse it for equal prefixes."""
     prefix_index: IndexName = "radix"
     """How prefixes are found: "radix" compares tokens and matches to the token, "hash" compares block keys."""
-    eviction_policy: EvictionName = "lru"
+    eviction_policy: EvictionName = "value"
     """Which cached block makes room when memory is short; `foreword.cache.eviction` describes the orders."""
     keep_all_kv: bool = False
     """Keep all KV of layers that attend to a window or chunk only, as if they attended to everything."""
