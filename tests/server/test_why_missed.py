@@ -382,4 +382,9 @@ def test_a_server_warns_of_such_a_template_at_its_start(caplog):
 
 
 def test_the_real_process_explains_too(server: ServerProcess):
-    assert post(server.url, "/v1/cache/explain", {"prompt": facts("process")}).json()["hit_tokens"] < BLOCK
+    assert (
+        post(server.url, "/v1/cache/explain", {"prompt": "Nobody has asked this before. " + facts("process")}).json()[
+            "hit_tokens"
+        ]
+        < BLOCK
+    )
