@@ -68,10 +68,14 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measurements on recorded traffic")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     trace = kinds.add_parser("trace", help="drive the engine with a Mooncake trace")
+    calibration = kinds.add_parser("calibrate", help="measure the rates that `replay` needs to tell times")
+    from foreword.bench import calibrate as calibrate_bench
     from foreword.bench import trace as trace_bench
 
     trace_bench.add_arguments(trace)
     trace.set_defaults(run=trace_bench.run)
+    calibrate_bench.add_arguments(calibration)
+    calibration.set_defaults(run=calibrate_bench.run)
 
     replay = commands.add_parser(
         "replay", help="what caches of other sizes and policies would find of recorded traffic"
@@ -137,6 +141,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument("--dashboard", action=argparse.BooleanOptionalAction, help="show /dashboard (default)")
     server.add_argument("--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry traces there")
+    server.add_argument("--record", type=Path, metavar="FILE", help="record requests, not their text, for replay")
     server.add_argument("--keys-file", type=Path, metavar="FILE", help="TOML file of tenants and their keys")
     server.add_argument(
         "--share-prefix",

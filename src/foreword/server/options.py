@@ -29,6 +29,8 @@ class ServerConfig:
     """Show /dashboard, where its packages are installed."""
     otlp_traces_endpoint: str | None = None
     """URL that takes OpenTelemetry traces (OTLP over HTTP), such as http://localhost:4318/v1/traces."""
+    record: Path | None = None
+    """File to which requests are recorded for `foreword replay`, without their text."""
     server_secret: str | None = None
     """Decides the cache namespaces of tenants. None: a random one for each start."""
     share_prefix: tuple[Path, ...] = ()

@@ -29,6 +29,7 @@ from foreword.server.metrics import Metrics
 from foreword.server.operators import Operators
 from foreword.server.options import ServerConfig
 from foreword.server.quotas import Quotas
+from foreword.server.recorder import Recorder
 from foreword.server.records import Records, RequestRecord
 from foreword.server.shared_prefixes import SharedPrefixes, common_beginning
 from foreword.server.template_check import check_template, warn_of
@@ -78,6 +79,10 @@ class Service:
         if config.otlp_traces_endpoint is not None:
             self.tracing = Tracing.to_endpoint(config.otlp_traces_endpoint, model_name)
             self.records.on_finished(self.tracing.record)
+        self.recorder = None
+        if config.record is not None:
+            self.recorder = Recorder(config.record, self.records.running)
+            self.records.on_finished(self.recorder.record)
         self.template_changes = [] if llm.tokenizer is None else check_template(llm.tokenizer)
         warn_of(self.template_changes)
         self.shared_prefixes = SharedPrefixes(

@@ -1,0 +1,108 @@
+"""`foreword bench calibrate`: what a replica reaches here, for `foreword replay --flops --bandwidth`.
+
+Knows the engine's door and the replay's cost model: it measures the steps whose cost that model predicts, and solves
+for its two rates. Prefill is taken to be bound by arithmetic, decoding one request by memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+
+from foreword.replay.capacity import read_model_config
+from foreword.replay.timing import StepCost
+from foreword.request import SamplingParams
+
+if TYPE_CHECKING:
+    from foreword.llm import LLM
+
+DECODE_STEPS = 32
+DECODE_CONTEXT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Rates of one machine with one model, and the times from which they follow."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    prefill_tokens: int
+    prefill_s: float
+    """Median time to the first token of that many tokens, nothing cached."""
+    decode_step_s: float
+    """Median time of a step that decodes one request."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the options of `foreword bench calibrate`."""
+    parser.add_argument("model", metavar="MODEL", help="folder of the model that is served")
+    parser.add_argument("--prefill-tokens", type=int, default=1024, metavar="N", help="length of the prompts (1024)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="measurements, of which the median counts")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--json", action="store_true", help="print one JSON line and nothing else")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run with parsed arguments."""
+    from foreword.llm import LLM
+
+    config = read_model_config(args.model)
+    with LLM(args.model, dtype=args.dtype) as llm:
+        found = calibrate(llm, config, prefill_tokens=args.prefill_tokens, repeats=args.repeats)
+    if args.json:
+        print(json.dumps({name: getattr(found, name) for name in Calibration.__slots__}))
+        return 0
+    console = Console(highlight=False)
+    console.print(
+        f"prefill of {found.prefill_tokens:,} tokens: {1e3 * found.prefill_s:,.0f} ms, "
+        f"{found.flops_per_s / 1e9:,.0f} GFLOP/s; one decoding step: {1e3 * found.decode_step_s:,.1f} ms, "
+        f"{found.bytes_per_s / 1e9:,.1f} GB/s"
+    )
+    console.print(
+        f"foreword replay TRACE --model {args.model} --flops {found.flops_per_s:.3g} "
+        f"--bandwidth {found.bytes_per_s / 1e9:.3f}GB",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def calibrate(
+    llm: LLM, config: dict[str, object], *, prefill_tokens: int = 1024, repeats: int = 3, seed: int = 0
+) -> Calibration:
+    """Measure an open LLM whose configuration (config.json) is `config`. Raises InvalidRequestError, ModelLoadError."""
+    rng = np.random.default_rng(seed)
+
+    def seconds(num_tokens: int, num_new: int) -> float:
+        """Of one request from its start to its last token, nothing cached."""
+        prompt = {"prompt_token_ids": rng.integers(0, llm.engine.limits.vocab_size, num_tokens).tolist()}
+        params = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True, skip_reading_prefix_cache=True)
+        start = time.perf_counter()
+        llm.generate(prompt, params, show_progress=False)
+        return time.perf_counter() - start
+
+    seconds(prefill_tokens, 2)  # compiles, and touches the memory
+    prefill = statistics.median(seconds(prefill_tokens, 1) for _ in range(max(1, repeats)))
+    steps = [
+        (seconds(DECODE_CONTEXT, 1 + DECODE_STEPS) - seconds(DECODE_CONTEXT, 1)) / DECODE_STEPS
+        for _ in range(max(1, repeats))
+    ]
+    decode = max(statistics.median(steps), 1e-6)
+    cost = StepCost.of_model(dict(config), flops_per_s=1.0, bytes_per_s=1.0)
+    pairs = prefill_tokens * (prefill_tokens + 1) / 2
+    flops = prefill_tokens * cost.flops_per_token + pairs * cost.flops_per_pair
+    num_bytes = cost.weight_bytes + (DECODE_CONTEXT + DECODE_STEPS / 2) * cost.kv_bytes_per_token
+    # The model's constant per step is part of what was measured; a step that is shorter has less of it.
+    return Calibration(
+        flops_per_s=flops / max(prefill - cost.overhead_s, prefill / 2),
+        bytes_per_s=num_bytes / max(decode - cost.overhead_s, decode / 2),
+        prefill_tokens=prefill_tokens,
+        prefill_s=prefill,
+        decode_step_s=decode,
+    )

@@ -1,0 +1,72 @@
+"""`foreword serve --record`: a trace in order of arrival that replay reads, and that holds no text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foreword.errors import TraceError
+from foreword.replay.trace import TraceReader
+from foreword.server.options import ServerConfig
+from foreword.server.recorder import Recorder
+from foreword.server.records import RequestRecord
+from live_server import ServerThread, embedded_llm, post
+
+DOCUMENT = "".join(f"The code of the amber falcon {number} is 4821.\n" for number in range(20))
+
+
+def test_what_was_served_is_replayed_with_the_same_reuse(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    with embedded_llm() as llm, ServerThread(llm, ServerConfig(record=file)) as server:
+        for question in ("one", "two", "three"):
+            body = {"prompt": DOCUMENT + question, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+            assert post(server.url, "/v1/completions", body).status_code == 200
+        assert post(server.url, "/v1/completions", {"prompt": "", "max_tokens": 2}).status_code == 400
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(lines) == 3, "refused requests are left out"
+    assert [line["timestamp"] for line in lines] == sorted(line["timestamp"] for line in lines)
+    whole = len(DOCUMENT.split()) // 16
+    first, second, third = (line["hash_ids"] for line in lines)
+    assert first[:whole] == second[:whole] == third[:whole]
+    assert first[-1] != second[-1]
+    assert "amber" not in file.read_text()
+    assert [request.num_output_tokens for request in TraceReader(file)] == [2, 2, 2]
+
+
+def record(number: int, arrival_time: float, salt: str | None = None) -> RequestRecord:
+    tokens = np.arange(20, dtype=np.int32)
+    return RequestRecord(
+        "",
+        str(number),
+        "",
+        "",
+        tokens,
+        salt,
+        arrival_time=arrival_time,
+        first_scheduled_time=1.0,
+        num_output_tokens=number,
+    )
+
+
+def test_requests_are_written_in_order_of_arrival_though_they_end_in_another(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    early, late, last = record(1, 10.0), record(2, 11.0), record(3, 12.0, salt="red")
+    running = [early, late, last]
+    recorder = Recorder(file, lambda: running)
+    for ended in (late, early, last):
+        running.remove(ended)
+        recorder.record(ended)
+    recorder.close()
+    recorder.close()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["output_length"] for line in lines] == [1, 2, 3]
+    assert lines[0]["hash_ids"] == lines[1]["hash_ids"]
+    assert not set(lines[0]["hash_ids"]) & set(lines[2]["hash_ids"]), "other salts share nothing"
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no-such-folder"):
+        Recorder(tmp_path / "no-such-folder" / "trace.jsonl", list)
