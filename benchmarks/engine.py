@@ -315,9 +315,9 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     best = Rates(max(r.matmul_gflops for r in rates), max(r.read_gbytes_per_s for r in rates))
     limits = Machine(shape, best).limits(sizes)
     return {
-        "figures": {f: {n: round(statistics.median(own[f]), 2) for n, own in samples.items()} for f in FIGURES},
-        "limits": {figure: round(limits[figure], 2) for figure in FIGURES},
-        "samples": {n: {f: [round(v, 2) for v in own[f]] for f in FIGURES} for n, own in samples.items()},
+        "figures": {f: {n: round(statistics.median(own[f]), 4) for n, own in samples.items()} for f in FIGURES},
+        "limits": {figure: round(limits[figure], 4) for figure in FIGURES},
+        "samples": {n: {f: [round(v, 4) for v in own[f]] for f in FIGURES} for n, own in samples.items()},
         "versions": versions,
         "rates": [asdict(each) for each in rates],
         "threads": args.threads,
