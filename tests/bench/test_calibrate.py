@@ -10,7 +10,7 @@ import pytest
 
 from foreword import LLM
 from foreword.bench.calibrate import Calibration, add_arguments, calibrate, run
-from foreword.errors import InvalidRequestError, ModelLoadError
+from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
 from foreword.replay.capacity import read_model_config
 from foreword.replay.timing import StepCost
 
@@ -43,5 +43,7 @@ def test_the_command_ends_with_what_to_give_to_replay(chat_model: Path, capsys: 
 def test_what_cannot_be_measured_is_refused(chat_model: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="empty"):
         run(arguments(str(chat_model), "--prefill-tokens", "0"))
+    with pytest.raises(ConfigError, match="repeats=0"):
+        run(arguments(str(chat_model), "--repeats", "0"))
     with pytest.raises(ModelLoadError, match="cannot be read"):
         run(arguments(str(tmp_path)))

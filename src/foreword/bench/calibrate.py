@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
+from foreword.errors import ConfigError
 from foreword.replay.capacity import read_model_config
 from foreword.replay.timing import StepCost
 from foreword.request import SamplingParams
@@ -77,6 +78,8 @@ def calibrate(
     llm: LLM, config: dict[str, object], *, prefill_tokens: int = 1024, repeats: int = 3, seed: int = 0
 ) -> Calibration:
     """Measure an open LLM whose configuration (config.json) is `config`. Raises InvalidRequestError, ModelLoadError."""
+    if repeats < 1:
+        raise ConfigError(f"repeats={repeats} measures nothing; use 1 or more")
     rng = np.random.default_rng(seed)
 
     def seconds(num_tokens: int, num_new: int) -> float:
@@ -88,10 +91,9 @@ def calibrate(
         return time.perf_counter() - start
 
     seconds(prefill_tokens, 2)  # compiles, and touches the memory
-    prefill = statistics.median(seconds(prefill_tokens, 1) for _ in range(max(1, repeats)))
+    prefill = statistics.median(seconds(prefill_tokens, 1) for _ in range(repeats))
     steps = [
-        (seconds(DECODE_CONTEXT, 1 + DECODE_STEPS) - seconds(DECODE_CONTEXT, 1)) / DECODE_STEPS
-        for _ in range(max(1, repeats))
+        (seconds(DECODE_CONTEXT, 1 + DECODE_STEPS) - seconds(DECODE_CONTEXT, 1)) / DECODE_STEPS for _ in range(repeats)
     ]
     decode = max(statistics.median(steps), 1e-6)
     cost = StepCost.of_model(dict(config), flops_per_s=1.0, bytes_per_s=1.0)

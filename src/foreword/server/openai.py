@@ -6,6 +6,7 @@ Knows OpenAI's fields and what they mean for a prompt and its sampling; the answ
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -163,7 +164,7 @@ async def _prompts(service: Service, body: CompletionRequest) -> list[npt.NDArra
 # -------------------------------------------------------------------- answers
 
 
-class _Answer:
+class _Answer(ABC):
     """What chat and completions write alike: the frame around choices."""
 
     object_name: str
@@ -215,11 +216,13 @@ class _Answer:
     def _first_chunks(self, answer: AnswerStream) -> list[Chunk]:
         return []
 
+    @abstractmethod
     def _choice(self, delta: Delta) -> Chunk:
-        raise NotImplementedError
+        """One choice of a whole answer."""
 
+    @abstractmethod
     def _chunk_choices(self, delta: Delta) -> list[Chunk]:
-        raise NotImplementedError
+        """The choices of the chunks that carry some new text."""
 
 
 class _ChatAnswer(_Answer):
