@@ -9,11 +9,11 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-BENCHMARKS := $(wildcard benchmarks/workloads.py benchmarks/cache_core.py benchmarks/attention.py \
+BENCHMARKS := $(wildcard benchmarks/workloads.py benchmarks/cache_core.py benchmarks/attention.py benchmarks/tile_product.py \
 	benchmarks/hybrid.py benchmarks/state_machine.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-slow check format bench clean
+.PHONY: help demo test test-fast test-slow test-gpu check format bench clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,14 @@ test-fast: $(INSTALLED)
 test-slow: $(INSTALLED) ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" || { status=$$?; \
 		[ $$status -eq 5 ] && echo "No slow tests were collected." || exit $$status; }
+
+# What runs a model, all of it on the GPU; and what can be tested there only (the gpu marker).
+GPU_TESTS := tests/model/test_oracle.py tests/model/test_exactness.py tests/model/test_hybrid.py \
+	tests/model/test_sinks.py tests/model/test_sampler.py tests/model/test_planned_sampling.py tests/model/kernels \
+	tests/test_llm.py tests/gpu
+
+test-gpu: $(INSTALLED) ## the engine's tests on a CUDA device, with a torch that has CUDA
+	FOREWORD_TEST_DEVICE=cuda $(BIN)/python -m pytest -m "not slow" $(GPU_TESTS)
 
 check: $(INSTALLED) ## formatting, lint, types and import rules
 	$(BIN)/ruff format --check .

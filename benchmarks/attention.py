@@ -101,7 +101,7 @@ class Case:
             token_ids=np.zeros(num_tokens, np.int32),
             positions=np.concatenate([np.arange(start, end, dtype=np.int32) for start, end in spans]),
             query_starts=np.cumsum([0, *(end - start for start, end in spans)], dtype=np.int32),
-            block_tables=tables,
+            group_tables=(tables,),
             write_from=np.zeros(len(spans), np.int32),
             copies=np.empty((0, 2), np.int32),
         )

@@ -9,7 +9,7 @@ of its own, with no HTTP, no threads and no streams.
 The server's share is 1 - engine's CPU time / server's CPU time: processor time does not depend on what else runs
 on the machine; wall times do, and the clients of this benchmark share the server's processors, too. The engine
 works on the embedded model, which is so small that the server's share is as large as it gets; `--model` takes
-another, and `--model random` makes one of 98M parameters.
+another, and `--model random` makes one of Qwen2-0.5B's shape (387M parameters; give it short `--document-words`).
 
     python benchmarks/server.py [--quick] [--clients 1 16 64 200] [--model FOLDER|random] [--output FILE]
 """
@@ -93,13 +93,15 @@ def _percentile(values: Sequence[float], share: int) -> float:
 # ------------------------------------------------------------------ workloads
 
 
-def make_sessions(workload: str, num_clients: int, seed: int, *, quick: bool) -> list[list[Message]]:
+def make_sessions(
+    workload: str, num_clients: int, seed: int, *, quick: bool, document_words: int | None = None
+) -> list[list[Message]]:
     """Conversations: each a system message and its questions, to be asked one after the other."""
     shape = SHAPES[workload]
     chance = Random(f"{workload} {num_clients} {seed}")
     count = num_clients * 2 if shape.num_turns == 1 else num_clients
     count = max(count, 4 if quick else 16)
-    documents = [_words(chance, shape.document_words) for _ in range(NUM_DOCUMENTS)]
+    documents = [_words(chance, document_words or shape.document_words) for _ in range(NUM_DOCUMENTS)]
     return [
         [
             {"role": "system", "content": documents[number % NUM_DOCUMENTS]},
@@ -321,12 +323,14 @@ def main() -> None:
         engine, server = EngineAlone(model), Server(model)
         stack.callback(engine.close)
         stack.callback(server.close)
-        warm_up = make_sessions("shared prefix", 1, args.seed + 1, quick=True)
+        warm_up = make_sessions("shared prefix", 1, args.seed + 1, quick=True, document_words=args.document_words)
         engine.run(warm_up, 1)
         asyncio.run(run_server(server, warm_up, 1))
         alone, served = [], []
         for workload, num_clients, _ in plans:  # one after the other, so that both meet the machine alike
-            sessions = make_sessions(workload, num_clients, args.seed, quick=args.quick)
+            sessions = make_sessions(
+                workload, num_clients, args.seed, quick=args.quick, document_words=args.document_words
+            )
             alone.append(engine.run(sessions, num_clients))
             served.append(asyncio.run(run_server(server, sessions, num_clients)).summary())
     rows = [
@@ -348,6 +352,7 @@ def main() -> None:
         "quick": args.quick,
         "seed": args.seed,
         "output_tokens": OUTPUT_TOKENS,
+        "document_words": args.document_words,
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
         "median_server_share_of_cpu": round(statistics.median(row["server_share_of_cpu"] for row in rows), 3),
@@ -362,7 +367,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few clients and requests: a test of the script")
     parser.add_argument("--clients", type=int, nargs="+", default=None)
-    parser.add_argument("--model", default="embedded", help="a folder, 'embedded', or 'random' for 98M parameters")
+    parser.add_argument("--model", default="embedded", help="a folder, 'embedded', or 'random' of Qwen2-0.5B's shape")
+    parser.add_argument("--document-words", type=int, help="words of a shared document (700; 60 in conversations)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--engine-only", action="store_true", help=argparse.SUPPRESS)
@@ -378,10 +384,10 @@ def _model(name: str, stack: ExitStack) -> str:
         return name
     import shutil
 
-    from foreword.model.random_weights import DEMO_SHAPE, save_random_model
+    from foreword.model.random_weights import QWEN2_0_5B, save_random_model
 
     folder = Path(stack.enter_context(TemporaryDirectory())) / "random"
-    save_random_model(folder, DEMO_SHAPE)
+    save_random_model(folder, QWEN2_0_5B)
     embedded = Path(stack.enter_context(embedded_model()))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded / file, folder)

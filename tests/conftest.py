@@ -1,7 +1,11 @@
-"""Fixtures that several test files share; whatever is expensive is made once per session."""
+"""Fixtures that several test files share; whatever is expensive is made once per session.
+
+FOREWORD_TEST_DEVICE names the device on which models run ("cuda" in `make test-gpu`); this is where it is read.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,16 +14,54 @@ import pytest
 if TYPE_CHECKING:
     from tiny_models import TinyModels
 
+if not Path("/dev/nvidiactl").exists():
+    # Triton decides while it is imported, by whomever, whether kernels are compiled or interpreted.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure() -> None:
+    """A device that is not there ends the run at once: tests that were skipped would look as if they had passed."""
+    device_name = os.environ.get("FOREWORD_TEST_DEVICE", "cpu")
+    if device_name != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.exit(
+                f"FOREWORD_TEST_DEVICE={device_name!r}, but torch {torch.__version__} sees no CUDA device here: "
+                "nothing was tested. Use a machine with a GPU and a CUDA build of torch",
+                returncode=2,
+            )
+
 
 @pytest.fixture(scope="session")
-def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+def device_name() -> str:
+    """Where the models of this run live."""
+    return os.environ.get("FOREWORD_TEST_DEVICE", "cpu")
+
+
+@pytest.fixture
+def on_cpu(device_name: str) -> None:
+    """For tests of what only a CPU does."""
+    if device_name != "cpu":
+        pytest.skip(f"about computing on a CPU; this run is on {device_name}")
+
+
+@pytest.fixture
+def on_gpu(device_name: str) -> None:
+    """For tests of what only a GPU does."""
+    if device_name == "cpu":
+        pytest.skip("needs a CUDA device: `make test-gpu`")
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory, device_name: str) -> TinyModels:
     """Checkpoints, loaded models and oracles by recipe name."""
     import torch  # here, so that only tests that need a model pay for it
 
     from tiny_models import TinyModels
 
     torch.set_num_threads(1)  # models this small spend more time waking threads than computing
-    return TinyModels(tmp_path_factory.mktemp("tiny_models"))
+    return TinyModels(tmp_path_factory.mktemp("tiny_models"), device_name)
 
 
 @pytest.fixture(scope="session")

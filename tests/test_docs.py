@@ -26,7 +26,9 @@ def test_the_code_of_a_page_runs_from_top_to_bottom_and_prints_what_it_says(name
     assert printed.getvalue().splitlines() == said
 
 
-@pytest.mark.parametrize("name", [*PAGES, "docs/concepts/keys.md", "README.md", "ARCHITECTURE.md"])
+@pytest.mark.parametrize(
+    "name", [*PAGES, "docs/concepts/keys.md", "docs/guides/serve.md", "docs/server.md", "README.md", "ARCHITECTURE.md"]
+)
 def test_links_to_files_and_headings_lead_somewhere(name, request):
     path = request.config.rootpath / name
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)

@@ -26,8 +26,19 @@ BYTES_PER_TOKEN = 3 * 2 * (16 + 16) * 4
 """Layers, KV heads, key and value, float32."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def on_device(device_name: str) -> Iterator[None]:
+    """Whatever these tests open lives on the run's device."""
+    OPTIONS["device"] = device_name
+    yield
+    del OPTIONS["device"]
+
+
+OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": KV_BYTES, "self_check": False}
+
+
 def open_llm(folder: Path, **options: Any) -> LLM:
-    return LLM(str(folder), **{"kv_cache_memory_bytes": KV_BYTES, "self_check": False, **options})
+    return LLM(str(folder), **{**OPTIONS, **options})
 
 
 @pytest.fixture(scope="module")

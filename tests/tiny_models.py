@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from foreword.cache import FullAttentionSpec, KVCacheManager
 from foreword.config import ModelConfig, SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt
+from foreword.model.device_runner import RunnerLimits, make_runner
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.runner import ModelRunner
@@ -58,9 +59,9 @@ class Recipe:
 
 RECIPES: Mapping[str, Recipe] = {
     "llama": Recipe("llama"),
-    "qwen2": Recipe("qwen2"),
-    "qwen3": Recipe("qwen3", {"head_dim": 16}),
-    "mistral": Recipe("mistral", {"head_dim": 16, "sliding_window": 24}),
+    "qwen2": Recipe("qwen2", {"head_dim": 32}),
+    "qwen3": Recipe("qwen3", {"head_dim": 32}),
+    "mistral": Recipe("mistral", {"head_dim": 32, "sliding_window": 24}),
     "phi3": Recipe("phi3"),
     "olmo2": Recipe("olmo2"),
     "granite": Recipe("granite", {"embedding_multiplier": 2.0, "logits_scaling": 0.5, "residual_multiplier": 0.7}),
@@ -301,8 +302,10 @@ class Oracle:
 class TinyModels:
     """Every recipe's checkpoint, loaded model and oracle, each made once."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, device: str = "cpu") -> None:
         self._root = root
+        self.device = device
+        """Where loaded models live; oracles stay on the CPU."""
         self._folders: dict[str, Path] = {}
         self._loaded: dict[tuple[str, str], LoadedModel] = {}
         self._oracles: dict[str, Oracle] = {}
@@ -322,7 +325,7 @@ class TinyModels:
 
     def loaded(self, name: str, dtype: Literal["float32", "bfloat16"] = "float32") -> LoadedModel:
         if (name, dtype) not in self._loaded:
-            self._loaded[name, dtype] = load_model(ModelConfig(str(self.folder(name)), dtype=dtype))
+            self._loaded[name, dtype] = load_model(ModelConfig(str(self.folder(name)), dtype=dtype, device=self.device))
         return self._loaded[name, dtype]
 
     def oracle(self, name: str) -> Oracle:
@@ -341,7 +344,7 @@ def build_engine(
     keep_all_kv: bool = False,
     holds_tokens: int | None = None,
     enable_prefix_caching: bool = True,
-    runner_class: type[ModelRunner] = ModelRunner,
+    runner_class: Callable[[LoadedModel, KVStorage], ModelRunner] | None = None,
     **scheduler_options: Any,
 ) -> Engine:
     """An engine over `num_blocks` blocks for each group of layers, put together as `LLM` does it.
@@ -374,7 +377,9 @@ def build_engine(
     config = SchedulerConfig(**scheduler_options)
     held = max(n for n in range(1, model.max_positions + 1) if manager.can_ever_hold(n, config.max_num_batched_tokens))
     limits = ModelLimits(model.vocab_size, held, frozenset(model.eos_token_ids))
-    return Engine(Scheduler(manager, config), runner_class(model, storage), limits)
+    steps = RunnerLimits(held, config.max_num_seqs)
+    runner = runner_class(model, storage) if runner_class else make_runner(model, storage, steps)
+    return Engine(Scheduler(manager, config), runner, limits)
 
 
 def longest_hit(engine: Engine, num_computed: int, length: int) -> int:

@@ -64,12 +64,16 @@ def plan_layout(config: EngineConfig, model: LoadedModel) -> CacheLayout:
 
 def build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None) -> Engine:
     """Size the pool and join cache, scheduler and runner. Raises ConfigError for what does not fit."""
+    from foreword.model.device_runner import RunnerLimits, make_runner
     from foreword.model.memory import kv_cache_bytes
-    from foreword.model.runner import ModelRunner
+    from foreword.model.memory_use import measure_on_gpu
     from foreword.model.storage import KVStorage
 
     layout = plan_layout(config, model)
-    budget = kv_cache_bytes(config.model, model.device)
+    longest = min(model.max_positions, config.model.max_model_len or model.max_positions)
+    steps = RunnerLimits.of(config, longest)
+    measure = measure_on_gpu(model, layout, steps, config.scheduler.max_num_batched_tokens)
+    budget = kv_cache_bytes(config.model, measure)
     num_blocks = budget // layout.bytes_per_block
     if num_blocks < 1:
         raise ConfigError(
@@ -103,7 +107,8 @@ def build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer 
             params.stop, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens
         )
 
-    runner = ModelRunner(model, storage)
+    num_sinks = len(config.cache.sink_token_ids)
+    runner = make_runner(model, storage, RunnerLimits.of(config, limits.max_model_len + num_sinks))
     if config.cache.sink_token_ids:
         runner.fill_sinks(_sink_tokens(config, model.vocab_size), manager.sink_block_ids())
     return Engine(

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from foreword.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-KernelName = Literal["auto", "cpu", "reference"]
+KernelName = Literal["auto", "cpu", "triton", "reference"]
 Policy = Literal["fcfs", "priority"]
 IndexName = Literal["radix", "hash"]
 HashName = Literal["sha256", "sha256_cbor", "xxhash"]
@@ -43,10 +43,15 @@ class ModelConfig:
     4 GiB of KV.
     """
     attention_kernel: KernelName = "auto"
-    """"cpu": compiled for this processor, with two-phase attention; "reference": plain torch, any device.
+    """"cpu": compiled for this processor; "triton": for NVIDIA's Hopper; both with two-phase attention.
+    "reference": plain torch, any device.
 
     "auto" takes the compiled kernel wherever it runs. Each keeps its own bits, whatever the cache does.
     """
+    exact: bool = True
+    """Equal bits with and without the cache on a GPU too, where this costs fixed shapes; a CPU's always are equal."""
+    cuda_graphs: bool = True
+    """On a GPU: record decoding steps at start, in some sizes, and replay them; a step then costs the host less."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint."""
     self_check: bool = True
@@ -55,6 +60,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _one_of("attention_kernel", self.attention_kernel, get_args(KernelName))
+        for name in ("exact", "cuda_graphs"):
+            _of_type(name, getattr(self, name), bool, "True or False")
         _at_least("max_model_len", self.max_model_len, 2)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         share = self.gpu_memory_utilization
@@ -205,6 +212,15 @@ class Environment:
             environ.get("FOREWORD_OPERATOR_KEY") or None,
             environ.get("FOREWORD_SERVER_SECRET") or None,
         )
+
+
+def keep_onednn_to_vectors() -> None:
+    """Have oneDNN multiply with vectors where it could with AMX tiles; to be called before its first product.
+
+    In tiles the bits of a bfloat16 product's rows depend on how many there are, in no way that padding could mend
+    (docs/decisions/0017-tiles.md). A user who has set ONEDNN_MAX_CPU_ISA keeps what is set.
+    """
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:

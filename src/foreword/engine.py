@@ -2,6 +2,13 @@
 
 Knows requests and outputs; knows neither tensors nor tokenizers: what runs a batch (`Runner`) and what
 turns tokens into text (`TextStream`) are handed in. One thread calls it.
+
+A runner that computes while the host goes on (`LaunchingRunner`) is given the next batch before the last one's
+outputs are made, and works on it while they are, and while the caller hands them out:
+
+    step()    step()                             step()
+    batch 1   read 1, batch 2 | outputs of 1     read 2, batch 3 | outputs of 2
+    device    |......1.......| |...............2...............| |.......3...
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +40,7 @@ from foreword.errors import (
     PromptTooLongError,
     RequestTooLargeError,
 )
-from foreword.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from foreword.request import CompletionOutput, Request, RequestOutput, RequestStatus, SamplingParams
 from foreword.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -43,6 +50,41 @@ class Runner(Protocol):
     """Computes batches. The KV of a batch's tokens is in place when `execute` returns."""
 
     def execute(self, batch: Batch) -> BatchResult: ...
+
+
+class PendingStep(Protocol):
+    """A batch that is being computed."""
+
+    def is_ready(self) -> bool:
+        """Whether `result` would return at once."""
+        ...
+
+    def result(self) -> BatchResult:
+        """Wait for the batch; asked once. Raises what went wrong since the launch."""
+        ...
+
+
+@runtime_checkable
+class LaunchingRunner(Protocol):
+    """A `Runner` that also computes while the caller does something else.
+
+    One batch at a time: the result of one is asked for before the next is launched.
+    """
+
+    def launch(self, batch: Batch) -> PendingStep: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """The pending step of a runner that returns when it is done."""
+
+    known: BatchResult
+
+    def is_ready(self) -> bool:
+        return True
+
+    def result(self) -> BatchResult:
+        return self.known
 
 
 class TextStep(Protocol):
@@ -128,6 +170,7 @@ class Engine:
         self._keys = keys or BlockKeys()
         self._clock = clock
         self._seed = seed
+        self._in_flight: tuple[Batch, PendingStep] | None = None
         self._groups: dict[str, _Group] = {}
         self._group_of: dict[str, _Group] = {}
         self._num_added = 0
@@ -264,38 +307,69 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one batch. Returns the requests that got tokens or ended, in order of arrival.
 
+        With a `LaunchingRunner` those of the batch before may be returned, while this one is computed.
         Raises EngineError when the model fails: the requests of that batch are aborted, their blocks
         freed, and the engine can go on with others.
         """
         # Errors and interrupts go on to the caller, but leave no uncomputed blocks in the cache.
-        self.manager.expire_pins(self._clock())
+        moved = self._settle()
         try:
-            batch = self.scheduler.schedule()
-        except BaseException:
-            self._collect_all(self.scheduler.give_up())
-            raise
-        if batch is None:
-            return []
-        try:
-            result = self._runner.execute(batch)
-        except BaseException as error:
-            failed = self.scheduler.fail(batch)
-            self._collect_all(failed)
-            if not isinstance(error, Exception):
+            self.manager.expire_pins(self._clock())
+            try:
+                batch = self.scheduler.schedule()
+            except BaseException:
+                self._collect_all(self.scheduler.give_up())
                 raise
-            names = ", ".join(request.request_id for request in failed[:4])
-            raise EngineError(
-                f"computing a batch of {len(failed)} requests ({names}) failed: {type(error).__name__}: {error}"
-            ) from error
+            if batch is not None:
+                self._launch(batch)
+                if self._in_flight is not None and self._in_flight[1].is_ready():
+                    moved += self._settle()
+        except BaseException:
+            self._collect_all(moved)  # their outputs are up to date, though nobody is told
+            raise
+        return self._collect_all(moved)
+
+    def _launch(self, batch: Batch) -> None:
+        try:
+            if isinstance(self._runner, LaunchingRunner):
+                self._in_flight = batch, self._runner.launch(batch)
+            else:
+                self._in_flight = batch, _Computed(self._runner.execute(batch))
+        except BaseException as error:
+            self._give_up(batch, error)
+
+    def _settle(self) -> list[Request]:
+        """Wait for the batch in flight, if there is one, and record it; the requests that got tokens."""
+        if self._in_flight is None:
+            return []
+        batch, pending = self._in_flight
+        self._in_flight = None
+        try:
+            result = pending.result()
+        except BaseException as error:
+            if any(entry.request.status is not RequestStatus.RUNNING for entry in batch.entries):
+                # Their blocks are free, and cached as if they were computed: nothing that is cached can be trusted.
+                self._collect_all(self.scheduler.give_up())
+                self.manager.reset_prefix_cache()
+            self._give_up(batch, error)
         self.num_computed_tokens += batch.num_tokens
         for number, logprobs in result.prompt_logprobs.items():
             entry = batch.entries[number]  # a resumed request computes the same positions again
             entry.request.prompt_logprobs[entry.start :] = logprobs
-        self.scheduler.commit(batch, result)
-        moved = [
+        self.scheduler.commit(batch.entries, result.samples)
+        return [
             entry.request for entry, sample in zip(batch.entries, result.samples, strict=True) if sample is not None
         ]
-        return self._collect_all(moved)
+
+    def _give_up(self, batch: Batch, error: BaseException) -> NoReturn:
+        """End the requests of a batch that failed, and raise why."""
+        self._collect_all(self.scheduler.fail(batch))
+        if not isinstance(error, Exception):
+            raise error
+        names = ", ".join(entry.request.request_id for entry in batch.entries[:4])
+        raise EngineError(
+            f"computing a batch of {len(batch.entries)} requests ({names}) failed: {type(error).__name__}: {error}"
+        ) from error
 
     # -------------------------------------------------------------------- pins
 
@@ -320,8 +394,13 @@ class Engine:
         self.manager.unpin_prefix(self._sequence("", prompt))
 
     def _collect_all(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """Bring the outputs of these requests up to date."""
-        groups = {id(group): group for group in (self._group_of[r.request_id] for r in requests)}
+        """Bring the outputs of these requests up to date, as far as they are not finished."""
+        owners = ((request, self._group_of.get(request.request_id)) for request in requests)
+        groups = {
+            id(group): group
+            for request, group in owners
+            if group is not None and any(own is request for own in group.requests)  # and not a later one of that name
+        }
         return [self._collect(group) for group in groups.values()]
 
     def _collect(self, group: _Group) -> RequestOutput:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from foreword.batch import Batch, BatchEntry, BatchResult, build_batch
+from foreword.batch import Batch, BatchEntry, Sample, build_batch
 from foreword.cache import BlockHash, KVCacheManager, PrefixHit, StateCheckpoints
 from foreword.config import SchedulerConfig
 from foreword.errors import ConfigError
@@ -151,9 +151,21 @@ class Scheduler:
     # ---------------------------------------------------------------- schedule
 
     def schedule(self) -> Batch | None:
-        """The next step, or None if there is nothing to do. Allocates the step's blocks.
+        """The next step as a runner wants it, or None if there is nothing to do. Allocates the step's blocks.
 
         The batch must be answered with `commit` or `fail` before the next call.
+        """
+        entries = self.schedule_entries()
+        if not entries:
+            return None
+        tables = self.manager.group_block_tables([entry.request.request_id for entry in entries])
+        return build_batch(entries, [own for own, _ in tables], self.manager.take_copies())
+
+    def schedule_entries(self) -> list[BatchEntry]:
+        """Who computes what in the next step; empty if there is nothing to do. Allocates the step's blocks.
+
+        For callers that run nothing, such as a simulation: `schedule` decides by this, and adds the arrays
+        of token ids and block tables. Blocks to copy are left for the manager's `take_copies`.
         """
         self.manager.begin_step()
         budget = self.config.max_num_batched_tokens
@@ -164,9 +176,7 @@ class Scheduler:
             # The first in line can always run: a request that would not fit into the empty pool is
             # refused before it gets here, and preemption ends at the first running request.
             assert not self._requests, "requests are left, but none of them can run"
-            return None
-        tables = self.manager.group_block_tables([entry.request.request_id for entry in entries])
-        return build_batch(entries, [own for own, _ in tables], self.manager.take_copies())
+        return entries
 
     def _schedule_running(self, budget: int) -> tuple[list[BatchEntry], int, bool]:
         entries = self._plan_running(budget)
@@ -325,9 +335,9 @@ class Scheduler:
 
     # ------------------------------------------------------------------ commit
 
-    def commit(self, batch: Batch, result: BatchResult) -> None:
-        """Record that `batch` was computed: append sampled tokens, finish what a token or length ends."""
-        for entry, sample in zip(batch.entries, result.samples, strict=True):
+    def commit(self, entries: Sequence[BatchEntry], samples: Sequence[Sample | None]) -> None:
+        """Record that a step was computed: append sampled tokens, finish what a token or length ends."""
+        for entry, sample in zip(entries, samples, strict=True):
             request = entry.request
             if request.status is not RequestStatus.RUNNING:
                 continue  # aborted while the step ran

@@ -91,6 +91,12 @@ class Tokenizer:
             )
         return cls(hf_tokenizer)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source; None if there is none, or if it is one of several by name."""
+        template = self._hf.chat_template
+        return template if isinstance(template, str) else None
+
     def definition(self) -> str | None:
         """The contents of a `tokenizer.json` that defines it; None for a slow tokenizer, which has no such form."""
         backend = getattr(self._hf, "backend_tokenizer", None)
@@ -143,13 +149,19 @@ class Tokenizer:
         return text
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_inputs: Mapping[str, Any] | None = None,
     ) -> npt.NDArray[np.int32]:
         """Token ids of a conversation, laid out by the tokenizer's chat template.
 
-        `messages` are mappings with at least `role` and `content`. With `add_generation_prompt` the
-        result ends where the assistant's answer begins. Raises `InvalidRequestError` for malformed
-        messages and `ChatTemplateError` when there is no template or it refuses them.
+        `messages` are mappings with at least `role` and `content`. `template_inputs` are what the template may
+        use besides them, such as `tools` or `reasoning_effort`; it leaves alone what it does not know. With
+        `add_generation_prompt` the result ends where the assistant's answer begins. Raises
+        `InvalidRequestError` for malformed messages and `ChatTemplateError` when there is no template or it
+        refuses them.
         """
         conversation = _checked_messages(messages)
         if not self._hf.chat_template:
@@ -159,7 +171,11 @@ class Tokenizer:
             )
         try:
             token_ids = self._hf.apply_chat_template(
-                conversation, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
+                **(template_inputs or {}),
             )
         except Exception as error:  # a template is a program: it may fail in any way
             raise ChatTemplateError(
@@ -390,7 +406,7 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def _checked_messages(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if isinstance(messages, str | Mapping):
         raise InvalidRequestError(
             'A conversation is a list of messages such as {"role": "user", "content": "Hello"}, '

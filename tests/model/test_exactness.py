@@ -92,7 +92,9 @@ CASES = [
 @pytest.fixture(params=CASES, ids="-".join)
 def model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> LoadedModel:
     family, dtype, kernel = request.param
-    return replace(tiny_models.loaded(family, dtype), kernel=make_kernel(kernel, torch.device("cpu")))
+    loaded = tiny_models.loaded(family, dtype)
+    name = kernel if loaded.device.type == "cpu" or kernel != "cpu" else "auto"
+    return replace(loaded, kernel=make_kernel(name, loaded.device))
 
 
 @pytest.fixture
@@ -291,6 +293,7 @@ def test_the_self_check_finds_nothing_with_several_threads(model: LoadedModel, t
     assert find_inexactness(model) is None
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_the_self_check_notices_matrix_products_of_too_few_rows(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:

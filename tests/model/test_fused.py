@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from foreword.model.fused import FusedGate, FusedNorm, ProductPart, fuse
+from foreword.model.kernels.rows import ADD_ONE, ROUND_NORM
 from foreword.model.packed import can_pack
-from foreword.model.row_kernels import ADD_ONE, ALONE_ELEMENTS, ROUND_NORM, RowKernels
+from foreword.model.row_kernels import ALONE_ELEMENTS, RowKernels
 from tiny_models import TinyModels
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed products here")

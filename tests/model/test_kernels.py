@@ -1,13 +1,9 @@
-"""The contract of paged attention: every kernel agrees with naive attention in float64, whatever the shapes.
-
-All KV that no query may see is NaN, the scrap block included: a kernel that lets it into a sum is caught.
-"""
+"""The contract of paged attention: every kernel agrees with naive attention in float64, whatever the shapes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foreword.batch import Batch
 from foreword.errors import ConfigError
 from foreword.model.kernels import cpu_attention, reference
 from foreword.model.kernels.cpu_attention import CpuAttention
-from foreword.model.kernels.cpu_layout import SHARED
-from foreword.model.kernels.cpu_plan import SharingRule, plan_step
 from foreword.model.kernels.reference import AttentionOptions, plan_tiles
 from foreword.model.kernels.select import AttentionKernel, ReferenceAttention, make_kernel
+from foreword.model.kernels.step_plan import SHARED, SharingRule, plan_step
+from paged_case import Case, Shape, random_options, random_shape, random_spans, share_blocks
 
 KERNELS: dict[str, Callable[[], AttentionKernel]] = {
     "reference": ReferenceAttention,
@@ -44,150 +39,6 @@ def num_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of one attention layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    block_size: int
-    dtype: torch.dtype = torch.float32
-
-
-def first_seen(position: int, options: AttentionOptions) -> int:
-    """The first position that a query sees."""
-    if options.local_chunk is not None:
-        return position - position % options.local_chunk
-    return 0 if options.sliding_window is None else max(0, position - options.sliding_window + 1)
-
-
-class Case:
-    """Some requests in the middle of their lives: KV up to `start` is in blocks, `start` to `end` is asked."""
-
-    def __init__(self, shape: Shape, spans: Sequence[tuple[int, int]], rng: np.random.Generator) -> None:
-        self.shape, self.spans = shape, spans
-        lengths = [end for _, end in spans]
-        num_blocks = [math.ceil(length / shape.block_size) for length in lengths]
-        pool = sum(num_blocks) + 3
-        ids = rng.permutation(pool).astype(np.int32)
-        tables = rng.integers(0, pool, (len(spans), max(num_blocks))).astype(np.int32)  # ends are meaningless
-        self.keys = [self._normal(rng, length, shape.num_kv_heads, shape.head_dim) for length in lengths]
-        self.values = [self._normal(rng, length, shape.num_kv_heads, shape.value_dim) for length in lengths]
-        self.queries = [self._normal(rng, end - start, shape.num_heads, shape.head_dim) for start, end in spans]
-        self.key_blocks = torch.full(
-            (pool + 1, shape.block_size, shape.num_kv_heads, shape.head_dim), torch.nan, dtype=shape.dtype
-        )
-        self.value_blocks = torch.full(
-            (pool + 1, shape.block_size, shape.num_kv_heads, shape.value_dim), torch.nan, dtype=shape.dtype
-        )
-        for row, length in enumerate(lengths):
-            first = sum(num_blocks[:row])
-            tables[row, : num_blocks[row]] = ids[first : first + num_blocks[row]]
-            positions = np.arange(length)
-            blocks, offsets = tables[row, positions // shape.block_size], positions % shape.block_size
-            self.key_blocks[blocks, offsets] = self.keys[row]
-            self.value_blocks[blocks, offsets] = self.values[row]
-        self.batch = Batch(
-            entries=(),
-            token_ids=np.zeros(sum(end - start for start, end in spans), np.int32),
-            positions=np.concatenate([np.arange(start, end, dtype=np.int32) for start, end in spans]),
-            query_starts=np.cumsum([0, *(end - start for start, end in spans)], dtype=np.int32),
-            group_tables=(tables,),
-            write_from=np.zeros(len(spans), np.int32),
-            copies=np.empty((0, 2), np.int32),
-        )
-
-    def _normal(self, rng: np.random.Generator, *size: int) -> Tensor:
-        return torch.from_numpy(rng.standard_normal(size)).to(self.shape.dtype)
-
-    def run(self, kernel: AttentionKernel, options: AttentionOptions, num_padding_rows: int = 0) -> Tensor:
-        self._give_up_unseen(options)
-        query = torch.cat(self.queries)
-        padding = torch.full((num_padding_rows, *query.shape[1:]), torch.nan, dtype=query.dtype)
-        plan = kernel.plan(self.batch, len(self.key_blocks) - 1, self.shape.block_size, query.device)
-        return kernel.attend(torch.cat((query, padding)), self.key_blocks, self.value_blocks, plan, options)
-
-    def _owned(self, row: int) -> np.ndarray:
-        """The part of a request's table that means something."""
-        return self.batch.block_tables[row, : math.ceil(self.spans[row][1] / self.shape.block_size)]
-
-    def _give_up_unseen(self, options: AttentionOptions) -> None:
-        """Blocks before everything that a request's queries see are scrap in its table, and NaN."""
-        for row, (start, _) in enumerate(self.spans):
-            num_unseen = first_seen(start, options) // self.shape.block_size
-            given_up = self.batch.block_tables[row, :num_unseen]
-            kept = [
-                self._owned(other)[first_seen(self.spans[other][0], options) // self.shape.block_size :]
-                for other in range(len(self.spans))
-            ]
-            unseen = given_up[~np.isin(given_up, np.concatenate(kept))]  # by any request that shares them
-            self.key_blocks[unseen], self.value_blocks[unseen] = torch.nan, torch.nan
-            given_up[:] = len(self.key_blocks) - 1
-
-    def expected(self, options: AttentionOptions) -> Tensor:
-        """One query at a time, one head at a time, in float64."""
-        rows = []
-        for (start, end), queries, keys, values in zip(self.spans, self.queries, self.keys, self.values, strict=True):
-            for position in range(start, end):
-                first = first_seen(position, options)
-                rows.append(
-                    torch.stack(
-                        [
-                            self._head(queries[position - start], keys, values, head, (first, position + 1), options)
-                            for head in range(self.shape.num_heads)
-                        ]
-                    )
-                )
-        return torch.stack(rows)
-
-    def _head(
-        self, query: Tensor, keys: Tensor, values: Tensor, head: int, seen: tuple[int, int], options: AttentionOptions
-    ) -> Tensor:
-        kv_head = head // (self.shape.num_heads // self.shape.num_kv_heads)
-        scores = keys[seen[0] : seen[1], kv_head].double() @ query[head].double() * options.scale
-        if options.softcap is not None:
-            scores = options.softcap * torch.tanh(scores / options.softcap)
-        if options.sinks is not None:
-            scores = torch.cat((scores, options.sinks[head].double()[None]))
-        weights = scores.softmax(0)[: seen[1] - seen[0]]
-        return weights @ values[seen[0] : seen[1], kv_head].double()
-
-
-def random_shape(rng: np.random.Generator) -> Shape:
-    num_kv_heads = int(rng.choice([1, 2, 3]))
-    return Shape(
-        num_heads=num_kv_heads * int(rng.choice([1, 2, 5])),
-        num_kv_heads=num_kv_heads,
-        head_dim=int(rng.choice([8, 20, 64])),
-        value_dim=int(rng.choice([8, 24, 64])),
-        block_size=int(rng.choice([1, 3, 4, 16, 48])),
-    )
-
-
-def random_spans(rng: np.random.Generator, longest: int) -> list[tuple[int, int]]:
-    """Decodes (one query at the end), whole prompts and chunks in the middle, in any order."""
-    spans = []
-    for _ in range(int(rng.integers(1, 6))):
-        end = int(rng.integers(1, longest + 1))
-        start = int(rng.choice([0, end - 1, rng.integers(0, end)]))
-        spans.append((max(start, end - 40), end))
-    return spans
-
-
-def random_options(rng: np.random.Generator, shape: Shape) -> AttentionOptions:
-    def sometimes(value: float) -> float | None:
-        return value if rng.random() < 0.5 else None
-
-    window, softcap = sometimes(int(rng.integers(1, 300))), sometimes(float(rng.uniform(0.5, 5.0)))
-    sinks = torch.from_numpy(rng.standard_normal(shape.num_heads)) if rng.random() < 0.5 else None
-    scale = float(rng.choice([shape.head_dim**-0.5, 1.0]))
-    if window is not None and rng.random() < 0.4:
-        return AttentionOptions(scale, None, softcap, sinks, local_chunk=int(window))
-    return AttentionOptions(scale, None if window is None else int(window), softcap, sinks)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -324,7 +175,8 @@ def test_tiles_cover_every_query_once_and_hide_the_ends_of_tables() -> None:
     spans = [(0, 300), (9, 10), (50, 90), (511, 512)]
     case = Case(Shape(2, 1, 8, 8, 16), spans, np.random.default_rng(11))
     scrap = len(case.key_blocks) - 1
-    tiles = plan_tiles(case.batch, scrap, 16, torch.device("cpu"))
+    plan = plan_tiles(case.batch, scrap, 16)
+    tiles = plan.at(torch.from_numpy(plan.data))
     rows = torch.cat([tile.query_index.flatten() for tile in tiles])
     assert rows.sort().values.tolist() == list(range(case.batch.num_tokens))
     for tile in tiles:
@@ -339,17 +191,6 @@ def test_tiles_cover_every_query_once_and_hide_the_ends_of_tables() -> None:
 
 
 # ------------------------------------------------------------------------------------- two-phase attention
-
-
-def share_blocks(case: Case, groups: Sequence[tuple[Sequence[int], int]]) -> None:
-    """Make requests agree on their first tokens: (requests, tokens), later groups over earlier ones."""
-    for (first, *others), num_tokens in groups:
-        num_blocks = num_tokens // case.shape.block_size
-        shared = num_blocks * case.shape.block_size
-        for row in others:
-            case.batch.block_tables[row, :num_blocks] = case.batch.block_tables[first, :num_blocks]
-            case.keys[row][:shared] = case.keys[first][:shared]
-            case.values[row][:shared] = case.values[first][:shared]
 
 
 def shared_items(case: Case, rule: SharingRule | None) -> set[tuple[int, tuple[int, ...]]]:

@@ -13,7 +13,8 @@ SINKS = random_tokens(np.random.default_rng(0), 8)
 
 
 def open_llm(tiny_models: TinyModels, family: str = "llama", **options: object) -> LLM:
-    return LLM(str(tiny_models.folder(family)), dtype="float32", block_size=4, **options)
+    folder = str(tiny_models.folder(family))
+    return LLM(folder, dtype="float32", block_size=4, device=tiny_models.device, **options)
 
 
 @pytest.mark.parametrize("prefix_index", ["radix", "hash"])

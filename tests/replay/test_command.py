@@ -1,14 +1,17 @@
 """`foreword replay`: what it prints, draws and refuses."""
 
+import functools
 import json
+import sys
 import xml.etree.ElementTree
 
 import pytest
 
 from foreword.cli import main
 from foreword.errors import ConfigError, ModelLoadError
-from foreword.replay.capacity import kv_bytes_per_token, parse_capacity
+from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity
 from foreword.replay.keys import as_content_ids, chain
+from foreword.replay.picture import HEIGHT, WIDTH, as_png
 from foreword.replay.report import advice, capacity_for, knee
 from foreword.replay.simulator import simulate
 from foreword.replay.trace import RecordedRequest
@@ -50,7 +53,8 @@ def test_the_last_line_is_json_with_hit_ratios_by_policy_and_capacity(trace, cap
     assert ratios["lru"]["100"] == pytest.approx((60 - 3 + 60 - 21) / 120, abs=1e-6)
     assert report["malformed_lines"] == 1
     assert "line 61" in printed.err
-    assert "Missed blocks by reason" in printed.err
+    assert "missed because they had been evicted" in printed.err
+    assert "Never seen before, and missed by any cache: 24 blocks (20.0%)" in printed.err
 
 
 def test_a_capacity_with_a_unit_is_bytes_of_the_models_kv(trace, tmp_path, capsys):
@@ -67,11 +71,36 @@ def test_pictures_are_well_formed_and_need_nothing_else(trace, tmp_path):
     assert run(trace, "--capacity", "4,20", "--picture", svg, "--picture", page) == 0
     root = xml.etree.ElementTree.fromstring(svg.read_text(encoding="utf-8"))
     texts = [each.text for each in root.iter() if each.text]
-    assert {"● lru", "● value", "● optimum", "knee"} <= set(texts)
+    assert {"lru", "value", "optimum"} <= set(texts)
+    assert any(each.startswith("knee: ") for each in texts)
     text = page.read_text(encoding="utf-8")
     assert "<svg" in text
     assert "src=" not in text
     assert "href=" not in text
+
+
+def test_a_png_shows_what_the_svg_shows_and_its_letters_are_there(trace, tmp_path):
+    pytest.importorskip("resvg_py")
+    png = tmp_path / "curve.png"
+    assert run(trace, "--capacity", "4,20", "--picture", png) == 0
+    image = png.read_bytes()
+    assert image.startswith(b"\x89PNG")
+    assert int.from_bytes(image[16:20]) == 2 * WIDTH
+    assert int.from_bytes(image[20:24]) == 2 * HEIGHT
+
+
+def test_a_png_without_letters_is_refused(monkeypatch):
+    resvg = pytest.importorskip("resvg_py")
+    without_fonts = functools.partial(resvg.svg_to_bytes, skip_system_fonts=True)
+    monkeypatch.setattr(resvg, "svg_to_bytes", without_fonts)
+    with pytest.raises(ConfigError, match="none of the fonts"):
+        as_png('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><text x="1" y="8">A</text></svg>')
+
+
+def test_a_png_without_the_library_names_the_remedy_before_any_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    assert run(tmp_path / "no-such-trace", "--picture", tmp_path / "curve.png") == 2
+    assert "pip install foreword[picture]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -87,11 +116,44 @@ def test_pictures_are_well_formed_and_need_nothing_else(trace, tmp_path):
         (["--sample", "0.5"], "lru alone"),
         (["--model", "no-such-folder"], "no-such-folder"),
         (["--kv-bytes-per-token", "0"], "kv_bytes_per_token=0"),
+        (["--max-requests", "0"], "max_requests=0"),
+        (["--capacity", "99999999", "--policy", "value"], "use at most 50,000,000, or lru"),
+        (["--picture", "no-such-folder/curve.svg"], "'no-such-folder'"),
+        (["--flops", "1e14"], "--model"),
     ],
 )
 def test_mistakes_are_named(trace, capsys, arguments, message):
     assert run(trace, *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "best"], "'best'"),
+        (["--capacity", "4XB"], "'4XB'"),
+        (["--capacity", "1,0"], "'0'"),
+        (["--capacity", "4GB"], "--model"),
+        (["--sample", "2"], "sampling_rate=2"),
+        (["--sample", "0.5"], "lru alone"),
+        (["--flops", "0", "--model", "{folder}"], "flops_per_s=0"),
+        (["--flops", "1e9", "--model", "{folder}", "--bandwidth", "5"], "'5' is no number of bytes"),
+        (["--flops", "1e9", "--model", "{folder}", "--replicas", "0"], "num_replicas=0"),
+    ],
+)
+def test_mistakes_in_arguments_are_told_before_the_trace_is_opened(tmp_path, capsys, arguments, message):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    assert run(tmp_path / "no-such-trace", *(each.format(folder=tmp_path) for each in arguments)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_in_one_line(trace, capsys, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("foreword.replay.command.print_report", fail)
+    assert run(trace, "--policy", "lru") == 2
+    assert "the report cannot be written" in capsys.readouterr().err
 
 
 def test_sampling_prints_its_error(trace, capsys):
@@ -102,8 +164,10 @@ def test_sampling_prints_its_error(trace, capsys):
 def test_capacities_and_kv_sizes_are_worked_out():
     assert parse_capacity("1GiB", 16, 1024).num_blocks == 2**30 // 16384
     assert parse_capacity("2.5kb", 1, 5).num_blocks == 500
-    with pytest.raises(ConfigError, match="holds no block"):
+    with pytest.raises(ConfigError, match="holds 0 blocks of 16 tokens"):
         parse_capacity("1KB", 16, 1024)
+    with pytest.raises(ConfigError, match="99,999,999,999 blocks"):
+        parse_capacity("99999999999", 16, None)
     assert kv_bytes_per_token(CONFIG) == BYTES_PER_TOKEN
     latent = {"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     assert kv_bytes_per_token(latent) == 2 * 576 * 2
@@ -125,3 +189,28 @@ def test_the_knee_is_where_a_loop_begins_to_fit():
 def test_traffic_without_reuse_is_told_plainly():
     result = simulate(requests(*[[5 * n, 5 * n + 1] for n in range(50)]), ["lru"], [])
     assert "no cache of prefixes" in advice(result)
+
+
+def test_the_advice_names_the_policy_and_the_capacity_that_pay():
+    loop = requests(*[[10 * (n % 20) + at for at in range(5)] for n in range(400)])
+    result = simulate(loop, ["lru", "slru", "optimum"], [Capacity("60", 60), Capacity("200", 200)])
+    text = advice(result)
+    assert "95.0% of the prompts' blocks had been there before" in text
+    assert "Beyond 200 blocks, memory finds hardly anything more" in text
+    short = advice(simulate(loop, ["lru"], [Capacity("60", 60)]))
+    assert "With 60 blocks, 95.0% of the blocks are still evicted before they are wanted again" in short
+    better = advice(simulate(requests_with_scans(), ["lru", "slru"], [Capacity("30", 30)]))
+    assert "With 30 blocks, choose slru: it finds" in better
+
+
+def requests_with_scans():
+    """Two prompts that come again and again, with floods between them that nobody repeats."""
+    prompts = []
+    for n in range(60):
+        prompts += [
+            [1, 2, 3, 4],
+            [1, 2, 5, 6],
+            [1, 2, 3, 4],
+            *([1000 * n + 10 * k + at for at in range(9)] for k in range(5)),
+        ]
+    return requests(*prompts)

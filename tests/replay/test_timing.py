@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from foreword.batch import BatchResult
 from foreword.cache import KVCacheManager, RadixIndex
 from foreword.cli import main
 from foreword.config import SchedulerConfig
@@ -40,15 +41,19 @@ class RecordingRunner(SimulatedRunner):
         super().__init__(cost)
         self.steps = []
 
+    def run(self, entries):
+        self.steps.append([(e.request.request_id.partition("-")[0], e.start, e.end) for e in entries])
+        return super().run(entries)
+
     def execute(self, batch):
-        self.steps.append([(e.request.request_id.partition("-")[0], e.start, e.end) for e in batch.entries])
-        return super().execute(batch)
+        """As the engine calls its runner."""
+        return BatchResult(self.run(batch.entries))
 
 
 @pytest.mark.parametrize("policy", ["lru", "value"])
 @pytest.mark.parametrize("num_blocks", [60, 200, 2000])
 def test_every_step_decides_as_the_engine_does_on_the_same_requests(num_blocks, policy):
-    trace = recorded(chat(np.random.default_rng(1), 150))
+    trace = recorded(chat(np.random.default_rng(1), 150), spacing_s=0.005)
     trace = [each for each in trace if len(each.keys) < 50]
 
     replica = Replica(num_blocks, 4, policy, SMALL, COST)
@@ -71,6 +76,8 @@ def test_every_step_decides_as_the_engine_does_on_the_same_requests(num_blocks, 
     replica.run_until(float("inf"))
     while engine.has_unfinished_requests():
         engine.step()
+    assert max(map(len, runner.steps)) == SMALL.max_num_seqs, "the requests hardly met"
+    assert (replica.scheduler.num_preemptions > 0) == (num_blocks == 60)
     assert replica.runner.steps == runner.steps
     assert replica.runner.now == pytest.approx(runner.now)
     assert replica.manager.free_block_ids().tolist() == manager.free_block_ids().tolist()
@@ -136,7 +143,10 @@ def test_the_command_serves_in_time_when_given_a_rate(tmp_path, capsys):
     assert main(command) == 2
     assert "--model" in capsys.readouterr().err
     assert main([*command, "--model", str(tmp_path), "--replicas", "2", "--bandwidth", "10GB"]) == 0
-    timing = json.loads(capsys.readouterr().out)["timing"]
+    printed = capsys.readouterr()
+    assert "Served in time by 2 replicas" in printed.err
+    assert "more replicas" in printed.err
+    timing = json.loads(printed.out)["timing"]
     assert list(timing) == ["lru", "value"]
     assert timing["lru"]["40"]["requests"] == 20
     assert timing["lru"]["40"]["ttft_ms"]["p99"] > 0

@@ -8,7 +8,7 @@ import pytest
 
 from foreword.cache import TokenSequence
 from foreword.errors import ConfigError, TraceError
-from foreword.replay.keys import as_content_ids, chain, of_tokens
+from foreword.replay.keys import as_content_ids, chain, chain_each, content_ids_of_tokens
 from foreword.replay.trace import RecordedRequest, TraceReader, TraceWriter
 
 
@@ -53,6 +53,17 @@ class Letters:
 
 
 # ---------------------------------------------------------------------------------------------- keys
+
+
+def of_tokens(tokens, block_tokens):
+    return chain(content_ids_of_tokens(tokens, block_tokens))
+
+
+def test_many_prompts_are_keyed_as_each_alone():
+    rng = np.random.default_rng(2)
+    prompts = [as_content_ids(rng.integers(0, 9, n).tolist()) for n in (3, 1, 0, 2000, 7)]
+    keys = chain_each(np.concatenate(prompts), [len(each) for each in prompts])
+    assert keys.tolist() == np.concatenate([chain(each) for each in prompts]).tolist()
 
 
 def test_equal_keys_mean_equal_whole_prefixes():
@@ -146,6 +157,14 @@ def test_lines_are_read_one_at_a_time_and_as_often_as_asked(tmp_path):
     assert (reader.num_requests, reader.num_malformed) == (2, 0)
 
 
+def test_requests_before_a_malformed_line_come_before_its_error(tmp_path):
+    reader = TraceReader(write(tmp_path, [1], [2], "{", [3]), strict=True)
+    requests = iter(reader)
+    assert [next(requests).num_prompt_tokens, next(requests).num_prompt_tokens] == [1, 1]
+    with pytest.raises(TraceError, match="line 3"):
+        next(requests)
+
+
 # ---------------------------------------------------------------------------------------- malformed
 
 MALFORMED = [
@@ -153,6 +172,7 @@ MALFORMED = [
     ("7", "must be a JSON object or a list"),
     ("[]", "give a list of at least one token id"),
     ("[1, -2]", "token ids -2 to 1"),
+    ('[{"a": 1}, {"a": 2}]', "is a list of 2 objects; write each of them on a line of its own"),
     ('["a"]', "give a list of at least one token id"),
     ('{"a": 1}', "has the keys a; give hash_ids"),
     ('{"prompt": "text"}', "--tokenizer"),
@@ -189,6 +209,28 @@ def test_a_gzip_file_that_ends_early_gives_what_it_has(tmp_path):
     assert 0 < len(list(reader)) < 50000
     assert reader.num_malformed == 1
     assert "after line" in reader.malformed[0]
+
+
+def test_a_gzip_file_that_is_damaged_gives_what_comes_before(tmp_path):
+    packed = bytearray(gzip.compress("".join(json.dumps([n, 2, 3]) + "\n" for n in range(50000)).encode()))
+    packed[len(packed) // 2 :] = b"\xff" * (len(packed) // 2)
+    (tmp_path / "damaged.gz").write_bytes(packed)
+    reader = TraceReader(tmp_path / "damaged.gz")
+    assert 0 < len(list(reader)) < 50000
+    assert reader.num_malformed
+    with pytest.raises(TraceError):
+        read(tmp_path / "damaged.gz", strict=True)
+    (tmp_path / "broken.gz").write_bytes(packed[:10] + b"\xff" * 50)
+    with pytest.raises(TraceError, match="cannot be read"):
+        read(tmp_path / "broken.gz")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line_and_other_bytes_than_utf8_are_malformed(tmp_path):
+    (tmp_path / "trace").write_bytes(b"\xef\xbb\xbf[1, 2]\n\xff[3]\n[4]\n")
+    reader = TraceReader(tmp_path / "trace")
+    assert len(list(reader)) == 2
+    assert "line 2" in reader.malformed[0]
+    assert "not UTF-8" in reader.malformed[0]
 
 
 def test_files_without_any_request_are_refused(tmp_path):

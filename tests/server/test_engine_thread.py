@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 
+from foreword.server.mailbox import Mailbox
 from foreword.server.options import ServerConfig
 from live_server import ENDLESS, FALCON, MODEL, ServerThread, client, embedded_llm, post, wait_until
 
@@ -131,3 +134,44 @@ def test_an_engine_that_dies_fails_what_runs_and_what_comes(server, llm, monkeyp
     assert post(server.url, "/v1/completions", LONG).status_code == 503
     monkeypatch.undo()
     llm.engine.check_integrity()
+
+
+def test_while_the_loop_is_busy_the_next_piece_grows_and_nothing_is_lost_or_reordered():
+    pieces: list[list[object]] = []
+
+    class Stream:
+        def put(self, events):
+            pieces.append(list(events))
+
+    async def talk() -> None:
+        mailbox, stream = Mailbox(asyncio.get_running_loop()), Stream()
+        for number in range(3):  # the loop is here, so nothing can be told yet
+            mailbox.post({stream: [number]})
+        await asyncio.sleep(0.05)
+        mailbox.post({stream: [3]})
+        await asyncio.sleep(0.05)
+        posting = threading.Thread(target=lambda: [mailbox.post({stream: [number]}) for number in range(4, 2000)])
+        posting.start()
+        await asyncio.to_thread(posting.join)
+        await asyncio.sleep(0.05)
+
+    asyncio.run(talk())
+    assert pieces[:2] == [[0, 1, 2], [3]]
+    assert [number for piece in pieces for number in piece] == list(range(2000))
+
+
+def test_deltas_that_piled_up_are_read_as_one_with_all_of_their_log_probabilities(server):
+    body = {"model": MODEL, "messages": FALCON, "max_tokens": 40, "logprobs": True, "stream": True, "n": 2, **ENDLESS}
+    body |= {"temperature": 1, "seed": 3}
+    whole = post(server.url, "/v1/chat/completions", body | {"stream": False}).json()["choices"]
+    chunks = list(
+        client(server.url).chat.completions.create(
+            extra_body=ENDLESS, **{k: v for k, v in body.items() if k not in ENDLESS}
+        )
+    )
+    for choice in whole:
+        mine = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == choice["index"]]
+        assert "".join(c.delta.content or "" for c in mine) == choice["message"]["content"]
+        tokens = [token.token for c in mine if c.logprobs for token in c.logprobs.content]
+        assert tokens == [token["token"] for token in choice["logprobs"]["content"]]
+        assert mine[-1].finish_reason == choice["finish_reason"]

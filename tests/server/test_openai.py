@@ -321,7 +321,7 @@ def test_health_and_version_ask_for_no_key(server):
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"99999999": 1}}, None),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}}, None),
         ({"typo": 1}, "typo"),

@@ -11,6 +11,7 @@ import pytest
 
 from foreword.config import Environment
 from foreword.errors import ConfigError
+from foreword.server.app import make_app
 from foreword.server.options import ServerConfig
 from foreword.server.shared_prefixes import SharedPrefixes, common_beginning
 from foreword.server.tenants import Tenant, Tenants, read_keys
@@ -61,6 +62,20 @@ def test_a_broken_keys_file_changes_nothing_while_serving_and_is_refused_at_star
     assert tenants.tenant_of("Bearer sk-alice") == Tenant("alice")
     with pytest.raises(ConfigError, match=r"keys\.toml"):
         read_keys(keys_file)
+
+
+def test_quotas_without_an_account_of_the_cache_are_refused_at_start_and_when_they_come_later(keys_file, caplog):
+    with embedded_llm(explain_misses=False) as llm:
+        with pytest.raises(ConfigError, match=r"'bob': max_cached_blocks needs .* leave explain_misses on"):
+            make_app(llm, ServerConfig(keys_file=keys_file), MODEL)
+        keys_file.write_text('[alice]\nkeys = ["sk-alice"]\n')
+        tenants = make_app(llm, ServerConfig(keys_file=keys_file), MODEL).state.service.tenants
+        keys_file.write_text(KEYS)
+        assert tenants.tenant_of("Bearer sk-bob") is None
+        assert tenants.tenant_of("Bearer sk-alice") == Tenant("alice")
+        assert "max_cached_blocks needs" in caplog.text
+    with embedded_llm(explain_misses=False, enable_prefix_caching=False) as llm:  # nothing to limit
+        make_app(llm, ServerConfig(keys_file=keys_file), MODEL)
 
 
 def test_two_tenants_cannot_have_the_same_key(keys_file):

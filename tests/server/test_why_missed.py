@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 
 import httpx
+import numpy as np
 import pytest
 
+from foreword.cache import NO_EXTRA_KEYS, ExtraKeys
+from foreword.engine import Prompt
+from foreword.server.more_memory import block_keys
 from foreword.server.options import ServerConfig
 from foreword.server.template_check import check_template
 from live_server import FALCON, MODEL, ServerProcess, ServerThread, client, embedded_llm, post, wait_until
@@ -172,7 +176,47 @@ def test_a_response_is_compared_with_the_one_that_it_names(server):
     salted = diagnosed(server.url, facts("compared"), first["id"], cache_salt="s")["prompt_cache_diagnostics"]
     assert (salted["type"], salted["reason"]) == ("cache_miss", "prompt_cache_key_changed")
     skipped = diagnosed(server.url, facts("compared"), first["id"], skip_reading_prefix_cache=True)
-    assert skipped["prompt_cache_diagnostics"] == {"type": "unavailable"}
+    assert skipped["prompt_cache_diagnostics"] == {"type": "unavailable", "reason": "lookup_skipped"}
+
+
+def test_a_prompt_that_is_too_short_to_be_kept_says_so(server):
+    ask = {"prompt": "A falcon, 12", "max_tokens": 1}
+    first = post(server.url, "/v1/completions", ask).json()
+    ask["prompt_cache_options"] = {"comparison_response_id": first["id"]}
+    again = post(server.url, "/v1/completions", ask).json()
+    assert again["prompt_cache_diagnostics"] == {"type": "unavailable", "reason": "partial_block"}
+
+
+def test_what_was_evicted_or_forgotten_since_is_told_apart_from_a_changed_input():
+    with embedded_llm(kv_cache_memory_bytes=2 * 2**20) as llm, ServerThread(llm, ServerConfig()) as server:
+        first = diagnosed(server.url, facts("small pool"), None)
+        for number in range(4):
+            diagnosed(server.url, facts(f"crowd {number}"), None)
+        evicted = diagnosed(server.url, facts("small pool"), first["id"])["prompt_cache_diagnostics"]
+        assert evicted == {"type": "unavailable", "reason": "evicted"}
+        post(server.url, "/reset_prefix_cache", None).raise_for_status()
+        forgotten = diagnosed(server.url, facts("small pool"), first["id"])["prompt_cache_diagnostics"]
+        assert forgotten == {"type": "unavailable", "reason": "forgotten"}
+        longer = diagnosed(server.url, facts("small pool"), first["id"])["prompt_cache_diagnostics"]
+        assert longer == {"type": "cache_hit"}
+
+
+def test_another_reasoning_effort_is_named_where_the_template_writes_it():
+    with embedded_llm() as llm:
+        llm.tokenizer._hf.chat_template = (
+            "{% if reasoning_effort %}Think {{ reasoning_effort }}.{% endif %}" + APPENDING
+        )
+        with ServerThread(llm, ServerConfig()) as server:
+            first = diagnosed(server.url, facts("effort"), None, reasoning={"effort": "low"})
+            named = diagnosed(server.url, facts("effort"), first["id"], reasoning={"effort": "high"})
+            miss = named["prompt_cache_diagnostics"]
+            assert (miss["type"], miss["reason"]) == ("cache_miss", "reasoning_effort_changed")
+            assert miss["cache_missed_tokens"] > 100
+            body = chat(facts("effort"), reasoning_effort="low")
+            first = post(server.url, "/v1/chat/completions", body).json()
+            body |= {"reasoning_effort": "high", "prompt_cache_options": {"comparison_response_id": first["id"]}}
+            miss = post(server.url, "/v1/chat/completions", body).json()["prompt_cache_diagnostics"]
+            assert miss["reason"] == "reasoning_effort_changed"
 
 
 def test_diagnostics_pass_the_official_clients_types(server):
@@ -191,6 +235,41 @@ def test_unknown_responses_are_not_found_and_unknown_options_refused(server):
 
 
 # ------------------------------------------------------- statistics and resets
+
+
+def test_the_curve_over_memory_tells_what_a_larger_pool_then_finds():
+    """The documents go round in a pool that just does not hold them: LRU finds nothing until all of them fit."""
+
+    def hit_rate(factor: float) -> tuple[float, dict]:
+        options = {"kv_cache_memory_bytes": int(factor * 2**20), "eviction_policy": "lru"}
+        with embedded_llm(**options) as llm, ServerThread(llm, ServerConfig()) as server:
+            for _ in range(3):
+                for number in range(9):
+                    post(server.url, "/v1/completions", {"prompt": facts(f"{number}"), "max_tokens": 2})
+            statistics = httpx.get(f"{server.url}/v1/cache").json()["statistics"]
+            post(server.url, "/reset_prefix_cache", None).raise_for_status()
+            assert httpx.get(f"{server.url}/v1/cache").json()["statistics"]["more_memory"]["curve"] == []
+        return statistics["hit_rate"], statistics
+
+    _, small = hit_rate(2)
+    curve = {point["factor"]: point for point in small["more_memory"]["curve"]}
+    assert list(curve) == pytest.approx([1, 1.25, 1.5, 2, 3, 4, 6, 8], abs=0.02)
+    assert small["more_memory"]["sampling_rate"] == 1.0
+    assert curve[1]["blocks"] == small["blocks"]["total"]
+    assert curve[1]["hit_rate"] == pytest.approx(small["hit_rate"], abs=0.05)
+    assert curve[8]["hit_rate"] > curve[1]["hit_rate"] + 0.3
+    assert curve[8]["hit_rate"] == pytest.approx(hit_rate(16)[0], abs=0.05)
+
+
+def test_the_curves_keys_keep_namespaces_apart_from_where_their_salt_begins():
+    tokens, answer = np.arange(64, dtype=np.int32), [7] * 17
+    plain, salted, behind = (
+        block_keys(Prompt(tokens, None, extra), answer, BLOCK).tolist()
+        for extra in (NO_EXTRA_KEYS, ExtraKeys(salt="a"), ExtraKeys(salt="a", salt_offset=32))
+    )
+    assert len(plain) == 5, "the last token of an answer is never computed"
+    assert not set(plain) & set(salted)
+    assert behind == plain[:2] + salted[2:]
 
 
 def test_operators_see_statistics_and_the_tree_with_reuse_counts():

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foreword.model.packed import PackedLinear, can_pack
-from foreword.model.row_kernels import ADD_ONE, ROUND_NORM, RowKernels
+from foreword.model.kernels.rows import ADD_ONE, ROUND_NORM
+from foreword.model.packed import PackedLinear, can_pack, stacked
+from foreword.model.row_kernels import RowKernels
+from foreword.model.tile_product import TileProduct
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +51,16 @@ class FusedNorm(nn.Module):
     def __init__(self, weight: Tensor, epsilon: float, form: int, kernels: RowKernels) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self._epsilon = epsilon
-        self._form = form
+        self.epsilon = epsilon
+        self.form = form
         self._kernels = kernels
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self._kernels.rms_norm(hidden_states, self.weight, self._epsilon, self._form)
+        return self._kernels.rms_norm(hidden_states, self.weight, self.epsilon, self.form)
+
+    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y, and its norm."""
+        return self._kernels.add_norm(x, y, self.weight, self.epsilon, self.form)
 
 
 class FusedGate(nn.Module):
@@ -62,16 +68,20 @@ class FusedGate(nn.Module):
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, kernels: RowKernels) -> None:
         super().__init__()
-        self.gate_up = PackedLinear.stack([gate, up])
+        weight, bias = stacked([gate, up])
+        if TileProduct.can_take(weight):
+            self._gated: Callable[[Tensor], Tensor] = TileProduct(weight, bias, gated=True)
+        else:
+            product = PackedLinear(weight, bias)
+            self._gated = lambda x: kernels.silu_gate(product(x))
         self.down = PackedLinear.stack([down])
-        self._kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.down(self._kernels.silu_gate(self.gate_up(x)))
+        output: Tensor = self.down(self._gated(x))
         return output
 
 
-class _SharedProduct:
+class SharedProduct:
     """One product for several linear layers, computed when the first of them is asked."""
 
     def __init__(self, linears: list[nn.Linear]) -> None:
@@ -93,25 +103,25 @@ class _SharedProduct:
 class ProductPart(nn.Module):
     """What one linear layer computes, as a part of a product that its siblings share."""
 
-    def __init__(self, linear: nn.Linear, product: _SharedProduct, number: int) -> None:
+    def __init__(self, linear: nn.Linear, product: SharedProduct, number: int) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self._product = product
+        self.product = product
         self._number = number
 
     @property
     def weight(self) -> Tensor:
         """[out_features, in_features]: a plain copy, made on every access."""
-        return torch.split(self._product.packed.weight, self._product.sizes)[self._number]
+        return torch.split(self.product.packed.weight, self.product.sizes)[self._number]
 
     @property
     def bias(self) -> Tensor | None:
-        bias = self._product.packed.bias
-        return None if bias is None else torch.split(bias, self._product.sizes)[self._number]
+        bias = self.product.packed.bias
+        return None if bias is None else torch.split(bias, self.product.sizes)[self._number]
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._product.part(self._number, input)
+        return self.product.part(self._number, input)
 
 
 # -------------------------------------------------------------------------------------- finding out
@@ -229,7 +239,7 @@ def _merge_siblings(parent: nn.Module) -> None:
     alike = {(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}
     if len(alike) > 1 or not can_pack(first.dtype, first.device):
         return
-    product = _SharedProduct(linears)
+    product = SharedProduct(linears)
     for number, (name, linear) in enumerate(zip(PROJECTIONS, linears, strict=True)):
         setattr(parent, name, ProductPart(linear, product, number))
 

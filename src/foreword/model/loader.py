@@ -23,6 +23,7 @@ from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.attention import ATTENTION_NAME, PROBE_NAME, ForwardContext, LayoutProbe
 from foreword.model.experts import EXPERTS_NAME
 from foreword.model.fused import ProductPart, fuse
+from foreword.model.fused_layer import fuse_layers
 from foreword.model.kernels.select import AttentionKernel, make_kernel
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.packed import PackedLinear, pack_linears
@@ -72,6 +73,8 @@ class LoadedModel:
     """Longest sequence that the model may be given."""
     eos_token_ids: frozenset[int]
     kernel: AttentionKernel
+    exact: bool = True
+    """Whether a GPU computes in fixed shapes, so that a row's bits do not depend on the others; a CPU always does."""
 
     def __call__(
         self,
@@ -135,11 +138,13 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
         max_positions=_max_positions(text_config),
         eos_token_ids=_eos_token_ids(module, text_config),
         kernel=make_kernel(options.attention_kernel, device),
+        exact=options.exact,
     )
     _probe_layers(model)  # of the plain modules: a probe copies some of them, and packed weights cannot be copied
     if device.type == "cpu":
         fuse(module)
         pack_linears(module)
+        fuse_layers(module, model.layers)
     return model
 
 

@@ -6,10 +6,10 @@ Knows devices and bytes; knows nothing of blocks.
 from __future__ import annotations
 
 import os
-
-import torch
+from collections.abc import Callable
 
 from foreword.config import ModelConfig
+from foreword.model.memory_use import MemoryUse
 
 GIB = 2**30
 CPU_DEFAULT_SHARE = 0.25
@@ -17,14 +17,16 @@ CPU_DEFAULT_LIMIT_BYTES = 4 * GIB
 GPU_DEFAULT_SHARE = 0.9
 
 
-def kv_cache_bytes(options: ModelConfig, device: torch.device) -> int:
-    """Memory for KV blocks, with the weights already loaded."""
+def kv_cache_bytes(options: ModelConfig, measure: Callable[[], MemoryUse] | None) -> int:
+    """Memory for KV blocks, with the weights already loaded.
+
+    `measure` finds out what a GPU's memory is needed for; None on a CPU. Raises ConfigError if nothing is left.
+    """
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes
     share = options.gpu_memory_utilization
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, free - int((1.0 - (share or GPU_DEFAULT_SHARE)) * total))
+    if measure is not None:
+        return measure().pool_bytes(share or GPU_DEFAULT_SHARE)
     available = available_cpu_bytes()
     if share is not None:
         return int(share * available)

@@ -15,7 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from foreword.config import keep_onednn_to_vectors
+from foreword.model.tile_product import TileProduct
+
 logger = logging.getLogger(__name__)
+
+keep_onednn_to_vectors()
 
 ROWS_HINT = 16
 """For how many rows oneDNN chooses its layout; neither bits nor times changed with it."""
@@ -31,30 +36,39 @@ class PackedLinear(nn.Module):
         """`weight` [out_features, in_features], `bias` [out_features]."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        # Neither parameter nor buffer: an opaque tensor can be neither moved nor cast.
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
+        self._tiles = TileProduct(weight, bias) if TileProduct.can_take(weight) else None
+        if self._tiles is None:
+            # Neither parameter nor buffer: an opaque tensor can be neither moved nor cast.
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     @classmethod
     def stack(cls, linears: Sequence[nn.Linear]) -> PackedLinear:
         """One layer with the outputs of several, which read the same input and have all a bias or none."""
-        weights, biases = [linear.weight.detach() for linear in linears], [linear.bias for linear in linears]
-        if len(linears) == 1:
-            return cls(weights[0], biases[0])
-        return cls(torch.cat(weights), None if biases[0] is None else torch.cat([bias.detach() for bias in biases]))
+        return cls(*stacked(linears))
 
     @property
     def weight(self) -> Tensor:
         """[out_features, in_features]: a plain copy, made on every access, for models that compute with it."""
-        plain: Tensor = self._packed.to_dense()
+        plain: Tensor = self._packed.to_dense() if self._tiles is None else self._tiles.weight
         return plain
 
     def forward(self, input: Tensor) -> Tensor:
+        if self._tiles is not None:
+            return self._tiles(input)
         output: Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
         return output
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def stacked(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of one layer in place of several, which have all a bias or none."""
+    weights, biases = [linear.weight.detach() for linear in linears], [linear.bias for linear in linears]
+    if len(linears) == 1:
+        return weights[0], biases[0]
+    return torch.cat(weights), None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

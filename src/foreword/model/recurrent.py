@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PretrainedConfig
@@ -282,10 +281,3 @@ def cache_argument(model: nn.Module) -> str | None:
 def _cache_argument(forward: Callable[..., Any]) -> str | None:
     parameters = inspect.signature(forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
-
-
-def position_offsets(batch: Batch, num_rows: int) -> Tensor:
-    """Each row's position less its row, [num_rows]; padding rows have 0."""
-    offsets = np.zeros(num_rows, np.int64)
-    offsets[: batch.num_tokens] = batch.positions - np.arange(batch.num_tokens)
-    return torch.from_numpy(offsets)

@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreword.batch import Batch, BatchResult, Sample
+from foreword.batch import Batch, BatchResult
 from foreword.cache import RecurrentSpec
 from foreword.model.attention import ForwardContext, GroupStep
-from foreword.model.kernels.select import ReferenceAttention
+from foreword.model.kernels.on_device import DeviceAttention
+from foreword.model.kernels.select import AttentionKernel, ReferenceAttention
 from foreword.model.loader import LoadedModel
 from foreword.model.packed import has_unpacked_products
-from foreword.model.recurrent import StateRun, StepCache, plan_state_runs, position_offsets
-from foreword.model.sampler import sample, token_logprobs
+from foreword.model.passes import split_batch
+from foreword.model.readout import Readout, Rows, logit_rows
+from foreword.model.recurrent import StateRun, StepCache, plan_state_runs
 from foreword.model.storage import KVStorage
-from foreword.request import TokenLogprobs
 
 FASTEST_PACKED_ROWS = 4
 """Products of packed weights with fewer rows take longer (docs/decisions/0009-packed-weights.md)."""
+EXACT_ROWS = 256
+"""Rows of every pass on a GPU that keeps equal bits: there the libraries choose how to compute by the number of rows.
+
+About as many as a product can have before arithmetic takes longer than reading its weights (docs/decisions/0014)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +60,82 @@ class RowPadding:
             return cls(multiple, FASTEST_PACKED_ROWS)
         return cls(multiple, 16 if dtype == torch.float32 else 2)
 
+    @classmethod
+    def fixed(cls, num_rows: int) -> RowPadding:
+        """Always this many rows, or a multiple."""
+        return cls(num_rows, num_rows)
+
     def __call__(self, num_rows: int) -> int:
         rows = max(num_rows, self.minimum)
         return -(-rows // self.multiple) * self.multiple
 
 
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """What the attention layers of one group do in a pass; tensors may still be on their way to the device."""
+
+    kernel: AttentionKernel
+    plan: Any
+    """The kernel's own, or, with `metadata`, a `HostPlan`."""
+    metadata: Tensor | None = None
+
+    def step(self, slots: Tensor) -> GroupStep:
+        """With everything in place; slots [tokens] int64."""
+        plan = self.plan if self.metadata is None else self.plan.at(self.metadata)
+        return GroupStep(slots, self.kernel, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """One pass through the model, planned; tensors may still be on their way to the device."""
+
+    num_tokens: int
+    rows: Tensor
+    """[3 + groups, padded tokens] int32: token ids, positions, positions less rows, slots of each attention group."""
+    keep: Tensor
+    """[padded] int32: rows whose logits are computed."""
+    num_kept: int
+    """How many of them are wanted."""
+    groups: dict[int, GroupPlan]
+    runs: dict[int, list[StateRun]]
+
+    def run(self, model: LoadedModel, storage: KVStorage) -> Tensor:
+        """Write the KV; logits [num_kept, vocab]."""
+        token_ids, positions, offsets, *slots = self.rows.long().unbind()
+        steps = {
+            group_id: plan.step(own[: self.num_tokens])
+            for (group_id, plan), own in zip(self.groups.items(), slots, strict=True)
+        }
+        cache = StepCache(storage, self.runs, offsets)
+        logits = model(token_ids[None], positions[None], self.keep.long(), ForwardContext(storage, steps), cache)
+        return logits[: self.num_kept]
+
+
 class ModelRunner:
     """Runs batches on one model. `execute` is called by one thread at a time."""
 
-    def __init__(self, model: LoadedModel, storage: KVStorage) -> None:
+    def __init__(self, model: LoadedModel, storage: KVStorage, *, pass_rows: int | None = None) -> None:
+        """`pass_rows`: compute batches in passes of exactly so many rows. None: on a GPU, if the model is to be exact.
+
+        Recurrent layers compute requests, not rows: there batches stay whole.
+        """
         self._model = model
         self._storage = storage
         self._device = model.device
         self._plain_attention = ReferenceAttention()
         self._sink_block_ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        threads = torch.get_num_threads() if model.device.type == "cpu" else 1
-        packed = not has_unpacked_products(model.module)
-        self._pad_rows = RowPadding.for_model(model.activation_widths(), model.dtype, threads, packed=packed)
+        on_gpu = model.device.type != "cpu"
+        if pass_rows is None and on_gpu and model.exact:
+            pass_rows = EXACT_ROWS
+        self._pass_rows = None if model.states else pass_rows
+        self.pad_rows: RowPadding
+        """How many rows a forward pass of so many has."""
+        if pass_rows is not None or on_gpu:
+            self.pad_rows = RowPadding.fixed(pass_rows or 1)
+        else:
+            packed = not has_unpacked_products(model.module)
+            threads = torch.get_num_threads()
+            self.pad_rows = RowPadding.for_model(model.activation_widths(), model.dtype, threads, packed=packed)
 
     def fill_sinks(self, token_ids: npt.NDArray[np.int32], block_ids: npt.NDArray[np.int32]) -> None:
         """Compute the tokens that stand before every request into their blocks; called once, before any batch."""
@@ -107,89 +172,59 @@ class ModelRunner:
 
     def execute(self, batch: Batch) -> BatchResult:
         """Compute a batch: blocks are copied, its KV is written, and each entry that reaches its end gets a token."""
-        self._storage.copy_blocks(batch.copies)
-        rows = self._logit_rows(batch)
-        logits = self.forward(batch, np.concatenate(rows))
-        result = BatchResult(samples=[None] * len(batch.entries))
-        start = 0
-        sampling: list[tuple[int, int]] = []  # numbers of entries, rows of their logits
-        for number, (entry, entry_rows) in enumerate(zip(batch.entries, rows, strict=True)):
-            own = logits[start : start + len(entry_rows)]
-            start += len(entry_rows)
-            if entry.samples:
-                sampling.append((number, start - 1))
-            if entry.request.params.prompt_logprobs is not None:
-                result.prompt_logprobs[number] = _prompt_logprobs(batch, number, own)
-        if sampling:
-            requests = [batch.entries[number].request for number, _ in sampling]
-            with torch.inference_mode():  # in which they were made, and may be changed in place
-                if len(sampling) < len(logits):
-                    logits = logits[[row for _, row in sampling]]
-                samples: list[Sample] = sample(logits, requests)
-            for (number, _), token in zip(sampling, samples, strict=True):
-                result.samples[number] = token
-        return result
-
-    def forward(self, batch: Batch, logit_rows: np.ndarray) -> Tensor:
-        """Write the batch's KV; return float32 logits [len(logit_rows), vocab] of the given tokens."""
-        batch = self._after_sinks(batch)
         with torch.inference_mode():
-            num_padded = self._pad_rows(batch.num_tokens)
-            token_ids = torch.zeros(1, num_padded, dtype=torch.long)
-            token_ids[0, : batch.num_tokens] = torch.from_numpy(batch.token_ids)
-            positions = torch.zeros(1, num_padded, dtype=torch.long)
-            positions[0, : batch.num_tokens] = torch.from_numpy(batch.positions)
-            keep = torch.zeros(self._pad_rows(len(logit_rows)), dtype=torch.long)
-            keep[: len(logit_rows)] = torch.from_numpy(logit_rows)
-            steps, runs = self._plan_groups(batch)
-            cache = StepCache(self._storage, runs, position_offsets(batch, num_padded).to(self._device))
-            logits = self._model(
-                token_ids.to(self._device),
-                positions.to(self._device),
-                keep.to(self._device),
-                ForwardContext(self._storage, steps),
-                cache,
-            )
-            return logits[: len(logit_rows)].float()
+            self._storage.copy_blocks(self._put(batch.copies))
+            rows = logit_rows(batch)
+            readout = Readout.make(batch, rows, self._model.vocab_size, self._put)
+            taken = readout.take(self.forward(batch, np.concatenate(rows)))
+            return taken.read(taken.packed().cpu().numpy())
 
-    def _plan_groups(self, batch: Batch) -> tuple[dict[int, GroupStep], dict[int, list[StateRun]]]:
-        """What the layers of each group read and write."""
+    def forward(self, batch: Batch, logit_rows: Rows) -> Tensor:
+        """Write the batch's KV; return float32 logits [len(logit_rows), vocab] of the given tokens (ascending)."""
+        with torch.inference_mode():
+            return self._run(self._plan(self._after_sinks(batch), logit_rows))
+
+    def _put(self, array: npt.NDArray[Any]) -> Tensor:
+        """The array where the model is."""
+        return torch.from_numpy(array).to(self._device)
+
+    def _run(self, passes: list[ForwardPass]) -> Tensor:
+        """Logits of what all passes keep, float32."""
+        logits = [one.run(self._model, self._storage) for one in passes]
+        return (logits[0] if len(logits) == 1 else torch.cat(logits)).float()
+
+    def _plan(self, batch: Batch, logit_rows: Rows) -> list[ForwardPass]:
+        """The passes of a batch, which holds the sinks already."""
+        if self._pass_rows is None:
+            return [self._plan_pass(batch, logit_rows)]
+        return [self._plan_pass(*part) for part in split_batch(batch, logit_rows, self._pass_rows)]
+
+    def _plan_pass(self, batch: Batch, logit_rows: Rows) -> ForwardPass:
         storage = self._storage
-        steps: dict[int, GroupStep] = {}
+        groups: dict[int, GroupPlan] = {}
         runs: dict[int, list[StateRun]] = {}
+        slots = []
         for group_id, spec in enumerate(storage.layout.specs):
             if isinstance(spec, RecurrentSpec):
                 runs[group_id] = plan_state_runs(batch, group_id, spec.block_size)
-                continue
-            own = batch.of_group(group_id, storage.scrap_block)
-            # Compiled kernels count on blocks without gaps between them.
-            kernel = self._model.kernel if storage.is_contiguous(group_id) else self._plain_attention
-            steps[group_id] = GroupStep(
-                storage.slot_mapping(batch, group_id).to(self._device),
-                kernel,
-                kernel.plan(own, storage.scrap_block, spec.block_size, self._device),
-            )
-        return steps, runs
+            else:
+                groups[group_id] = self._plan_attention(batch, group_id)
+                slots.append(storage.slot_mapping(batch, group_id))
+        rows = np.zeros((3 + len(slots), self.pad_rows(batch.num_tokens)), np.int32)
+        offsets = batch.positions - np.arange(batch.num_tokens, dtype=np.int32)
+        rows[:, : batch.num_tokens] = np.stack((batch.token_ids, batch.positions, offsets, *slots))
+        keep = np.zeros(self.pad_rows(len(logit_rows)) if len(logit_rows) else 1, np.int32)
+        keep[: len(logit_rows)] = logit_rows
+        return ForwardPass(batch.num_tokens, self._put(rows), self._put(keep), len(logit_rows), groups, runs)
 
-    def _logit_rows(self, batch: Batch) -> list[np.ndarray]:
-        """Rows of the flattened batch whose logits are needed, for each entry, ascending."""
-        rows = []
-        for entry, start, end in zip(batch.entries, batch.query_starts[:-1], batch.query_starts[1:], strict=True):
-            first = end - 1 if entry.samples else end
-            if entry.request.params.prompt_logprobs is not None and entry.start < entry.request.num_prompt_tokens - 1:
-                first = start
-            rows.append(np.arange(first, end, dtype=np.int64))
-        return rows
+    def _plan_attention(self, batch: Batch, group_id: int) -> GroupPlan:
+        scrap, size = self._storage.scrap_block, self._storage.block_sizes[group_id]
+        kernel = self.kernel_of(group_id)
+        return GroupPlan(kernel, kernel.plan(batch.of_group(group_id, scrap), scrap, size, self._device))
 
-
-def _prompt_logprobs(batch: Batch, number: int, logits: Tensor) -> list[TokenLogprobs]:
-    """Log probabilities of prompt tokens start + 1 ... from the logits of positions start ... [rows, vocab]."""
-    entry = batch.entries[number]
-    request = entry.request
-    end = min(entry.end, request.num_prompt_tokens - 1)
-    following = request.sequence.token_ids[entry.start + 1 : end + 1].tolist()
-    if not following:
-        return []
-    logprobs = logits[: len(following)].log_softmax(-1)
-    count = request.params.prompt_logprobs or 0
-    return [token_logprobs(row, token_id, count) for row, token_id in zip(logprobs, following, strict=True)]
+    def kernel_of(self, group_id: int) -> AttentionKernel:
+        """What attends in a group's layers. The CPU's compiled kernel counts on blocks without gaps between them."""
+        kernel = self._model.kernel
+        if isinstance(kernel, DeviceAttention) or self._storage.is_contiguous(group_id):
+            return kernel
+        return self._plain_attention

@@ -5,114 +5,236 @@ Knows logits, sampling parameters and the tokens so far; knows nothing of caches
 Each row is sampled with one uniform number that is a function of the request's seed and of how many
 tokens it has generated, so an answer does not depend on what else is in the batch, and a request that
 was preempted continues as if it had not been.
+
+A step's sampling is planned on the host, from the requests, and carried out where the logits are:
+
+    requests --SamplingPlan.make--> arrays --put--> tensors;  logits --draw--> Drawn --packed--> ints --read--> samples
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from foreword.batch import Sample
-from foreword.request import Logprob, Request, TokenLogprobs
+from foreword.model.logprobs import Int32s, LogprobRows, as_int32
+from foreword.model.uniform import uniform_numbers
+from foreword.request import Request
+
+Put = Callable[[npt.NDArray[Any]], Tensor]
+"""Brings an array of the host to where the logits are, as a tensor of equal shape and type."""
+Entries = tuple[Tensor, Tensor]
+"""Places in the flattened logits, [n] int64, no place twice; a float32 for each, [n]."""
+
+ROWS_AT_A_TIME = 64
+"""Rows are sorted in float64; this bounds the memory that takes."""
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sample]:
-    """Next token of each request from its row of `logits` [requests, vocab], float32.
+    """Next token of each request from its row of `logits` [requests, vocab], float32, changed in place.
 
     Log probabilities are those of the model itself, before penalties, bias and temperature.
     """
-    logprobs = _requested_logprobs(logits, requests)
-    for row, request in enumerate(requests):
-        _adjust(logits[row], request)
-    token_ids = logits.argmax(-1).tolist()
-    random_rows = [row for row, request in enumerate(requests) if request.params.temperature > 0]
-    if random_rows:
-        drawn = _draw(logits[random_rows], [requests[row] for row in random_rows])
-        for row, token_id in zip(random_rows, drawn, strict=True):
-            token_ids[row] = token_id
-    samples = []
-    for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
-        reported = None
-        if row in logprobs:
-            reported = token_logprobs(logprobs[row], token_id, request.params.logprobs or 0)
-        samples.append(Sample(token_id, reported))
-    return samples
+    plan = SamplingPlan.make(requests, logits.shape[1], lambda array: torch.from_numpy(array).to(logits.device))
+    drawn = plan.draw(logits)
+    return drawn.read(drawn.packed().cpu().numpy())
 
 
-def token_logprobs(logprobs: Tensor, token_id: int, num_likeliest: int) -> TokenLogprobs:
-    """Report one position: `logprobs` [vocab] -> the given token and the likeliest ones."""
-    own = logprobs[token_id]
-    values, ids = logprobs.topk(min(num_likeliest, len(logprobs)))
-    report = {token_id: Logprob(own.item(), int((logprobs > own).sum()) + 1)}
-    for rank, (other, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True), 1):
-        report.setdefault(other, Logprob(value, rank))
-    return report
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The tokens of a step, on the device, with what was asked about them."""
+
+    token_ids: Tensor
+    """[rows] int64"""
+    reports: list[tuple[list[int], LogprobRows]]
+    """Numbers of rows, and their reports."""
+
+    def packed(self) -> Tensor:
+        """All of it as one [n] int32 tensor."""
+        return torch.cat([as_int32(self.token_ids), *(report.packed() for _, report in self.reports)])
+
+    def read(self, packed: Int32s) -> list[Sample]:
+        """Samples in the order of rows, from `packed` as it reached the host."""
+        token_ids: list[int] = packed[: len(self.token_ids)].tolist()
+        samples = [Sample(token_id) for token_id in token_ids]
+        start = len(token_ids)
+        for rows, report in self.reports:
+            end = start + report.num_ints
+            for row, logprobs in zip(rows, report.read(packed[start:end]), strict=True):
+                samples[row] = Sample(token_ids[row], logprobs)
+            start = end
+        return samples
 
 
-def _requested_logprobs(logits: Tensor, requests: Sequence[Request]) -> dict[int, Tensor]:
-    rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
-    return dict(zip(rows, logits[rows].log_softmax(-1), strict=True)) if rows else {}
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """How the rows of a step are sampled; its tensors are where the logits are."""
+
+    repetition: Entries | None
+    """Divisors (factors, where the logit is negative)."""
+    penalties: Entries | None
+    """To subtract."""
+    biases: Entries | None
+    """To add."""
+    constrained: tuple[Tensor, Tensor] | None
+    """Rows [n] int64, and the tokens each may take, [n, vocab / 8 rounded up] uint8, lowest bit first."""
+    forbidden: Tensor | None
+    """Places in the flattened logits."""
+    random: tuple[Tensor, Tensor] | None
+    """Rows [n] int64 that are not greedy; their temperature, top_k, min_p, top_p, uniform number, [5, n] float64."""
+    reported: list[tuple[list[int], Tensor, int]]
+    """Rows that report log probabilities, twice, and of how many likeliest tokens."""
+
+    @classmethod
+    def make(cls, requests: Sequence[Request], vocab: int, put: Put) -> SamplingPlan:
+        """The plan of a step in which row r of [rows, vocab] logits is that of `requests[r]`."""
+
+        def entries(found: Iterable[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]]) -> Entries | None:
+            each = list(found)
+            if not each:
+                return None
+            places = np.concatenate([row * vocab + ids for row, ids, _ in each])
+            return put(places), put(np.concatenate([values for *_, values in each]))
+
+        numbered = list(enumerate(requests))
+        forbidden = [
+            row * vocab + np.array(sorted(request.stop_token_ids), np.int64)
+            for row, request in numbered
+            if request.num_output_tokens < request.params.min_tokens and request.stop_token_ids
+        ]
+        return cls(
+            repetition=entries(
+                (row, *_repetition(request)) for row, request in numbered if request.params.repetition_penalty != 1.0
+            ),
+            penalties=entries((row, *_penalties(request)) for row, request in numbered if _is_penalised(request)),
+            biases=entries((row, *_biases(request)) for row, request in numbered if request.params.logit_bias),
+            constrained=_constraints(requests, put),
+            forbidden=put(np.concatenate(forbidden)) if forbidden else None,
+            random=_random_rows(requests, vocab, put),
+            reported=_reported(requests, put),
+        )
+
+    def draw(self, logits: Tensor) -> Drawn:
+        """Sample `logits` [rows, vocab] float32, contiguous; they are changed in place."""
+        logprobs = [logits[rows].log_softmax(-1) for _, rows, _ in self.reported]
+        self._adjust(logits)
+        token_ids = logits.argmax(-1)
+        if self.random is not None:
+            rows, options = self.random
+            starts = range(0, len(rows), ROWS_AT_A_TIME)
+            pieces = [slice(start, start + ROWS_AT_A_TIME) for start in starts]
+            drawn = [_invert(logits[rows[piece]], options[:, piece]) for piece in pieces]
+            token_ids.index_copy_(0, rows, torch.cat(drawn))
+        reports = [
+            (numbers, LogprobRows.of(own, token_ids[rows], count))
+            for (numbers, rows, count), own in zip(self.reported, logprobs, strict=True)
+        ]
+        return Drawn(token_ids, reports)
+
+    def _adjust(self, logits: Tensor) -> None:
+        """Penalties, bias, constraint and forbidden end tokens, in place."""
+        flat = logits.view(-1)
+        if self.repetition is not None:
+            places, factors = self.repetition
+            values = flat[places]
+            flat[places] = torch.where(values > 0, values / factors, values * factors)
+        if self.penalties is not None:
+            places, amounts = self.penalties
+            flat[places] -= amounts
+        if self.biases is not None:
+            places, amounts = self.biases
+            flat[places] += amounts
+        if self.constrained is not None:
+            rows, packed = self.constrained
+            bits = packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)
+            allowed = (bits & 1).bool().flatten(1)[:, : logits.shape[1]]
+            logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+        if self.forbidden is not None:
+            flat.index_fill_(0, self.forbidden, -torch.inf)
 
 
-def _adjust(logits: Tensor, request: Request) -> None:
-    """Penalties, bias, constraint and forbidden end tokens of one request, in place on its row [vocab]."""
+def _repetition(request: Request) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    ids = np.unique(request.sequence.token_ids).astype(np.int64)
+    return ids, np.full(len(ids), request.params.repetition_penalty, np.float32)
+
+
+def _is_penalised(request: Request) -> bool:
     params = request.params
-    tokens = request.sequence.token_ids
-    if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(tokens).astype(np.int64))
-        values = logits[seen]
-        factor = params.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / factor, values * factor)
-    if (params.presence_penalty or params.frequency_penalty) and request.num_output_tokens:
-        ids, counts = np.unique(tokens[request.num_prompt_tokens :], return_counts=True)
-        penalty = params.presence_penalty + params.frequency_penalty * torch.from_numpy(counts).float()
-        logits[torch.from_numpy(ids.astype(np.int64))] -= penalty.to(logits.device)
-    for token_id, bias in params.logit_bias.items():
-        logits[token_id] += bias
-    if request.constraint is not None:
-        allowed = torch.from_numpy(request.constraint.allowed(request.output_token_ids)).to(logits.device)
-        logits.masked_fill_(~allowed, -torch.inf)
-    if request.num_output_tokens < params.min_tokens:
-        logits[list(request.stop_token_ids)] = -torch.inf
+    return bool(params.presence_penalty or params.frequency_penalty) and request.num_output_tokens > 0
 
 
-def _draw(logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    """Sample each row of `logits` [requests, vocab] after temperature and truncation.
+def _penalties(request: Request) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    ids, counts = np.unique(request.sequence.token_ids[request.num_prompt_tokens :], return_counts=True)
+    params = request.params
+    amounts = np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts.astype(np.float32)
+    return ids.astype(np.int64), amounts
+
+
+def _biases(request: Request) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    bias = request.params.logit_bias
+    return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
+
+
+def _constraints(requests: Sequence[Request], put: Put) -> tuple[Tensor, Tensor] | None:
+    rows = [row for row, request in enumerate(requests) if request.constraint is not None]
+    masks = [r.constraint.allowed(r.output_token_ids) for r in requests if r.constraint is not None]
+    if not rows:
+        return None
+    return put(np.array(rows, np.int64)), put(np.packbits(np.stack(masks), axis=1, bitorder="little"))
+
+
+def _random_rows(requests: Sequence[Request], vocab: int, put: Put) -> tuple[Tensor, Tensor] | None:
+    rows = [row for row, request in enumerate(requests) if request.params.temperature > 0]
+    if not rows:
+        return None
+    own = [requests[row] for row in rows]
+    params = [request.params for request in own]
+    options = np.array(
+        [
+            [p.temperature for p in params],
+            [p.top_k if 0 < p.top_k < vocab else vocab for p in params],
+            [p.min_p for p in params],
+            [p.top_p for p in params],
+            uniform_numbers([request.seed for request in own], [request.num_output_tokens for request in own]),
+        ],
+        np.float64,
+    )
+    return put(np.array(rows, np.int64)), put(options)
+
+
+def _reported(requests: Sequence[Request], put: Put) -> list[tuple[list[int], Tensor, int]]:
+    rows_of: dict[int, list[int]] = {}
+    for row, request in enumerate(requests):
+        if request.params.logprobs is not None:
+            rows_of.setdefault(request.params.logprobs, []).append(row)
+    return [(rows, put(np.array(rows, np.int64)), count) for count, rows in rows_of.items()]
+
+
+def _invert(logits: Tensor, options: Tensor) -> Tensor:
+    """Sample each row of `logits` [rows, vocab] after temperature and truncation, [rows].
 
     Rows are sorted by descending probability, cut, and inverted: the first token at which the running
     sum passes the uniform number.
     """
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
-
-    params = [request.params for request in requests]
-    vocab = logits.shape[-1]
+    temperature, top_k, min_p, top_p, uniform = options[..., None].unbind()
     # The likeliest token stands at 0, so that no temperature, however small, makes an infinity of it.
-    scaled = (logits - logits.amax(-1, keepdim=True)).double() / column([p.temperature for p in params])
+    scaled = (logits - logits.amax(-1, keepdim=True)).double() / temperature
     probs, token_ids = scaled.softmax(-1).sort(stable=True, dim=-1, descending=True)
-    before = probs.cumsum(-1) - probs
-    top_k = column([float(p.top_k if 0 < p.top_k < vocab else vocab) for p in params])
-    dropped = (torch.arange(vocab, device=logits.device) >= top_k) | (
-        probs < column([p.min_p for p in params]) * probs[:, :1]
-    )
+    order = torch.arange(logits.shape[-1], device=logits.device)
+    dropped = (order >= top_k) | (probs < min_p * probs[:, :1])
     # top_p counts what top_k and min_p left; the likeliest token always stays.
     kept = probs.masked_fill(dropped, 0.0)
     before = (kept.cumsum(-1) - kept) / kept.sum(-1, keepdim=True)
-    dropped |= before >= column([p.top_p for p in params])
+    dropped |= before >= top_p
     dropped[:, 0] = False
     running = probs.masked_fill_(dropped, 0.0).cumsum(-1)
-    uniform = column([_uniform(request.seed, request.num_output_tokens) for request in requests])
     picks = (running <= uniform * running[:, -1:]).sum(-1, keepdim=True)
-    last_kept = (~dropped).long().mul(torch.arange(vocab, device=logits.device)).amax(-1, keepdim=True)
-    picked: list[int] = token_ids.gather(-1, torch.minimum(picks, last_kept)).flatten().tolist()
+    last_kept = (~dropped).long().mul(order).amax(-1, keepdim=True)
+    picked: Tensor = token_ids.gather(-1, torch.minimum(picks, last_kept))[:, 0]
     return picked
-
-
-def _uniform(seed: int, step: int) -> float:
-    """Number in [0, 1) for one token: Philox keyed by the seed, counted by the step."""
-    bits = np.random.Philox(key=seed & 0xFFFFFFFFFFFFFFFF, counter=step).random_raw()
-    return (int(bits) >> 11) / 2**53

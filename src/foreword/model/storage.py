@@ -15,7 +15,12 @@ from torch import Tensor
 
 from foreword.batch import Batch, IntArray
 from foreword.cache import RecurrentSpec
+from foreword.errors import ConfigError
+from foreword.model.kernels.select import BlockKernels, make_block_kernels, writes_with_triton
 from foreword.model.layout import CacheLayout, GroupLayout
+
+MAX_SLOTS = 2**31 - 1
+"""Slots are 32-bit numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +40,18 @@ class KVStorage:
     is not touched before it is used, so a large pool costs nothing at start; unwritten slots may hold anything.
     """
 
-    def __init__(self, layout: CacheLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: CacheLayout, num_blocks: int, device: torch.device, *, compiled: bool | None = None
+    ) -> None:
+        """`compiled`: write and copy with Triton's kernels; None: where they are the device's own."""
         self.layout = layout
         self.num_blocks = num_blocks
+        most_tokens = max(spec.block_size for spec in layout.specs)
+        if (num_blocks + 1) * most_tokens > MAX_SLOTS:
+            raise ConfigError(
+                f"{num_blocks} blocks of {most_tokens} tokens are more than {MAX_SLOTS} slots, the most there can "
+                "be; lower kv_cache_memory_bytes or gpu_memory_utilization"
+            )
         self.scrap_block = num_blocks
 
         def pages(num_bytes: int) -> Tensor:
@@ -45,6 +59,10 @@ class KVStorage:
 
         self._slots = [(pages(layout.key_page_bytes), pages(layout.value_page_bytes)) for _ in range(layout.num_slots)]
         self._pages = [*(pages for slot in self._slots for pages in slot), pages(layout.state_page_bytes)]
+        self._kernels: BlockKernels | None = None
+        """None: plain torch."""
+        if writes_with_triton(device) if compiled is None else compiled:
+            self._kernels = make_block_kernels(self._pages)
         self.keys: dict[int, Tensor] = {}
         """Attention layer -> [num_blocks + 1, block_size, kv_heads, key_dim]."""
         self.values: dict[int, Tensor] = {}
@@ -98,16 +116,20 @@ class KVStorage:
         layer = self.layout.groups[group_id].layers[0]
         return self.keys[layer].is_contiguous() and self.values[layer].is_contiguous()
 
-    def slot_mapping(self, batch: Batch, group_id: int) -> Tensor:
+    def slot_mapping(self, batch: Batch, group_id: int) -> IntArray:
         """Slot of each token of a batch, [tokens]; a scrap slot where the KV is in a shared block already."""
         size = self.block_sizes[group_id]
         request = np.repeat(np.arange(len(batch.query_starts) - 1), np.diff(batch.query_starts))
-        block_ids = batch.group_tables[group_id][request, batch.positions // size].astype(np.int64)
+        block_ids = batch.group_tables[group_id][request, batch.positions // size]
         block_ids[batch.positions < batch.write_from[request]] = self.scrap_block
-        return torch.from_numpy(block_ids * size + batch.positions % size)
+        slots: IntArray = block_ids * np.int32(size) + batch.positions % np.int32(size)
+        return slots
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store the KV of some tokens: keys and values [tokens, kv_heads, dim], slots [tokens]."""
+        if self._kernels is not None:
+            self._kernels.write(self.keys[layer], self.values[layer], slots, keys, values)
+            return
         for blocks, new in ((self.keys[layer], keys), (self.values[layer], values)):
             if blocks.is_contiguous():
                 blocks.flatten(0, 1).index_copy_(0, slots, new)
@@ -115,11 +137,14 @@ class KVStorage:
                 size = blocks.shape[1]
                 blocks[slots // size, slots % size] = new
 
-    def copy_blocks(self, copies: IntArray) -> None:
+    def copy_blocks(self, copies: Tensor) -> None:
         """Copy whole blocks, [copies, (source, target)], all sources read before any target is written."""
         if not len(copies):
             return
-        sources, targets = torch.from_numpy(copies.astype(np.int64)).to(self._pages[0].device).unbind(1)
+        if self._kernels is not None:
+            self._kernels.copy(copies)
+            return
+        sources, targets = copies.long().unbind(1)
         for pages in self._pages:
             pages.index_copy_(0, targets, pages.index_select(0, sources))
 

@@ -15,6 +15,8 @@ from foreword.errors import ConfigError, ModelLoadError
 
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 BINARY_UNITS = {"Ki": 1024, "Mi": 1024**2, "Gi": 1024**3, "Ti": 1024**4}
+MAX_BLOCKS = 2**31 - 1
+"""Numbers of blocks have 32 bits."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
@@ -33,14 +35,20 @@ def parse_capacity(text: str, block_tokens: int, kv_bytes_per_token: int | None)
     if re.fullmatch(r"[0-9_]+", name):
         num_blocks = int(name)
     else:
-        num_bytes = parse_bytes(name)
+        try:
+            num_bytes = parse_bytes(name)
+        except ConfigError as error:
+            raise ConfigError(f"{name!r} is no capacity; write blocks as 1000, or bytes as 4GB or 512MiB") from error
         if kv_bytes_per_token is None:
             raise ConfigError(
                 f"capacity {name!r} is in bytes; give the folder of the model that it is for with --model"
             )
         num_blocks = num_bytes // (block_tokens * kv_bytes_per_token)
-    if num_blocks < 1:
-        raise ConfigError(f"capacity {name!r} holds no block of {block_tokens} tokens; give more")
+    if not 1 <= num_blocks <= MAX_BLOCKS:
+        raise ConfigError(
+            f"capacity {name!r} holds {num_blocks:,} blocks of {block_tokens} tokens each; give one that holds "
+            f"1 to {MAX_BLOCKS:,}"
+        )
     return Capacity(name, num_blocks)
 
 
@@ -48,7 +56,7 @@ def parse_bytes(text: str) -> int:
     """`4GB` and `4GiB` as a number of bytes. Raises ConfigError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B", text.strip(), re.IGNORECASE)
     if match is None:
-        raise ConfigError(f"{text!r} is no capacity; write blocks as 1000, or bytes as 4GB or 512MiB")
+        raise ConfigError(f"{text!r} is no number of bytes; write it as 4GB or 512MiB")
     unit = (match[2] or "").capitalize()
     return int(float(match[1]) * {**UNITS, **BINARY_UNITS}[unit])
 

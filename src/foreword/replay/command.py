@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -18,12 +21,14 @@ from rich.table import Table
 from foreword.errors import ConfigError
 from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_bytes, parse_capacity, read_model_config
 from foreword.replay.picture import check_format, write_picture
-from foreword.replay.report import as_json, print_report
+from foreword.replay.report import as_json, capacity_name, print_report
 from foreword.replay.simulator import OPTIMUM, ReplayResult, Simulation
 from foreword.replay.timing import Routing, StepCost, TimingOptions, simulate_time
 from foreword.replay.trace import PromptEncoder, TraceReader
 
 DEFAULT_POLICIES = "lru,value,optimum"
+SATURATED = 0.95
+"""Share of its time above which a replica has no room for bursts."""
 DEFAULT_CAPACITIES = "1000,3000,10000,30000,100000"
 
 
@@ -50,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sample", type=float, default=1.0, metavar="RATE", help="follow this share of the blocks (lru)"
     )
     parser.add_argument("--strict", action="store_true", help="stop at the first malformed line")
-    parser.add_argument("--picture", type=Path, action="append", default=[], metavar="FILE", help="write .svg or .html")
+    parser.add_argument(
+        "--picture", type=Path, action="append", default=[], metavar="FILE", help="write .svg, .png or .html"
+    )
     time = parser.add_argument_group("simulated time", "given --flops, requests are served as they arrive")
     time.add_argument(
         "--flops", type=float, metavar="FLOP/s", help="what a replica reaches, such as 4e14; needs --model"
@@ -62,56 +69,106 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run with parsed arguments."""
+    """Run with parsed arguments. What they say is checked before the trace is opened."""
     console = Console(stderr=args.json)
     for file in args.picture:
         check_format(file)
     bytes_per_token = _kv_bytes_per_token(args)
-    result, reader = _replay(args, bytes_per_token, console)
+    simulation = Simulation(_names(args.policy), (), sampling_rate=args.sample)
+    _capacities(args.capacity, 1, bytes_per_token)
+    cost = _step_cost(args)
+    reader = TraceReader(
+        args.trace,
+        block_tokens=args.block_tokens,
+        tokenizer=_tokenizer(args),
+        strict=args.strict,
+        max_requests=args.max_requests,
+    )
+    try:
+        result = _replay(args, reader, simulation, bytes_per_token, console)
+        _tell_malformed(reader, console)
+        print_report(result, console, args.trace.name, bytes_per_token)
+        timing = _simulate_time(args, reader, result, cost, console) if cost is not None else {}
+        for file in args.picture:
+            write_picture(result, file, args.trace.name, bytes_per_token)
+            console.print(f"wrote {file}", markup=False)
+        if args.json:
+            report = as_json(result, bytes_per_token)
+            print(json.dumps({**report, "timing": timing, "malformed_lines": reader.num_malformed}), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # files that a user names have errors of their own
+        raise ConfigError(f"the report cannot be written: {error}; free some space, or send it elsewhere") from error
+    return 0
+
+
+def _tell_malformed(reader: TraceReader, console: Console) -> None:
     if reader.num_malformed:
         console.print(f"{reader.num_malformed:,} malformed lines were passed over:", style="yellow")
         for line in reader.malformed:
             console.print(f"    {line}", style="yellow", markup=False)
-    print_report(result, console, args.trace.name, bytes_per_token)
-    timing = _simulate_time(args, result, bytes_per_token, console)
-    for file in args.picture:
-        write_picture(result, file, args.trace.name, bytes_per_token)
-        console.print(f"wrote {file}", markup=False)
-    if args.json:
-        report = as_json(result, bytes_per_token)
-        print(json.dumps({**report, "timing": timing, "malformed_lines": reader.num_malformed}))
-    return 0
 
 
-def _simulate_time(
-    args: argparse.Namespace, result: ReplayResult, bytes_per_token: int | None, console: Console
-) -> dict[str, dict[str, Any]]:
-    """Reports by policy, by capacity's name; empty without --flops."""
+def _step_cost(args: argparse.Namespace) -> StepCost | None:
+    """None without --flops."""
     if args.flops is None:
-        return {}
+        return None
     if args.model is None:
         raise ConfigError("--flops needs the model that is served; give its folder or config.json with --model")
     cost = StepCost.of_model(
         read_model_config(args.model), flops_per_s=args.flops, bytes_per_s=float(parse_bytes(args.bandwidth))
     )
-    table = Table(title=f"Served in time by {args.replicas} replicas, {args.routing}", title_justify="left")
-    for heading in ("policy", "capacity", "TTFT p50", "p90", "p99", "queue p90", "hits", "tokens/s", "busy"):
+    TimingOptions(1, cost, args.replicas, args.routing)
+    return cost
+
+
+def _simulate_time(
+    args: argparse.Namespace, reader: TraceReader, result: ReplayResult, cost: StepCost, console: Console
+) -> dict[str, dict[str, Any]]:
+    """Reports by policy, by capacity's name."""
+    replicas = f"{args.replicas} replicas, {args.routing}" if args.replicas > 1 else "one replica"
+    console.print(f"\nServed in time by {replicas}; seconds to the first token and step", style="bold")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("policy", "capacity", "p50", "p90", "p99", "step p90", "hits", "tokens/s", "busy"):
         table.add_column(heading, justify="right")
     found: dict[str, dict[str, Any]] = {}
+    refused: dict[str, int] = {}
     for policy in (policy for policy in result.hits if policy != OPTIMUM):
         found[policy] = {}
         for capacity in result.capacities:
             options = TimingOptions(capacity.num_blocks, cost, args.replicas, args.routing, policy)
-            reader = TraceReader(
-                args.trace, block_tokens=args.block_tokens, tokenizer=_tokenizer(args), max_requests=args.max_requests
-            )
-            report = simulate_time(reader, options)
+            with _progress(reader, f"{policy}, {capacity.name}", console):
+                report = simulate_time(reader, options)
             found[policy][capacity.name] = asdict(report)
-            waits = [f"{report.ttft_ms[key]:,.0f} ms" for key in report.ttft_ms]
-            shares = f"{report.hit_ratio:.4f}", f"{report.generated_tokens_per_s:,.0f}", f"{report.busy_share:.0%}"
-            table.add_row(policy, capacity.name, *waits, f"{report.queue_ms.get('p90', 0):,.0f} ms", *shares)
+            waits = (*report.ttft_ms.values(), report.queue_ms["p90"]) if report.requests else ()
+            row = [f"{wait / 1000:,.2f}" for wait in waits] or ["-"] * 4
+            row += [f"{report.hit_ratio:.4f}", f"{report.generated_tokens_per_s:,.0f}", f"{report.busy_share:.0%}"]
+            table.add_row(policy, capacity.name, *row)
+            if report.requests_refused:
+                refused[capacity.name] = report.requests_refused
     console.print(table)
+    for name, num_requests in refused.items():
+        console.print(f"Too large for {capacity_name(name)}, and left out: {num_requests:,} requests.")
+    busy = [report["busy_share"] for by_capacity in found.values() for report in by_capacity.values()]
+    if min(busy, default=0.0) >= SATURATED:
+        console.print(
+            f"The replicas are busy at least {min(busy):.0%} of the time: what requests wait for is computation, and "
+            "more replicas shorten that more than memory does.",
+            style="bold",
+            highlight=False,
+        )
     return found
+
+
+@contextmanager
+def _progress(reader: TraceReader, what: str, console: Console) -> Iterator[None]:
+    """Show how much of the trace has been read, on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    size = reader.file.stat().st_size if reader.file.is_file() else None
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=size)
+        reader.on_progress = lambda num_bytes: progress.advance(task, num_bytes)
+        yield
 
 
 def _kv_bytes_per_token(args: argparse.Namespace) -> int | None:
@@ -124,28 +181,18 @@ def _kv_bytes_per_token(args: argparse.Namespace) -> int | None:
 
 
 def _replay(
-    args: argparse.Namespace, bytes_per_token: int | None, console: Console
-) -> tuple[ReplayResult, TraceReader]:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        size = args.trace.stat().st_size if args.trace.is_file() else None
-        task = progress.add_task("replaying", total=size)
-        reader = TraceReader(
-            args.trace,
-            block_tokens=args.block_tokens,
-            tokenizer=_tokenizer(args),
-            strict=args.strict,
-            max_requests=args.max_requests,
-            on_progress=lambda num_bytes: progress.advance(task, num_bytes),
-        )
-        simulation: Simulation | None = None
+    args: argparse.Namespace,
+    reader: TraceReader,
+    simulation: Simulation,
+    bytes_per_token: int | None,
+    console: Console,
+) -> ReplayResult:
+    with _progress(reader, "replaying", console):
         for request in reader:
-            if simulation is None:
-                capacities = _capacities(args.capacity, request.block_tokens, bytes_per_token)
-                simulation = Simulation(_names(args.policy), capacities, sampling_rate=args.sample)
+            if not simulation.num_requests:
+                simulation.add_caches(_capacities(args.capacity, request.block_tokens, bytes_per_token))
             simulation.admit(request)
-        assert simulation is not None, "a reader without requests raises"
-        return simulation.result(), reader
+        return simulation.result()
 
 
 def _names(text: str) -> list[str]:

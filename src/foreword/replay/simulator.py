@@ -23,6 +23,8 @@ from foreword.replay.trace import RecordedRequest
 
 OPTIMUM = "optimum"
 NUM_CURVE_POINTS = 48
+MAX_TABLE_BLOCKS = 50_000_000
+"""The engine's own tables take 34 bytes a block when empty."""
 
 
 @dataclass(slots=True)
@@ -112,7 +114,9 @@ class Simulation:
     prompt. With `sampling_rate` below 1 only the LRU curve is followed, on that share of the blocks.
     """
 
-    def __init__(self, policies: Sequence[str], capacities: Sequence[Capacity], *, sampling_rate: float = 1.0) -> None:
+    def __init__(
+        self, policies: Sequence[str], capacities: Sequence[Capacity] = (), *, sampling_rate: float = 1.0
+    ) -> None:
         for policy in policies:
             if policy != OPTIMUM and policy not in POLICIES:
                 raise ConfigError(f"policy {policy!r} is unknown; use some of {', '.join((*POLICIES, OPTIMUM))}")
@@ -121,26 +125,32 @@ class Simulation:
         if self._samples and any(policy != "lru" for policy in policies):
             raise ConfigError(f"a sample of {sampling_rate} tells of lru alone; leave out the other policies")
         self._policies = list(policies)
-        self._capacities = list(capacities)
+        self._capacities: list[Capacity] = []
         self._unlimited = UnlimitedCache()
         self._count = HitCount()
         self._intervals = ReuseIntervals()
         self._caches: list[tuple[HitCount, int, SimulatedCache]] = []
         self._hits: dict[str, dict[str, HitCount]] = {policy: {} for policy in policies}
-        for policy in policies:
+        self._kept: list[PrefixKeys] = []
+        self._kept_lengths: list[int] = []
+        self.num_requests = self._num_blocks = self._num_tokens = 0
+        self._block_tokens = 1
+        self.add_caches(capacities)
+
+    def add_caches(self, capacities: Sequence[Capacity]) -> None:
+        """A cache of every policy for each of these capacities; before the first request."""
+        assert not self.num_requests, "a cache would miss what was admitted"
+        self._capacities += capacities
+        for policy in self._policies:
             for capacity in capacities:
                 count = self._hits[policy][capacity.name] = HitCount()
                 if policy != OPTIMUM and not self._samples:
                     self._caches.append((count, capacity.num_blocks, _make_cache(policy, capacity.num_blocks)))
-        self._kept: list[PrefixKeys] = []
-        self._kept_lengths: list[int] = []
-        self._num_requests = self._num_blocks = self._num_tokens = 0
-        self._block_tokens = 1
 
     def admit(self, request: RecordedRequest) -> None:
         """The next request of the recording."""
         self._block_tokens = request.block_tokens
-        self._num_requests += 1
+        self.num_requests += 1
         self._num_blocks += len(request.keys)
         self._num_tokens += request.num_prompt_tokens
         self._curve.admit(request.keys)
@@ -172,7 +182,7 @@ class Simulation:
                         round(ratio * self._num_blocks), round(ratio * self._num_tokens)
                     )
         return ReplayResult(
-            self._num_requests,
+            self.num_requests,
             self._num_blocks,
             self._num_tokens,
             different,
@@ -213,7 +223,14 @@ def simulate(
 
 
 def _make_cache(policy: str, capacity: int) -> SimulatedCache:
-    return LruCache(capacity) if policy == "lru" else ManagerCache(capacity, policy)
+    if policy == "lru":
+        return LruCache(capacity)
+    if capacity > MAX_TABLE_BLOCKS:
+        raise ConfigError(
+            f"capacity={capacity} blocks is too large to try {policy}, whose tables take memory for each of them; use "
+            f"at most {MAX_TABLE_BLOCKS:,}, or lru and optimum alone"
+        )
+    return ManagerCache(capacity, policy)
 
 
 def _note(count: HitCount, request: RecordedRequest, num_held: int) -> None:

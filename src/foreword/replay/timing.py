@@ -7,14 +7,14 @@ Sampled tokens are made up, so an answer is never part of a later prompt's hit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.batch import Batch, BatchResult, Sample
+from foreword.batch import BatchEntry, Sample
 from foreword.cache import KVCacheManager, RadixIndex, TokenSequence
 from foreword.config import SchedulerConfig
 from foreword.errors import ConfigError
@@ -25,6 +25,7 @@ from foreword.scheduler import Scheduler
 
 Routing = Literal["round_robin", "least_loaded", "prefix_aware"]
 PARAMS = SamplingParams()
+SAMPLE = Sample(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +67,21 @@ class StepCost:
             overhead_s=overhead_s,
         )
 
-    def seconds(self, batch: Batch) -> float:
+    def seconds(self, entries: Sequence[BatchEntry]) -> float:
         """Of one step."""
-        starts = np.array([entry.start for entry in batch.entries], np.float64)
-        ends = np.array([entry.end for entry in batch.entries], np.float64)
-        pairs = float(((ends - starts) * (starts + ends + 1) / 2).sum())
-        flops = batch.num_tokens * self.flops_per_token + pairs * self.flops_per_pair
-        num_bytes = self.weight_bytes + float(ends.sum()) * self.kv_bytes_per_token
+        num_tokens = num_seen = num_pairs = 0
+        for entry in entries:
+            start, end = entry.start, entry.end
+            num_tokens += end - start
+            num_seen += end
+            num_pairs += (end - start) * (start + end + 1) // 2
+        flops = num_tokens * self.flops_per_token + num_pairs * self.flops_per_pair
+        num_bytes = self.weight_bytes + num_seen * self.kv_bytes_per_token
         return max(flops / self.flops_per_s, num_bytes / self.bytes_per_s) + self.overhead_s
 
 
 class SimulatedRunner:
-    """A `Runner` whose steps take no time but on its own clock.."""
+    """Runs steps that take no time but on its own clock."""
 
     def __init__(self, cost: StepCost) -> None:
         self.cost = cost
@@ -85,11 +89,12 @@ class SimulatedRunner:
         """Seconds since the recording began."""
         self.busy_s = 0.0
 
-    def execute(self, batch: Batch) -> BatchResult:
-        seconds = self.cost.seconds(batch)
+    def run(self, entries: Sequence[BatchEntry]) -> list[Sample | None]:
+        """What a model would sample; always the same token."""
+        seconds = self.cost.seconds(entries)
         self.now += seconds
         self.busy_s += seconds
-        return BatchResult([Sample(0) if entry.samples else None for entry in batch.entries])
+        return [SAMPLE if entry.samples else None for entry in entries]
 
 
 class Replica:
@@ -122,25 +127,28 @@ class Replica:
 
     def run_until(self, moment: float) -> None:
         """Run steps until the clock has reached `moment`, or nothing is left to do."""
-        while self.runner.now < moment and self.step() is not None:
+        while self.runner.now < moment and self.step():
             pass
 
-    def step(self) -> Batch | None:
-        """One step; None, and no change, if there is nothing to do."""
-        batch = self.scheduler.schedule()
-        if batch is None:
-            return None
-        for entry in batch.entries:
-            self.started.setdefault(entry.request.request_id, self.runner.now)
-        result = self.runner.execute(batch)
-        self.scheduler.commit(batch, result)
-        for entry, sample in zip(batch.entries, result.samples, strict=True):
+    def step(self) -> bool:
+        """One step; False, and no change, if there is nothing to do."""
+        entries = self.scheduler.schedule_entries()
+        if not entries:
+            return False
+        self.manager.take_copies()  # nothing is there to be copied
+        began = self.runner.now
+        samples = self.runner.run(entries)
+        self.scheduler.commit(entries, samples)
+        for entry, sample in zip(entries, samples, strict=True):
+            self.num_generated += sample is not None
+            request_id = entry.request.request_id
+            if request_id in self.first_token:
+                continue
+            self.started.setdefault(request_id, began)
             if sample is not None:
-                self.num_generated += 1
-                if entry.request.request_id not in self.first_token:
-                    self.first_token[entry.request.request_id] = self.runner.now
-                    self.num_waiting_tokens -= entry.request.num_prompt_tokens
-        return batch
+                self.first_token[request_id] = self.runner.now
+                self.num_waiting_tokens -= entry.request.num_prompt_tokens
+        return True
 
 
 @dataclass(frozen=True, slots=True)

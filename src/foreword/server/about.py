@@ -14,7 +14,7 @@ from foreword import __version__
 from foreword.server.api_errors import bad_request, unknown_model
 from foreword.server.dialect import DetokenizeRequest, TokenizeRequest
 from foreword.server.http import authorized, json_response, service_of
-from foreword.server.openai import plain_messages
+from foreword.server.openai import given_prompt
 from foreword.server.service import Service
 from foreword.server.tenants import Tenant
 
@@ -56,13 +56,7 @@ async def tokenize(body: TokenizeRequest, request: Request, tenant: Annotated[Te
     """Token ids of a text or a conversation."""
     service = service_of(request)
     service.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise bad_request("give either prompt or messages")
-    if body.messages is not None:
-        messages = plain_messages(body.messages)
-        token_ids = await service.render_chat(messages, add_generation_prompt=body.add_generation_prompt)
-    else:
-        token_ids = await service.encode(body.prompt or "")
+    token_ids = await service.read_prompt(given_prompt(body))
     tokens = token_ids.tolist()
     answer = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
     if body.return_token_strs:

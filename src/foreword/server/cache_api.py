@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import numpy as np
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
@@ -17,7 +16,7 @@ from foreword.server.dialect import ExplainRequest
 from foreword.server.explanations import cache_report, most_similar, text_of
 from foreword.server.http import authorized, json_response, service_of
 from foreword.server.insight import Look
-from foreword.server.openai import plain_messages
+from foreword.server.openai import given_prompt
 from foreword.server.records import RequestRecord, TenantStats
 from foreword.server.service import Caller, Service
 from foreword.server.tenants import Tenant
@@ -35,15 +34,7 @@ async def explain(body: ExplainRequest, request: Request, tenant: Annotated[Tena
     """What the cache holds of a prompt now, and why not more. Runs nothing and counts nothing."""
     service = service_of(request)
     service.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise bad_request("give either prompt or messages")
-    if body.messages is not None:
-        messages = plain_messages(body.messages)
-        token_ids = await service.render_chat(messages, add_generation_prompt=body.add_generation_prompt)
-    elif isinstance(body.prompt, str):
-        token_ids = await service.encode(body.prompt)
-    else:
-        token_ids = np.array(body.prompt, np.int32)
+    token_ids = await service.read_prompt(given_prompt(body))
     service.check_length(len(token_ids))
     prompt = service.prompt_of(Caller(tenant, "cache.explain", body.cache_salt), token_ids)
     explanation = await service.thread.call(lambda engine: engine.explain(prompt))
@@ -109,6 +100,7 @@ def statistics(look: Look, service: Service) -> dict[str, Any]:
         "hit_rate": stats.hit_rate,
         "recent_hit_rate": look.recent_hit_rate,
         "hit_rate_with_twice_the_blocks": stats.hit_rate_with_twice_the_blocks,
+        "more_memory": more_memory(look, service),
         "misses": {str(reason): count for reason, count in stats.misses.items()},
         "missed_tokens": {str(reason): count for reason, count in stats.missed_tokens.items()},
         "evictions": {str(cause): count for cause, count in look.evictions.items()},
@@ -121,6 +113,27 @@ def statistics(look: Look, service: Service) -> dict[str, Any]:
             "total": look.num_blocks,
             **{state.name.lower(): look.num_in_state(state) for state in BlockState},
         },
+    }
+
+
+def more_memory(look: Look, service: Service) -> dict[str, Any] | None:
+    """Estimated hit rates of larger caches; None where they cannot be told."""
+    sampling_rate = service.more_memory.sampling_rate
+    if sampling_rate is None:
+        return None
+    return {
+        "policy": "lru",
+        "sampling_rate": sampling_rate,
+        "curve": [
+            {
+                "factor": round(point.num_blocks / look.more_memory[0].num_blocks, 2),
+                "blocks": point.num_blocks,
+                "bytes": point.num_blocks * service.llm.kv_block_bytes,
+                "hit_rate": point.hit_rate,
+                "standard_error": point.standard_error,
+            }
+            for point in look.more_memory
+        ],
     }
 
 

@@ -10,11 +10,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from foreword.cache import LookupExplanation, MissReason
 from foreword.server.api_errors import bad_request
-from foreword.server.explanations import common_length
+from foreword.server.explanations import common_length, told_to_client
 from foreword.server.records import RequestRecord
 
 _OPTIONS = {"mode", "ttl", "comparison_response_id", "prewarm"}
+
+_TEMPLATE_REASONS = {"tools": "tools_changed", "reasoning_effort": "reasoning_effort_changed"}
+"""What else enters a prompt here, and OpenAI's name for a change in it.
+
+Its other reasons cannot arise: one model is served, conversations are not compacted, and neither a text's format, nor
+its verbosity, nor a service tier changes a prompt.
+"""
+
+FORGOTTEN = "forgotten"
+"""The cache has no account of it any more: it was reset, or evicted it long ago."""
 
 
 def comparison_response_id(options: Mapping[str, Any] | None) -> str | None:
@@ -37,8 +48,8 @@ def comparison_response_id(options: Mapping[str, Any] | None) -> str | None:
 def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: int) -> dict[str, Any]:
     """Compare a request that has been looked up with an earlier one of the same tenant, None if there is none.
 
-    `unavailable` means that the input explains nothing: it goes on where the earlier one ended, or repeats it, and
-    was not found all the same. `foreword.cache` says why.
+    `unavailable` means that the requests do not differ: the later one goes on where the earlier one ended, or repeats
+    it, and was not found all the same. Our own `reason` beside it says what became of the earlier one's blocks.
     """
     if earlier is None:
         return {"type": "comparison_response_not_found"}
@@ -49,11 +60,28 @@ def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: i
     if record.salt != earlier.salt:
         return _miss("prompt_cache_key_changed", len(ours), len(theirs))
     if shared < min(len(ours), len(theirs)):
-        return _miss("input_changed", len(ours) - shared, len(theirs))
+        return _miss(_what_changed(record, earlier), len(ours) - shared, len(theirs))
     # The last token is always computed, and what does not fill a block may not be kept.
-    if record.num_cached_tokens >= shared - max(1, shared % block_size):
+    if record.num_cached_tokens >= max(1, shared - max(1, shared % block_size)):
         return {"type": "cache_hit"}
-    return {"type": "unavailable"}
+    reason = _what_became_of_it(record.explanation)
+    return {"type": "unavailable"} | ({} if reason is None else {"reason": reason})
+
+
+def _what_changed(record: RequestRecord, earlier: RequestRecord) -> str:
+    """Why two prompts part: by what the template was given besides the messages, or else by these."""
+    for name, reason in _TEMPLATE_REASONS.items():
+        if record.template_inputs.get(name) != earlier.template_inputs.get(name):
+            return reason
+    return "input_changed"
+
+
+def _what_became_of_it(explanation: LookupExplanation | None) -> str | None:
+    """Why a prompt that ran before was not found; None where no account is kept."""
+    if explanation is None or explanation.reason is None:
+        return None
+    reason = told_to_client(explanation.reason)
+    return FORGOTTEN if reason is MissReason.NEVER_SEEN else str(reason)
 
 
 def _miss(reason: str, num_missed: int, num_reusable: int) -> dict[str, Any]:

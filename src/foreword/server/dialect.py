@@ -109,15 +109,67 @@ class TextPart(BaseModel):
     text: str
 
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class ToolFunction(_Body):
+    """`tools[].function`."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    """One of `tools`."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class FunctionName(_Body):
+    """`tool_choice.function`."""
+
+    name: ToolName
+
+
+class NamedToolChoice(_Body):
+    """`tool_choice` of one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(BaseModel):
+    """`tool_calls[].function` of an earlier answer."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    name: str
+    arguments: str
+
+
+class EarlierCall(BaseModel):
+    """One of `tool_calls` of an earlier answer."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     """A message; fields of OpenAI's answers that carry nothing here may stand in it."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[EarlierCall] | None = None
+    tool_call_id: str | None = None
     function_call: dict[str, Any] | None = None
     audio: dict[str, Any] | None = None
 
@@ -135,15 +187,15 @@ class ChatRequest(_ChoicesCall):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     functions: list[Any] | None = None
     function_call: Any | None = None
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
 
-    UNSUPPORTED = ("tools", "functions", "audio", "web_search_options")
+    UNSUPPORTED = ("functions", "audio", "web_search_options")
 
 
 class CompletionRequest(_ChoicesCall):
@@ -191,6 +243,14 @@ class TextOptions(_Body):
     verbosity: str | None = None
 
 
+class Reasoning(BaseModel):
+    """`reasoning` of a response; only its effort means something here."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    effort: str | None = None
+
+
 class ResponsesRequest(_Call):
     """POST /v1/responses."""
 
@@ -204,7 +264,7 @@ class ResponsesRequest(_Call):
     include: list[str] | None = None
     stream_options: StreamOptions | None = None
     truncation: Literal["disabled"] | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
     tool_choice: Any | None = None
@@ -216,23 +276,27 @@ class ResponsesRequest(_Call):
     UNSUPPORTED = ("tools", "conversation", "prompt")
 
 
-class TokenizeRequest(_Body):
-    """POST /tokenize: a text or a conversation."""
+class _PromptOrMessages(_Body):
+    """Asks about a text or a conversation without running it."""
 
     model: str | None = None
-    prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_generation_prompt: bool = True
+    reasoning_effort: str | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+
+
+class TokenizeRequest(_PromptOrMessages):
+    """POST /tokenize: a text or a conversation."""
+
+    prompt: str | None = None
     return_token_strs: bool = False
 
 
-class ExplainRequest(_Body):
+class ExplainRequest(_PromptOrMessages):
     """POST /v1/cache/explain: a text, token ids or a conversation."""
 
-    model: str | None = None
     prompt: str | Annotated[list[TokenId], Field(min_length=1)] | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    add_generation_prompt: bool = True
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
 
 

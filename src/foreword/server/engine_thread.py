@@ -4,10 +4,9 @@ Knows requests, outputs and threads; knows nothing of HTTP or JSON. Two queues a
 
     event loop                                   engine's thread
     submit(), abort(), call() ── commands ──>    carried out between two steps
-    AnswerStream              <── deltas ────    one hand-over per step, for all requests together
+    AnswerStream              <── events ────    one hand-over at a time, for all requests together
 
-A hand-over never waits: a stream's deltas pile up until its reader takes them (all at once), so a slow reader
-costs memory for the rest of its own answer, and nobody else's time.
+A hand-over (mailbox.py) never waits for a reader that sleeps.
 """
 
 from __future__ import annotations
@@ -17,17 +16,19 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from foreword.engine import Engine, Prompt
+from foreword.engine import Engine
 from foreword.errors import EngineError
-from foreword.request import RequestOutput, SamplingParams, TokenLogprobs
+from foreword.request import RequestOutput
+from foreword.server.answer_stream import Accepted, AnswerStream, Delta, Event, Finished, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error, step_failed
-from foreword.server.records import Records, RequestRecord
+from foreword.server.mailbox import Mailbox
+from foreword.server.prefill_speed import PrefillSpeed
+from foreword.server.records import Records
 
 logger = logging.getLogger(__name__)
 
@@ -38,36 +39,15 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """What is new in one choice since its last delta."""
+class Ended:
+    """A request that is over, for those who keep account."""
 
-    choice: int
-    text: str
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprobs] | None
-    finish_reason: str | None
+    job: Job
+    answers: Sequence[Sequence[int]]
+    """Generated tokens of each choice; none if it was refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The engine has queued all prompts of an answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """All choices of an answer are complete."""
-
-
-Event = Accepted | Delta | Finished | APIError
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One prompt to continue, and where it is accounted for."""
-
-    record: RequestRecord
-    prompt: Prompt
-    params: SamplingParams
+AfterStep = Callable[[Sequence[Ended]], None]
 
 
 @dataclass(slots=True)
@@ -82,99 +62,11 @@ class _Running:
     """For each choice: characters, tokens, whether its end was told."""
 
 
-class PrefillSpeed:
-    """How long computing a prompt's token takes, measured over steps that are mostly prefill."""
-
-    def __init__(self) -> None:
-        self._num_tokens = 0
-        self._seconds = 0.0
-
-    def note_step(self, num_tokens: int, num_running: int, seconds: float) -> None:
-        """A step computed so many tokens of so many requests. Decoding steps, one token each, do not count."""
-        if num_tokens >= 2 * num_running + 16:
-            self._num_tokens += num_tokens
-            self._seconds += seconds
-
-    @property
-    def seconds_per_token(self) -> float:
-        """Mean since the start; 0.0 before the first prefill."""
-        return self._seconds / self._num_tokens if self._num_tokens else 0.0
-
-
-class AnswerStream:
-    """The asyncio end of one call: deltas of its choices in the order in which they were made.
-
-    Belongs to the event loop; the engine's thread only hands events over. `close()` is to be called when nobody
-    will read on: what still runs is then aborted.
-    """
-
-    def __init__(self, thread: EngineThread, jobs: Sequence[Job], *, whole: bool) -> None:
-        self.jobs = jobs
-        self.whole = whole
-        """Hand over only when everything is finished: for answers that are not streamed."""
-        self.outputs: list[RequestOutput] = []
-        """One per job, once accepted. They grow on the engine's thread; read them when finished."""
-        self.num_unfinished = len(jobs)
-        """Counted on the engine's thread."""
-        self._thread = thread
-        self._events: deque[Event] = deque()
-        self._arrived = asyncio.Event()
-        self._done = False
-
-    def _put(self, events: Sequence[Event]) -> None:
-        if not self._done:
-            self._events.extend(events)
-            self._arrived.set()
-            self._done = isinstance(events[-1], Finished | APIError)
-            if self._done:
-                self._thread.forget(self)
-
-    async def accepted(self) -> None:
-        """Wait until the engine has queued all prompts. Raises APIError if it refused one."""
-        while not self._events:
-            await self._wait()
-        event = self._events.popleft()
-        if isinstance(event, APIError):
-            raise event
-        assert isinstance(event, Accepted)
-
-    async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """Deltas, as many at a time as have come. Raises APIError where the answer fails."""
-        while True:
-            taken: list[Delta] = []
-            while self._events:
-                event = self._events.popleft()
-                if isinstance(event, Delta):
-                    taken.append(event)
-                    continue
-                if taken:
-                    yield taken
-                if isinstance(event, APIError):
-                    raise event
-                return
-            if taken:
-                yield taken
-            else:
-                await self._wait()
-
-    async def _wait(self) -> None:
-        self._arrived.clear()
-        await self._arrived.wait()
-
-    def close(self, outcome: str = "disconnected") -> None:
-        """Abort what is unfinished; its blocks are free at the engine's next step."""
-        if not self._done:
-            self._done = True
-            self._thread.abort(self, outcome)
-
-
 class EngineThread:
     """Steps an engine in a thread of its own. All other methods are for the event loop's thread."""
 
-    def __init__(
-        self, engine: Engine, records: Records, *, after_step: Callable[[Sequence[RequestRecord]], None] | None = None
-    ) -> None:
-        """`after_step` is called on the engine's thread after steps in which requests ended, with their records."""
+    def __init__(self, engine: Engine, records: Records, *, after_step: Sequence[AfterStep] = ()) -> None:
+        """`after_step` are called on the engine's thread after steps in which requests ended, with these."""
         self.failure: str | None = None
         """Why the engine takes no requests any more; None while it works."""
         self.num_steps = 0
@@ -189,16 +81,16 @@ class EngineThread:
         self._open: set[AnswerStream] = set()
         self._failed_steps = 0
         self._stopping = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._mailbox: Mailbox | None = None
         self._outbox: dict[AnswerStream, list[Event]] = {}
-        self._ended: list[RequestRecord] = []
+        self._ended: list[Ended] = []
         self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
 
     # ------------------------------------------------------- event loop's side
 
     def start(self) -> None:
         """Begin to step; answers go to the event loop that is running now."""
-        self._loop = asyncio.get_running_loop()
+        self._mailbox = Mailbox(asyncio.get_running_loop())
         self._thread.start()
 
     async def stop(self) -> None:
@@ -301,11 +193,11 @@ class EngineThread:
             if running is not None:
                 self._engine.abort_request(job.record.request_id)
                 self._note(running, None)
-            self._close(job.record, outcome)
+            self._close(job, None if running is None else running.output, outcome)
 
-    def _close(self, record: RequestRecord, outcome: str) -> None:
-        self._records.close(record, outcome)
-        self._ended.append(record)
+    def _close(self, job: Job, output: RequestOutput | None, outcome: str) -> None:
+        self._records.close(job.record, outcome)
+        self._ended.append(Ended(job, [] if output is None else [one.token_ids for one in output.outputs]))
 
     def _step(self) -> None:
         self.num_steps += 1
@@ -345,7 +237,7 @@ class EngineThread:
         del self._running[output.request_id]
         if stream.whole:
             self._tell_deltas(running)
-        self._close(running.job.record, str(output.outputs[-1].finish_reason))
+        self._close(running.job, output, str(output.outputs[-1].finish_reason))
         stream.num_unfinished -= 1
         if not stream.num_unfinished:
             self._tell(stream, Finished())
@@ -416,22 +308,13 @@ class EngineThread:
         self._outbox.setdefault(stream, []).append(event)
 
     def _hand_over(self) -> None:
-        if self._ended and self._after_step is not None:
+        ended, self._ended = self._ended, []
+        for keep_account in self._after_step if ended else ():
             try:
-                self._after_step(self._ended)
+                keep_account(ended)
             except Exception:
                 logger.exception("after a step")
-        self._ended = []
-        if not self._outbox:
-            return
-        outbox, self._outbox = self._outbox, {}
-        assert self._loop is not None
-
-        def deliver() -> None:
-            for stream, events in outbox.items():
-                stream._put(events)
-
-        try:
-            self._loop.call_soon_threadsafe(deliver)
-        except RuntimeError:
-            logger.debug("the event loop has ended before the engine")
+        if self._outbox:
+            outbox, self._outbox = self._outbox, {}
+            assert self._mailbox is not None
+            self._mailbox.post(outbox)

@@ -10,8 +10,8 @@ from typing import Any
 
 from fastapi import Request
 
+from foreword.server.answer_stream import AnswerStream
 from foreword.server.diagnostics import comparison_response_id, diagnose
-from foreword.server.engine_thread import AnswerStream
 from foreword.server.explanations import cache_report
 from foreword.server.records import RequestRecord
 from foreword.server.service import Service

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: JSON, or JSON of a schema.
+"""Answers that follow a grammar: JSON, JSON of a schema, or what a Lark grammar spells.
 
 Knows schemas and token ids; the grammars are llguidance's. A constraint never fails a step: where the grammar
 gives up, only the end token is left.
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 MAX_COMPILED = 64
 """Compiled schemas that are kept for the next request that asks for them."""
 
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-
 
 class Grammars:
     """Makes constraints for one tokenizer."""
@@ -39,16 +37,25 @@ class Grammars:
         self._eos = np.array(eos, np.int64)
         self._compiled = lru_cache(MAX_COMPILED)(self._compile)
 
-    def json(self, schema: Mapping[str, Any] = ANY_OBJECT) -> Callable[[], TokenConstraint]:
+    def json(self, schema: Mapping[str, Any]) -> Callable[[], TokenConstraint]:
         """Opens constraints to JSON of this schema. Raises InvalidRequestError for a schema that cannot be followed."""
-        matcher = self._compiled(json.dumps(schema))
+        return self._open("json", json.dumps(schema))
+
+    def lark(self, grammar: str) -> Callable[[], TokenConstraint]:
+        """Opens constraints to a Lark grammar. Raises InvalidRequestError for one that cannot be followed."""
+        return self._open("lark", grammar)
+
+    def _open(self, kind: str, source: str) -> Callable[[], TokenConstraint]:
+        matcher = self._compiled(kind, source)
         return lambda: _Constraint(matcher.deep_copy(), self._vocab_size, self._eos)
 
-    def _compile(self, schema: str) -> Any:
+    def _compile(self, kind: str, source: str) -> Any:
         """A matcher at its beginning, to be copied."""
         try:
-            # Of free white space a small model makes no end.
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+            if kind == "lark":
+                grammar = llguidance.LLMatcher.grammar_from_lark(source)
+            else:  # of free white space a small model makes no end
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_flexible": False})
         except ValueError as error:
             raise InvalidRequestError(f"the JSON schema cannot be followed: {error}") from error
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)

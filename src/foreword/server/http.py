@@ -14,10 +14,13 @@ from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import APIError, from_error, timed_out
-from foreword.server.engine_thread import AnswerStream, Delta
 from foreword.server.service import Service
 from foreword.server.tenants import Tenant
+
+Event = tuple[str | None, dict[str, Any]]
+"""Name (or None) and data of a server-sent event."""
 
 
 class Dialect(Protocol):
@@ -26,8 +29,8 @@ class Dialect(Protocol):
     def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The body of an answer that is not streamed; one delta for each choice."""
 
-    def events(self, answer: AnswerStream) -> AsyncIterator[tuple[str | None, dict[str, Any]]]:
-        """Name (or None) and data of the events of one that is."""
+    def events(self, answer: AnswerStream) -> AsyncIterator[list[Event]]:
+        """Events of one that is, those together that can be sent at once."""
 
 
 def service_of(request: Request) -> Service:
@@ -103,12 +106,16 @@ async def _disconnected(request: Request) -> None:
 
 async def _server_sent(answer: AnswerStream, dialect: Dialect) -> AsyncIterator[bytes]:
     try:
-        async for name, data in dialect.events(answer):
-            head = "" if name is None else f"event: {name}\n"
-            yield f"{head}data: {to_json(data)}\n\n".encode()
+        async for events in dialect.events(answer):
+            yield "".join(_written(name, data) for name, data in events).encode()
     except APIError as error:
-        yield f"data: {to_json(error.body())}\n\n".encode()
+        yield _written(None, error.body()).encode()
     yield b"data: [DONE]\n\n"
+
+
+def _written(name: str | None, data: Any) -> str:
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {to_json(data)}\n\n"
 
 
 class _EventStream(StreamingResponse):
@@ -133,7 +140,7 @@ class _EventStream(StreamingResponse):
             await send(
                 {
                     "type": "http.response.body",
-                    "body": f"data: {to_json(error.body())}\n\n".encode(),
+                    "body": _written(None, error.body()).encode(),
                     "more_body": False,
                 }
             )

@@ -10,6 +10,7 @@ import asyncio
 import copy
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,9 +18,11 @@ import numpy.typing as npt
 
 from foreword.cache import BlockState, Divergence, EvictionCause, PrefixCacheStats, PrefixNode
 from foreword.engine import Engine
+from foreword.replay.live_curve import CurvePoint
 from foreword.server.api_errors import APIError
 from foreword.server.engine_thread import EngineThread
 from foreword.server.explanations import most_similar
+from foreword.server.more_memory import MoreMemory
 from foreword.server.records import Records, RequestRecord
 from foreword.text import Tokenizer
 
@@ -46,6 +49,8 @@ class Look:
     usage: float
     """Share of the blocks that requests hold, 0.0 to 1.0."""
     has_ledger: bool
+    more_memory: Sequence[CurvePoint]
+    """Estimated hit rates at several capacities, ascending from the pool's own; empty if there are none (yet)."""
     taken: float = field(default_factory=time.monotonic)
 
     @property
@@ -60,8 +65,11 @@ class Look:
 class Insight:
     """Looks at an engine. Belongs to the event loop."""
 
-    def __init__(self, thread: EngineThread, records: Records, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, thread: EngineThread, records: Records, more_memory: MoreMemory, tokenizer: Tokenizer | None
+    ) -> None:
         self.tokenizer = tokenizer
+        self._more_memory = more_memory
         self._thread = thread
         self._records = records
         self._last: Look | None = None
@@ -92,6 +100,7 @@ class Insight:
             counted = engine.manager.stats
             engine.manager.reset_prefix_cache()
             self._before = _sum(self._before, counted)
+            self._more_memory.reset()
 
         await self._thread.call(reset)
         self._last = None
@@ -120,6 +129,7 @@ class Insight:
             num_computed_tokens=engine.num_computed_tokens,
             usage=manager.get_usage(),
             has_ledger=manager.ledger is not None,
+            more_memory=self._more_memory.points(),
         )
 
     def _count_saved(self, record: RequestRecord) -> None:

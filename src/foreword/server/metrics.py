@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' text format, under vLLM's names where vLLM has them (docs/guides/serve.md lists all).
+"""Metrics in Prometheus' text format, under vLLM's names where vLLM has them (docs/server.md lists all).
 
 Knows finished records and looks at the engine; knows nothing of HTTP. Counters never go back, also when the cache
 is reset. A request is a *hit* if at least half of its prompt was found: almost every prompt shares the few

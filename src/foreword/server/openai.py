@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,13 +18,22 @@ from starlette.responses import Response
 
 from foreword.request import SamplingParams, TokenConstraint, TokenLogprobs
 from foreword.server import openai_format as form
+from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
-from foreword.server.dialect import ChatMessage, ChatRequest, CompletionRequest, InputMessage, ResponseFormat
-from foreword.server.engine_thread import AnswerStream, Delta
+from foreword.server.dialect import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    ExplainRequest,
+    InputMessage,
+    ResponseFormat,
+    TokenizeRequest,
+)
 from foreword.server.extras import Extras
-from foreword.server.http import authorized, respond, service_of, trace_parent
-from foreword.server.service import Caller, Service, new_id
+from foreword.server.http import Event, authorized, respond, service_of, trace_parent
+from foreword.server.service import Caller, GivenPrompt, Service, new_id
 from foreword.server.tenants import Tenant
+from foreword.server.tools import ToolCall, ToolCallReader, ToolUse, arguments_for_template, tools_for_template
 
 router = APIRouter(tags=["openai"])
 
@@ -39,11 +48,17 @@ async def chat_completions(
     """Answer a conversation."""
     service = service_of(request)
     check_call(service, body)
-    caller = Caller(tenant, "chat.completions", body.cache_salt, body.prompt_cache_key, trace_parent(request))
+    tool_use = ToolUse(body, None if service.llm.tokenizer is None else service.llm.tokenizer.chat_template)
+    inputs = {**template_inputs(body.reasoning_effort), **tool_use.for_template}
+    caller = Caller(tenant, "chat.completions", body.cache_salt, body.prompt_cache_key, trace_parent(request), inputs)
     extras = Extras(service, tenant, request, body)
     params = await sampling_params(service, body, _chat_limits(body))
-    prompt = await service.render_chat(plain_messages(body.messages))
-    dialect = _ChatAnswer(service, new_id("chatcmpl-"), body, extras)
+    params = replace(params, stop=(*params.stop, *tool_use.stop))
+    forced = tool_use.grammar()
+    if forced is not None:
+        params = replace(params, open_constraint=await service.open_lark(forced))
+    prompt = await service.render_chat(plain_messages(body.messages), template_inputs=inputs)
+    dialect = _ChatAnswer(service, new_id("chatcmpl-"), body, extras, tool_use)
     answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
     return await respond(request, answer, dialect, stream=bool(body.stream))
 
@@ -116,6 +131,8 @@ async def sampling_params(service: Service, body: Any, limits: Limits) -> Sampli
     )
 
 
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
 _SAME_NAMES = (
     "n temperature top_p top_k min_p seed stop stop_token_ids min_tokens presence_penalty frequency_penalty "
     "repetition_penalty include_stop_str_in_output ignore_eos skip_reading_prefix_cache"
@@ -133,25 +150,56 @@ async def _constraint(service: Service, wanted: ResponseFormat | None) -> Callab
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return await service.open_grammar(None)
+        return await service.open_json(ANY_OBJECT)
     schema = wanted.json_schema.json_schema if wanted.json_schema is not None else None
     if schema is None:
         raise bad_request("response_format json_schema needs json_schema.schema", param="response_format")
-    return await service.open_grammar(schema)
+    return await service.open_json(schema)
 
 
-def plain_messages(messages: Sequence[ChatMessage | InputMessage]) -> list[dict[str, str]]:
+def template_inputs(reasoning_effort: str | None) -> dict[str, Any]:
+    """What a chat template is given besides the messages: only what the client named."""
+    return {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
+
+
+def plain_messages(messages: Sequence[ChatMessage | InputMessage]) -> list[dict[str, Any]]:
     """Messages as chat templates know them: texts joined, OpenAI's "developer" as "system"."""
-    plain = []
-    for index, message in enumerate(messages):
-        if isinstance(message, ChatMessage) and (message.tool_calls or message.function_call or message.audio):
-            raise bad_request("tool calls and audio are not supported by this server", param=f"messages[{index}]")
-        content = message.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        role = "system" if message.role == "developer" else message.role
-        name = getattr(message, "name", None)
-        plain.append({"role": role, "content": text} | ({"name": name} if name else {}))
+    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _plain_message(message: ChatMessage | InputMessage, where: str) -> dict[str, Any]:
+    content = message.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    if not isinstance(message, ChatMessage):
+        return plain
+    if message.function_call or message.audio:
+        raise bad_request("function_call and audio are not supported by this server", param=where)
+    if content is None and not message.tool_calls:
+        raise bad_request(f"Missing required parameter: {where}.content", param=f"{where}.content")
+    if message.role == "tool" and message.tool_call_id is None:
+        raise bad_request(f"Missing required parameter: {where}.tool_call_id", param=f"{where}.tool_call_id")
+    plain |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": arguments_for_template(call.function.arguments, f"{where}.tool_calls[{number}]"),
+                },
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
     return plain
+
+
+def given_prompt(body: TokenizeRequest | ExplainRequest) -> GivenPrompt:
+    """What endpoints that generate nothing are asked about."""
+    messages = None if body.messages is None else plain_messages(body.messages)
+    inputs = {**template_inputs(body.reasoning_effort), **tools_for_template(body.tools)}
+    return GivenPrompt(body.prompt, messages, body.add_generation_prompt, inputs)
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> list[npt.NDArray[np.int32]]:
@@ -197,21 +245,21 @@ class _Answer(ABC):
             **self._extras.of(answer),
         }
 
-    async def events(self, answer: AnswerStream) -> AsyncIterator[tuple[str | None, Chunk]]:
+    async def events(self, answer: AnswerStream) -> AsyncIterator[list[Event]]:
         """Events of a streamed answer; their names are None, as OpenAI's are here."""
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         empty = {"usage": None} if with_usage else {}
-        for chunk in self._first_chunks(answer):
-            yield None, {**chunk, **empty}
+        first: list[Event] = [(None, {**chunk, **empty}) for chunk in self._first_chunks(answer)]
+        if first:
+            yield first
         async for deltas in answer.deltas():
-            for delta in deltas:
-                for choice in self._chunk_choices(delta):
-                    yield None, {**self._frame(self.chunk_name, [choice]), **empty}
+            choices = [choice for delta in deltas for choice in self._chunk_choices(delta)]
+            yield [(None, {**self._frame(self.chunk_name, [choice]), **empty}) for choice in choices]
         extras = self._extras.of(answer)
         if with_usage or extras:
             last = {"usage": form.usage(answer.outputs)} if with_usage else {}
-            yield None, {**self._frame(self.chunk_name, []), **last, **extras}
+            yield [(None, {**self._frame(self.chunk_name, []), **last, **extras})]
 
     def _first_chunks(self, answer: AnswerStream) -> list[Chunk]:
         return []
@@ -229,17 +277,38 @@ class _ChatAnswer(_Answer):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, service: Service, response_id: str, body: ChatRequest, extras: Extras) -> None:
+    def __init__(
+        self, service: Service, response_id: str, body: ChatRequest, extras: Extras, tool_use: ToolUse
+    ) -> None:
         super().__init__(service, response_id, body, extras)
         self._num_top = body.top_logprobs or 0
+        self._tool_use = tool_use
+        self._readers: dict[int, ToolCallReader | None] = {}
+        self._num_told: dict[int, int] = {}
+        """Calls that a stream has told of, by choice."""
+
+    def _parts(self, delta: Delta) -> tuple[list[str | ToolCall], str | None]:
+        """New text and calls of a choice, and its finish reason."""
+        reader = self._readers.setdefault(delta.choice, self._tool_use.reader())
+        if reader is None:
+            return [delta.text] if delta.text else [], delta.finish_reason
+        parts = reader.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += reader.finish()
+        return parts, self._tool_use.finish_reason(delta.finish_reason, reader.num_calls)
 
     def _choice(self, delta: Delta) -> Chunk:
-        message: Chunk = {"role": "assistant", "content": delta.text, "refusal": None, "annotations": []}
+        parts, finish_reason = self._parts(delta)
+        calls = [part.as_json() for part in parts if isinstance(part, ToolCall)]
+        text = "".join(part for part in parts if isinstance(part, str))
+        message: Chunk = {"role": "assistant", "content": text, "refusal": None, "annotations": []}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
         return {
             "index": delta.choice,
             "message": message,
             "logprobs": self._logprobs(delta),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": finish_reason,
         }
 
     def _first_chunks(self, answer: AnswerStream) -> list[Chunk]:
@@ -250,15 +319,31 @@ class _ChatAnswer(_Answer):
         ]
 
     def _chunk_choices(self, delta: Delta) -> list[Chunk]:
-        choices: list[Chunk] = []
+        parts, finish_reason = self._parts(delta)
         logprobs = self._logprobs(delta)
-        if delta.text or logprobs or delta.finish_reason is None:  # also tokens without text yet: a sign of life
-            choices.append(
-                {"index": delta.choice, "delta": {"content": delta.text}, "logprobs": logprobs, "finish_reason": None}
-            )
-        if delta.finish_reason is not None:
-            choices.append({"index": delta.choice, "delta": {}, "logprobs": None, "finish_reason": delta.finish_reason})
+        if not parts and (logprobs or finish_reason is None):  # tokens without text yet: a sign of life
+            parts = [""]
+        changes = [change for part in parts for change in self._changes(delta.choice, part)]
+        choices: list[Chunk] = [
+            {"index": delta.choice, "delta": change, "logprobs": logprobs if not at else None, "finish_reason": None}
+            for at, change in enumerate(changes)
+        ]
+        if finish_reason is not None:
+            choices.append({"index": delta.choice, "delta": {}, "logprobs": None, "finish_reason": finish_reason})
         return choices
+
+    def _changes(self, choice: int, part: str | ToolCall) -> list[Chunk]:
+        """`delta`s that tell of a piece of text, or of a call: its name first, then its arguments."""
+        if isinstance(part, str):
+            return [{"content": part}]
+        index = self._num_told.get(choice, 0)
+        self._num_told[choice] = index + 1
+        call = part.as_json()
+        begun = {"index": index, **call, "function": {"name": part.name, "arguments": ""}}
+        return [
+            {"tool_calls": [begun]},
+            {"tool_calls": [{"index": index, "function": {"arguments": part.arguments}}]},
+        ]
 
     def _logprobs(self, delta: Delta) -> Chunk | None:
         if not delta.logprobs:
@@ -291,10 +376,10 @@ class _CompletionAnswer(_Answer):
         self._answer = answer
         return super().whole(answer, deltas)
 
-    async def events(self, answer: AnswerStream) -> AsyncIterator[tuple[str | None, Chunk]]:
+    async def events(self, answer: AnswerStream) -> AsyncIterator[list[Event]]:
         self._answer = answer
-        async for event in super().events(answer):
-            yield event
+        async for events in super().events(answer):
+            yield events
 
     def _choice(self, delta: Delta) -> Chunk:
         """A whole choice, or the next piece of one: OpenAI writes both alike."""

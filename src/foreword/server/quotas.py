@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foreword.cache import KVCacheManager
-from foreword.server.records import RequestRecord
+from foreword.server.engine_thread import Ended
 from foreword.server.tenants import Tenant, Tenants
 
 
@@ -31,9 +31,9 @@ class Quotas:
         else:
             self._limits.pop(tenant.name, None)
 
-    def enforce(self, ended: Sequence[RequestRecord]) -> None:
+    def enforce(self, ended: Sequence[Ended]) -> None:
         """Requests ended: bring their tenants below their quotas."""
-        for name in {record.tenant for record in ended}:
+        for name in {request.job.record.tenant for request in ended}:
             limit = self._limits.get(name)
             if limit is not None:
                 self._shrink(*limit)
@@ -41,7 +41,7 @@ class Quotas:
     def _shrink(self, namespace: str, max_blocks: int) -> None:
         """Evict the namespace's free blocks beyond so many, in the order of eviction."""
         ledger = self._manager.ledger
-        if ledger is None:
+        if ledger is None:  # nothing is cached at all: Tenants refuses quotas where only the account is missing
             return
         excess = ledger.num_under_salt(namespace) - max_blocks
         if excess > 0:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,8 @@ class RequestRecord:
     prompt_cache_key: str | None = None
     trace_parent: str | None = None
     """W3C `traceparent` header of the call, if it came with one."""
+    template_inputs: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template was given besides the messages."""
     num_choices: int = 1
     stream: bool = False
     created: float = field(default_factory=time.time)

@@ -15,19 +15,18 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from foreword.server import openai_format as form
+from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.dialect import JsonSchema, ResponseFormat, ResponsesRequest, TextFormat
-from foreword.server.engine_thread import AnswerStream, Delta
 from foreword.server.extras import Extras
-from foreword.server.http import authorized, json_response, respond, service_of, trace_parent
-from foreword.server.openai import Limits, check_call, plain_messages, sampling_params
+from foreword.server.http import Event, authorized, json_response, respond, service_of, trace_parent
+from foreword.server.openai import Limits, check_call, plain_messages, sampling_params, template_inputs
 from foreword.server.service import Caller, Service, new_id
 from foreword.server.tenants import Tenant
 
 router = APIRouter(tags=["openai"])
 
 Messages = list[dict[str, str]]
-Event = tuple[str | None, dict[str, Any]]
 
 
 class KeptResponses:
@@ -83,10 +82,11 @@ async def create_response(
     wants_logprobs = "message.output_text.logprobs" in (body.include or []) or body.top_logprobs is not None
     limits = Limits(body.max_output_tokens, (body.top_logprobs or 0) if wants_logprobs else None)
     params = await sampling_params(service, _WithFormat(body), limits)
-    prompt = await service.render_chat([*head, *conversation])
+    inputs = template_inputs(body.reasoning.effort if body.reasoning is not None else None)
+    prompt = await service.render_chat([*head, *conversation], template_inputs=inputs)
     extras = Extras(service, tenant, request, body)
     dialect = _ResponseAnswer(service, body, kept, tenant, conversation, extras)
-    caller = Caller(tenant, "responses", body.cache_salt, body.prompt_cache_key, trace_parent(request))
+    caller = Caller(tenant, "responses", body.cache_salt, body.prompt_cache_key, trace_parent(request), inputs)
     answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
     return await respond(request, answer, dialect, stream=bool(body.stream))
 
@@ -174,30 +174,33 @@ class _ResponseAnswer:
             self._kept.keep(self._tenant, said, response)
         return response
 
-    async def events(self, answer: AnswerStream) -> AsyncIterator[Event]:
+    async def events(self, answer: AnswerStream) -> AsyncIterator[list[Event]]:
         where: dict[str, Any] = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        yield self._event("response.created", response=self._response("in_progress"))
-        yield self._event("response.in_progress", response=self._response("in_progress"))
-        yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress", []))
-        yield self._event("response.content_part.added", **where, part=self._part("", []))
+        yield [
+            self._event("response.created", response=self._response("in_progress")),
+            self._event("response.in_progress", response=self._response("in_progress")),
+            self._event("response.output_item.added", output_index=0, item=self._item("in_progress", [])),
+            self._event("response.content_part.added", **where, part=self._part("", [])),
+        ]
         texts: list[str] = []
         logprobs: list[dict[str, Any]] = []
         finish_reason = None
-        async for deltas in answer.deltas():
-            for delta in deltas:
-                finish_reason = delta.finish_reason
-                new = self._logprobs(delta)
-                texts.append(delta.text)
-                logprobs += new
-                if delta.text or new:
-                    yield self._event("response.output_text.delta", **where, delta=delta.text, logprobs=new)
+        async for (delta,) in answer.deltas():
+            finish_reason = delta.finish_reason
+            new = self._logprobs(delta)
+            texts.append(delta.text)
+            logprobs += new
+            if delta.text or new:
+                yield [self._event("response.output_text.delta", **where, delta=delta.text, logprobs=new)]
         text = "".join(texts)
         response = self._finished(answer, text, logprobs, finish_reason)
         item = response["output"][0]
-        yield self._event("response.output_text.done", **where, text=text, logprobs=logprobs)
-        yield self._event("response.content_part.done", **where, part=item["content"][0])
-        yield self._event("response.output_item.done", output_index=0, item=item)
-        yield self._event(f"response.{response['status']}", response=response)
+        yield [
+            self._event("response.output_text.done", **where, text=text, logprobs=logprobs),
+            self._event("response.content_part.done", **where, part=item["content"][0]),
+            self._event("response.output_item.done", output_index=0, item=item),
+            self._event(f"response.{response['status']}", response=response),
+        ]
 
     def _event(self, kind: str, **data: Any) -> Event:
         event = {"type": kind, "sequence_number": self._num_events, **data}

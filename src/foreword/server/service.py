@@ -11,8 +11,9 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +23,12 @@ from foreword.engine import Prompt
 from foreword.errors import ChatTemplateError, ConfigError
 from foreword.llm import LLM
 from foreword.request import SamplingParams, TokenConstraint
+from foreword.server.answer_stream import AnswerStream, Job
 from foreword.server.api_errors import bad_request, too_busy, unknown_model, wrong_key
-from foreword.server.engine_thread import AnswerStream, EngineThread, Job
+from foreword.server.engine_thread import EngineThread
 from foreword.server.insight import Insight
 from foreword.server.metrics import Metrics
+from foreword.server.more_memory import MoreMemory
 from foreword.server.operators import Operators
 from foreword.server.options import ServerConfig
 from foreword.server.quotas import Quotas
@@ -36,6 +39,9 @@ from foreword.server.template_check import check_template, warn_of
 from foreword.server.tenants import Tenant, Tenants
 from foreword.server.tracing import Tracing
 from foreword.text import Tokenizer
+
+if TYPE_CHECKING:
+    from foreword.server.grammar import Grammars  # llguidance, loaded when the first is asked for
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +62,18 @@ class Caller:
     prompt_cache_key: str | None = None
     trace_parent: str | None = None
     """W3C `traceparent` header of the call."""
+    template_inputs: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template is given besides the messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPrompt:
+    """A prompt as clients give it: one of the first two."""
+
+    prompt: str | Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    template_inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Service:
@@ -68,11 +86,18 @@ class Service:
         self.model_name = model_name
         self.created = int(time.time())
         self.records = Records()
-        self.tenants = Tenants(api_key=config.api_key, keys_file=config.keys_file, server_secret=config.server_secret)
-        self.quotas = Quotas(llm.engine.manager, self.tenants)
-        self.thread = EngineThread(llm.engine, self.records, after_step=self.quotas.enforce)
+        manager = llm.engine.manager
+        self.tenants = Tenants(
+            api_key=config.api_key,
+            keys_file=config.keys_file,
+            server_secret=config.server_secret,
+            quotas_work=manager.ledger is not None or not manager.enable_prefix_caching,
+        )
+        self.quotas = Quotas(manager, self.tenants)
+        self.more_memory = MoreMemory(manager)
+        self.thread = EngineThread(llm.engine, self.records, after_step=(self.quotas.enforce, self.more_memory.note))
         self.operators = Operators(config.operator_key, asks_for_keys=self.tenants.asks_for_keys)
-        self.insight = Insight(self.thread, self.records, llm.tokenizer)
+        self.insight = Insight(self.thread, self.records, self.more_memory, llm.tokenizer)
         self.metrics = Metrics(model_name, self.insight)
         self.records.on_finished(self.metrics.observe)
         self.tracing = None
@@ -89,7 +114,7 @@ class Service:
             [prefix for path in config.share_prefix for prefix in self._read_prefix(path)]
         )
         self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
-        self._open_grammar = _grammar_opener(llm)
+        self._grammars: Grammars | None = None
         self._grammar_lock = asyncio.Lock()
 
     def _read_prefix(self, path: Path) -> list[npt.NDArray[np.int32]]:
@@ -142,24 +167,57 @@ class Service:
         return await asyncio.to_thread(self.tokenizer.encode, text)
 
     async def render_chat(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_inputs: Mapping[str, Any] | None = None,
     ) -> npt.NDArray[np.int32]:
         """Token ids of a conversation."""
 
         def render() -> npt.NDArray[np.int32]:
-            return self.tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
+            return self.tokenizer.render_chat(
+                messages, add_generation_prompt=add_generation_prompt, template_inputs=template_inputs
+            )
 
-        if sum(len(message["content"]) for message in messages) < LONG_TEXT:
+        if sum(len(message["content"] or "") for message in messages) < LONG_TEXT:
             return render()
         return await asyncio.to_thread(render)
 
-    async def open_grammar(self, schema: Mapping[str, object] | None) -> Callable[[], TokenConstraint]:
-        """Constraints to JSON, of a schema if one is given. Raises APIError or InvalidRequestError.
+    async def read_prompt(self, given: GivenPrompt) -> npt.NDArray[np.int32]:
+        """Token ids of a text, of token ids, or of a conversation. Raises APIError 400 for none or several of them."""
+        if (given.prompt is None) == (given.messages is None):
+            raise bad_request("give either prompt or messages")
+        if given.messages is not None:
+            return await self.render_chat(
+                given.messages,
+                add_generation_prompt=given.add_generation_prompt,
+                template_inputs=given.template_inputs,
+            )
+        if isinstance(given.prompt, str):
+            return await self.encode(given.prompt)
+        return np.array(given.prompt, np.int32)
 
-        A large schema takes a second to compile, so that is not done on the event loop.
-        """
+    async def open_json(self, schema: Mapping[str, object]) -> Callable[[], TokenConstraint]:
+        """Constraints to JSON of a schema. Raises APIError or InvalidRequestError."""
+        return await self._compile(lambda grammars: grammars.json(schema))
+
+    async def open_lark(self, grammar: str) -> Callable[[], TokenConstraint]:
+        """Constraints to a Lark grammar. Raises APIError or InvalidRequestError."""
+        return await self._compile(lambda grammars: grammars.lark(grammar))
+
+    async def _compile(
+        self, make: Callable[[Grammars], Callable[[], TokenConstraint]]
+    ) -> Callable[[], TokenConstraint]:
+        """A large schema takes a second to compile, so that is not done on the event loop."""
+
+        def compile_it() -> Callable[[], TokenConstraint]:
+            if self._grammars is None:
+                self._grammars = _load_grammars(self.llm)
+            return make(self._grammars)
+
         async with self._grammar_lock:
-            return await asyncio.to_thread(self._open_grammar, schema)
+            return await asyncio.to_thread(compile_it)
 
     # -------------------------------------------------------------------- run
 
@@ -199,6 +257,7 @@ class Service:
                     salt,
                     caller.prompt_cache_key,
                     caller.trace_parent,
+                    caller.template_inputs,
                     params.n,
                     stream,
                 ),
@@ -262,24 +321,16 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{secrets.token_hex(16)}"
 
 
-def _grammar_opener(llm: LLM) -> Callable[[Mapping[str, object] | None], Callable[[], TokenConstraint]]:
-    """Makes constraints; llguidance and its view of the tokenizer are loaded when the first is asked for."""
-    made: list[object] = []
+def _load_grammars(llm: LLM) -> Grammars:
+    """llguidance and its view of the tokenizer. Raises APIError 400 for models that it cannot serve."""
+    from foreword.server.grammar import Grammars
 
-    def open_grammar(schema: Mapping[str, object] | None) -> Callable[[], TokenConstraint]:
-        from foreword.server.grammar import ANY_OBJECT, Grammars
-
-        if not made:
-            definition = llm.tokenizer.definition() if llm.tokenizer is not None else None
-            limits = llm.engine.limits
-            if definition is None or not limits.eos_token_ids:
-                raise bad_request(
-                    "response_format needs a fast tokenizer with an end token, which this model does not have",
-                    param="response_format",
-                )
-            made.append(Grammars(definition, vocab_size=limits.vocab_size, eos_token_ids=sorted(limits.eos_token_ids)))
-        grammars = made[0]
-        assert isinstance(grammars, Grammars)
-        return grammars.json(ANY_OBJECT if schema is None else schema)
-
-    return open_grammar
+    definition = llm.tokenizer.definition() if llm.tokenizer is not None else None
+    limits = llm.engine.limits
+    if definition is None or not limits.eos_token_ids:
+        raise bad_request(
+            "response_format and forced tool calls need a fast tokenizer with an end token, which this model does not "
+            "have",
+            param="response_format",
+        )
+    return Grammars(definition, vocab_size=limits.vocab_size, eos_token_ids=sorted(limits.eos_token_ids))

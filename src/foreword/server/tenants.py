@@ -49,17 +49,33 @@ class Tenants:
     """The keys of a server. Belongs to one thread."""
 
     def __init__(
-        self, *, api_key: str | None = None, keys_file: Path | None = None, server_secret: str | None = None
+        self,
+        *,
+        api_key: str | None = None,
+        keys_file: Path | None = None,
+        server_secret: str | None = None,
+        quotas_work: bool = True,
     ) -> None:
-        """Raises ConfigError if the file cannot be read."""
+        """Raises ConfigError if the file cannot be read, or has quotas although `quotas_work` is false."""
         self._secret = (server_secret or secrets.token_hex(32)).encode()
         self._always = {} if api_key is None else {_digest(api_key): Tenant(ANYBODY)}
         self._file = keys_file
+        self._quotas_work = quotas_work
         self._version: tuple[int, int, int] | None = None
         self._tenant_of: Mapping[bytes, Tenant] = self._always
         if keys_file is not None:
             self._version = _version(keys_file)
-            self._tenant_of = {**read_keys(keys_file), **self._always}
+            self._tenant_of = {**self._read(keys_file), **self._always}
+
+    def _read(self, path: Path) -> dict[bytes, Tenant]:
+        tenant_of = read_keys(path)
+        limited = next((t.name for t in tenant_of.values() if t.max_cached_blocks is not None), None)
+        if limited is not None and not self._quotas_work:
+            raise ConfigError(
+                f"keys file {str(path)!r}, tenant {limited!r}: max_cached_blocks needs the cache's account of what it "
+                "holds; leave explain_misses on, or the quota out"
+            )
+        return tenant_of
 
     @property
     def asks_for_keys(self) -> bool:
@@ -104,7 +120,7 @@ class Tenants:
             if version == self._version:
                 return
             self._version = version
-            self._tenant_of = {**read_keys(self._file), **self._always}
+            self._tenant_of = {**self._read(self._file), **self._always}
         except ConfigError as error:
             logger.error("the keys stay as they were: %s", error)
         else:

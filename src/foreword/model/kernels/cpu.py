@@ -1,7 +1,7 @@
 """Paged attention on the CPU, compiled by numba: queries, KV blocks and block tables as memory addresses.
 
 Knows the layout of its arguments and the order of all sums; knows nothing of models, torch or who shares what
-(`cpu_plan.py` does). Keeps the three rules of `reference.py` with arithmetic of its own:
+(`step_plan.py` does). Keeps the three rules of `reference.py` with arithmetic of its own:
 
 1. KV is cut at absolute positions into chunks of 256 tokens, whatever the block size. A row (one query of one head)
    has one partial result per chunk that it sees, merged in ascending order.
@@ -29,11 +29,9 @@ from numba import carray, cfunc, types
 from foreword.model.kernels.cpu_layout import (
     ATTEND_CHUNK,
     BLOCK_SIZE,
-    CHUNK,
     COUNTERS,
     CURRENT_ITEM,
     FLOATS,
-    FOLD,
     FOLD_MIXED,
     FOLD_STATS,
     ITEMS,
@@ -65,7 +63,6 @@ from foreword.model.kernels.cpu_layout import (
     SCRATCH,
     SCRATCH_BYTES,
     SELF,
-    SHARED,
     SINKS,
     TABLE_WIDTH,
     TABLES,
@@ -92,6 +89,7 @@ from foreword.model.kernels.simd import (
     store_float,
     store_int,
 )
+from foreword.model.kernels.step_plan import CHUNK, FOLD, SHARED
 
 
 @compiled

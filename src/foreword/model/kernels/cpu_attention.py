@@ -6,10 +6,10 @@ Knows tensors and torch's threads; knows nothing of models or requests.
 from __future__ import annotations
 
 import ctypes
+import functools
 import glob
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,9 +19,10 @@ from foreword.batch import Batch
 from foreword.model.kernels import cpu_layout as layout
 from foreword.model.kernels.cpu import compile_worker
 from foreword.model.kernels.cpu_chunk import compile_chunk
-from foreword.model.kernels.cpu_plan import CpuPlan, Int64Array, SharingRule, plan_step
 from foreword.model.kernels.reference import AttentionOptions
+from foreword.model.kernels.sharing_report import SharingReport
 from foreword.model.kernels.simd import HAS_BF16_DOT
+from foreword.model.kernels.step_plan import FOLD_QUERIES, Int64Array, SharingRule, StepPlan, plan_step
 
 _ARGUMENTS = ctypes.c_void_p
 
@@ -53,6 +54,7 @@ class Team:
                 one.result()
 
 
+@functools.cache
 def _gnu_parallel() -> ctypes._NamedFuncPointer | None:
     """GNU OpenMP's entry point in the copy that torch has loaded; None if torch has another OpenMP."""
     for path in glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libgomp*.so*")):
@@ -64,46 +66,6 @@ def _gnu_parallel() -> ctypes._NamedFuncPointer | None:
         function.restype = None
         return function
     return None
-
-
-@dataclass(slots=True)
-class SharingReport:
-    """What two-phase attention did, step by step."""
-
-    num_steps: int = 0
-    """With requests of few queries."""
-    num_shared_steps: int = 0
-    chunks_read: int = 0
-    chunks_seen: int = 0
-    saved_us: float = 0.0
-    search_us: float = 0.0
-    groups: tuple[int, ...] = ()
-    """Of the step that shared most."""
-
-    def add(self, plan: CpuPlan, rule: SharingRule) -> None:
-        """Count one step."""
-        num_read = int((plan.items[:, 0] == layout.SHARED).sum())
-        self.num_steps += plan.num_chunks > 0
-        if num_read < plan.num_chunks:
-            self.num_shared_steps += 1
-            self.chunks_read += num_read
-            self.chunks_seen += plan.num_chunks
-            self.saved_us += rule.saving_us(plan.num_chunks - num_read)
-            self.search_us += rule.search_us(plan.tables.size)
-            self.groups = max(self.groups, plan.groups, key=sum)
-
-    def describe(self) -> str:
-        """One or two lines for a person."""
-        if not self.num_shared_steps:
-            return f"two-phase attention: nothing to share in {self.num_steps} steps, or not worth the search"
-        ratio = self.chunks_seen / self.chunks_read
-        groups = ", ".join(str(size) for size in self.groups)
-        return (
-            f"two-phase attention: {self.num_shared_steps} of {self.num_steps} steps read shared KV once for groups of "
-            f"{groups} requests:\n  {self.chunks_read} chunks of {layout.CHUNK} tokens instead of {self.chunks_seen} "
-            f"({ratio:.1f}x less); estimated {self.saved_us / self.num_shared_steps / 1e3:.2f} ms saved per step, "
-            f"{self.search_us / self.num_shared_steps / 1e3:.2f} ms to find what is shared"
-        )
 
 
 class CpuAttention:
@@ -121,7 +83,7 @@ class CpuAttention:
         self._scratch: dict[tuple[object, ...], Int64Array] = {}
         self._partials = torch.empty(0)
 
-    def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> CpuPlan:
+    def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> StepPlan:
         """What to do in a step; serves every layer that uses the batch's block tables."""
         del scrap_block, device  # nothing outside a table is looked up, and this is the CPU
         self._token_bytes = self._bytes_this_step or self._token_bytes
@@ -136,7 +98,7 @@ class CpuAttention:
         return self._sharing.describe() if self._share else "two-phase attention: switched off"
 
     def attend(
-        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: CpuPlan, options: AttentionOptions
+        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: StepPlan, options: AttentionOptions
     ) -> Tensor:
         """As `reference.paged_attention`, with a plan in place of tiles."""
         dtype = key_blocks.dtype
@@ -183,12 +145,12 @@ class CpuAttention:
         return output.to(query.dtype)
 
     def _thread_memory(
-        self, mode: int, num_heads: int, key_blocks: Tensor, value_blocks: Tensor, plan: CpuPlan
+        self, mode: int, num_heads: int, key_blocks: Tensor, value_blocks: Tensor, plan: StepPlan
     ) -> Int64Array:
         """[threads, bytes / 8] of scratch memory with the layout of its parts written into it."""
         num_kv_heads, key_dim, value_dim = *key_blocks.shape[2:], value_blocks.shape[3]
         num_groups = num_heads // num_kv_heads
-        rows = layout.FOLD_QUERIES * num_groups
+        rows = FOLD_QUERIES * num_groups
         most = max(rows, 1 << (plan.most_queries * num_groups).bit_length())
         num_threads = torch.get_num_threads()
         key = (mode, num_groups, num_kv_heads, key_dim, value_dim, most, num_threads)

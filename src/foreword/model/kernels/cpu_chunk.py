@@ -11,10 +11,8 @@ from typing import Any
 from numba import carray, cfunc, types
 
 from foreword.model.kernels.cpu_layout import (
-    CHUNK,
     FLOAT_OPTIONS,
     FLOATS,
-    FOLD,
     FOLD_MIXED,
     FOLD_STATS,
     KEY_DIM,
@@ -67,6 +65,7 @@ from foreword.model.kernels.simd import (
     transpose_words,
     widen,
 )
+from foreword.model.kernels.step_plan import CHUNK, FOLD
 
 
 @inlined

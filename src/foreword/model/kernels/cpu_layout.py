@@ -12,15 +12,12 @@ from typing import Any
 from numba import njit
 
 from foreword.model.kernels.simd import ROWS, load_int
+from foreword.model.kernels.step_plan import CHUNK
 
-CHUNK = 256
 PANEL = 64
 """Tokens, or dimensions of values, that lie side by side in packed memory."""
-FOLD_QUERIES = 64
 PAIRS, WIDENED, FLOATS = range(3)
 """Modes: bfloat16 multiplied in pairs, bfloat16 widened to float32, float32."""
-FOLD, SHARED = range(2)
-"""Kinds of items: (FOLD, request, first query, queries) and (SHARED, chunk, first member, last member + 1)."""
 
 # The arguments: int64 each. Strides and sizes ending in _BYTES; the others are counts or addresses.
 (

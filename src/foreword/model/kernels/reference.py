@@ -74,7 +74,47 @@ class Tile:
     """Least last position of the tile's requests; KV after it may be unwritten."""
 
 
-def plan_tiles(batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> list[Tile]:
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """One tile's sizes, and what bounds its chunks."""
+
+    num_requests: int
+    num_queries: int
+    num_blocks: int
+    first_position: int
+    last_position: int
+    shortest: int
+
+
+@dataclass(frozen=True, slots=True)
+class TilePlan:
+    """Tiles before they are on a device: of each in turn query index, positions and block tables."""
+
+    shapes: tuple[TileShape, ...]
+    data: IntArray
+
+    def at(self, metadata: Tensor) -> list[Tile]:
+        """The tiles whose `data` is in `metadata`, on any device."""
+        tiles, start = [], 0
+        for shape in self.shapes:
+            size = shape.num_requests * shape.num_queries
+            sizes = (size, size, shape.num_requests * shape.num_blocks)
+            index, positions, tables = metadata[start : start + sum(sizes)].split_with_sizes(sizes)
+            start += sum(sizes)
+            tiles.append(
+                Tile(
+                    index.view(shape.num_requests, -1).long(),
+                    positions.view(shape.num_requests, -1),
+                    tables.view(shape.num_requests, -1).long(),
+                    shape.first_position,
+                    shape.last_position,
+                    shape.shortest,
+                )
+            )
+        return tiles
+
+
+def plan_tiles(batch: Batch, scrap_block: int, block_size: int) -> TilePlan:
     """Cut a batch into tiles: all single queries in one, longer runs per request.
 
     Single queries of different requests share a tile because they are the same computation with other
@@ -82,25 +122,18 @@ def plan_tiles(batch: Batch, scrap_block: int, block_size: int, device: torch.de
     """
     starts, ends = batch.query_starts[:-1], batch.query_starts[1:]
     lengths = ends - starts
-    tiles: list[Tile] = []
+    shapes: list[TileShape] = []
+    parts: list[IntArray] = []
 
     def add(rows: npt.NDArray[np.intp], query_index: IntArray) -> None:
         positions = batch.positions[query_index]
         last = int(positions.max())
         num_blocks = last // block_size + 1
-        tables = batch.block_tables[rows, :num_blocks]
-        owned = positions[:, -1:] // block_size + 1
-        tables = np.where(np.arange(num_blocks) < owned, tables, scrap_block)
-        tiles.append(
-            Tile(
-                torch.from_numpy(query_index.astype(np.int64)).to(device),
-                torch.from_numpy(positions).to(device),
-                torch.from_numpy(tables.astype(np.int64)).to(device),
-                int(positions.min()),
-                last,
-                int(positions[:, -1].min()),
-            )
-        )
+        tables = _tables(batch, rows, positions[:, -1] // block_size + 1, num_blocks, scrap_block)
+        num_requests, num_queries = query_index.shape
+        first, shortest = int(positions.min()), int(positions[:, -1].min())
+        shapes.append(TileShape(num_requests, num_queries, num_blocks, first, last, shortest))
+        parts.extend((query_index, positions, tables))
 
     single = np.flatnonzero(lengths == 1)
     if single.size:
@@ -109,7 +142,27 @@ def plan_tiles(batch: Batch, scrap_block: int, block_size: int, device: torch.de
         for start in range(starts[row], ends[row], TILE_QUERIES):
             end = min(start + TILE_QUERIES, int(ends[row]))
             add(np.array([row]), np.arange(start, end, dtype=np.int32)[None])
-    return tiles
+    return TilePlan(tuple(shapes), np.concatenate([part.ravel() for part in parts]))
+
+
+def plan_decoding_tile(batch: Batch, scrap_block: int, block_size: int, *, num_rows: int, max_tokens: int) -> TilePlan:
+    """One tile of `num_rows` single queries that visits every chunk of `max_tokens` tokens, needed or not."""
+    num_own, num_blocks = batch.num_tokens, -(-max_tokens // block_size)
+    positions = np.zeros(num_rows, np.int32)
+    positions[:num_own] = batch.positions
+    tables = np.full((num_rows, num_blocks), scrap_block, np.int32)
+    tables[:num_own] = _tables(batch, np.arange(num_own), batch.positions // block_size + 1, num_blocks, scrap_block)
+    shape = TileShape(num_rows, 1, num_blocks, 0, max_tokens - 1, 0)
+    return TilePlan((shape,), np.concatenate((np.arange(num_rows, dtype=np.int32), positions, tables.ravel())))
+
+
+def _tables(batch: Batch, rows: npt.NDArray[np.intp], owned: IntArray, num_blocks: int, scrap_block: int) -> IntArray:
+    """The first blocks of some requests, [rows, num_blocks]; the scrap block behind those that they own."""
+    tables = np.full((len(rows), num_blocks), scrap_block, np.int32)
+    known = batch.block_tables[rows, :num_blocks]
+    tables[:, : known.shape[1]] = known
+    tables[np.arange(num_blocks) >= owned[:, None]] = scrap_block
+    return tables
 
 
 def paged_attention(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import platform
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,14 @@ from torch import Tensor
 from foreword.batch import Batch
 from foreword.config import KernelName
 from foreword.errors import ConfigError
-from foreword.model.kernels.reference import AttentionOptions, Tile, paged_attention, plan_tiles
+from foreword.model.kernels.reference import (
+    AttentionOptions,
+    Tile,
+    TilePlan,
+    paged_attention,
+    plan_decoding_tile,
+    plan_tiles,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +52,18 @@ class ReferenceAttention:
 
     def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> list[Tile]:
         """Tiles of queries."""
-        return plan_tiles(batch, scrap_block, block_size, device)
+        tiles = plan_tiles(batch, scrap_block, block_size)
+        return tiles.at(torch.from_numpy(tiles.data).to(device))
+
+    def lay_out(self, batch: Batch, scrap_block: int, block_size: int) -> TilePlan:
+        """See `on_device.DeviceAttention`."""
+        return plan_tiles(batch, scrap_block, block_size)
+
+    def lay_out_decoding(
+        self, batch: Batch, scrap_block: int, block_size: int, *, num_rows: int, max_tokens: int
+    ) -> TilePlan:
+        """See `on_device.DeviceAttention`; every step costs what `max_tokens` tokens cost."""
+        return plan_decoding_tile(batch, scrap_block, block_size, num_rows=num_rows, max_tokens=max_tokens)
 
     def attend(
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: list[Tile], options: AttentionOptions
@@ -58,20 +77,55 @@ class ReferenceAttention:
 
 
 def make_kernel(name: KernelName, device: torch.device) -> AttentionKernel:
-    """The kernel called `name`; "auto" takes the compiled one wherever it runs. Raises ConfigError."""
-    problem = _why_not_compiled(device)
-    if name == "cpu" and problem is not None:
-        raise ConfigError(f"attention_kernel='cpu' cannot run here: {problem}; use 'auto' or 'reference'")
-    if name == "reference" or problem is not None:
-        if name == "auto" and device.type == "cpu":
-            logger.warning("attention runs in plain torch, several times slower: %s", problem)
+    """The kernel called `name`; "auto" takes a compiled one wherever one runs. Raises ConfigError."""
+    if name == "reference":
         return ReferenceAttention()
+    wanted = {"cpu": _why_not_cpu, "triton": _why_not_triton}
+    if name == "auto":
+        chosen: KernelName = "triton" if device.type == "cuda" else "cpu"
+        problem = wanted[chosen](device)
+        if problem is not None:
+            if device.type in ("cpu", "cuda"):
+                logger.warning("attention runs in plain torch, several times slower: %s", problem)
+            return ReferenceAttention()
+        name = chosen
+    problem = wanted[name](device)
+    if problem is not None:
+        raise ConfigError(f"attention_kernel={name!r} cannot run here: {problem}; use 'auto' or 'reference'")
+    if name == "triton":
+        from foreword.model.kernels.triton_attention import TritonAttention
+
+        return TritonAttention()
     from foreword.model.kernels.cpu_attention import CpuAttention
 
     return CpuAttention()
 
 
-def _why_not_compiled(device: torch.device) -> str | None:
+class BlockKernels(Protocol):
+    """Compiled ways to write KV and copy blocks in one pool's memory."""
+
+    def write(self, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [tokens, kv_heads, dim] at slots [tokens] of one layer's blocks."""
+        ...
+
+    def copy(self, copies: Tensor) -> None:
+        """Copy whole blocks, [copies, (source, target)], all sources read before any target is written."""
+        ...
+
+
+def writes_with_triton(device: torch.device) -> bool:
+    """Whether KV on a device is written and copied by Triton's kernels."""
+    return device.type == "cuda" and _why_not_triton(device) is None
+
+
+def make_block_kernels(pages: Sequence[Tensor]) -> BlockKernels:
+    """Triton's, for these tensors of pages [blocks, bytes], which must not move afterwards."""
+    from foreword.model.kernels.triton_blocks import TritonBlocks
+
+    return TritonBlocks(pages)
+
+
+def _why_not_cpu(device: torch.device) -> str | None:
     """What keeps the compiled CPU kernel from running, None if nothing does."""
     if device.type != "cpu":
         return f"the model is on {device}"
@@ -82,4 +136,22 @@ def _why_not_compiled(device: torch.device) -> str | None:
 
         if not llvm.get_host_cpu_features().get("fma"):
             return "the processor has no fused multiply-add"
+    return None
+
+
+def _why_not_triton(device: torch.device) -> str | None:
+    """What keeps the Triton kernels from running, None if nothing does."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install 'foreword[gpu]')"
+    import triton
+
+    if device.type == "cpu" and triton.knobs.runtime.interpret:
+        return None
+    if device.type != "cuda":
+        return f"the model is on {device}"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
+        # Elsewhere prefill and decoding may lie differently in registers, and sum a row in different orders.
+        return (
+            f"equal bits were made sure of for NVIDIA's Hopper only, and this is {torch.cuda.get_device_name(device)}"
+        )
     return None

@@ -17,7 +17,7 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache import BlockState
+from foreword.cache import BlockState, EvictionCause
 from foreword.server.explanations import IN_WORDS, text_of
 from foreword.server.metrics import is_hit
 from foreword.server.records import RequestRecord
@@ -54,8 +54,10 @@ def seconds(value: float | None) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """64 MiB or 1.5 GiB."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+    """3.8 MiB, 64 MiB or 1.5 GiB."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.1f} GiB"
+    return f"{num_bytes / 2**20:.{0 if num_bytes >= 10 * 2**20 else 1}f} MiB"
 
 
 # --------------------------------------------------------------------- charts
@@ -77,7 +79,7 @@ def token_bars(records: Sequence[RequestRecord], now: float) -> str:
         low, high = 100 * found / top, 100 * computed / top
         shapes.append(_rect(x, 100 - low, 100 / NUM_BINS - 0.4, low, "found"))
         shapes.append(_rect(x, 100 - low - high, 100 / NUM_BINS - 0.4, high, "computed"))
-    return _chart("".join(shapes), [f"{count(top)}", f"{count(top / 2)}", "0"], "prompt tokens")
+    return chart("".join(shapes), [f"{count(top)}", f"{count(top / 2)}", "0"], "prompt tokens", _times())
 
 
 def ttft_dots(records: Sequence[RequestRecord], now: float) -> str:
@@ -97,21 +99,24 @@ def ttft_dots(records: Sequence[RequestRecord], now: float) -> str:
         kind = "found" if hit else "computed"
         shapes.append(f'<path class="dot stroke-{kind}" d="M{min(x, 99.5):.2f} {min(97.0, max(3.0, y)):.2f}h0"/>')
     labels = [seconds(10.0**power) for power in range(high, low - 1, -1)]
-    return _chart("".join(shapes), labels, "time to first token")
+    return chart("".join(shapes), labels, "time to first token", _times())
 
 
-def _chart(shapes: str, labels: Sequence[str], title: str) -> str:
-    """A drawing area of 100 by 100, stretched, with labels from top to bottom beside it."""
+def chart(shapes: str, labels: Sequence[str], title: str, below: str) -> str:
+    """A drawing area of 100 by 100, stretched, with labels from top to bottom beside it, and HTML below it."""
     lines = "".join(
         f'<path class="gridline" d="M0 {100 * at / (len(labels) - 1):.2f}H100"/>' for at in range(len(labels))
     )
     marks = "".join(f"<span>{escape(label)}</span>" for label in labels)
-    minutes = round(WINDOW_S / 60)
     return (
         f'<div class="chart" role="img" aria-label="{escape(title)}"><div class="marks">{marks}</div>'
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none">{lines}{shapes}</svg>'
-        f'<div class="times"><span>{minutes} min ago</span><span>now</span></div></div>'
+        f"{below}</div>"
     )
+
+
+def _times() -> str:
+    return f'<div class="times"><span>{round(WINDOW_S / 60)} min ago</span><span>now</span></div>'
 
 
 def _rect(x: float, y: float, width: float, height: float, kind: str) -> str:
@@ -233,7 +238,8 @@ def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
     eviction = explanation.eviction
     if eviction is not None:
         ago = seconds(max(0.0, (record.first_scheduled_time or eviction.time) - eviction.time))
-        story += f" <span>{eviction.cause} {ago} before, {eviction.pool_usage:.0%} of the pool in use</span>"
+        cause = "its memory was needed" if eviction.cause is EvictionCause.REUSED else str(eviction.cause)
+        story += f" <span>{cause} {ago} before, {eviction.pool_usage:.0%} of the pool in use</span>"
     divergence = explanation.divergence
     if divergence is None or not divergence.theirs:
         return f'<div class="why">{story}<span>{escape(IN_WORDS[explanation.reason])}</span></div>'

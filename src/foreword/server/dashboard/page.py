@@ -17,6 +17,7 @@ from foreword.cache import BlockState
 from foreword.server.api_errors import APIError
 from foreword.server.dashboard import drawings as draw
 from foreword.server.dashboard.chat import Chat
+from foreword.server.dashboard.memory_curve import memory_curve
 from foreword.server.dashboard.mount import ICON, STYLE
 from foreword.server.dashboard.prefixes import Prefixes
 from foreword.server.insight import Look
@@ -152,7 +153,8 @@ class _View:
                 {str(reason): requests for reason, requests in stats.misses.items()},
             )
         )
-        self._more.show(self._more_memory(look))
+        service = self._service
+        self._more.show(memory_curve(look, service.llm.kv_block_bytes, service.thread.prefill.seconds_per_token))
         self._latest.show(self._request_rows(records, 5))
 
     def _figure_texts(self, look: Look, records: Sequence[RequestRecord]) -> tuple[str, str, str, str]:
@@ -171,27 +173,6 @@ class _View:
             f'<span class="found">{hits}</span> <small>hit, {misses} miss</small>',
             f"{draw.count(look.totals.hits)} <small>tokens, {saved}</small>",
             f"{look.usage:.0%} <small>in use, {cached / look.num_blocks:.0%} cached</small>",
-        )
-
-    def _more_memory(self, look: Look) -> str:
-        stats = look.stats
-        if not look.has_ledger:
-            return '<div class="note">The cache keeps no account (explain_misses is off).</div>'
-        added = draw.size(look.num_blocks * self._service.llm.kv_block_bytes)
-        gain = stats.hit_rate_with_twice_the_blocks - stats.hit_rate
-        if not stats.ghost_hits:
-            return (
-                f'<div class="note"><b>+{added}</b> (twice the blocks) would have brought nothing so far: no token was '
-                "computed again because its block had been evicted.</div>"
-            )
-        saved = draw.seconds(stats.ghost_hits * self._service.thread.prefill.seconds_per_token)
-        return (
-            f'<div class="more"><span class="figure">+{added}</span>'
-            '<span class="arrow">twice the blocks: hit rate</span>'
-            f'<span class="figure">{stats.hit_rate:.0%}</span><span class="arrow">\u2192</span>'
-            f'<span class="figure"><span class="found">{stats.hit_rate_with_twice_the_blocks:.0%}</span></span>'
-            f'<span class="note">+{100 * gain:.1f} points: {draw.count(stats.ghost_hits)} tokens not computed again, '
-            f"about {saved} of prefill, since the last reset</span></div>"
         )
 
 

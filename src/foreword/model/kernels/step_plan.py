@@ -1,6 +1,7 @@
-"""What the CPU kernel does in a step: items of work, and which requests share chunks of KV.
+"""What a compiled kernel does in a step: items of work, and which requests share chunks of KV.
 
-Knows batches and block tables; knows no tensor. A plan serves all layers of a step that use the same block tables.
+Knows batches and block tables; knows no tensor and no kernel. A plan serves all layers of a step that use the same
+block tables.
 
 Requests with few queries (decoding, mostly) are split by chunks of KV. Members are sorted by their block
 tables, so requests with equal leading blocks are neighbours, and an item is a run of them for one chunk:
@@ -20,9 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.batch import Batch, IntArray
-from foreword.model.kernels.cpu_layout import CHUNK, FOLD, FOLD_QUERIES, SHARED
 
 Int64Array = npt.NDArray[np.int64]
+CHUNK = 256
+"""Tokens of a chunk of KV, on an absolute grid: what a partial result is of, in every compiled kernel."""
+FOLD_QUERIES = 64
+FOLD, SHARED = range(2)
+"""Kinds of items: (FOLD, request, first query, queries) and (SHARED, chunk, first member, last member + 1)."""
 FEW_QUERIES = 16
 """Most queries of a request that are computed chunk by chunk."""
 
@@ -55,8 +60,8 @@ class SharingRule:
 
 
 @dataclass(frozen=True, slots=True)
-class CpuPlan:
-    """Arrays as the kernel wants them; all int64 but the tables."""
+class StepPlan:
+    """Arrays as the CPU kernel wants them; all int64 but the tables."""
 
     tables: IntArray
     block_size: int
@@ -64,7 +69,7 @@ class CpuPlan:
     requests: Int64Array
     """[requests, 5]: first row, queries, first position, chunks, first slot of partial results."""
     items: Int64Array
-    """[items, 4], see the kernel."""
+    """[items, 4], see FOLD and SHARED."""
     members: Int64Array
     """Requests with few queries, neighbours sharing most."""
     merges: Int64Array
@@ -79,7 +84,7 @@ class CpuPlan:
     """How many requests share their first chunk, group by group."""
 
 
-def plan_step(batch: Batch, block_size: int, rule: SharingRule | None) -> CpuPlan:
+def plan_step(batch: Batch, block_size: int, rule: SharingRule | None) -> StepPlan:
     """Cut a batch into items of work. Requests with equal leading blocks share items where `rule` says it pays."""
     lengths = np.diff(batch.query_starts).astype(np.int64)
     first_positions = batch.positions[batch.query_starts[:-1]].astype(np.int64)
@@ -97,7 +102,7 @@ def plan_step(batch: Batch, block_size: int, rule: SharingRule | None) -> CpuPla
     most = int((queries[shared[:, 3]] - queries[shared[:, 2]]).max()) if len(shared) else 0
     merges = np.repeat(members, lengths[members])
     numbers = np.arange(len(merges)) - np.repeat(queries[:-1], lengths[members])
-    return CpuPlan(
+    return StepPlan(
         tables=np.ascontiguousarray(batch.block_tables, np.int32),
         block_size=block_size,
         num_tokens=batch.num_tokens,

@@ -1,0 +1,113 @@
+"""Linear layers in AMX tiles: ours beside oneDNN's, in time and in bits.
+
+For every shape and number of rows both compute the same product in turn, in one process; a second process does the
+same with oneDNN kept to vectors, as foreword keeps it. Rows whose bits depend on how many rows there are, are counted:
+512 rows are the reference for the first rows among fewer. On a processor without tiles it says so and stops.
+
+    python benchmarks/tile_product.py [--repeats 15] [--threads N] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from foreword.model.kernels import tiles
+
+SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
+"""Outputs and inputs of Qwen2-0.5B's layers: projections, output, gate and up, down."""
+ROWS = (1, 16, 64, 256, 1024)
+CHECKED = (*range(1, 70), 80, 96, 100, 112, 128, 160, 192, 224, 256, 320, 384, 448)
+INSTRUCTIONS = {"tiles": "AVX10_1_512_AMX", "vectors": "AVX512_CORE_BF16"}
+
+
+def in_turn(one: Callable[[], Tensor], two: Callable[[], Tensor], repeats: int) -> tuple[float, float]:
+    """Median microseconds of both."""
+    spent: tuple[list[float], list[float]] = ([], [])
+    for _ in range(repeats + 1):
+        for function, times in zip((one, two), spent, strict=True):
+            started = time.perf_counter()
+            function()
+            times.append(1e6 * (time.perf_counter() - started))
+    return statistics.median(spent[0][1:]), statistics.median(spent[1][1:])
+
+
+def deviating(product: Callable[[Tensor], Tensor], rows: Tensor) -> int:
+    """Of CHECKED numbers of rows, how many give a row other bits than 512 rows do."""
+    reference = product(rows[:512])
+    return sum(not torch.equal(product(rows[:count]), reference[:count]) for count in CHECKED)
+
+
+def measure(repeats: int, threads: int) -> list[dict[str, float]]:
+    """In a process whose oneDNN has its instructions from the environment."""
+    from foreword.model.tile_product import TileProduct
+
+    torch.set_num_threads(threads)
+    found = []
+    for outputs, inputs in SHAPES:
+        generator = torch.Generator().manual_seed(outputs + inputs)
+        weight = (torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).bfloat16()
+        rows = torch.randn(max(ROWS), inputs, generator=generator).bfloat16()
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+        ours = TileProduct(weight, None)
+
+        def theirs(x: Tensor, packed: Tensor = packed) -> Tensor:
+            result: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+            return result
+
+        bits = {"onednn_deviating": deviating(theirs, rows), "ours_deviating": deviating(ours, rows)}
+        for count in ROWS:
+            x = rows[:count]
+            them, us = in_turn(partial(theirs, x), partial(ours, x), repeats)
+            found.append({"outputs": outputs, "inputs": inputs, "rows": count, "onednn_us": them, "ours_us": us} | bits)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15, help="of each product (default: 15)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure(args.repeats, args.threads)))
+        return 0
+    if not tiles.has_tiles():
+        print("This processor has no AMX tiles for bfloat16: nothing to measure.", file=sys.stderr)
+        print("{}")
+        return 0
+    report = {}
+    for name, instructions in INSTRUCTIONS.items():
+        options = ["--measure", "--repeats", str(args.repeats), "--threads", str(args.threads)]
+        environment = os.environ | {"ONEDNN_MAX_CPU_ISA": instructions}
+        output = subprocess.run(
+            [sys.executable, __file__, *options], env=environment, stdout=subprocess.PIPE, check=True
+        )
+        report[name] = json.loads(output.stdout)
+        if args.json:
+            continue
+        print(f"oneDNN with {name}, {args.threads} threads; of {len(CHECKED)} numbers of rows, those with other bits")
+        for one in report[name]:
+            shape = f"{one['outputs']}x{one['inputs']}"
+            ratio = one["onednn_us"] / one["ours_us"]
+            print(
+                f"  {shape:>9} {one['rows']:5} rows   oneDNN {one['onednn_us']:7.0f} us, ours {one['ours_us']:7.0f} us "
+                f"({ratio:.2f}x)   other bits: {one['onednn_deviating']} / {one['ours_deviating']}"
+            )
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

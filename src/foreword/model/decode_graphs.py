@@ -1,0 +1,180 @@
+"""Recorded decoding steps: where every request computes one token, the device replays what it was shown at start.
+
+Knows batches, the model and the device's graphs; knows nothing of sampling. A graph serves batches of up to its
+size; rows behind the batch's own are padding, which write to the scrap block and whose logits nobody takes.
+
+    batch of 5     |q0|q1|q2|q3|q4|        sizes 1, 2, 4, 8, 16, ...
+    graph of 8     |q0|q1|q2|q3|q4|--|--|--|
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreword.batch import Batch, IntArray
+from foreword.model.attention import ForwardContext, GroupStep
+from foreword.model.device import Device, Graph
+from foreword.model.experts import EXPERTS_NAME
+from foreword.model.kernels.on_device import DeviceAttention, HostPlan
+from foreword.model.loader import LoadedModel
+from foreword.model.recurrent import StepCache
+from foreword.model.runner import ModelRunner
+from foreword.model.sampler import Put
+from foreword.model.storage import KVStorage
+
+logger = logging.getLogger(__name__)
+
+DECODE_SIZES = (1, 2, 4, *range(8, 257, 8))
+"""Numbers of requests for which steps are recorded; larger batches are computed as prefill is."""
+
+
+def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:
+    """The least of some ascending sizes that holds so many rows; None if none does."""
+    at = bisect.bisect_left(sizes, num_rows)
+    return sizes[at] if at < len(sizes) else None
+
+
+def why_not_recordable(model: LoadedModel, storage: KVStorage, runner: ModelRunner) -> str | None:
+    """What keeps a model's decoding steps from being recorded; None if nothing does."""
+    if model.states:
+        return "recurrent layers are computed request by request"
+    if getattr(model.module.config.get_text_config(), "_experts_implementation", None) == EXPERTS_NAME:
+        return "the host reads which experts were chosen"
+    for group_id in range(len(storage.layout.specs)):
+        kernel = runner.kernel_of(group_id)
+        if not isinstance(kernel, DeviceAttention):
+            return f"{type(kernel).__name__} does not plan decoding steps of one shape"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """One step on its way to the device, to be copied to where the graph reads it."""
+
+    size: int
+    num_rows: int
+    rows: Tensor
+    """[3 + groups, size] int32"""
+    metadata: list[Tensor]
+    """Of each group, [n] int32."""
+
+
+class DecodeGraphs:
+    """Graphs of one runner over one storage; a runner with another storage makes others."""
+
+    def __init__(
+        self, device: Device, runner: ModelRunner, model: LoadedModel, storage: KVStorage, max_tokens: int
+    ) -> None:
+        """`max_tokens`: the longest sequence, sinks included."""
+        self._device, self._runner, self._model, self._storage = device, runner, model, storage
+        self._max_tokens = max_tokens
+        self._num_groups = len(storage.layout.specs)
+        self._graphs: dict[int, Graph] = {}
+        self.sizes: list[int] = []
+        """Ascending."""
+        self.num_replays = 0
+
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Record steps of these sizes, as the runner pads them. Raises RuntimeError if the device cannot."""
+        target = self._device.torch_device
+        wanted = sorted({self._runner.pad_rows(size) for size in sizes}, reverse=True)
+        largest = self._lay_out(self._padding(), wanted[0])
+        # Not in inference mode, whose tensors could not be changed outside of it.
+        self._rows = torch.zeros((3 + self._num_groups) * wanted[0], dtype=torch.int32, device=target)
+        self._metadata = [torch.zeros(len(data), dtype=torch.int32, device=target) for data in largest]
+        self._keep = torch.arange(wanted[0], device=target)
+        self._logits = torch.empty(wanted[0], self._model.vocab_size, dtype=self._model.dtype, device=target)
+        for size in wanted:  # the largest first: the others find its memory
+            with torch.inference_mode():
+                self._graphs[size] = self._capture_size(size)
+        self.sizes = sorted(self._graphs)
+
+    def size_for(self, batch: Batch) -> int | None:
+        """The graph that computes a batch, which holds the sinks already; None if none does."""
+        num_requests = len(batch.query_starts) - 1
+        if batch.num_tokens != num_requests or int(batch.positions.max()) >= self._max_tokens:
+            return None
+        return padded_size(num_requests, self.sizes)
+
+    def plan(self, batch: Batch, size: int, put: Put) -> DecodeStep:
+        """Take along what a graph reads."""
+        plans = self._lay_out(batch, size)
+        return DecodeStep(size, batch.num_tokens, put(self._row_array(batch, size)), [put(data) for data in plans])
+
+    def replay(self, step: DecodeStep) -> Tensor:
+        """Compute a step; its logits [num_rows, vocab], valid until the next one."""
+        self._rows[: step.rows.numel()].copy_(step.rows.view(-1))
+        for static, own in zip(self._metadata, step.metadata, strict=True):
+            static[: len(own)].copy_(own)
+        self._graphs[step.size].replay()
+        self.num_replays += 1
+        return self._logits[: step.num_rows]
+
+    def _capture_size(self, size: int) -> Graph:
+        """Record one size; what is computed meanwhile is padding only."""
+        batch = self._padding()
+        host = torch.from_numpy(self._row_array(batch, size))
+        self._rows[: host.numel()].copy_(host.view(-1))
+        plans = []
+        for group_id, static in enumerate(self._metadata):
+            plan = self._host_plan(batch, group_id, size)
+            own = static[: len(plan.data)]
+            own.copy_(torch.from_numpy(plan.data))
+            plans.append((plan, own))
+
+        def work() -> None:
+            rows = self._rows[: (3 + self._num_groups) * size].view(-1, size).long()
+            token_ids, positions, offsets, *slots = rows.unbind()
+            steps = {
+                group_id: GroupStep(slots[group_id], self._runner.kernel_of(group_id), plan.at(metadata))
+                for group_id, (plan, metadata) in enumerate(plans)
+            }
+            context = ForwardContext(self._storage, steps)
+            cache = StepCache(self._storage, {}, offsets)
+            logits = self._model(token_ids[None], positions[None], self._keep[:size], context, cache)
+            self._logits[:size].copy_(logits)
+
+        return self._device.capture(work)
+
+    def _padding(self) -> Batch:
+        """One row of padding: it writes to the scrap block and sees it."""
+        zero = np.zeros(1, np.int32)
+        scrap = np.full((1, 1), self._storage.scrap_block, np.int32)
+        return Batch(
+            entries=(),
+            token_ids=zero,
+            positions=zero,
+            query_starts=np.array([0, 1], np.int32),
+            group_tables=(scrap,) * self._num_groups,
+            write_from=zero,
+            copies=np.empty((0, 2), np.int32),
+        )
+
+    def _row_array(self, batch: Batch, size: int) -> IntArray:
+        """Token ids, positions, positions less rows, slots of each group; padding has token 0 at position 0."""
+        storage, num_rows = self._storage, batch.num_tokens
+        rows = np.zeros((3 + self._num_groups, size), np.int32)
+        rows[0, :num_rows] = batch.token_ids
+        rows[1, :num_rows] = batch.positions
+        rows[2] = rows[1] - np.arange(size, dtype=np.int32)
+        for group_id, block_size in enumerate(storage.block_sizes):
+            rows[3 + group_id, :num_rows] = storage.slot_mapping(batch, group_id)
+            rows[3 + group_id, num_rows:] = storage.scrap_block * block_size
+        return rows
+
+    def _host_plan(self, batch: Batch, group_id: int, size: int) -> HostPlan:
+        kernel = self._runner.kernel_of(group_id)
+        assert isinstance(kernel, DeviceAttention)
+        scrap, block_size = self._storage.scrap_block, self._storage.block_sizes[group_id]
+        own = batch.of_group(group_id, scrap)
+        return kernel.lay_out_decoding(own, scrap, block_size, num_rows=size, max_tokens=self._max_tokens)
+
+    def _lay_out(self, batch: Batch, size: int) -> list[IntArray]:
+        return [self._host_plan(batch, group_id, size).data for group_id in range(self._num_groups)]

@@ -1,0 +1,144 @@
+"""What the runner asks of an accelerator, and CUDA as the one accelerator that answers.
+
+Knows memory, copies, events and graphs; knows nothing of models or batches. Tests put another device behind the
+same protocol, whose graphs record and replay what torch computes on the CPU (tests/fake_device.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A device's memory at one moment, in bytes."""
+
+    total: int
+    free: int
+    """What no program has taken."""
+    reserved: int
+    """What this program has taken, in use or kept for reuse."""
+    peak: int
+    """The most that this program had taken at a time since `watch_peak`."""
+
+
+class Event(Protocol):
+    """A place in the order of the device's work."""
+
+    def is_done(self) -> bool:
+        """Whether the device has come past it."""
+        ...
+
+    def wait(self) -> None:
+        """Return when the device has come past it."""
+        ...
+
+
+class Graph(Protocol):
+    """Recorded work: the same operations on the same memory, without the host."""
+
+    def replay(self) -> None:
+        """Queue the work; returns at once."""
+        ...
+
+
+class Device(Protocol):
+    """An accelerator that works through a queue while the host goes on."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where its tensors live."""
+        ...
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Host memory [num_bytes] uint8 that the device can copy from and to while the host goes on."""
+        ...
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy between a `host_buffer` and the device; the host's part must stay as it is until then."""
+        ...
+
+    def mark(self) -> Event:
+        """The place behind all work queued so far."""
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Run `work` once, then record it. It must not read results or depend on the host's memory.
+
+        All graphs of a device share memory for what they compute in between, so they run one at a time.
+        Raises RuntimeError if the work cannot be recorded.
+        """
+        ...
+
+    def memory(self) -> DeviceMemory:
+        """Now, all queued work done."""
+        ...
+
+    def watch_peak(self) -> None:
+        """Begin to watch the peak of `memory`; what was kept for reuse is given back."""
+        ...
+
+
+class CudaDevice:
+    """One CUDA device, its current stream as the queue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._device
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def mark(self) -> Event:
+        return CudaEvent(self._device)
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        # Libraries initialise themselves, and kernels are compiled, in a first run on a stream of its own.
+        aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(aside):
+            work()
+        torch.cuda.current_stream(self._device).wait_stream(aside)
+        torch.cuda.synchronize(self._device)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph
+
+    def memory(self) -> DeviceMemory:
+        torch.cuda.synchronize(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        reserved = torch.cuda.memory_reserved(self._device)
+        return DeviceMemory(total, free, reserved, torch.cuda.max_memory_reserved(self._device))
+
+    def watch_peak(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+class CudaEvent:
+    """Recorded on the current stream when it is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()

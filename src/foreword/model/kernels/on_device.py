@@ -1,0 +1,48 @@
+"""Kernels whose plan of a step is one array: it can travel in the step's one copy, and lie where a graph reads it.
+
+Knows plans as arrays; knows no kernel and no device.
+
+    lay_out(batch)  ->  HostPlan.data  --copied with everything else-->  metadata  ->  HostPlan.at(metadata)
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from foreword.batch import Batch, IntArray
+
+
+class HostPlan(Protocol):
+    """A plan before its array is on the device."""
+
+    @property
+    def data(self) -> IntArray:
+        """[n] int32, contiguous."""
+        ...
+
+    def at(self, metadata: Tensor) -> Any:
+        """The plan whose `data` is, or will be, in `metadata` [n] int32, contiguous, at a multiple of 16 bytes."""
+        ...
+
+
+@runtime_checkable
+class DeviceAttention(Protocol):
+    """What an `AttentionKernel` offers beside `plan`, if it can take part in one copy and in graphs."""
+
+    def lay_out(self, batch: Batch, scrap_block: int, block_size: int) -> HostPlan:
+        """What `plan` plans."""
+        ...
+
+    def lay_out_decoding(
+        self, batch: Batch, scrap_block: int, block_size: int, *, num_rows: int, max_tokens: int
+    ) -> HostPlan:
+        """The same for a batch of single tokens, at most `num_rows` of them, behind less than `max_tokens` others.
+
+        For equal `num_rows`, `max_tokens` and `block_size` the plans are equally long, and attention at one
+        address does for each of them, whatever else differs, the same device operations: what was recorded with
+        one plan computes another whose data has taken its place. Results have the bits that `lay_out` gives.
+        Rows behind the batch's own are padding, whose results mean nothing.
+        """
+        ...

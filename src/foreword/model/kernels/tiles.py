@@ -1,0 +1,143 @@
+"""Matrix products in AMX tiles, as LLVM instructions for numba.
+
+Knows memory addresses and tiles; knows nothing of models. A tile is 16 rows of 64 bytes. A product of two tiles adds
+32 products of bfloat16 to each element of a tile of 16 x 16 float32: `C[m, n] += sum over k of A[m, k] B[k, n]`, with B
+stored as 16 rows of 16 pairs (two neighbours of k).
+
+One element of a result is one chain of such additions along k, from 0 upwards, starting at 0. What order the processor
+sums the 32 products of one step in is its own affair, but always the same; so a row's bits depend neither on
+the number of rows, nor on its place among them, nor on the number of threads.
+
+    tile    0   1      results: rows of A0 x columns of B0, B1
+            2   3               rows of A1 x columns of B0, B1
+            4   5      A0, A1: up to 16 rows each
+            6   7      B0, B1: 16 columns each
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import sys
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba.core import cgutils
+
+from foreword.model.kernels import simd
+from foreword.model.kernels.simd import I32
+
+TILE_ROWS = 16
+TILE_BYTES = 1024
+STEP = 32
+"""How many elements along k one product of tiles takes."""
+PANEL = 32
+"""Columns of a panel of weights: two tiles side by side, for all k."""
+CONFIG_BYTES = 64
+FETCHED_AHEAD = 8192
+"""How many bytes before their use few rows' weights are asked for: they come from memory, not from a cache."""
+
+_REQUEST_PERMISSION, _TILE_DATA, _ARCH_PRCTL = 0x1023, 18, 158
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Whether this processor multiplies tiles of bfloat16, and the system lets this process do it."""
+    features = llvm.get_host_cpu_features()
+    if not (features.get("amx-tile") and features.get("amx-bf16") and features.get("avx512f")):
+        return False
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    refused: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
+    return refused == 0
+
+
+def _tile_call(builder: Any, name: str, *arguments: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), arguments)
+
+
+def _tile(number: int) -> ir.Constant:
+    return ir.Constant(ir.IntType(8), number)
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, ir.IntType(8).as_pointer())
+
+
+def _load(builder: Any, tile: int, address: Any, stride: Any) -> None:
+    _tile_call(builder, "tileloadd64", _tile(tile), _pointer(builder, address), stride)
+
+
+def _multiply(builder: Any, result: int, left: int, right: int) -> None:
+    _tile_call(builder, "tdpbf16ps", _tile(result), _tile(left), _tile(right))
+
+
+def _fetch(builder: Any, address: Any, num_lines: int) -> None:
+    """Ask for memory that will be read soon; whatever is there."""
+    kinds = [ir.IntType(8).as_pointer(), I32, I32, I32]
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0")
+    read, into_all_caches, data = (ir.Constant(I32, number) for number in (0, 3, 1))
+    for line in range(num_lines):
+        at = _pointer(builder, builder.add(address, simd._int(64 * line)))
+        builder.call(function, [at, read, into_all_caches, data])
+
+
+@simd._instructions("aii")
+def configure(builder: Any, config: Any, rows_0: Any, rows_1: Any) -> None:
+    """Lay out this thread's tiles for `rows_0` and `rows_1` (0 to 16) rows of A; writes 64 bytes to `config`."""
+    byte = ir.IntType(8)
+    simd._store(builder, ir.Constant(ir.VectorType(byte, CONFIG_BYTES), [1] + [0] * (CONFIG_BYTES - 1)), config)
+    second = builder.select(builder.icmp_signed(">", rows_1, simd._int(0)), rows_1, simd._int(TILE_ROWS))
+    for tile, rows in enumerate((rows_0, rows_0, second, second, rows_0, second, simd._int(16), simd._int(16))):
+        simd._store(builder, ir.Constant(ir.IntType(16), 64), config, 16 + 2 * tile)
+        simd._store(builder, builder.trunc(rows, byte), config, 48 + tile)
+    _tile_call(builder, "ldtilecfg", _pointer(builder, config))
+
+
+@simd._instructions("")
+def release(builder: Any) -> None:
+    """Give this thread's tiles back."""
+    _tile_call(builder, "tilerelease")
+
+
+def _product(num_row_tiles: int) -> Any:
+    @simd._instructions("aiaia")
+    def product(builder: Any, a: Any, stride: Any, b: Any, num_steps: Any, c: Any) -> None:
+        """C of up to 32 rows and 32 columns, [32, 32] float32 at `c`.
+
+        a: bfloat16 rows `stride` bytes apart; b: a panel, `num_steps` times two tiles.
+        """
+        line, c_bytes = simd._int(64), simd._int(4 * PANEL)
+        for tile in range(2 * num_row_tiles):
+            _tile_call(builder, "tilezero", _tile(tile))
+        second = builder.add(a, builder.mul(stride, simd._int(TILE_ROWS)))
+
+        def body(step: Any) -> list[Any]:
+            inner = builder.mul(step, simd._int(64))
+            weights = builder.add(b, builder.mul(step, simd._int(2 * TILE_BYTES)))
+            _load(builder, 6, weights, line)
+            _load(builder, 4, builder.add(a, inner), stride)
+            _multiply(builder, 0, 4, 6)
+            _load(builder, 7, builder.add(weights, simd._int(TILE_BYTES)), line)
+            _multiply(builder, 1, 4, 7)
+            if num_row_tiles == 2:
+                _load(builder, 5, builder.add(second, inner), stride)
+                _multiply(builder, 2, 5, 6)
+                _multiply(builder, 3, 5, 7)
+            else:
+                _fetch(builder, builder.add(weights, simd._int(FETCHED_AHEAD)), 2 * TILE_BYTES // 64)
+            return []
+
+        simd._loop(builder, simd._int(0), num_steps, 1, [], body)
+        for tile in range(2 * num_row_tiles):
+            target = builder.add(c, simd._int(tile // 2 * TILE_ROWS * 4 * PANEL + tile % 2 * 64))
+            _tile_call(builder, "tilestored64", _tile(tile), _pointer(builder, target), c_bytes)
+
+    return product
+
+
+product_16, product_32 = _product(1), _product(2)
+"""By the number of rows that they take at most."""

@@ -1,0 +1,178 @@
+"""A step's metadata for the Triton kernels: one int32 array, copied to the device once and used by every layer.
+
+Knows plans and how they lie in memory; knows no kernel. The parts follow each other without gaps:
+
+    header      [HEADER]            how many entries are in use, and where the parts begin
+    folds       [folds, 4]          request, first query, queries, position of the first query    (prefill)
+    items       [items, 4]          request whose blocks are read, chunk, first query, queries    (decoding)
+    queries     [queries, 4]        row of the batch, position, slot of chunk 0, 0; those of a request are neighbours,
+                                    and so are those of requests that share chunks. Position -1: a row of padding
+    starts      [requests]          a request's first row of the batch
+    tables      [requests, width]   block ids
+
+Under CUDA graphs the shapes must not change from step to step: a plan laid out in `decoding_shape` has room for the
+largest step that a graph serves, and kernels take the numbers in use from the header.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreword.batch import IntArray
+from foreword.model.kernels.step_plan import CHUNK, FOLD, StepPlan
+
+HEADER = 12
+NUM_FOLDS, NUM_ITEMS, NUM_QUERIES, FOLDS, ITEMS, QUERIES, STARTS, TABLES, TABLE_WIDTH = range(9)
+"""Places in the header."""
+UNUSED_POSITION = -1
+
+
+@dataclass(frozen=True, slots=True)
+class PlanShape:
+    """Sizes of a plan's parts; plans of one shape can take each other's place in a CUDA graph."""
+
+    num_tokens: int
+    num_requests: int
+    table_width: int
+    num_folds: int
+    num_items: int
+    num_queries: int
+    num_slots: int
+    block_size: int
+
+    @property
+    def folds(self) -> int:
+        """Where the folds begin; likewise below."""
+        return HEADER
+
+    @property
+    def items(self) -> int:
+        return self.folds + 4 * self.num_folds
+
+    @property
+    def queries(self) -> int:
+        return self.items + 4 * self.num_items
+
+    @property
+    def starts(self) -> int:
+        return self.queries + 4 * self.num_queries
+
+    @property
+    def tables(self) -> int:
+        return self.starts + self.num_requests
+
+    @property
+    def size(self) -> int:
+        """int32 of the whole."""
+        return self.tables + self.num_requests * self.table_width
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """A step on the device."""
+
+    shape: PlanShape
+    metadata: Tensor
+    """[shape.size] int32; contiguous, and its address a multiple of 16 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """A step before it is copied to the device. `data` may be copied into a buffer that a graph has captured."""
+
+    shape: PlanShape
+    data: IntArray
+    """[shape.size]"""
+
+    def to(self, device: torch.device) -> TritonPlan:
+        """The plan on a device, by one copy of its own."""
+        return TritonPlan(self.shape, torch.from_numpy(self.data).to(device))
+
+    def at(self, metadata: Tensor) -> TritonPlan:
+        """The plan whose data somebody copies to `metadata`, [shape.size] int32 on the device."""
+        assert metadata.shape == (self.shape.size,)
+        assert metadata.dtype == torch.int32
+        assert metadata.is_contiguous()
+        return TritonPlan(self.shape, metadata)
+
+
+def decoding_shape(num_rows: int, max_tokens: int, block_size: int) -> PlanShape:
+    """Room for `num_rows` requests that decode one token each, with at most `max_tokens` tokens."""
+    num_chunks = num_rows * -(-max_tokens // CHUNK)
+    return PlanShape(
+        num_tokens=num_rows,
+        num_requests=num_rows,
+        table_width=-(-max_tokens // block_size),
+        num_folds=0,
+        num_items=num_chunks,
+        num_queries=num_rows,
+        num_slots=num_chunks,
+        block_size=block_size,
+    )
+
+
+def fitting_shape(step: StepPlan, tile_queries: int) -> PlanShape:
+    """No larger than a step needs."""
+    num_requests, width = step.tables.shape
+    return PlanShape(
+        num_tokens=step.num_tokens,
+        num_requests=num_requests,
+        table_width=width,
+        num_folds=int((step.items[:, 0] == FOLD).sum()),
+        num_items=len(_items(step, tile_queries)),
+        num_queries=len(step.merges),
+        num_slots=step.num_slots,
+        block_size=step.block_size,
+    )
+
+
+def lay_out(step: StepPlan, tile_queries: int, shape: PlanShape) -> HostPlan:
+    """A step's plan as one array, in a shape that holds it.
+
+    `tile_queries`: most queries of an item, which changes no result. Tables are cut to the shape's width: what is
+    behind a request's last token means nothing.
+    """
+    folds = step.items[step.items[:, 0] == FOLD][:, 1:]
+    items = _items(step, tile_queries)
+    num_queries, width = len(step.merges), min(step.tables.shape[1], shape.table_width)
+    assert len(folds) == shape.num_folds
+    assert len(items) <= shape.num_items
+    assert step.num_slots <= shape.num_slots
+    assert num_queries <= shape.num_queries
+    data = np.zeros(shape.size, np.int32)
+    data[[NUM_FOLDS, NUM_ITEMS, NUM_QUERIES]] = len(folds), len(items), num_queries
+    data[[FOLDS, ITEMS, QUERIES, STARTS]] = shape.folds, shape.items, shape.queries, shape.starts
+    data[[TABLES, TABLE_WIDTH]] = shape.tables, shape.table_width
+
+    requests, numbers = step.merges.T
+    part = data[shape.folds : shape.items].reshape(-1, 4)
+    part[:, :3] = folds
+    part[:, 3] = step.requests[folds[:, 0], 2] + folds[:, 1]
+    data[shape.items : shape.queries].reshape(-1, 4)[: len(items)] = items
+    part = data[shape.queries : shape.starts].reshape(-1, 4)
+    part[:num_queries, 0] = step.requests[requests, 0] + numbers
+    part[:num_queries, 1] = step.requests[requests, 2] + numbers
+    part[:num_queries, 2] = step.requests[requests, 4] + numbers * step.requests[requests, 3]
+    part[num_queries:, 0] = np.arange(num_queries, shape.num_queries)  # rows behind the batch's own
+    part[num_queries:, 1] = UNUSED_POSITION
+    data[shape.starts : shape.tables][: len(step.requests)] = step.requests[:, 0]
+    tables = data[shape.tables :].reshape(shape.num_requests, shape.table_width)
+    tables[: len(step.tables), :width] = step.tables[:, :width]
+    return HostPlan(shape, data)
+
+
+def _items(step: StepPlan, tile_queries: int) -> IntArray:
+    """The items of chunks, [items, 4], with queries in place of members, cut into at most `tile_queries` queries."""
+    chunk, first, last = step.items[step.items[:, 0] != FOLD][:, 1:].T
+    starts = np.concatenate(([0], np.cumsum(step.requests[step.members, 1])))
+    begin, end = starts[first], starts[last]
+    pieces = -(-(end - begin) // tile_queries)
+    item = np.repeat(np.arange(len(pieces)), pieces)
+    number = np.arange(len(item)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    at = begin[item] + number * tile_queries
+    count = np.minimum(tile_queries, end[item] - at)
+    return np.stack((step.members[first][item], chunk[item], at, count), 1).astype(np.int32)

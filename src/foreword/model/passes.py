@@ -1,0 +1,43 @@
+"""A batch cut into passes of at most so many tokens, for products whose bits depend on the number of rows.
+
+Knows flat batches; knows neither models nor devices.
+
+    tokens of requests    |----0----|-1-|------2------|3|4|
+    passes of 12          |-----------.|-----------.|---|      a request may go on in the next pass
+
+Each pass writes its KV before the next one attends, so the passes of a batch see what the batch would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from foreword.batch import Batch
+from foreword.model.readout import Rows
+
+
+def split_batch(batch: Batch, logit_rows: Rows, most: int) -> Iterator[tuple[Batch, Rows]]:
+    """Passes of `most` tokens (the last one of what is left), each with those of `logit_rows` (ascending) in it.
+
+    Entries are left out: a pass may hold a part of one.
+    """
+    for start in range(0, batch.num_tokens, most):
+        end = min(start + most, batch.num_tokens)
+        requests = np.flatnonzero((batch.query_starts[:-1] < end) & (batch.query_starts[1:] > start))
+        cuts = np.clip(batch.query_starts[np.append(requests, requests[-1] + 1)], start, end) - start
+        rows = logit_rows[(logit_rows >= start) & (logit_rows < end)] - start
+        yield (
+            replace(
+                batch,
+                entries=(),
+                token_ids=batch.token_ids[start:end],
+                positions=batch.positions[start:end],
+                query_starts=cuts.astype(np.int32),
+                group_tables=tuple(table[requests] for table in batch.group_tables),
+                write_from=batch.write_from[requests],
+            ),
+            rows,
+        )

@@ -1,0 +1,126 @@
+"""What leaves a step: sampled tokens, and log probabilities that somebody asked for.
+
+Knows batches and rows of logits; knows nothing of how they were computed. Planned on the host before the model
+runs, taken from the logits where they are, read on the host when the device is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from foreword.batch import Batch, BatchResult
+from foreword.model.logprobs import Int32s, LogprobRows
+from foreword.model.sampler import Drawn, Put, SamplingPlan
+
+Rows = npt.NDArray[np.int64]
+
+
+def logit_rows(batch: Batch) -> list[Rows]:
+    """Rows of the flattened batch whose logits are needed, for each entry, ascending."""
+    rows = []
+    for entry, start, end in zip(batch.entries, batch.query_starts[:-1], batch.query_starts[1:], strict=True):
+        first = end - 1 if entry.samples else end
+        if entry.request.params.prompt_logprobs is not None and entry.start < entry.request.num_prompt_tokens - 1:
+            first = start
+        rows.append(np.arange(first, end, dtype=np.int64))
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptRows:
+    """Consecutive rows of logits that report the prompt tokens behind them."""
+
+    entry: int
+    first: int
+    token_ids: Tensor
+    count: int
+    """Likeliest tokens to report beside."""
+
+    def report(self, logits: Tensor) -> LogprobRows:
+        rows = logits[self.first : self.first + len(self.token_ids)]
+        return LogprobRows.of(rows.log_softmax(-1), self.token_ids, self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Results of a step on the device."""
+
+    num_entries: int
+    entries: list[int]
+    """Numbers of the entries that got a token."""
+    drawn: Drawn | None
+    prompts: list[tuple[int, LogprobRows]]
+    """Number of an entry, and the reports of its prompt tokens."""
+
+    def packed(self) -> Tensor:
+        """All of it as one [n] int32 tensor; n may be 0."""
+        parts = [report.packed() for _, report in self.prompts]
+        parts += [] if self.drawn is None else [self.drawn.packed()]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
+
+    def read(self, packed: Int32s) -> BatchResult:
+        """The step's results, from `packed` as it reached the host."""
+        result = BatchResult(samples=[None] * self.num_entries)
+        start = 0
+        for number, report in self.prompts:
+            result.prompt_logprobs[number] = report.read(packed[start : start + report.num_ints])
+            start += report.num_ints
+        if self.drawn is not None:
+            for number, sample in zip(self.entries, self.drawn.read(packed[start:]), strict=True):
+                result.samples[number] = sample
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Readout:
+    """The plan of what leaves a step."""
+
+    num_entries: int
+    entries: list[int]
+    rows: Tensor | None
+    """[len(entries)] int64: their rows of logits; None if those are all rows."""
+    sampling: SamplingPlan | None
+    prompts: list[_PromptRows]
+
+    @classmethod
+    def make(cls, batch: Batch, rows: list[Rows], vocab: int, put: Put) -> Readout:
+        """For logits [sum of lengths, vocab] of `rows`, as `logit_rows` gives them."""
+        ends = np.cumsum([len(own) for own in rows])
+        entries = [number for number, entry in enumerate(batch.entries) if entry.samples]
+        last_rows = np.array([ends[number] - 1 for number in entries], np.int64)
+        requests = [batch.entries[number].request for number in entries]
+        prompts = (
+            _prompt_rows(batch, number, int(end) - len(own), put)
+            for number, (own, end) in enumerate(zip(rows, ends, strict=True))
+        )
+        return cls(
+            len(rows),
+            entries,
+            put(last_rows) if len(entries) < (int(ends[-1]) if len(ends) else 0) else None,
+            SamplingPlan.make(requests, vocab, put) if requests else None,
+            [prompt for prompt in prompts if prompt is not None],
+        )
+
+    def take(self, logits: Tensor) -> Taken:
+        """Sample from float32 logits, which may be changed in place."""
+        prompts = [(prompt.entry, prompt.report(logits)) for prompt in self.prompts]
+        drawn = None
+        if self.sampling is not None:
+            drawn = self.sampling.draw(logits if self.rows is None else logits[self.rows])
+        return Taken(self.num_entries, self.entries, drawn, prompts)
+
+
+def _prompt_rows(batch: Batch, number: int, first: int, put: Put) -> _PromptRows | None:
+    """Which prompt tokens an entry reports: those behind positions start ... of its prompt."""
+    entry = batch.entries[number]
+    request = entry.request
+    if request.params.prompt_logprobs is None:
+        return None
+    end = min(entry.end, request.num_prompt_tokens - 1)
+    following = request.sequence.token_ids[entry.start + 1 : end + 1].astype(np.int64)
+    return _PromptRows(number, first, put(following), request.params.prompt_logprobs) if len(following) else None

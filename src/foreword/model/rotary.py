@@ -1,0 +1,148 @@
+"""From projections to attention in one pass: heads are normalised and turned, keys and values go to their blocks.
+
+Knows rows of numbers and slots; knows nothing of modules. A row's bits depend on nothing but the row. torch needs some
+fifteen operations for it, each with a pass over memory, and two more to write keys and values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc, types
+from torch import Tensor
+
+from foreword.model.kernels import rows, simd
+from foreword.model.kernels.cpu_attention import Team
+from foreword.model.kernels.cpu_layout import source_digest
+from foreword.model.kernels.simd import LANES
+
+ALONE_ELEMENTS = 1 << 16
+"""Work on fewer elements is done by the calling thread: waking the others takes longer."""
+UNIT_ROWS = 16
+(ROWS, COSINE, SINE, QUERY, KEYS, VALUES, SLOTS, NUM_ROWS, NUM_SLOTS, COUNTER) = range(10)
+(QUERY_HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, TURNED, ITEM_BYTES) = range(10, 16)
+(QUERY_NORM, QUERY_EPSILON, QUERY_FORM, KEY_NORM, KEY_EPSILON, KEY_FORM, NUM_ARGUMENTS) = range(16, 23)
+"""int64 each: addresses, and counts. A norm's weight is 0 where there is none; epsilons are addresses of float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """A root-mean-square norm of each head; see `rows.py` for its form."""
+
+    weight: Tensor
+    epsilon: float
+    form: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShapes:
+    """How one row of projections is laid out: all queries, then all keys, then all values."""
+
+    query_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    turned: int
+    """How many elements of a head the rotary embedding turns."""
+
+    def can_take(self) -> bool:
+        """Whether heads, and the halves of what is turned, are whole vectors."""
+        return self.turned > 0 and not (
+            self.turned % (2 * LANES) or self.key_dim % LANES or self.value_dim % LANES or self.turned > self.key_dim
+        )
+
+
+@functools.cache
+def _compile_worker() -> Any:
+    """What each thread of a team runs: rows until none are left. Compiled once per machine and kept."""
+    digest = source_digest()
+
+    @cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+    def worker(arguments: Any) -> None:
+        a = carray(arguments, NUM_ARGUMENTS)
+        if digest == 0:
+            return
+        size, key_dim, value_dim = a[ITEM_BYTES], a[KEY_DIM], a[VALUE_DIM]
+        query_heads, kv_heads = a[QUERY_HEADS], a[KV_HEADS]
+        key_bytes, value_bytes = key_dim * size, value_dim * size
+        row_bytes = (query_heads + kv_heads) * key_bytes + kv_heads * value_bytes
+        while True:
+            first = simd.fetch_add(a[COUNTER], UNIT_ROWS)
+            if first >= a[NUM_ROWS]:
+                return
+            for row in range(first, min(first + UNIT_ROWS, a[NUM_ROWS])):
+                stored = row < a[NUM_SLOTS]
+                slot = simd.load_int(a[SLOTS] + 8 * row) if stored else 0
+                source = a[ROWS] + row * row_bytes
+                cosine, sine = a[COSINE] + row * a[TURNED] * size, a[SINE] + row * a[TURNED] * size
+                for head in range(query_heads + kv_heads if stored else query_heads):
+                    norm, epsilon, form = a[QUERY_NORM], a[QUERY_EPSILON], a[QUERY_FORM]
+                    target = a[QUERY] + (row * query_heads + head) * key_bytes
+                    if head >= query_heads:
+                        norm, epsilon, form = a[KEY_NORM], a[KEY_EPSILON], a[KEY_FORM]
+                        target = a[KEYS] + (slot * kv_heads + head - query_heads) * key_bytes
+                    if norm == 0:
+                        simd.copy_bytes(target, source, key_bytes)
+                    elif size == 2:
+                        rows.norm_bf16(source, norm, target, key_dim, simd.load_float(epsilon), form)
+                    else:
+                        rows.norm_f32(source, norm, target, key_dim, simd.load_float(epsilon), form)
+                    if size == 2:
+                        rows.rotate_bf16(target, cosine, sine, a[TURNED] // 2)
+                    else:
+                        rows.rotate_f32(target, cosine, sine, a[TURNED] // 2)
+                    source += key_bytes
+                if stored:
+                    simd.copy_bytes(a[VALUES] + slot * kv_heads * value_bytes, source, kv_heads * value_bytes)
+
+    return worker
+
+
+class RotaryKernel:
+    """The pass for heads of one kind. One thread at a time."""
+
+    def __init__(self, shapes: HeadShapes, query_norm: HeadNorm | None, key_norm: HeadNorm | None) -> None:
+        self._shapes = shapes
+        self._norms = query_norm, key_norm
+        self._worker = _compile_worker()
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._worker.address)
+        self._team = Team()
+        self._counter = np.zeros(8, np.int64)
+        self._epsilons = np.array([norm.epsilon if norm else 0.0 for norm in self._norms], np.float32)
+        a = self._arguments = np.zeros(NUM_ARGUMENTS, np.int64)
+        a[COUNTER] = self._counter.ctypes.data
+        a[QUERY_HEADS], a[KV_HEADS] = shapes.query_heads, shapes.kv_heads
+        a[KEY_DIM], a[VALUE_DIM], a[TURNED] = shapes.key_dim, shapes.value_dim, shapes.turned
+        for number, norm in enumerate(self._norms):
+            if norm is not None:
+                at = (QUERY_NORM, KEY_NORM)[number]
+                a[at : at + 3] = norm.weight.data_ptr(), self._epsilons.ctypes.data + 4 * number, norm.form
+
+    def __call__(
+        self, projected: Tensor, turns: tuple[Tensor, Tensor], slots: Tensor, blocks: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Queries [rows, heads, key_dim]; keys and values of the first len(slots) rows are written.
+
+        `projected` [rows, width] without gaps; `turns`: cosines and sines [1, rows, turned]; `slots` [tokens] int64;
+        `blocks`: keys and values [blocks, block_size, kv_heads, dim] without gaps. All of one type but the slots.
+        """
+        shapes, num_rows = self._shapes, len(projected)
+        cosine, sine = (turn.contiguous() for turn in turns)
+        slots = slots.contiguous()
+        output = projected.new_empty(num_rows, shapes.query_heads, shapes.key_dim)
+        a = self._arguments
+        a[ROWS], a[QUERY], a[ITEM_BYTES] = projected.data_ptr(), output.data_ptr(), projected.element_size()
+        a[COSINE], a[SINE] = cosine.data_ptr(), sine.data_ptr()
+        a[KEYS], a[VALUES], a[SLOTS] = blocks[0].data_ptr(), blocks[1].data_ptr(), slots.data_ptr()
+        a[NUM_ROWS], a[NUM_SLOTS] = num_rows, len(slots)
+        self._counter[0] = 0
+        if projected.numel() <= ALONE_ELEMENTS or torch.get_num_threads() == 1:
+            self._call(a.ctypes.data)
+        else:
+            self._team.run(self._worker.address, a.ctypes.data)
+        return output

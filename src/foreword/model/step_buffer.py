@@ -1,0 +1,79 @@
+"""The arrays of a step, packed on the host and brought to the device in one copy.
+
+Knows bytes and tensors; knows nothing of batches. A tensor for an array is handed out before the copy, so whoever
+needs it can plan with it at once:
+
+    put(array) -> tensor    put(array) -> tensor    ...    upload()      from here on the tensors hold the arrays
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from foreword.model.device import Device
+
+ALIGNMENT = 16
+"""Bytes; kernels read several numbers at a time."""
+FIRST_BYTES = 1 << 20
+
+
+class StepBuffer:
+    """Host memory and its twin on the device. Tensors from `put` are valid until `begin` is called again.
+
+    The host's part must not change while it is copied: `begin` only when the device is done with the step before.
+    """
+
+    def __init__(self, device: Device, num_bytes: int = FIRST_BYTES) -> None:
+        self._device = device
+        self.num_uploads = 0
+        """Copies from host to device so far."""
+        self._parts: list[tuple[Tensor, Tensor]] = []
+        """Host and device memory; more than one only in a step that needed more than any before."""
+        self._used: list[int] = []
+        self._grow(num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the step so far."""
+        return sum(self._used)
+
+    def begin(self) -> None:
+        """Start a new step."""
+        if len(self._parts) > 1:  # one that is large enough for such a step
+            total = sum(len(host) for host, _ in self._parts)
+            self._parts.clear()
+            self._used.clear()
+            self._grow(total)
+        self._used[0] = 0
+
+    def put(self, array: npt.NDArray[Any]) -> Tensor:
+        """Take an array along; a tensor on the device that holds it after `upload`."""
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        if not array.size:
+            return torch.empty(array.shape, dtype=dtype, device=self._device.torch_device)
+        if self._used[-1] + array.nbytes > len(self._parts[-1][0]):
+            self._grow(max(array.nbytes, 2 * len(self._parts[-1][0])))
+        host, device = self._parts[-1]
+        start = self._used[-1]
+        place = host.numpy()[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        place[...] = array
+        self._used[-1] = -(-(start + array.nbytes) // ALIGNMENT) * ALIGNMENT
+        return device[start : start + array.nbytes].view(dtype).view(array.shape)
+
+    def upload(self) -> None:
+        """Queue the copy of everything that was put in."""
+        for (host, device), used in zip(self._parts, self._used, strict=True):
+            if used:
+                self._device.copy(device[:used], host[:used])
+                self.num_uploads += 1
+
+    def _grow(self, num_bytes: int) -> None:
+        num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        device = torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch_device)
+        self._parts.append((self._device.host_buffer(num_bytes), device))
+        self._used.append(0)

@@ -1,0 +1,58 @@
+"""Uniform numbers, one for each (seed, step): numpy's Philox, for many seeds at once.
+
+Knows seeds and steps; knows nothing of requests or logits. Philox4x64-10 is from Salmon, Moraes, Dror and Shaw,
+"Parallel random numbers: as easy as 1, 2, 3" (2011); numpy makes one generator per seed, which takes microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
+
+FEW_SEEDS = 16
+"""Below it numpy's own generators take less time; the numbers are the same."""
+ROUNDS = 10
+MULTIPLIERS = (np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157))
+KEY_STEPS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B))
+_ALL = 2**64 - 1
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+def uniform_numbers(seeds: Sequence[int], steps: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1), [seeds]: each the first one of `np.random.Philox(key=seed, counter=step)`."""
+    first = _few(seeds, steps) if len(seeds) < FEW_SEEDS else _many(seeds, steps)
+    uniform: npt.NDArray[np.float64] = (first >> np.uint64(11)).astype(np.float64) / 2**53
+    return uniform
+
+
+def _few(seeds: Sequence[int], steps: Sequence[int]) -> Words:
+    generators = [np.random.Philox(key=seed & _ALL, counter=step) for seed, step in zip(seeds, steps, strict=True)]
+    return np.array([generator.random_raw() for generator in generators], np.uint64)
+
+
+def _many(seeds: Sequence[int], steps: Sequence[int]) -> Words:
+    key = [np.array([seed & _ALL for seed in seeds], np.uint64), np.zeros(len(seeds), np.uint64)]
+    # numpy counts up before it draws.
+    counter = [np.array(steps, np.uint64) + np.uint64(1), *(np.zeros(len(seeds), np.uint64) for _ in range(3))]
+    for number in range(ROUNDS):
+        if number:
+            key = [word + step for word, step in zip(key, KEY_STEPS, strict=True)]
+        high0, low0 = _product(MULTIPLIERS[0], counter[0])
+        high1, low1 = _product(MULTIPLIERS[1], counter[2])
+        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
+    return counter[0]
+
+
+def _product(left: np.uint64, right: Words) -> tuple[Words, Words]:
+    """Upper and lower 64 bits of 128-bit products."""
+    left_low, left_high = left & _LOW, left >> _HALF
+    right_low, right_high = right & _LOW, right >> _HALF
+    low = left_low * right_low
+    middle = left_high * right_low + (low >> _HALF)
+    other = left_low * right_high + (middle & _LOW)
+    return left_high * right_high + (middle >> _HALF) + (other >> _HALF), left * right

@@ -1,0 +1,96 @@
+"""Products in AMX tiles: right, and with the same bits for a row in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foreword.model.kernels import tiles
+from foreword.model.packed import PackedLinear
+from foreword.model.tile_product import TileProduct
+
+pytestmark = pytest.mark.skipif(not tiles.has_tiles(), reason="this processor has no tiles")
+SIZES = [(128, 896), (4864, 896), (896, 4864), (1, 32), (37, 64), (33, 96), (500, 4096)]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_row_has_the_same_bits_among_any_rows_and_threads(outputs: int, inputs: int, num_threads: int) -> None:
+    product = TileProduct((random(outputs, inputs) * inputs**-0.5).bfloat16(), random(outputs, seed=1).bfloat16())
+    rows, before = random(600, inputs, seed=2).bfloat16(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        together = product(rows)
+        torch.set_num_threads(num_threads)
+        for count in (*range(1, 36), 63, 64, 65, 255, 256, 257, 600):
+            assert torch.equal(product(rows[:count]), together[:count]), f"{count} rows"
+            assert torch.equal(product(rows[-count:].clone()), together[-count:]), f"the last {count} rows"
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_product_is_that_of_exact_arithmetic_rounded_once(outputs: int, inputs: int, bias: bool) -> None:
+    weight, added = (random(outputs, inputs) * inputs**-0.5).bfloat16(), random(outputs, seed=1).bfloat16()
+    rows = random(2, 9, inputs, seed=2).bfloat16()
+    exact = rows.double() @ weight.double().T + (added.double() if bias else 0.0)
+    found = TileProduct(weight, added if bias else None)(rows)
+    assert found.shape == (2, 9, outputs)
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [16, 48, 33, 4864])
+def test_a_gated_product_is_the_gate_of_two_products(width: int) -> None:
+    gate, up = (random(width, 128, seed=seed).bfloat16() * 0.2 for seed in (1, 2))
+    bias = random(2 * width, seed=3).bfloat16()
+    rows = random(40, 128, seed=4).bfloat16()
+    found = TileProduct(torch.cat((gate, up)), bias, gated=True)(rows)
+    both = TileProduct(torch.cat((gate, up)), bias)(rows)
+    assert found.shape == (40, width)
+    torch.testing.assert_close(found, nn.functional.silu(both[:, :width]) * both[:, width:], rtol=2**-6, atol=2**-8)
+
+
+def test_nothing_is_written_beyond_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, size = TileProduct(random(37, 64).bfloat16(), None), 19 * 37
+    memory = torch.full((size + 64,), 7.0, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda _, *shape: memory[:size].view(shape))
+    output = product(random(19, 64).bfloat16())
+    assert output.data_ptr() == memory.data_ptr()
+    assert not (output == 7.0).any()
+    assert (memory[size:] == 7.0).all()
+
+
+def test_one_rows_infinities_stay_its_own() -> None:
+    product = TileProduct(random(64, 64).bfloat16(), None)
+    rows = random(5, 64).bfloat16()
+    clean = product(rows)
+    rows[2] = torch.inf
+    found = product(rows)
+    assert not found[2].isfinite().any()
+    assert torch.equal(found[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
+
+
+def test_rows_apart_in_memory_and_no_rows_at_all() -> None:
+    product = TileProduct(random(48, 64).bfloat16(), None)
+    wide = random(6, 128).bfloat16()
+    assert torch.equal(product(wide[:, :64]), product(wide[:, :64].contiguous()))
+    assert product(wide[:0, :64]).shape == (0, 48)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_plain_weight_is_given_back(gated: bool) -> None:
+    weight = random(74, 64).bfloat16()
+    assert torch.equal(TileProduct(weight, None, gated=gated).weight, weight)
+
+
+def test_only_weights_that_fill_tiles_are_taken() -> None:
+    assert TileProduct.can_take(random(5, 64).bfloat16())
+    assert not TileProduct.can_take(random(5, 61).bfloat16())
+    assert not TileProduct.can_take(random(5, 64))
+    assert PackedLinear(random(5, 61).bfloat16(), None)(random(3, 61).bfloat16()).shape == (3, 5)

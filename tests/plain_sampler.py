@@ -1,0 +1,72 @@
+"""Sampling one request after the other, step by step, in plain torch: what the planned sampler must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foreword.batch import Sample
+from foreword.request import Logprob, Request, TokenLogprobs
+
+
+def plain_sample(logits: Tensor, requests: Sequence[Request]) -> list[Sample]:
+    """Samples of rows [requests, vocab] float32, which are left as they are."""
+    return [_sample_row(row.clone(), request) for row, request in zip(logits, requests, strict=True)]
+
+
+def plain_report(logprobs: Tensor, token_id: int, count: int) -> TokenLogprobs:
+    """One position: `logprobs` [vocab] -> the given token and the likeliest ones."""
+    own = logprobs[token_id]
+    values, ids = logprobs.topk(min(count, len(logprobs)))
+    report = {token_id: Logprob(own.item(), int((logprobs > own).sum()) + 1)}
+    for rank, (other, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True), 1):
+        report.setdefault(other, Logprob(value, rank))
+    return report
+
+
+def _sample_row(logits: Tensor, request: Request) -> Sample:
+    params = request.params
+    logprobs = logits[None].log_softmax(-1)[0]
+    _adjust(logits, request)
+    token_id = _draw(logits, request) if params.temperature > 0 else int(logits.argmax())
+    return Sample(token_id, None if params.logprobs is None else plain_report(logprobs, token_id, params.logprobs))
+
+
+def _adjust(logits: Tensor, request: Request) -> None:
+    params, tokens = request.params, request.sequence.token_ids
+    for token_id in set(tokens.tolist()):
+        if params.repetition_penalty != 1.0:
+            value = logits[token_id]
+            logits[token_id] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+    answer = tokens[request.num_prompt_tokens :]
+    if (params.presence_penalty or params.frequency_penalty) and len(answer):
+        ids, counts = np.unique(answer, return_counts=True)
+        penalty = params.presence_penalty + params.frequency_penalty * torch.from_numpy(counts).float()
+        logits[torch.from_numpy(ids.astype(np.int64))] -= penalty
+    for token_id, bias in params.logit_bias.items():
+        logits[token_id] += bias
+    if request.constraint is not None:
+        logits[~torch.from_numpy(request.constraint.allowed(request.output_token_ids))] = -torch.inf
+    if request.num_output_tokens < params.min_tokens:
+        logits[list(request.stop_token_ids)] = -torch.inf
+
+
+def _draw(logits: Tensor, request: Request) -> int:
+    params, vocab = request.params, len(logits)
+    scaled = (logits - logits.max()).double() / params.temperature
+    probs, token_ids = scaled[None].softmax(-1).sort(stable=True, descending=True)
+    probs, token_ids = probs[0], token_ids[0]
+    top_k = params.top_k if 0 < params.top_k < vocab else vocab
+    dropped = (torch.arange(vocab) >= top_k) | (probs < params.min_p * probs[0])
+    kept = probs.masked_fill(dropped, 0.0)[None]
+    before = ((kept.cumsum(-1) - kept) / kept.sum(-1, keepdim=True))[0]
+    dropped |= before >= params.top_p
+    dropped[0] = False
+    running = probs.masked_fill(dropped, 0.0)[None].cumsum(-1)[0]
+    bits = np.random.Philox(key=request.seed & 0xFFFFFFFFFFFFFFFF, counter=request.num_output_tokens).random_raw()
+    uniform = (int(bits) >> 11) / 2**53
+    pick = int((running <= uniform * running[-1]).sum())
+    return int(token_ids[min(pick, int(torch.nonzero(~dropped).max()))])

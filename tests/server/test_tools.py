@@ -1,0 +1,301 @@
+"""Tools in chat completions: the official client on a tiny model whose template has tools.
+
+The model has random weights, so its calls are forced by grammar; calls that a model makes of its own accord are read
+from text, apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from foreword.llm import LLM
+from foreword.server.dialect import ChatRequest
+from foreword.server.options import ServerConfig
+from foreword.server.tools import ToolCall, ToolCallReader, ToolUse
+from live_server import MODEL, ServerThread, client, post
+from tiny_models import CHAT_TEMPLATE, RECIPES, save_model, save_tokenizer
+
+TAGGED = (
+    "{% if tools %}<s>tools:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}</s>{% endif %}"
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{% if not loop.first or m.content %}\n{% endif %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>"
+    "{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+UNTAGGED = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHAT_TEMPLATE
+
+
+def tool(name: str, **properties: object) -> dict[str, object]:
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+WEATHER = tool("weather", city={"enum": ["Lisbon", "Oslo"]}, days={"type": "integer", "minimum": 1, "maximum": 9})
+CLOCK = tool("clock", zone={"$ref": "#/$defs/zone"})
+CLOCK["function"]["parameters"]["$defs"] = {"zone": {"enum": ["UTC", "CET"]}}  # type: ignore[index]
+ASK = [{"role": "user", "content": "How warm?"}]
+CHECKED = {
+    "weather": lambda a: a["city"] in ("Lisbon", "Oslo") and 1 <= a["days"] <= 9,
+    "clock": lambda a: set(a) == {"zone"},
+}
+
+
+def serve(tmp_path_factory: pytest.TempPathFactory, template: str) -> Iterator[ServerThread]:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder, RECIPES["qwen3"])
+    save_tokenizer(folder, chat_template=template)
+    with (
+        LLM(str(folder), kv_cache_memory_bytes=16 * 2**20, self_check=False) as llm,
+        ServerThread(llm, ServerConfig()) as server,
+    ):
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory):
+    yield from serve(tmp_path_factory, TAGGED)
+
+
+@pytest.fixture(scope="module")
+def untagged(tmp_path_factory):
+    yield from serve(tmp_path_factory, UNTAGGED)
+
+
+def assert_valid(calls) -> None:
+    assert calls
+    for call in calls:
+        assert call.type == "function"
+        assert call.id.startswith("call_")
+        assert CHECKED[call.function.name](json.loads(call.function.arguments))
+    assert len({call.id for call in calls}) == len(calls)
+
+
+# -------------------------------------------------------------------- forced
+
+
+@pytest.mark.parametrize("kind", ["tagged", "untagged"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_required_call_is_one_of_the_tools_with_arguments_of_its_schema(request, kind, seed):
+    answer = client(request.getfixturevalue(kind).url).chat.completions.create(
+        model=MODEL,
+        messages=ASK,
+        tools=[WEATHER, CLOCK],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        seed=seed,
+        temperature=1,
+    )
+    (choice,) = answer.choices
+    assert_valid(choice.message.tool_calls)
+    assert (len(choice.message.tool_calls), choice.message.content) == (1, None)
+    assert choice.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("name", ["weather", "clock"])
+def test_a_named_call_is_of_that_function(tagged, name):
+    for seed in range(3):
+        (choice,) = (
+            client(tagged.url)
+            .chat.completions.create(
+                model=MODEL,
+                messages=ASK,
+                tools=[WEATHER, CLOCK],
+                tool_choice={"type": "function", "function": {"name": name}},
+                seed=seed,
+            )
+            .choices
+        )
+        (call,) = choice.message.tool_calls
+        assert call.function.name == name
+        assert_valid([call])
+        assert choice.finish_reason == "stop", "as OpenAI's, where the function was named"
+
+
+def test_several_calls_may_come_at_once_unless_that_is_forbidden(tagged):
+    counts = set()
+    for seed in range(4):
+        (choice,) = (
+            client(tagged.url)
+            .chat.completions.create(
+                model=MODEL, messages=ASK, tools=[CLOCK], tool_choice="required", seed=seed, temperature=2
+            )
+            .choices
+        )
+        assert_valid(choice.message.tool_calls)
+        counts.add(len(choice.message.tool_calls))
+    assert max(counts) > 1
+
+
+def test_a_streams_deltas_add_up_to_the_whole_calls(tagged):
+    wish = {"model": MODEL, "messages": ASK, "tools": [CLOCK], "tool_choice": "required", "seed": 5, "n": 2}
+    wish["max_tokens"] = 200  # cuts an answer of many calls in the middle of one
+    whole = client(tagged.url).chat.completions.create(**wish)
+    told: dict[int, dict[int, dict[str, str]]] = {0: {}, 1: {}}
+    reasons, texts = {}, {0: "", 1: ""}
+    for chunk in client(tagged.url).chat.completions.create(**wish, stream=True):
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        for piece in choice.delta.tool_calls or ():
+            call = told[choice.index].setdefault(piece.index, {"name": piece.function.name, "arguments": ""})
+            assert (piece.id is None) is (piece.function.name is None)
+            call["arguments"] += piece.function.arguments
+        reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
+    for choice in whole.choices:
+        calls = [{"name": c.function.name, "arguments": c.function.arguments} for c in choice.message.tool_calls]
+        assert list(told[choice.index].values()) == calls
+        assert calls
+        assert texts[choice.index] == (choice.message.content or "")
+        assert reasons[choice.index] == choice.finish_reason
+
+
+# -------------------------------------------------------------- conversations
+
+
+def test_a_call_its_result_and_the_next_question_reuse_the_conversation_so_far(tagged):
+    ask = client(tagged.url).chat.completions
+    options = {"model": MODEL, "tools": [WEATHER], "temperature": 0}
+    first = ask.create(messages=ASK, tool_choice="required", parallel_tool_calls=False, **options)
+    told = [*ASK, first.choices[0].message]
+    (call,) = first.choices[0].message.tool_calls
+    told.append({"role": "tool", "tool_call_id": call.id, "content": "21 degrees"})
+    second = ask.create(messages=told, tool_choice="none", max_tokens=4, **options)
+    assert second.choices[0].message.tool_calls is None
+    reused = second.usage.prompt_tokens_details.cached_tokens
+    so_far = first.usage.prompt_tokens + first.usage.completion_tokens
+    assert reused >= so_far - 16 - 2, "the call is written as it was generated, so its tokens are found"
+
+
+def test_tools_reach_the_prompt_also_where_none_may_be_called(tagged):
+    counts = {
+        choice: client(tagged.url)
+        .chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER], tool_choice=choice, max_tokens=1)
+        .usage.prompt_tokens
+        for choice in ("none", "auto")
+    }
+    without = client(tagged.url).chat.completions.create(model=MODEL, messages=ASK, max_tokens=1).usage.prompt_tokens
+    assert counts["none"] == counts["auto"] > without
+    told = post(tagged.url, "/tokenize", {"messages": ASK, "tools": [WEATHER]}).json()["count"]
+    assert told == counts["auto"]
+
+
+def test_other_tools_are_named_as_the_cause_of_a_miss(tagged):
+    body = {"messages": ASK, "tools": [WEATHER], "max_tokens": 1}
+    first = post(tagged.url, "/v1/chat/completions", body).json()
+    body |= {"tools": [CLOCK], "prompt_cache_options": {"comparison_response_id": first["id"]}}
+    miss = post(tagged.url, "/v1/chat/completions", body).json()["prompt_cache_diagnostics"]
+    assert (miss["type"], miss["reason"]) == ("cache_miss", "tools_changed")
+
+
+BAD_NAME = {"type": "function", "function": {"name": "a b"}}
+EARLIER = {
+    "role": "assistant",
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "[1]"}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("wish", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": [BAD_NAME]}, "tools[0].function.name"),
+        ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"messages": [*ASK, EARLIER]}, "messages[1].tool_calls[0]"),
+        ({"messages": [*ASK, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"audio": {"voice": "x"}}, "audio"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_makes_no_sense_is_refused_by_name(tagged, wish, param):
+    answer = post(tagged.url, "/v1/chat/completions", {"messages": ASK, "max_tokens": 1, **wish})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_images_stay_refused(tagged):
+    image = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,x"}}]
+    answer = post(tagged.url, "/v1/chat/completions", {"messages": [{"role": "user", "content": image}]})
+    assert answer.status_code == 400
+
+
+def test_a_template_without_tools_refuses_them(server):
+    answer = post(server.url, "/v1/chat/completions", {"messages": ASK, "tools": [WEATHER]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+
+# -------------------------------------------------------------- reading calls
+
+
+def call_text(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def read(text: str, step: int, **options: bool) -> list[tuple[str, str] | str]:
+    reader = ToolCallReader(**options)
+    parts = [part for at in range(0, len(text), step) for part in reader.push(text[at : at + step])]
+    parts += reader.finish()
+    assert reader.num_calls == sum(isinstance(part, ToolCall) for part in parts)
+    joined: list[tuple[str, str] | str] = []
+    for part in parts:
+        if isinstance(part, ToolCall):
+            joined.append((part.name, part.arguments))
+        elif joined and isinstance(joined[-1], str):
+            joined[-1] += part
+        else:
+            joined.append(part)
+    return joined
+
+
+@pytest.mark.parametrize("step", [1, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("Just text, 1 < 2.", ["Just text, 1 < 2."]),
+        (call_text("f", a=1), [("f", '{"a": 1}')]),
+        ("Let me look.\n\n" + call_text("f"), ["Let me look.", ("f", "{}")]),
+        (call_text("f", a=1) + "\n" + call_text("g") + "\n", [("f", '{"a": 1}'), ("g", "{}")]),
+        (call_text("f") + " done ", [("f", "{}"), " done "]),
+        (call_text("f", a="</tool_call> in a string"), [("f", '{"a": "</tool_call> in a string"}')]),
+        ('<tool_call>{"name": "f", "arguments": "{}"}', [("f", "{}")]),  # its end was the stop string
+        ('<tool_call>{"name": "f", "parameters": {"ü": 1}}</tool_call>', [("f", '{"ü": 1}')]),
+        ("<tool_call>not JSON</tool_call> text", ["<tool_call>not JSON</tool_call> text"]),
+        ('<tool_call>{"name": 1}</tool_call>', ['<tool_call>{"name": 1}</tool_call>']),
+        ('<tool_call>{"name": "cut off', ['<tool_call>{"name": "cut off']),
+        ("a <tool_", ["a <tool_"]),
+        ("text with space at its end  ", ["text with space at its end  "]),
+        ("", []),
+    ],
+)
+def test_calls_are_read_off_text_however_it_is_cut(text, parts, step):
+    assert read(text, step) == parts
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_a_bare_call_is_the_whole_answer_and_text_if_it_is_cut_off(step):
+    assert read('{"name": "f", "arguments": {"a": 1}}', step, bare=True) == [("f", '{"a": 1}')]
+    assert read('{"name": "f", "argu', step, bare=True) == ['{"name": "f", "argu']
+
+
+def use(template: str, **wish: object) -> ToolUse:
+    body = ChatRequest.model_validate({"messages": ASK, "tools": [WEATHER], **wish})
+    return ToolUse(body, template)
+
+
+def test_only_a_template_with_the_tags_has_free_calls_read():
+    assert use(TAGGED).reader() is not None
+    assert use(TAGGED, tool_choice="none").reader() is None
+    assert use(UNTAGGED).reader() is None
+    assert use(UNTAGGED, tool_choice="required").reader() is not None
+    assert use(TAGGED).stop == ()
+    assert use(TAGGED, parallel_tool_calls=False).stop == ("</tool_call>",)
+    assert use(TAGGED).grammar() is None
