@@ -42,7 +42,9 @@ def check(facts: list[dict[str, Any]]) -> None:
             assert one.replace(warps[0], "all rows") == other.replace(warps[1], "all rows")
             assert "all rows" in one.replace(warps[0], "all rows")
     assert not any(one["fused_by_compiler"] for one in facts if one["kernel"] in ("prefill", "decode", "merge"))
-    assert all(one["spill_bytes"] <= 16 for one in facts if one["head_size"] <= 128)
+    allowed = {"bf16": 16, "fp16": 16, "fp32": 64}  # bytes per thread
+    spilled = [one for one in facts if one["head_size"] <= 128 and one["spill_bytes"] > allowed[one["dtype"]]]
+    assert not spilled
 
 
 def test_variants_compile_and_rows_lie_alike_in_prefill_and_decoding() -> None:
