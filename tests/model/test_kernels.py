@@ -15,15 +15,18 @@ from torch import Tensor
 from foreword.errors import ConfigError
 from foreword.model.kernels import cpu_attention, reference
 from foreword.model.kernels.cpu_attention import CpuAttention
+from foreword.model.kernels.cpu_layout import PAIRS, WIDENED
 from foreword.model.kernels.reference import AttentionOptions, plan_tiles
 from foreword.model.kernels.select import AttentionKernel, ReferenceAttention, make_kernel
+from foreword.model.kernels.simd import HAS_BF16_DOT
 from foreword.model.kernels.step_plan import SHARED, SharingRule, plan_step
 from paged_case import Case, Shape, random_options, random_shape, random_spans, share_blocks
 
 KERNELS: dict[str, Callable[[], AttentionKernel]] = {
     "reference": ReferenceAttention,
     "cpu": CpuAttention,
-    "cpu-widened": lambda: CpuAttention(multiply_pairs=False),
+    "cpu-widened": lambda: CpuAttention(bfloat16=WIDENED),
+    "cpu-pairs": lambda: CpuAttention(bfloat16=PAIRS if HAS_BF16_DOT else WIDENED),
     "cpu-unshared": lambda: CpuAttention(share=False),
 }
 

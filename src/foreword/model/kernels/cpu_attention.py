@@ -23,6 +23,7 @@ from foreword.model.kernels.reference import AttentionOptions
 from foreword.model.kernels.sharing_report import SharingReport
 from foreword.model.kernels.simd import HAS_BF16_DOT
 from foreword.model.kernels.step_plan import FOLD_QUERIES, Int64Array, SharingRule, StepPlan, plan_step
+from foreword.model.kernels.tiles import has_tiles
 
 _ARGUMENTS = ctypes.c_void_p
 
@@ -68,15 +69,20 @@ def _gnu_parallel() -> ctypes._NamedFuncPointer | None:
     return None
 
 
+def fastest_mode() -> int:
+    """How this processor multiplies bfloat16."""
+    return layout.TILES if has_tiles() else layout.PAIRS if HAS_BF16_DOT else layout.WIDENED
+
+
 class CpuAttention:
     """Plans steps and attends. One thread at a time."""
 
-    def __init__(self, *, share: bool = True, multiply_pairs: bool = HAS_BF16_DOT) -> None:
-        """`share`: two-phase attention; `multiply_pairs`: bfloat16 products where the processor has them."""
+    def __init__(self, *, share: bool = True, bfloat16: int | None = None) -> None:
+        """`share`: two-phase attention; `bfloat16`: the mode of its products, by default the processor's fastest."""
         self._share = share
         self._sharing = SharingReport()
         self._token_bytes, self._bytes_this_step = 0, 0
-        self._multiply_pairs = multiply_pairs
+        self._bfloat16 = fastest_mode() if bfloat16 is None else bfloat16
         self._team = Team()
         self._worker = compile_worker()
         self._chunk = compile_chunk()
@@ -109,7 +115,7 @@ class CpuAttention:
         num_heads, num_kv_heads, value_dim = rows.shape[1], key_blocks.shape[2], value_blocks.shape[3]
         output = rows.new_empty(len(rows), num_heads, value_dim)
         output[plan.num_tokens :] = 0
-        mode = layout.FLOATS if dtype == torch.float32 else layout.PAIRS if self._multiply_pairs else layout.WIDENED
+        mode = layout.FLOATS if dtype == torch.float32 else self._bfloat16
         scratch = self._thread_memory(mode, num_heads, key_blocks, value_blocks, plan)
         width = layout.padded(value_dim, 32)
         num_partials = plan.num_slots * num_heads * (width + 2) + 16

@@ -15,9 +15,11 @@ from foreword.model.kernels.cpu_layout import (
     FLOATS,
     FOLD_MIXED,
     FOLD_STATS,
+    IN_PAIRS,
     KEY_DIM,
     KEY_ROWS,
     MODE,
+    MOST_ROWS,
     NEXT_KEY_ROWS,
     NEXT_VALUE_ROWS,
     NUM_ARGUMENTS,
@@ -35,6 +37,8 @@ from foreword.model.kernels.cpu_layout import (
     ROW_WEIGHTS,
     STAGE,
     STAGED_ROWS,
+    TILE_CONFIG,
+    TILES,
     VALUE_DIM,
     VALUE_ROWS,
     WIDENED,
@@ -66,6 +70,7 @@ from foreword.model.kernels.simd import (
     widen,
 )
 from foreword.model.kernels.step_plan import CHUNK, FOLD
+from foreword.model.kernels.tiles import configure, release, tile_product_32, tile_product_64
 
 
 @inlined
@@ -84,7 +89,7 @@ def _pack_keys(a: Any, scratch: int, kv_head: int, start: int, stop: int) -> Non
     """Panels of 64 tokens, [words, 64] each."""
     mode, dim = a[MODE], a[KEY_DIM]
     item_bytes = 4 if mode == FLOATS else 2
-    num_words = (dim + 31) // 32 * 16 if mode == PAIRS else (dim + 15) // 16 * 16
+    num_words = (dim + 31) // 32 * 16 if mode in IN_PAIRS else (dim + 15) // 16 * 16
     row_bytes = num_words * (2 if mode == WIDENED else 4)
     rows, offset = scratch + KEY_ROWS, kv_head * dim * item_bytes
     if dim * item_bytes != row_bytes:
@@ -114,7 +119,7 @@ def _pack_values(a: Any, scratch: int, kv_head: int, start: int, stop: int) -> N
         _stage(scratch, rows, start, stop, offset, dim * item_bytes, width * item_bytes)
         rows, offset = scratch + STAGED_ROWS, 0
     packed = part(scratch, PACKED_VALUES)
-    together = 2 if mode == PAIRS else 1
+    together = 2 if mode in IN_PAIRS else 1
     for first in range(0, width, PANEL):
         lanes = min(PANEL, width - first)
         panel = packed + first * 4 * (CHUNK // together)
@@ -124,7 +129,7 @@ def _pack_values(a: Any, scratch: int, kv_head: int, start: int, stop: int) -> N
                 prefetch(load_int(scratch + NEXT_VALUE_ROWS + 8 * token + 8) + first * 2, lanes * item_bytes)
             source = load_int(rows + 8 * token) + offset + first * item_bytes
             target = panel + token // together * lanes * 4
-            if mode == PAIRS:
+            if together == 2:
                 other = load_int(rows + 8 * token + 8) + offset + first * 2
                 interleave(source, other, target)
                 if lanes == PANEL:
@@ -140,10 +145,10 @@ def _take_query(a: Any, scratch: int, row: int, query: int) -> None:
     """One row's query as words, padded with zeros."""
     mode, dim = a[MODE], a[KEY_DIM]
     item_bytes = 4 if mode == FLOATS else 2
-    num_words = (dim + 31) // 32 * 16 if mode == PAIRS else (dim + 15) // 16 * 16
+    num_words = (dim + 31) // 32 * 16 if mode in IN_PAIRS else (dim + 15) // 16 * 16
     target, zeros = part(scratch, ROW_QUERIES) + row * num_words * 4, part(scratch, ZEROS)
     if mode == WIDENED:
-        stage = part(scratch, ROW_QUERIES) + ROWS * num_words * 4
+        stage = part(scratch, ROW_QUERIES) + MOST_ROWS * num_words * 4
         copy_bytes(stage, query, dim * 2)
         copy_bytes(stage + dim * 2, zeros, (num_words - dim) * 2)
         widen(target, stage, num_words)
@@ -157,7 +162,7 @@ def _take_query(a: Any, scratch: int, row: int, query: int) -> None:
 
 @inlined
 def _attend_rows(a: Any, scratch: int, first: int, num_rows: int, kind: int) -> None:
-    """Partial results of up to ROWS rows of the row table with the chunk that is packed."""
+    """Partial results of up to MOST_ROWS rows of the row table with the chunk that is packed."""
     table = part(scratch, ROW_TABLE) + 32 * first
     low, high = CHUNK, 0
     for row in range(num_rows):
@@ -190,12 +195,14 @@ def _attend_rows(a: Any, scratch: int, first: int, num_rows: int, kind: int) -> 
 @inlined
 def _multiply_keys(a: Any, scratch: int, num_rows: int, start: int, stop: int) -> None:
     """Scores of the rows' queries."""
-    num_words = (a[KEY_DIM] + 31) // 32 * 16 if a[MODE] == PAIRS else (a[KEY_DIM] + 15) // 16 * 16
+    num_words = (a[KEY_DIM] + 31) // 32 * 16 if a[MODE] in IN_PAIRS else (a[KEY_DIM] + 15) // 16 * 16
     queries = part(scratch, ROW_QUERIES)
     for token in range(start, stop, PANEL):
         panel = part(scratch, PACKED_KEYS) + token * num_words * 4
         scores = part(scratch, ROW_SCORES) + 4 * token
-        if a[MODE] == PAIRS:
+        if a[MODE] == TILES:
+            tile_product_64(queries, num_words * 4, panel, num_words // LANES, scores, 4 * CHUNK)
+        elif a[MODE] == PAIRS:
             pair_product_64(num_rows, queries, num_words * 4, panel, num_words, scores, 4 * CHUNK)
         else:
             product_64(num_rows, queries, num_words * 4, panel, num_words, scores, 4 * CHUNK)
@@ -216,7 +223,7 @@ def _weigh_row(a: Any, scratch: int, row: int, entry: int, start: int, stop: int
     if cap > 0.0:
         soft_cap(scores, start, stop, scale / cap, cap)
         factor = LOG2_E
-    if a[MODE] == PAIRS:
+    if a[MODE] in IN_PAIRS:
         softmax_pairs(scores, weights, stats, start, stop, low, high, factor)
     else:
         softmax(scores, weights, stats, start, stop, low, high, factor)
@@ -226,14 +233,19 @@ def _weigh_row(a: Any, scratch: int, row: int, entry: int, start: int, stop: int
 def _multiply_values(a: Any, scratch: int, num_rows: int, start: int, high: int) -> None:
     """Mixtures of values by the rows' weights."""
     width = (a[VALUE_DIM] + 31) // 32 * 32
-    together = 2 if a[MODE] == PAIRS else 1
+    together = 2 if a[MODE] in IN_PAIRS else 1
     length = (high - start + together - 1) // together
+    steps = (length + LANES - 1) // LANES  # of tiles: what is beyond `high` has weight 0, and values of 0
     weights = part(scratch, ROW_WEIGHTS) + start * 4 // together
     for dim in range(0, width, PANEL):
         lanes = min(PANEL, width - dim)
         panel = part(scratch, PACKED_VALUES) + dim * 4 * (CHUNK // together) + start // together * lanes * 4
         target = part(scratch, ROW_MIXED) + 4 * dim
-        if a[MODE] == PAIRS and lanes == PANEL:
+        if a[MODE] == TILES and lanes == PANEL:
+            tile_product_64(weights, 4 * CHUNK, panel, steps, target, 4 * width)
+        elif a[MODE] == TILES:
+            tile_product_32(weights, 4 * CHUNK, panel, steps, target, 4 * width)
+        elif a[MODE] == PAIRS and lanes == PANEL:
             pair_product_64(num_rows, weights, 4 * CHUNK, panel, length, target, 4 * width)
         elif a[MODE] == PAIRS:
             pair_product_32(num_rows, weights, 4 * CHUNK, panel, length, target, 4 * width)
@@ -249,10 +261,16 @@ def _attend(a: Any, scratch: int, kv_head: int, num_rows: int, bounds: tuple[int
     start, stop = bounds[0] // PANEL * PANEL, -(-bounds[1] // PANEL) * PANEL
     _pack_keys(a, scratch, kv_head, start, stop)
     _pack_values(a, scratch, kv_head, start, stop)
-    num_parts = -(-num_rows // ROWS)
+    num_parts = -(-num_rows // (MOST_ROWS if a[MODE] == TILES else ROWS))
+    laid_out = 0
     for number in range(num_parts):  # parts of equal size, as far as possible
         first, end = number * num_rows // num_parts, (number + 1) * num_rows // num_parts
+        if a[MODE] == TILES and end - first != laid_out:
+            laid_out = end - first
+            configure(part(scratch, TILE_CONFIG), laid_out, laid_out)
         _attend_rows(a, scratch, first, end - first, kind)
+    if laid_out:
+        release()
 
 
 @functools.cache

@@ -11,13 +11,18 @@ from typing import Any
 
 from numba import njit
 
-from foreword.model.kernels.simd import ROWS, load_int
+from foreword.model.kernels.simd import load_int
 from foreword.model.kernels.step_plan import CHUNK
+from foreword.model.kernels.tiles import CONFIG_BYTES, TILE_ROWS, has_tiles
 
 PANEL = 64
 """Tokens, or dimensions of values, that lie side by side in packed memory."""
-PAIRS, WIDENED, FLOATS = range(3)
-"""Modes: bfloat16 multiplied in pairs, bfloat16 widened to float32, float32."""
+TILES, PAIRS, WIDENED, FLOATS = range(4)
+"""Modes: bfloat16 multiplied in AMX tiles, in pairs of a vector, widened to float32; float32."""
+IN_PAIRS = TILES, PAIRS
+"""Modes whose words are pairs of bfloat16: memory lies alike, only the products differ."""
+MOST_ROWS = TILE_ROWS
+"""Rows that are multiplied at a time, at most: a tile's; ROWS where there are no tiles."""
 
 # The arguments: int64 each. Strides and sizes ending in _BYTES; the others are counts or addresses.
 (
@@ -64,7 +69,7 @@ NEXT_KEY_ROWS = STAGED_ROWS + 8 * CHUNK  # of the next item, to be prefetched
 NEXT_VALUE_ROWS = NEXT_KEY_ROWS + 8 * CHUNK
 LAYOUT = NEXT_VALUE_ROWS + 8 * CHUNK
 (ZEROS, STAGE, PACKED_KEYS, PACKED_VALUES, ROW_QUERIES, ROW_SCORES, ROW_WEIGHTS, ROW_STATS, ROW_MIXED) = range(9)
-(ROW_TABLE, FOLD_STATS, FOLD_MIXED, CURRENT_ITEM, LAYOUT_SIZE) = range(9, 14)
+(ROW_TABLE, FOLD_STATS, FOLD_MIXED, CURRENT_ITEM, TILE_CONFIG, LAYOUT_SIZE) = range(9, 15)
 VARIABLE = LAYOUT + 8 * LAYOUT_SIZE + 8  # kept a multiple of 64 below
 
 compiled = njit(error_model="numpy")
@@ -79,7 +84,7 @@ def padded(size: int, multiple: int) -> int:
 
 def key_words(mode: int, key_dim: int) -> int:
     """Words of a packed key."""
-    return padded(key_dim, 32) // 2 if mode == PAIRS else padded(key_dim, 16)
+    return padded(key_dim, 32) // 2 if mode in IN_PAIRS else padded(key_dim, 16)
 
 
 def scratch_layout(mode: int, key_dim: int, value_dim: int, token_bytes: int, most_rows: tuple[int, int]) -> list[int]:
@@ -93,15 +98,16 @@ def scratch_layout(mode: int, key_dim: int, value_dim: int, token_bytes: int, mo
         CHUNK * 4 * (padded(max(key_dim, value_dim), 32) + 32),  # STAGE
         CHUNK * 4 * words,
         CHUNK * 4 * values,
-        ROWS * 4 * (words + 32),
-        ROWS * 4 * CHUNK,
-        ROWS * 4 * CHUNK,
-        ROWS * 8,
-        ROWS * 4 * values,
+        MOST_ROWS * 4 * (words + 32),
+        MOST_ROWS * 4 * CHUNK,
+        MOST_ROWS * 4 * CHUNK,
+        MOST_ROWS * 8,
+        MOST_ROWS * 4 * values,
         most_rows[0] * 32,  # ROW_TABLE: address of the query, low, high, target
         most_rows[1] * 8,
         most_rows[1] * 4 * values,
         8,
+        CONFIG_BYTES,
     ]
     offsets, end = [], padded(VARIABLE, 64)
     for size in sizes:
@@ -117,7 +123,7 @@ def part(scratch: int, number: int) -> Any:
 
 
 def source_digest() -> int:
-    """A number that changes with the source of any kernel.
+    """A number that changes with the source of any kernel, and with whether it may use tiles.
 
     numba keeps compiled code beside a file and looks at that file's date only. A compiled function that mentions
     this number is compiled anew when another file that takes part in it has changed.
@@ -125,4 +131,5 @@ def source_digest() -> int:
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
+    digest.update(bytes([has_tiles()]))
     return int.from_bytes(digest.digest()[:6], "big")

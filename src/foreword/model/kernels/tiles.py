@@ -141,3 +141,37 @@ def _product(num_row_tiles: int) -> Any:
 
 product_16, product_32 = _product(1), _product(2)
 """By the number of rows that they take at most."""
+
+
+def _wide_product(num_tiles: int) -> Any:
+    @simd._instructions("aiaiai")
+    def product(builder: Any, a: Any, lda: Any, b: Any, num_steps: Any, c: Any, ldc: Any) -> None:
+        """C = A B of as many rows as the tiles are laid out for, and 16 * `num_tiles` columns.
+
+        a, c: rows `lda`, `ldc` bytes apart; b: [16 * num_steps, columns] pairs without gaps.
+        """
+        if not has_tiles():
+            return  # nobody calls it, and no other processor has these instructions
+        line = simd._int(64 * num_tiles)
+        for tile in range(num_tiles):
+            _tile_call(builder, "tilezero", _tile(tile))
+
+        def body(step: Any) -> list[Any]:
+            panel = builder.add(b, builder.mul(step, simd._int(TILE_BYTES * num_tiles)))
+            _load(builder, 4, builder.add(a, builder.mul(step, simd._int(64))), lda)
+            for tile in range(num_tiles):
+                right = 6 + tile % 2
+                _load(builder, right, builder.add(panel, simd._int(64 * tile)), line)
+                _multiply(builder, tile, 4, right)
+            return []
+
+        simd._loop(builder, simd._int(0), num_steps, 1, [], body)
+        for tile in range(num_tiles):
+            target = builder.add(c, simd._int(64 * tile))
+            _tile_call(builder, "tilestored64", _tile(tile), _pointer(builder, target), ldc)
+
+    return product
+
+
+tile_product_64, tile_product_32 = _wide_product(4), _wide_product(2)
+"""By the number of columns; their tiles are those that `configure(config, rows, rows)` lays out."""
