@@ -106,7 +106,8 @@ class CpuAttention:
     def attend(
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: StepPlan, options: AttentionOptions
     ) -> Tensor:
-        """As `reference.paged_attention`, with a plan in place of tiles."""
+        """As `reference.paged_attention`, with a plan in place of tiles; the scale is positive."""
+        assert options.scale > 0  # a row's peak is looked for before its scores are scaled
         dtype = key_blocks.dtype
         self._bytes_this_step += (key_blocks[0, 0].numel() + value_blocks[0, 0].numel()) * dtype.itemsize
         rows = query.to(dtype)

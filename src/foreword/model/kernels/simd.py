@@ -13,6 +13,7 @@ An element of C is one chain of fused multiply-adds along k, from 0 upwards, sta
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -148,22 +149,24 @@ def _loop(
     return values
 
 
-def _exp2(builder: Any, power: Any) -> Any:
-    """2 ** power for power <= 0, to about 1 unit in the last place; exactly 1 at 0, exactly 0 from -126 down."""
-    tiny = builder.fcmp_ordered("<=", power, _const(-126.0))
-    power = builder.select(tiny, _const(-126.0), power)
-    whole = _call(builder, "llvm.rint.v16f32", power)
-    part = builder.fsub(power, whole)
-    # Taylor's series of exp(part * ln 2); |part| <= 1/2, so the first term left out is below 2 ** -22.9
+def _exp2(builder: Any, power: Any, degree: int = 6) -> Any:
+    """2 ** power for power <= 0, exactly 1 at 0, exactly 0 from -126 down.
+
+    To about 1 unit in the last place, or 2 ** -14.6 with `degree` 4. Adding 3 * 2 ** 22 rounds the power and leaves
+    the whole number in the sum's last bits, from where it is added to the exponent.
+    """
+    shifted = builder.fadd(power, _const(12582912.0))
+    rest = builder.fsub(power, builder.fsub(shifted, _const(12582912.0)))
+    # Taylor's series of exp(rest * ln 2); |rest| <= 1/2, so the first term left out is below 2 ** -22.9, or 2 ** -14.6
     terms = [1.0]
-    for degree in range(1, 7):
-        terms.append(terms[-1] * 0.6931471805599453 / degree)
+    for number in range(1, degree + 1):
+        terms.append(terms[-1] * 0.6931471805599453 / number)
     result = _const(terms[-1])
     for term in reversed(terms[:-1]):
-        result = _fma(builder, result, part, _const(term))
-    exponent = builder.add(builder.fptosi(whole, I32S), ir.Constant(I32S, [127] * LANES))
-    scale = builder.bitcast(builder.shl(exponent, ir.Constant(I32S, [23] * LANES)), F32S)
-    return builder.select(tiny, _const(0.0), builder.fmul(result, scale))
+        result = _fma(builder, result, rest, _const(term))
+    exponent = builder.shl(builder.bitcast(shifted, I32S), ir.Constant(I32S, [23] * LANES))
+    scaled = builder.bitcast(builder.add(builder.bitcast(result, I32S), exponent), F32S)
+    return builder.select(builder.fcmp_ordered("<=", power, _const(-126.0)), _const(0.0), scaled)
 
 
 def _widened(builder: Any, halves: Any) -> Any:
@@ -382,41 +385,54 @@ def soft_cap(builder: Any, scores: Any, start: Any, stop: Any, factor: Any, cap:
 def _softmax(to_pairs: bool) -> Any:
     """One row's weights in one chunk, unnormalised.
 
-    scores[start:stop] (multiples of 16) are scaled by `factor` and seen from `low` to `high` (exclusive). Writes
-    2 ** (score - peak) to `weights`, 0 where unseen, as bfloat16 if `to_pairs`; peak and the weights' sum to `stats`.
+    scores[start:stop] (multiples of 64) are seen from `low` to `high` (exclusive); `factor` > 0 scales them. Writes
+    2 ** (factor * score - peak) to `weights`, 0 where unseen, as bfloat16 if `to_pairs`; peak and sum to `stats`.
     """
 
     @_instructions("aaaiiiif")
     def softmax(builder: Any, *arguments: Any) -> None:
         scores, weights, stats, start, stop, low, high, factor = arguments
         factor = _splat(builder, factor)
-        low, high = (_splat(builder, builder.trunc(bound, I32)) for bound in (low, high))
         lane = ir.Constant(I32S, list(range(LANES)))
+        bounds = [_splat(builder, builder.trunc(bound, I32)) for bound in (low, high)]
 
-        def scale(index: Any, peak: Any) -> list[Any]:
+        def find_peak(index: Any, peak: Any, masked: bool) -> list[Any]:
             at = builder.add(scores, builder.mul(index, _int(4)))
-            score = builder.fmul(_load(builder, at), factor)
-            position = builder.add(_splat(builder, builder.trunc(index, I32)), lane)
-            seen = builder.and_(builder.icmp_signed(">=", position, low), builder.icmp_signed("<", position, high))
-            score = builder.select(seen, score, _const(LOWEST))
-            _store(builder, score, at)
+            score = _load(builder, at)
+            if masked:
+                position = builder.add(_splat(builder, builder.trunc(index, I32)), lane)
+                after, before = (
+                    builder.icmp_signed(sign, position, bound) for sign, bound in zip((">=", "<"), bounds, strict=True)
+                )
+                score = builder.select(builder.and_(after, before), score, _const(LOWEST))
+                _store(builder, score, at)
             return [_larger(builder, peak, score)]
 
-        [peak] = _loop(builder, start, stop, LANES, [_const(LOWEST)], scale)
+        # start .. seen whole .. stop: vectors of which a row sees all need no mask
+        first = builder.and_(builder.add(low, _int(LANES - 1)), _int(-LANES))
+        last = builder.and_(high, _int(-LANES))
+        last = builder.select(builder.icmp_signed(">", first, last), first, last)
+        peak = _const(LOWEST)
+        for begin, end, masked in ((start, first, True), (first, last, False), (last, stop, True)):
+            [peak] = _loop(builder, begin, end, LANES, [peak], functools.partial(find_peak, masked=masked))
         peak = _reduce(builder, peak, lambda left, right: _larger(builder, left, right))
+        peak = builder.fmul(peak, factor)
+        minus_peak = builder.fneg(peak)
 
         def weigh(index: Any, total: Any) -> list[Any]:
-            score = _load(builder, builder.add(scores, builder.mul(index, _int(4))))
-            weight = _exp2(builder, builder.fsub(score, peak))
-            if to_pairs:
-                halves = builder.bitcast(builder.fptrunc(weight, BF16S), I16S)
-                _store(builder, halves, builder.add(weights, builder.mul(index, _int(2))))
-                weight = _widened(builder, halves)
-            else:
-                _store(builder, weight, builder.add(weights, builder.mul(index, _int(4))))
-            return [builder.fadd(total, weight)]
+            for at in (builder.add(index, _int(LANES * number)) for number in range(4)):  # panels of 64 tokens
+                score = _load(builder, builder.add(scores, builder.mul(at, _int(4))))
+                weight = _exp2(builder, _fma(builder, score, factor, minus_peak), 4 if to_pairs else 6)
+                if to_pairs:
+                    halves = builder.bitcast(builder.fptrunc(weight, BF16S), I16S)
+                    _store(builder, halves, builder.add(weights, builder.mul(at, _int(2))))
+                    weight = _widened(builder, halves)
+                else:
+                    _store(builder, weight, builder.add(weights, builder.mul(at, _int(4))))
+                total = builder.fadd(total, weight)
+            return [total]
 
-        [total] = _loop(builder, start, stop, LANES, [_const(0.0)], weigh)
+        [total] = _loop(builder, start, stop, 4 * LANES, [_const(0.0)], weigh)
         total = _reduce(builder, total, builder.fadd)
         zero = ir.Constant(I32, 0)
         _store(builder, builder.extract_element(peak, zero), stats)
