@@ -87,8 +87,7 @@ def _compile_worker() -> Any:
             for row in range(first_row, min(first_row + UNIT_ROWS, a[NUM_ROWS]), 2 * TILE_ROWS):
                 num_rows = min(2 * TILE_ROWS, a[NUM_ROWS] - row)
                 if num_rows != laid_out:
-                    rows_0 = min(TILE_ROWS, num_rows)
-                    tiles.configure(scratch + _CONFIG, rows_0, num_rows - rows_0)
+                    tiles.lay_out(scratch + _CONFIG, num_rows)
                     laid_out = num_rows
                 x = a[ROWS] + row * a[ROW_BYTES]
                 for panel in range(first_panel, min(first_panel + a[GROUP], a[NUM_PANELS])):

@@ -34,6 +34,7 @@ from foreword.model.kernels.cpu_layout import (
     FLOATS,
     FOLD_MIXED,
     FOLD_STATS,
+    IN_PAIRS,
     ITEMS,
     KEY_DIM,
     KEY_ROWS,
@@ -59,16 +60,19 @@ from foreword.model.kernels.cpu_layout import (
     QUERY_TOKEN_BYTES,
     REQUESTS,
     ROW_MIXED,
+    ROW_QUERIES,
     ROW_TABLE,
     SCRATCH,
     SCRATCH_BYTES,
     SELF,
     SINKS,
+    STAGED_QUERY,
     TABLE_WIDTH,
     TABLES,
     VALUE_DIM,
     VALUE_ROWS,
     VALUES,
+    WIDENED,
     WINDOW,
     ZEROS,
     compiled,
@@ -88,6 +92,7 @@ from foreword.model.kernels.simd import (
     merge,
     store_float,
     store_int,
+    widen,
 )
 from foreword.model.kernels.step_plan import CHUNK, FOLD, SHARED
 
@@ -157,6 +162,29 @@ def _look_ahead(a: Any, scratch: int, unit: int) -> None:
 
 
 @compiled
+def _take_queries(a: Any, scratch: int, place: tuple[int, int, int], queries: tuple[int, int]) -> None:
+    """Some queries of one request as words, padded with zeros; `place`: request, KV head, rows so far."""
+    request, kv_head, row = place
+    mode, dim = a[MODE], a[KEY_DIM]
+    num_bytes = dim * (4 if mode == FLOATS else 2)
+    num_words = (dim + 31) // 32 * 16 if mode in IN_PAIRS else (dim + 15) // 16 * 16
+    zeros, staged = part(scratch, ZEROS), part(scratch, STAGED_QUERY)
+    first_row = load_int(a[REQUESTS] + 40 * request)
+    for query in range(queries[0], queries[1]):
+        for head in range(kv_head * a[NUM_GROUPS], (kv_head + 1) * a[NUM_GROUPS]):
+            source = a[QUERY] + (first_row + query) * a[QUERY_TOKEN_BYTES] + head * a[QUERY_HEAD_BYTES]
+            target = part(scratch, ROW_QUERIES) + row * num_words * 4
+            row += 1
+            if mode == WIDENED:
+                copy_bytes(staged, source, num_bytes)
+                copy_bytes(staged + num_bytes, zeros, num_words * 2 - num_bytes)
+                widen(target, staged, num_words)
+            else:
+                copy_bytes(target, source, num_bytes)
+                copy_bytes(target + num_bytes, zeros, num_words * 4 - num_bytes)
+
+
+@compiled
 def _add_rows(
     a: Any, scratch: int, place: tuple[int, int, int], queries: tuple[int, int], chunk: int, kind: int
 ) -> tuple[int, int]:
@@ -164,7 +192,7 @@ def _add_rows(
     request, kv_head, count = place
     num_groups, num_heads = a[NUM_GROUPS], a[NUM_GROUPS] * a[NUM_KV_HEADS]
     about = a[REQUESTS] + 40 * request
-    first_row, first_position = load_int(about), load_int(about + 16)
+    first_position = load_int(about + 16)
     num_chunks, first_slot = load_int(about + 24), load_int(about + 32)
     table = part(scratch, ROW_TABLE)
     low, high = CHUNK, 0
@@ -176,12 +204,11 @@ def _add_rows(
             low, high = min(low, row_low), max(high, row_high)
         for group in range(num_groups):
             head = kv_head * num_groups + group
-            row = table + 32 * count
-            store_int(row, a[QUERY] + (first_row + query) * a[QUERY_TOKEN_BYTES] + head * a[QUERY_HEAD_BYTES])
-            store_int(row + 8, row_low)
-            store_int(row + 16, row_high)
+            row = table + 24 * count
+            store_int(row, row_low)
+            store_int(row + 8, row_high)
             slot = (first_slot + query * num_chunks + chunk) * num_heads + head
-            store_int(row + 24, count if kind == FOLD else slot)
+            store_int(row + 16, count if kind == FOLD else slot)
             count += 1
     return low, high
 
@@ -204,6 +231,7 @@ def _fold(a: Any, scratch: int, item: int, kv_head: int) -> None:
             store_float(mixed + 4 * (row * width + dim), 0.0)
     first_row = load_int(a[REQUESTS] + 40 * request)
     position = load_int(a[REQUESTS] + 40 * request + 16) + first
+    _take_queries(a, scratch, (request, kv_head, 0), (first, first + count))
     for chunk in range(_first_seen(a, position) // CHUNK, (position + count - 1) // CHUNK + 1):
         low, high = _add_rows(a, scratch, (request, kv_head, 0), (first, first + count), chunk, FOLD)
         _find_tokens(a, scratch, request, chunk, low, high)
@@ -232,6 +260,7 @@ def _attend_shared(a: Any, scratch: int, item: int, kv_head: int) -> None:
     for member in range(first, end):
         request = load_int(a[MEMBERS] + 8 * member)
         num_queries = load_int(a[REQUESTS] + 40 * request + 8)
+        _take_queries(a, scratch, (request, kv_head, count), (0, num_queries))
         own_low, own_high = _add_rows(a, scratch, (request, kv_head, count), (0, num_queries), chunk, SHARED)
         low, high = min(low, own_low), max(high, own_high)
         count += num_queries * a[NUM_GROUPS]

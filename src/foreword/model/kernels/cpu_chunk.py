@@ -34,7 +34,6 @@ from foreword.model.kernels.cpu_layout import (
     ROW_SCORES,
     ROW_STATS,
     ROW_TABLE,
-    ROW_WEIGHTS,
     STAGE,
     STAGED_ROWS,
     TILE_CONFIG,
@@ -70,7 +69,7 @@ from foreword.model.kernels.simd import (
     widen,
 )
 from foreword.model.kernels.step_plan import CHUNK, FOLD
-from foreword.model.kernels.tiles import configure, release, tile_product_32, tile_product_64
+from foreword.model.kernels.tiles import lay_out, release, tile_product_32, tile_product_64
 
 
 @inlined
@@ -140,50 +139,31 @@ def _pack_values(a: Any, scratch: int, kv_head: int, start: int, stop: int) -> N
                 copy_bytes(target, source, lanes * 4)
 
 
-@inlined
-def _take_query(a: Any, scratch: int, row: int, query: int) -> None:
-    """One row's query as words, padded with zeros."""
-    mode, dim = a[MODE], a[KEY_DIM]
-    item_bytes = 4 if mode == FLOATS else 2
-    num_words = (dim + 31) // 32 * 16 if mode in IN_PAIRS else (dim + 15) // 16 * 16
-    target, zeros = part(scratch, ROW_QUERIES) + row * num_words * 4, part(scratch, ZEROS)
-    if mode == WIDENED:
-        stage = part(scratch, ROW_QUERIES) + MOST_ROWS * num_words * 4
-        copy_bytes(stage, query, dim * 2)
-        copy_bytes(stage + dim * 2, zeros, (num_words - dim) * 2)
-        widen(target, stage, num_words)
-    else:
-        copy_bytes(target, query, dim * item_bytes)
-        copy_bytes(target + dim * item_bytes, zeros, num_words * 4 - dim * item_bytes)
-
-
 # ----------------------------------------------------------------------------------------------- one chunk
 
 
 @inlined
 def _attend_rows(a: Any, scratch: int, first: int, num_rows: int, kind: int) -> None:
     """Partial results of up to MOST_ROWS rows of the row table with the chunk that is packed."""
-    table = part(scratch, ROW_TABLE) + 32 * first
+    table = part(scratch, ROW_TABLE) + 24 * first
     low, high = CHUNK, 0
     for row in range(num_rows):
-        row_low, row_high = load_int(table + 32 * row + 8), load_int(table + 32 * row + 16)
+        row_low, row_high = load_int(table + 24 * row), load_int(table + 24 * row + 8)
         if row_low < row_high:
             low, high = min(low, row_low), max(high, row_high)
     if low >= high:
         return
     start, stop = low // PANEL * PANEL, -(-high // PANEL) * PANEL
+    _multiply_keys(a, scratch, first, num_rows, start, stop)
     for row in range(num_rows):
-        _take_query(a, scratch, row, load_int(table + 32 * row))
-    _multiply_keys(a, scratch, num_rows, start, stop)
-    for row in range(num_rows):
-        _weigh_row(a, scratch, row, table + 32 * row, start, stop)
+        _weigh_row(a, scratch, row, table + 24 * row, start, stop)
     _multiply_values(a, scratch, num_rows, start, high)
     width = (a[VALUE_DIM] + 31) // 32 * 32
     for row in range(num_rows):
-        if load_int(table + 32 * row + 8) < load_int(table + 32 * row + 16):
+        if load_int(table + 24 * row) < load_int(table + 24 * row + 8):
             stats = part(scratch, ROW_STATS) + 8 * row
             mixed = part(scratch, ROW_MIXED) + row * 4 * width
-            target = load_int(table + 32 * row + 24)
+            target = load_int(table + 24 * row + 16)
             if kind == FOLD:
                 fold_mixed = part(scratch, FOLD_MIXED) + target * 4 * width
                 merge(part(scratch, FOLD_STATS) + 8 * target, fold_mixed, stats, mixed, width)
@@ -193,15 +173,15 @@ def _attend_rows(a: Any, scratch: int, first: int, num_rows: int, kind: int) -> 
 
 
 @inlined
-def _multiply_keys(a: Any, scratch: int, num_rows: int, start: int, stop: int) -> None:
+def _multiply_keys(a: Any, scratch: int, first: int, num_rows: int, start: int, stop: int) -> None:
     """Scores of the rows' queries."""
     num_words = (a[KEY_DIM] + 31) // 32 * 16 if a[MODE] in IN_PAIRS else (a[KEY_DIM] + 15) // 16 * 16
-    queries = part(scratch, ROW_QUERIES)
+    queries = part(scratch, ROW_QUERIES) + first * num_words * 4
     for token in range(start, stop, PANEL):
         panel = part(scratch, PACKED_KEYS) + token * num_words * 4
         scores = part(scratch, ROW_SCORES) + 4 * token
         if a[MODE] == TILES:
-            tile_product_64(queries, num_words * 4, panel, num_words // LANES, scores, 4 * CHUNK)
+            tile_product_64(num_rows, queries, num_words * 4, panel, num_words // LANES, scores, 4 * CHUNK)
         elif a[MODE] == PAIRS:
             pair_product_64(num_rows, queries, num_words * 4, panel, num_words, scores, 4 * CHUNK)
         else:
@@ -210,13 +190,12 @@ def _multiply_keys(a: Any, scratch: int, num_rows: int, start: int, stop: int) -
 
 @inlined
 def _weigh_row(a: Any, scratch: int, row: int, entry: int, start: int, stop: int) -> None:
-    """Weights of one row's scores; `entry`: its place in the row table."""
-    low, high = load_int(entry + 8), load_int(entry + 16)
+    """Weights of one row's scores, in their place; `entry`: the row's place in the row table."""
+    low, high = load_int(entry), load_int(entry + 8)
     scores = part(scratch, ROW_SCORES) + row * 4 * CHUNK
-    weights = part(scratch, ROW_WEIGHTS) + row * 4 * CHUNK
     stats = part(scratch, ROW_STATS) + 8 * row
     if low >= high:
-        copy_bytes(weights, part(scratch, ZEROS), 4 * CHUNK)
+        copy_bytes(scores, part(scratch, ZEROS), 4 * CHUNK)
         return
     scale, cap = load_float(a[FLOAT_OPTIONS]), load_float(a[FLOAT_OPTIONS] + 4)
     factor = scale * LOG2_E
@@ -224,9 +203,9 @@ def _weigh_row(a: Any, scratch: int, row: int, entry: int, start: int, stop: int
         soft_cap(scores, start, stop, scale / cap, cap)
         factor = LOG2_E
     if a[MODE] in IN_PAIRS:
-        softmax_pairs(scores, weights, stats, start, stop, low, high, factor)
+        softmax_pairs(scores, stats, start, stop, low, high, factor)
     else:
-        softmax(scores, weights, stats, start, stop, low, high, factor)
+        softmax(scores, stats, start, stop, low, high, factor)
 
 
 @inlined
@@ -236,15 +215,15 @@ def _multiply_values(a: Any, scratch: int, num_rows: int, start: int, high: int)
     together = 2 if a[MODE] in IN_PAIRS else 1
     length = (high - start + together - 1) // together
     steps = (length + LANES - 1) // LANES  # of tiles: what is beyond `high` has weight 0, and values of 0
-    weights = part(scratch, ROW_WEIGHTS) + start * 4 // together
+    weights = part(scratch, ROW_SCORES) + start * 4 // together
     for dim in range(0, width, PANEL):
         lanes = min(PANEL, width - dim)
         panel = part(scratch, PACKED_VALUES) + dim * 4 * (CHUNK // together) + start // together * lanes * 4
         target = part(scratch, ROW_MIXED) + 4 * dim
         if a[MODE] == TILES and lanes == PANEL:
-            tile_product_64(weights, 4 * CHUNK, panel, steps, target, 4 * width)
+            tile_product_64(num_rows, weights, 4 * CHUNK, panel, steps, target, 4 * width)
         elif a[MODE] == TILES:
-            tile_product_32(weights, 4 * CHUNK, panel, steps, target, 4 * width)
+            tile_product_32(num_rows, weights, 4 * CHUNK, panel, steps, target, 4 * width)
         elif a[MODE] == PAIRS and lanes == PANEL:
             pair_product_64(num_rows, weights, 4 * CHUNK, panel, length, target, 4 * width)
         elif a[MODE] == PAIRS:
@@ -267,7 +246,7 @@ def _attend(a: Any, scratch: int, kv_head: int, num_rows: int, bounds: tuple[int
         first, end = number * num_rows // num_parts, (number + 1) * num_rows // num_parts
         if a[MODE] == TILES and end - first != laid_out:
             laid_out = end - first
-            configure(part(scratch, TILE_CONFIG), laid_out, laid_out)
+            lay_out(part(scratch, TILE_CONFIG), laid_out)
         _attend_rows(a, scratch, first, end - first, kind)
     if laid_out:
         release()

@@ -21,8 +21,8 @@ TILES, PAIRS, WIDENED, FLOATS = range(4)
 """Modes: bfloat16 multiplied in AMX tiles, in pairs of a vector, widened to float32; float32."""
 IN_PAIRS = TILES, PAIRS
 """Modes whose words are pairs of bfloat16: memory lies alike, only the products differ."""
-MOST_ROWS = TILE_ROWS
-"""Rows that are multiplied at a time, at most: a tile's; ROWS where there are no tiles."""
+MOST_ROWS = 2 * TILE_ROWS
+"""Rows that are multiplied at a time, at most: two tiles'; ROWS where there are no tiles."""
 
 # The arguments: int64 each. Strides and sizes ending in _BYTES; the others are counts or addresses.
 (
@@ -68,7 +68,7 @@ STAGED_ROWS = VALUE_ROWS + 8 * CHUNK
 NEXT_KEY_ROWS = STAGED_ROWS + 8 * CHUNK  # of the next item, to be prefetched
 NEXT_VALUE_ROWS = NEXT_KEY_ROWS + 8 * CHUNK
 LAYOUT = NEXT_VALUE_ROWS + 8 * CHUNK
-(ZEROS, STAGE, PACKED_KEYS, PACKED_VALUES, ROW_QUERIES, ROW_SCORES, ROW_WEIGHTS, ROW_STATS, ROW_MIXED) = range(9)
+(ZEROS, STAGE, PACKED_KEYS, PACKED_VALUES, ROW_QUERIES, STAGED_QUERY, ROW_SCORES, ROW_STATS, ROW_MIXED) = range(9)
 (ROW_TABLE, FOLD_STATS, FOLD_MIXED, CURRENT_ITEM, TILE_CONFIG, LAYOUT_SIZE) = range(9, 15)
 VARIABLE = LAYOUT + 8 * LAYOUT_SIZE + 8  # kept a multiple of 64 below
 
@@ -98,12 +98,12 @@ def scratch_layout(mode: int, key_dim: int, value_dim: int, token_bytes: int, mo
         CHUNK * 4 * (padded(max(key_dim, value_dim), 32) + 32),  # STAGE
         CHUNK * 4 * words,
         CHUNK * 4 * values,
-        MOST_ROWS * 4 * (words + 32),
-        MOST_ROWS * 4 * CHUNK,
+        most_rows[0] * 4 * words,
+        4 * (words + 32),  # STAGED_QUERY
         MOST_ROWS * 4 * CHUNK,
         MOST_ROWS * 8,
         MOST_ROWS * 4 * values,
-        most_rows[0] * 32,  # ROW_TABLE: address of the query, low, high, target
+        most_rows[0] * 24,  # ROW_TABLE: low, high, target
         most_rows[1] * 8,
         most_rows[1] * 4 * values,
         8,

@@ -386,12 +386,13 @@ def _softmax(to_pairs: bool) -> Any:
     """One row's weights in one chunk, unnormalised.
 
     scores[start:stop] (multiples of 64) are seen from `low` to `high` (exclusive); `factor` > 0 scales them. Writes
-    2 ** (factor * score - peak) to `weights`, 0 where unseen, as bfloat16 if `to_pairs`; peak and sum to `stats`.
+    2 ** (factor * score - peak) in their place, 0 where unseen, as bfloat16 if `to_pairs`: they then begin at
+    scores + 2 * start bytes. Writes peak and sum to `stats`.
     """
 
-    @_instructions("aaaiiiif")
+    @_instructions("aaiiiif")
     def softmax(builder: Any, *arguments: Any) -> None:
-        scores, weights, stats, start, stop, low, high, factor = arguments
+        scores, stats, start, stop, low, high, factor = arguments
         factor = _splat(builder, factor)
         lane = ir.Constant(I32S, list(range(LANES)))
         bounds = [_splat(builder, builder.trunc(bound, I32)) for bound in (low, high)]
@@ -425,10 +426,10 @@ def _softmax(to_pairs: bool) -> Any:
                 weight = _exp2(builder, _fma(builder, score, factor, minus_peak), 4 if to_pairs else 6)
                 if to_pairs:
                     halves = builder.bitcast(builder.fptrunc(weight, BF16S), I16S)
-                    _store(builder, halves, builder.add(weights, builder.mul(at, _int(2))))
+                    _store(builder, halves, builder.add(scores, builder.mul(at, _int(2))))
                     weight = _widened(builder, halves)
                 else:
-                    _store(builder, weight, builder.add(weights, builder.mul(at, _int(4))))
+                    _store(builder, weight, builder.add(scores, builder.mul(at, _int(4))))
                 total = builder.fadd(total, weight)
             return [total]
 

@@ -85,13 +85,18 @@ def _fetch(builder: Any, address: Any, num_lines: int) -> None:
         builder.call(function, [at, read, into_all_caches, data])
 
 
-@simd._instructions("aii")
-def configure(builder: Any, config: Any, rows_0: Any, rows_1: Any) -> None:
-    """Lay out this thread's tiles for `rows_0` and `rows_1` (0 to 16) rows of A; writes 64 bytes to `config`."""
-    byte = ir.IntType(8)
+@simd._instructions("ai")
+def lay_out(builder: Any, config: Any, num_rows: Any) -> None:
+    """Lay out this thread's tiles for products of `num_rows` (1 to 32) rows of A; writes 64 bytes to `config`.
+
+    Up to 16 rows all tiles of rows have that many; beyond, the second have what the first leave.
+    """
+    byte, most = ir.IntType(8), simd._int(TILE_ROWS)
+    few = builder.icmp_signed("<=", num_rows, most)
+    first = builder.select(few, num_rows, most)
+    second = builder.select(few, num_rows, builder.sub(num_rows, most))
     simd._store(builder, ir.Constant(ir.VectorType(byte, CONFIG_BYTES), [1] + [0] * (CONFIG_BYTES - 1)), config)
-    second = builder.select(builder.icmp_signed(">", rows_1, simd._int(0)), rows_1, simd._int(TILE_ROWS))
-    for tile, rows in enumerate((rows_0, rows_0, second, second, rows_0, second, simd._int(16), simd._int(16))):
+    for tile, rows in enumerate((first, first, second, second, first, second, most, most)):
         simd._store(builder, ir.Constant(ir.IntType(16), 64), config, 16 + 2 * tile)
         simd._store(builder, builder.trunc(rows, byte), config, 48 + tile)
     _tile_call(builder, "ldtilecfg", _pointer(builder, config))
@@ -143,35 +148,54 @@ product_16, product_32 = _product(1), _product(2)
 """By the number of rows that they take at most."""
 
 
-def _wide_product(num_tiles: int) -> Any:
-    @simd._instructions("aiaiai")
-    def product(builder: Any, a: Any, lda: Any, b: Any, num_steps: Any, c: Any, ldc: Any) -> None:
-        """C = A B of as many rows as the tiles are laid out for, and 16 * `num_tiles` columns.
+def _emit_wide(builder: Any, shape: tuple[int, int], arguments: tuple[Any, ...]) -> None:
+    """A product of one or two tiles of rows and so many tiles of columns."""
+    num_row_tiles, num_tiles = shape
+    a, lda, b, num_steps, c, ldc = arguments
+    line, down = simd._int(64 * num_tiles), simd._int(TILE_ROWS)
+    rows = [a, builder.add(a, builder.mul(lda, down))][:num_row_tiles]
+    targets = [c, builder.add(c, builder.mul(ldc, down))]
+    at_a_time = min(4 // num_row_tiles, num_tiles)
+    places = [(number, column) for column in range(at_a_time) for number in range(num_row_tiles)]
+    for first in range(0, num_tiles, at_a_time):
+        for number, column in places:
+            _tile_call(builder, "tilezero", _tile(2 * number + column))
 
-        a, c: rows `lda`, `ldc` bytes apart; b: [16 * num_steps, columns] pairs without gaps.
-        """
-        if not has_tiles():
-            return  # nobody calls it, and no other processor has these instructions
-        line = simd._int(64 * num_tiles)
-        for tile in range(num_tiles):
-            _tile_call(builder, "tilezero", _tile(tile))
-
-        def body(step: Any) -> list[Any]:
+        def body(step: Any, first: int = first) -> list[Any]:
             panel = builder.add(b, builder.mul(step, simd._int(TILE_BYTES * num_tiles)))
-            _load(builder, 4, builder.add(a, builder.mul(step, simd._int(64))), lda)
-            for tile in range(num_tiles):
-                right = 6 + tile % 2
-                _load(builder, right, builder.add(panel, simd._int(64 * tile)), line)
-                _multiply(builder, tile, 4, right)
+            for number, row in enumerate(rows):
+                _load(builder, 4 + number, builder.add(row, builder.mul(step, simd._int(64))), lda)
+            for column in range(at_a_time):
+                right = 6 + column % 2
+                _load(builder, right, builder.add(panel, simd._int(64 * (first + column))), line)
+                for number in range(num_row_tiles):
+                    _multiply(builder, 2 * number + column, 4 + number, right)
             return []
 
         simd._loop(builder, simd._int(0), num_steps, 1, [], body)
-        for tile in range(num_tiles):
-            target = builder.add(c, simd._int(64 * tile))
-            _tile_call(builder, "tilestored64", _tile(tile), _pointer(builder, target), ldc)
+        for number, column in places:
+            target = _pointer(builder, builder.add(targets[number], simd._int(64 * (first + column))))
+            _tile_call(builder, "tilestored64", _tile(2 * number + column), target, ldc)
+
+
+def _wide_product(num_tiles: int) -> Any:
+    @simd._instructions("iaiaiai")
+    def product(builder: Any, num_rows: Any, *arguments: Any) -> None:
+        """C = A B of 1 to 32 rows, for which tiles are laid out, and 16 * `num_tiles` columns.
+
+        a, lda (bytes between rows); b: [16 * steps, columns] pairs without gaps; steps; c, ldc (bytes between rows).
+        """
+        if not has_tiles():
+            return  # nobody calls it, and no other processor has these instructions
+        few = builder.icmp_signed("<=", num_rows, simd._int(TILE_ROWS))
+        with builder.if_else(few) as (then, otherwise):
+            with then:
+                _emit_wide(builder, (1, num_tiles), arguments)
+            with otherwise:
+                _emit_wide(builder, (2, num_tiles), arguments)
 
     return product
 
 
 tile_product_64, tile_product_32 = _wide_product(4), _wide_product(2)
-"""By the number of columns; their tiles are those that `configure(config, rows, rows)` lays out."""
+"""By the number of columns."""
