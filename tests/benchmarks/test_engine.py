@@ -41,7 +41,7 @@ def test_every_engine_gets_a_figure_and_the_last_line_is_json() -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     for figure in FIGURES:
-        assert set(report[figure]) == {"foreword", "transformers"}
+        assert set(report[figure]) == {"foreword", "transformers", "transformers.batching"}
         assert min(report[figure].values()) > 0
         assert report["limits"][figure] > 0
     assert report["quick"] is True
