@@ -6,20 +6,19 @@ fifteen operations for it, each with a pass over memory, and two more to write k
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, types
+from numba import carray
 from torch import Tensor
 
 from foreword.model.kernels import rows, simd
-from foreword.model.kernels.cpu_attention import Team
 from foreword.model.kernels.cpu_layout import source_digest
 from foreword.model.kernels.simd import LANES
+from foreword.model.kernels.team import Team, native_worker
 
 ALONE_ELEMENTS = 1 << 16
 """Work on fewer elements is done by the calling thread: waking the others takes longer."""
@@ -62,7 +61,7 @@ def _compile_worker() -> Any:
     """What each thread of a team runs: rows until none are left. Compiled once per machine and kept."""
     digest = source_digest()
 
-    @cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+    @native_worker  # type: ignore[untyped-decorator]
     def worker(arguments: Any) -> None:
         a = carray(arguments, NUM_ARGUMENTS)
         if digest == 0:
@@ -109,9 +108,7 @@ class RotaryKernel:
     def __init__(self, shapes: HeadShapes, query_norm: HeadNorm | None, key_norm: HeadNorm | None) -> None:
         self._shapes = shapes
         self._norms = query_norm, key_norm
-        self._worker = _compile_worker()
-        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._worker.address)
-        self._team = Team()
+        self._team = Team(_compile_worker())
         self._counter = np.zeros(8, np.int64)
         self._epsilons = np.array([norm.epsilon if norm else 0.0 for norm in self._norms], np.float32)
         a = self._arguments = np.zeros(NUM_ARGUMENTS, np.int64)
@@ -142,7 +139,7 @@ class RotaryKernel:
         a[NUM_ROWS], a[NUM_SLOTS] = num_rows, len(slots)
         self._counter[0] = 0
         if projected.numel() <= ALONE_ELEMENTS or torch.get_num_threads() == 1:
-            self._call(a.ctypes.data)
+            self._team.run_alone(a.ctypes.data)
         else:
-            self._team.run(self._worker.address, a.ctypes.data)
+            self._team.run(a.ctypes.data)
         return output

@@ -8,19 +8,18 @@ hand-over to the threads, and for silu in bfloat16 about 2 ns per element.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, types
+from numba import carray
 from torch import Tensor
 
 from foreword.model.kernels import rows, simd
-from foreword.model.kernels.cpu_attention import Team
 from foreword.model.kernels.cpu_layout import source_digest
 from foreword.model.kernels.simd import LANES
+from foreword.model.kernels.team import Team, native_worker
 
 ALONE_ELEMENTS = 1 << 17
 """Work on fewer elements is done by the calling thread: waking the others takes longer."""
@@ -37,7 +36,7 @@ def _compile_worker() -> Any:
     """What each thread of a team runs: units of rows until none are left. Compiled once per machine and kept."""
     digest = source_digest()
 
-    @cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+    @native_worker  # type: ignore[untyped-decorator]
     def worker(arguments: Any) -> None:
         a = carray(arguments, NUM_ARGUMENTS)
         if digest == 0:
@@ -75,9 +74,7 @@ class RowKernels:
     """The operations on tensors. One thread at a time."""
 
     def __init__(self) -> None:
-        self._worker = _compile_worker()
-        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._worker.address)
-        self._team = Team()
+        self._team = Team(_compile_worker())
         self._arguments = np.zeros(NUM_ARGUMENTS + 2, np.int64)  # the last two: the counter and epsilon
         self._epsilon = self._arguments[-1:].view(np.float32)
         address = self._arguments.ctypes.data
@@ -124,6 +121,6 @@ class RowKernels:
         a[FORM], a[UNIT_ROWS] = form | (BFLOAT16 if size == 2 else 0), max(1, UNIT_ELEMENTS // width)
         a[NUM_ARGUMENTS] = 0  # the counter
         if output.numel() <= ALONE_ELEMENTS:
-            self._call(self._address)
+            self._team.run_alone(self._address)
         else:
-            self._team.run(self._worker.address, self._address)
+            self._team.run(self._address)

@@ -10,20 +10,19 @@ feed-forward network gate and up lie side by side in a panel, and the gate is co
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, types
+from numba import carray
 from torch import Tensor
 
 from foreword.model.kernels import simd, tiles
-from foreword.model.kernels.cpu_attention import Team
 from foreword.model.kernels.cpu_layout import source_digest
 from foreword.model.kernels.rows import silu
 from foreword.model.kernels.simd import BF16S, I16S
+from foreword.model.kernels.team import Team, native_worker
 from foreword.model.kernels.tiles import PANEL, STEP, TILE_ROWS
 
 UNIT_ROWS = 256
@@ -68,7 +67,7 @@ def _compile_worker() -> Any:
     """What each thread of a team runs: units until none are left. Compiled once per machine and kept."""
     digest = source_digest()
 
-    @cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")  # type: ignore[untyped-decorator]
+    @native_worker  # type: ignore[untyped-decorator]
     def worker(arguments: Any) -> None:
         a = carray(arguments, NUM_ARGUMENTS)
         if digest == 0:
@@ -120,9 +119,7 @@ class TileProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> None:
         """`weight` [out_features, in_features] bfloat16; `gated`: its first half is the gate, its second up."""
         assert tiles.has_tiles()  # which also asks the system to let this process use them
-        self._worker = _compile_worker()
-        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._worker.address)
-        self._team = Team()
+        self._team = Team(_compile_worker())
         self._gated = gated
         self.out_features, self.in_features = weight.shape
         self._num_panels = -(-self.out_features // PANEL)
@@ -183,7 +180,7 @@ class TileProduct:
         a[COUNTERS], a[SCRATCH] = a.ctypes.data + 8 * NUM_ARGUMENTS, self._scratch.data_ptr()
         a[NUM_ARGUMENTS:] = 0
         if num_rows * self.in_features * self.out_features < ALONE_OPERATIONS:
-            self._call(a.ctypes.data)
+            self._team.run_alone(a.ctypes.data)
         else:
-            self._team.run(self._worker.address, a.ctypes.data)
+            self._team.run(a.ctypes.data)
         return output

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from numba import carray, cfunc, types
+from numba import carray
 
 from foreword.model.kernels.cpu_layout import (
     ATTEND_CHUNK,
@@ -95,6 +95,7 @@ from foreword.model.kernels.simd import (
     widen,
 )
 from foreword.model.kernels.step_plan import CHUNK, FOLD, SHARED
+from foreword.model.kernels.team import native_worker
 
 
 @compiled
@@ -330,7 +331,7 @@ def compile_worker() -> Any:
     """
     digest = source_digest()
 
-    @cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")
+    @native_worker
     def worker(arguments: Any) -> None:
         if digest != 0:
             _work(carray(arguments, NUM_ARGUMENTS))

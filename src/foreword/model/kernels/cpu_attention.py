@@ -1,15 +1,9 @@
-"""The CPU kernel's door: torch tensors in, torch tensors out, and the threads that do the work.
+"""The CPU kernel's door: torch tensors in, torch tensors out.
 
-Knows tensors and torch's threads; knows nothing of models or requests.
+Knows tensors; knows nothing of models or requests.
 """
 
 from __future__ import annotations
-
-import ctypes
-import functools
-import glob
-import os
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -23,50 +17,8 @@ from foreword.model.kernels.reference import AttentionOptions
 from foreword.model.kernels.sharing_report import SharingReport
 from foreword.model.kernels.simd import HAS_BF16_DOT
 from foreword.model.kernels.step_plan import FOLD_QUERIES, Int64Array, SharingRule, StepPlan, plan_step
+from foreword.model.kernels.team import Team
 from foreword.model.kernels.tiles import has_tiles
-
-_ARGUMENTS = ctypes.c_void_p
-
-
-class Team:
-    """Threads that run one function together.
-
-    torch's own threads are used where torch brings GNU's OpenMP: a second pool beside it would compete with it,
-    since threads that wait for work spin for a while. Elsewhere plain threads, woken for each call.
-    """
-
-    def __init__(self) -> None:
-        self._parallel = _gnu_parallel()
-        self._pool: ThreadPoolExecutor | None = None
-
-    def run(self, function: int, arguments: int) -> None:
-        """Call the native function at address `function` once per thread of torch's; returns when all have."""
-        num_threads = torch.get_num_threads()
-        call = ctypes.CFUNCTYPE(None, _ARGUMENTS)(function)
-        if num_threads == 1:
-            call(arguments)
-        elif self._parallel is not None:
-            self._parallel(function, arguments, num_threads, 0)
-        else:
-            self._pool = self._pool or ThreadPoolExecutor(num_threads)
-            waiting = [self._pool.submit(call, arguments) for _ in range(num_threads - 1)]
-            call(arguments)
-            for one in waiting:
-                one.result()
-
-
-@functools.cache
-def _gnu_parallel() -> ctypes._NamedFuncPointer | None:
-    """GNU OpenMP's entry point in the copy that torch has loaded; None if torch has another OpenMP."""
-    for path in glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libgomp*.so*")):
-        try:
-            function = ctypes.CDLL(path).GOMP_parallel
-        except (OSError, AttributeError):
-            continue
-        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        function.restype = None
-        return function
-    return None
 
 
 def fastest_mode() -> int:
@@ -83,8 +35,7 @@ class CpuAttention:
         self._sharing = SharingReport()
         self._token_bytes, self._bytes_this_step = 0, 0
         self._bfloat16 = fastest_mode() if bfloat16 is None else bfloat16
-        self._team = Team()
-        self._worker = compile_worker()
+        self._team = Team(compile_worker())
         self._chunk = compile_chunk()
         self._scratch: dict[tuple[object, ...], Int64Array] = {}
         self._partials = torch.empty(0)
@@ -145,10 +96,10 @@ class CpuAttention:
         a[layout.PARTIAL_MIXED] = self._partials.data_ptr() + layout.padded(plan.num_slots * num_heads * 8, 64)
         a[layout.SCRATCH], a[layout.SCRATCH_BYTES] = scratch.ctypes.data, scratch.strides[0]
         a[layout.SELF], a[layout.ATTEND_CHUNK] = a.ctypes.data, self._chunk.address
-        self._team.run(self._worker.address, a.ctypes.data)
+        self._team.run(a.ctypes.data)
         if len(plan.merges):
             a[layout.PHASE], counters[:] = 1, 0
-            self._team.run(self._worker.address, a.ctypes.data)
+            self._team.run(a.ctypes.data)
         return output.to(query.dtype)
 
     def _thread_memory(
