@@ -150,21 +150,35 @@ def measure_limits(watch: Stopwatch, quick: bool) -> dict[str, float]:
 
 
 def inner_loop_rate(quick: bool) -> float:
-    """GFLOP/s of one thread in the product that the kernel is made of: 7 rows by 64 lanes, 32 words deep."""
+    """GFLOP/s of one thread in the product that the kernel is made of: so many rows by 64 lanes, 32 words deep."""
     from numba import njit
 
-    from foreword.model.kernels.simd import HAS_BF16_DOT, ROWS, pair_product_64
+    from foreword.model.kernels import simd, tiles
+
+    in_tiles = tiles.has_tiles()
+    num_rows = 2 * tiles.TILE_ROWS if in_tiles else simd.ROWS
 
     @njit
-    def run(a: int, b: int, c: int, repeats: int) -> None:
+    def run_tiles(config: int, a: int, b: int, c: int, repeats: int) -> None:
+        tiles.lay_out(config, num_rows)
         for _ in range(repeats):
-            pair_product_64(ROWS, a, 128, b, 32, c, 256)
+            tiles.tile_product_64(num_rows, a, 128, b, 2, c, 256)
+        tiles.release()
 
-    left, right, result = torch.zeros(ROWS, 32), torch.zeros(32, 64), torch.zeros(ROWS, 64)
+    @njit
+    def run_vectors(config: int, a: int, b: int, c: int, repeats: int) -> None:
+        for _ in range(repeats):
+            simd.pair_product_64(num_rows, a, 128, b, 32, c, 256)
+
+    run = run_tiles if in_tiles else run_vectors
+    config = torch.zeros(tiles.CONFIG_BYTES, dtype=torch.uint8)
+    memory = [torch.randn(num_rows, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.zeros(num_rows, 64)]
+    addresses = [one.data_ptr() for one in (config, *memory)]
     repeats = 20_000
     watch = Stopwatch(time.thread_time, 2 if quick else 9)
-    took = watch({"loop": lambda: run(left.data_ptr(), right.data_ptr(), result.data_ptr(), repeats)})["loop"]
-    return 2 * ROWS * 64 * 32 * (2 if HAS_BF16_DOT else 1) * repeats / took / 1e6
+    took = watch({"loop": lambda: run(*addresses, repeats)})["loop"]
+    operations = 2 * num_rows * 64 * 32 * (2 if in_tiles or simd.HAS_BF16_DOT else 1)
+    return operations * repeats / took / 1e6
 
 
 def limit_ms(case: Case, limits: dict[str, float]) -> tuple[float, str]:
