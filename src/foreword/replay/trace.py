@@ -34,7 +34,8 @@ MOONCAKE_BLOCK_TOKENS = 512
 TOKEN_BLOCK_TOKENS = 16
 DEFAULT_OUTPUT_TOKENS = 1
 MAX_REPORTED_LINES = 5
-NUM_LINES_AHEAD = 64
+NUM_LINES_AHEAD = 256
+_DECODER = json.JSONDecoder()
 
 
 class PromptEncoder(Protocol):
@@ -44,8 +45,7 @@ class PromptEncoder(Protocol):
     def render_chat(self, messages: Any) -> npt.NDArray[np.int32]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedRequest:
+class RecordedRequest(NamedTuple):
     """One request of a recording."""
 
     timestamp_ms: float | None
@@ -69,8 +69,7 @@ class RecordedRequest:
 # ---------------------------------------------------------------------------------------------- lines
 
 
-@dataclass(frozen=True, slots=True)
-class MooncakeRecord:
+class MooncakeRecord(NamedTuple):
     """One line as Mooncake publishes it."""
 
     timestamp_ms: float
@@ -82,6 +81,10 @@ class MooncakeRecord:
 def parse_json_line(line: str, where: str) -> Any:
     """The value on a line; `where` names the line. Raises TraceError."""
     try:
+        if line[:1] in "{[":  # half the time of `loads`, which looks for white space by regular expressions
+            value, end = _DECODER.raw_decode(line)
+            if end >= len(line) - 1 and line[end:] in ("", "\n"):
+                return value
         return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{where} is not JSON ({error}); each line must be one JSON object") from error
@@ -91,21 +94,23 @@ def parse_mooncake_record(record: object, where: str, *, block_tokens: int = MOO
     """Check what a line of Mooncake's format says. Raises TraceError, naming the value."""
     if not isinstance(record, dict):
         raise TraceError(f"{where} is {json.dumps(record)[:40]!r}; each line must be one JSON object")
-    for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 0)):
-        value = record.get(name)
-        kinds = (int, float) if name == "timestamp" else (int,)
-        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 <= value - least < float("inf"):
-            raise TraceError(f"{where}: {name}={value!r}; it must be a number of at least {least}")
+    timestamp, input_length, output_length = map(record.get, ("timestamp", "input_length", "output_length"))
+    if type(timestamp) not in (int, float) or not 0 <= timestamp < float("inf"):
+        raise TraceError(f"{where}: timestamp={timestamp!r}; it must be a number of at least 0")
+    if type(input_length) is not int or input_length < 1:
+        raise TraceError(f"{where}: input_length={input_length!r}; it must be a number of at least 1")
+    if type(output_length) is not int or output_length < 0:
+        raise TraceError(f"{where}: output_length={output_length!r}; it must be a number of at least 0")
     ids = record.get("hash_ids")
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:
         raise TraceError(f"{where}: hash_ids={str(ids)[:40]}; it must be a list of numbers of at least 0")
-    num_blocks = -(-record["input_length"] // block_tokens)
+    num_blocks = -(-input_length // block_tokens)
     if len(ids) != num_blocks:
         raise TraceError(
-            f"{where}: hash_ids has {len(ids)} ids, but input_length={record['input_length']} takes {num_blocks} "
+            f"{where}: hash_ids has {len(ids)} ids, but input_length={input_length} takes {num_blocks} "
             f"blocks of {block_tokens} tokens; give one id per block"
         )
-    return MooncakeRecord(float(record["timestamp"]), record["input_length"], record["output_length"], ids)
+    return MooncakeRecord(float(timestamp), input_length, output_length, ids)
 
 
 class _ParsedLine(NamedTuple):
@@ -151,7 +156,7 @@ class _LineParser:
     def _of_block_ids(self, record: dict[str, Any], where: str) -> _ParsedLine:
         block_tokens = self.block_tokens or _number(record, "block_tokens", 1, where) or MOONCAKE_BLOCK_TOKENS
         ids = record["hash_ids"]
-        if isinstance(ids, list) and ids and all(isinstance(block_id, str) for block_id in ids):
+        if isinstance(ids, list) and ids and set(map(type, ids)) == {str}:
             try:  # other recorders write digests
                 content_ids = as_content_ids(ids)
             except ValueError as error:
@@ -288,7 +293,7 @@ class TraceReader:
 
     def _lines(self) -> Iterator[_ParsedLine | TraceError]:
         """The lines that are not empty, or what is wrong with them; an error in the file is the last of them."""
-        number = 0
+        number, of_trace = 0, f"of trace {str(self.file)!r}"
         try:
             with self._open() as (raw, lines):
                 told = 0
@@ -299,7 +304,7 @@ class TraceReader:
                     if number == 1:
                         line = line.removeprefix(codecs.BOM_UTF8)
                     if line.strip():
-                        yield self._parse(line, f"line {number} of trace {str(self.file)!r}")
+                        yield self._parse(line, f"line {number} {of_trace}")
         except (EOFError, zlib.error, OSError) as error:
             what = error.strerror if isinstance(error, OSError) and error.strerror else error
             if not number:
