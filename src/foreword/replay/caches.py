@@ -18,14 +18,13 @@ import numpy as np
 
 from foreword.cache import EvictionPolicy, KVCacheManager, RadixIndex, TokenSequence
 from foreword.errors import ConfigError
-from foreword.replay.keys import PrefixKeys
+from foreword.replay.keys import NO_KEYS, PrefixKeys
 from foreword.replay.trace import RecordedRequest
 
 PIECE_BITS = np.uint64(31)
 """A prefix key is given to the manager as two token ids of so many bits: blocks of two tokens."""
 
 PIECES = 2
-NO_KEYS: PrefixKeys = np.empty(0, np.uint64)
 
 
 class SimulatedCache(Protocol):
