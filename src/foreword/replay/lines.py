@@ -67,11 +67,10 @@ def parse_mooncake_record(record: object, where: str, *, block_tokens: int = MOO
     return MooncakeRecord(*_times_and_lengths(record, len(ids), where, block_tokens), ids)
 
 
-def _times_and_lengths(
-    record: dict[str, Any], num_ids: int, where: str, block_tokens: int
-) -> tuple[float, int, int]:
+def _times_and_lengths(record: dict[str, Any], num_ids: int, where: str, block_tokens: int) -> tuple[float, int, int]:
     """timestamp, input_length and output_length. Raises TraceError."""
-    timestamp, input_length, output_length = map(record.get, ("timestamp", "input_length", "output_length"))
+    timestamp: Any = record.get("timestamp")
+    input_length, output_length = record.get("input_length"), record.get("output_length")
     if type(timestamp) not in (int, float) or not 0 <= timestamp <= MAX_TIME:
         raise TraceError(f"{where}: timestamp={timestamp!r}; it must be a number of at least 0")
     if type(input_length) is not int or input_length < 1:
@@ -171,16 +170,20 @@ class LineParser:
 
     def _of_block_ids(self, record: dict[str, Any], where: str) -> ParsedLine:
         ids = record["hash_ids"]
-        kinds = set(map(type, ids)) if isinstance(ids, list) else {type(ids)}
+        kinds = set(map(type, ids)) if isinstance(ids, list) else {None}
         if kinds != {str} and (kinds - {int} or min(ids, default=0) < 0):
-            raise TraceError(f"{where}: hash_ids={str(ids)[:40]}; it must be a list of numbers of at least 0, or digests")
+            raise TraceError(
+                f"{where}: hash_ids={str(ids)[:40]}; it must be a list of numbers of at least 0, or digests"
+            )
         return self._of_counted_ids(record, len(ids), as_content_ids(ids), where)
 
     def _of_counted_ids(self, record: dict[str, Any], num_ids: int, content_ids: PrefixKeys, where: str) -> ParsedLine:
         block_tokens = self.block_tokens or _number(record, "block_tokens", 1, where) or MOONCAKE_BLOCK_TOKENS
         filled = {"timestamp": 0, "output_length": 0, **record}
         timestamp, num_prompt, num_output = _times_and_lengths(filled, num_ids, where, block_tokens)
-        return ParsedLine(timestamp if "timestamp" in record else None, content_ids, num_prompt, num_output, block_tokens)
+        return ParsedLine(
+            timestamp if "timestamp" in record else None, content_ids, num_prompt, num_output, block_tokens
+        )
 
     def _of_text(self, record: dict[str, Any], where: str) -> ParsedLine:
         if self.tokenizer is None:
@@ -228,5 +231,5 @@ def _timestamp_ms(record: Mapping[str, Any], where: str) -> float | None:
             continue
         if type(value) not in (int, float) or not 0 <= value <= MAX_TIME:
             raise TraceError(f"{where}: {name}={value!r}; it must be a number of at least 0")
-        return scale * value
+        return float(scale * value)
     return None

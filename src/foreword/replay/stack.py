@@ -5,13 +5,11 @@ blocks used since, itself included: LRU finds it if and only if the capacity is 
 blocks from the tail to the head, when it ends; so a head is nearer than its tail.)
 
 After Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies" (1970); counts are kept as
-by Fenwick, "A new data structure for cumulative frequency tables" (1994). The loops are compiled by numba when the
-first stack is made, once per machine.
+by Fenwick, "A new data structure for cumulative frequency tables" (1994). The loops over blocks are in `compiled`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +33,7 @@ class Uses(NamedTuple):
     """[blocks]: time since the last use of each; meaningless for those never seen."""
 
 
-class _Tables(NamedTuple):
+class Tables(NamedTuple):
     """Blocks are numbered in the order in which they came first.
 
     A block's last use has a stamp, and the distance is the number of stamps in use from the block's own on:
@@ -62,12 +60,14 @@ class LruStack:
     """Distances of blocks that come again. Memory: 40 to 90 bytes for each different block."""
 
     def __init__(self) -> None:
-        self._place, self._use = _compile()
+        from foreword.replay import compiled  # numba is slow to import
+
+        self._compiled = compiled
         self._forget()
 
     def _forget(self) -> None:
         self._num_blocks = self._next_stamp = 0
-        self._tables = _Tables(
+        self._tables = Tables(
             np.full(2 * MIN_BLOCKS, -1, np.int32),
             np.zeros(MIN_BLOCKS, np.uint64),
             np.full(MIN_BLOCKS, -1, np.int64),
@@ -88,7 +88,7 @@ class LruStack:
         """The next requests, laid end to end [blocks]; request i has `lengths[i]` blocks and ends at `times[i]`."""
         self._make_room(len(keys))
         uses = Uses(np.zeros(len(keys), np.int64), np.zeros(len(keys), np.float64))
-        self._num_blocks, self._next_stamp = self._use(
+        self._num_blocks, self._next_stamp = self._compiled.use_blocks(
             self._tables,
             uses,
             np.ascontiguousarray(keys),
@@ -115,7 +115,8 @@ class LruStack:
     def _in_order(self) -> npt.NDArray[np.int32]:
         """Numbers of all blocks by their last use."""
         blocks = self._tables.block_of_stamp[: self._next_stamp]
-        return blocks[self._tables.stamp_of[blocks] == np.arange(self._next_stamp)]
+        in_order: npt.NDArray[np.int32] = blocks[self._tables.stamp_of[blocks] == np.arange(self._next_stamp)]
+        return in_order
 
     def _make_room(self, num_new: int) -> None:
         tables, needed = self._tables, self._num_blocks + num_new
@@ -128,7 +129,7 @@ class LruStack:
             )
         if 2 * needed > len(tables.block_of_slot):
             slots = np.full(1 << (4 * needed - 1).bit_length() - 1, -1, np.int32)
-            self._place(slots, tables.key_of, self._num_blocks)
+            self._compiled.place_blocks(slots, tables.key_of, self._num_blocks)
             tables = tables._replace(block_of_slot=slots)
         self._tables = tables
         if self._next_stamp + num_new > len(tables.block_of_stamp):
@@ -151,90 +152,3 @@ def _resized(values: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     grown = np.zeros(size, values.dtype)
     grown[: len(values)] = values
     return grown
-
-
-@functools.cache
-def _compile() -> tuple[Any, Any]:
-    from numba import njit  # slow to import
-
-    return njit(cache=True)(_place_blocks), njit(cache=True)(_use_blocks)
-
-
-# What follows is compiled: loops over single blocks.
-
-
-def _place_blocks(slots: npt.NDArray[np.int32], key_of: PrefixKeys, num_blocks: int) -> None:
-    """Fill an empty hash table."""
-    mask = np.uint64(len(slots) - 1)
-    for block in range(num_blocks):
-        slot = key_of[block] & mask
-        while slots[slot] >= 0:
-            slot = (slot + np.uint64(1)) & mask
-        slots[slot] = block
-
-
-def _use_blocks(
-    tables: _Tables,
-    uses: Uses,
-    keys: PrefixKeys,
-    lengths: IntArray,
-    times: FloatArray,
-    num_blocks: int,
-    next_stamp: int,
-) -> tuple[int, int]:
-    """Number of blocks and next stamp afterwards. Changes `tables` and `uses`."""
-    slots, key_of, stamp_of, last_use, block_of_stamp, counts = tables
-    distances, idle = uses
-    blocks = np.empty(len(keys), np.int32)
-    mask = np.uint64(len(slots) - 1)
-    end = 0
-    for request in range(len(lengths)):
-        start, end = end, end + lengths[request]
-        num_stamps = num_blocks
-        stamp_before, distance = -1, 0
-        for at in range(start, end):
-            slot = keys[at] & mask
-            while slots[slot] >= 0 and key_of[slots[slot]] != keys[at]:
-                slot = (slot + np.uint64(1)) & mask
-            block = slots[slot]
-            if block < 0:
-                block = num_blocks
-                num_blocks += 1
-                slots[slot] = block
-                key_of[block] = keys[at]
-                stamp_of[block] = -1
-            blocks[at] = block
-            stamp = stamp_of[block]
-            if stamp < 0:
-                continue
-            if stamp == stamp_before - 1:  # consecutive blocks of an earlier request
-                distance += 1
-            else:
-                distance = num_stamps
-                node = stamp
-                while node > 0:
-                    distance -= counts[node]
-                    node &= node - 1
-            stamp_before = stamp
-            distances[at] = distance
-            idle[at] = times[request] - last_use[block]
-        for at in range(start, end):
-            block = blocks[at]
-            node = stamp_of[block] + 1
-            stamp_of[block] = -1
-            while 0 < node < len(counts):
-                counts[node] -= 1
-                node += node & -node
-        for at in range(end - 1, start - 1, -1):
-            block = blocks[at]
-            if stamp_of[block] >= 0:
-                continue  # the request has it twice
-            stamp_of[block] = next_stamp
-            last_use[block] = times[request]
-            block_of_stamp[next_stamp] = block
-            next_stamp += 1
-            node = next_stamp
-            while node < len(counts):
-                counts[node] += 1
-                node += node & -node
-    return num_blocks, next_stamp

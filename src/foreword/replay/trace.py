@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.errors import ConfigError, TraceError
-from foreword.replay.block_ids import read_numbers
 from foreword.replay.keys import PrefixKeys, chain_each
 from foreword.replay.lines import TOKEN_BLOCK_TOKENS, LineParser, ParsedLine, PromptEncoder, SkimmedLine
 
@@ -133,7 +132,7 @@ class TraceReader:
     def _with_ids(self, lines: list[SkimmedLine | ParsedLine | TraceError]) -> list[ParsedLine | TraceError]:
         """Read the ids of the lines that were only skimmed; if they are not all numbers, read these lines again."""
         skimmed = [line for line in lines if isinstance(line, SkimmedLine)]
-        ids = read_numbers(b",".join([line.ids for line in skimmed]), sum(line.num_ids for line in skimmed))
+        ids = _read_numbers(b",".join([line.ids for line in skimmed]), sum(line.num_ids for line in skimmed))
         read: list[ParsedLine | TraceError] = []
         end = 0
         for line in lines:
@@ -180,6 +179,14 @@ class TraceReader:
 
     def _open(self) -> _OpenTrace:
         return _OpenTrace(self.file)
+
+
+def _read_numbers(text: bytes, count: int) -> PrefixKeys | None:
+    """`1, 2,3` -> its numbers [count]; None if it is anything else."""
+    from foreword.replay.compiled import read_numbers  # numba is slow to import
+
+    numbers = np.empty(count, np.uint64)
+    return numbers if read_numbers(np.frombuffer(text, np.uint8), numbers) else None
 
 
 def _keys_of(lines: list[ParsedLine]) -> list[PrefixKeys]:
