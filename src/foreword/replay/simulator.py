@@ -21,7 +21,7 @@ from foreword.replay.optimum import Optimum
 from foreword.replay.trace import RecordedRequest
 
 OPTIMUM = "optimum"
-NUM_CURVE_POINTS = 48
+NUM_CURVE_POINTS = 96
 MAX_TABLE_BLOCKS = 50_000_000
 """The engine's own tables take 34 bytes a block when empty."""
 
@@ -128,7 +128,10 @@ class Simulation:
             self._find_optimum()
         self._pass.flush()
         curve, unlimited = self._pass.curve, self._pass.unlimited
-        points = np.unique(np.rint(np.geomspace(1, max(2, curve.num_blocks), NUM_CURVE_POINTS)).astype(np.int64))
+        most = max(2, curve.num_blocks)
+        asked = [capacity.num_blocks for capacity in self._capacities if capacity.num_blocks < most]
+        spread = np.rint(np.geomspace(1, most, NUM_CURVE_POINTS)).astype(np.int64)
+        points = np.unique([*spread.tolist(), *asked])  # the dots of LRU lie on its curve
         ratios = curve.hit_ratios(points)
         if self._samples:
             unlimited = HitCount(round(float(ratios[-1]) * self._num_blocks))
