@@ -5,7 +5,8 @@ Know arrays alone; what they mean is told by those who call them (`stack`, `trac
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,19 @@ MAX_DIGITS = 19
 
 COMMA, SPACE, ZERO, NINE = 44, 32, 48, 57
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-@njit(cache=True)
+
+def compiled(function: Function) -> Function:
+    """Compile it when it is first called, and keep that for the next run where a cache can be written."""
+    try:
+        kept: Function = njit(cache=True)(function)
+    except RuntimeError:  # a file system that is read only
+        kept = njit(function)
+    return kept
+
+
+@compiled
 def read_numbers(text: npt.NDArray[np.uint8], numbers: npt.NDArray[np.uint64]) -> bool:
     """Whether `text` is `1, 2,3` with just so many numbers, each of at most `MAX_DIGITS` digits. Changes `numbers`."""
     num_read = num_digits = 0
@@ -48,14 +60,14 @@ def read_numbers(text: npt.NDArray[np.uint8], numbers: npt.NDArray[np.uint64]) -
     return num_read == len(numbers)
 
 
-@njit(cache=True)
+@compiled
 def place_blocks(slots: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], num_blocks: int) -> None:
     """Fill an empty hash table with blocks 0 to `num_blocks`."""
     for block in range(num_blocks):
         slots[_find(slots, key_of, key_of[block])] = block
 
 
-@njit(cache=True)
+@compiled
 def use_blocks(
     tables: Tables,
     uses: Uses,
@@ -111,7 +123,7 @@ def use_blocks(
     return num_blocks, next_stamp
 
 
-@njit(cache=True)
+@compiled
 def _find(slots: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], key: np.uint64) -> np.uint64:
     """The key's slot, or the empty one where it belongs."""
     mask = np.uint64(len(slots) - 1)
@@ -121,7 +133,7 @@ def _find(slots: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], key: np.
     return slot
 
 
-@njit(cache=True)
+@compiled
 def _count_before(counts: Counts, stamp: int) -> int:
     """Stamps in use before this one."""
     count = 0
@@ -131,7 +143,7 @@ def _count_before(counts: Counts, stamp: int) -> int:
     return count
 
 
-@njit(cache=True)
+@compiled
 def _add(counts: Counts, stamp: int, change: int) -> None:
     node = stamp + 1
     while node < len(counts):

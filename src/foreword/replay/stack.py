@@ -57,7 +57,7 @@ class Tables(NamedTuple):
 
 
 class LruStack:
-    """Distances of blocks that come again. Memory: 40 to 90 bytes for each different block."""
+    """Distances of blocks that come again. Memory: some 90 bytes for each different block."""
 
     def __init__(self) -> None:
         from foreword.replay import compiled  # numba is slow to import
