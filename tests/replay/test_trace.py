@@ -227,7 +227,8 @@ def test_requests_before_a_malformed_line_come_before_its_error(tmp_path):
 # ---------------------------------------------------------------------------------------- malformed
 
 MALFORMED = [
-    ("{", "not JSON"),
+    ("{", "not JSON (Expecting property name enclosed in double quotes in column 2)"),
+    ("[1] [2]", "not JSON (Extra data in column 5)"),
     ("7", "must be a JSON object or a list"),
     ("[]", "give a list of at least one token id"),
     ("[1, -2]", "token ids -2 to 1"),

@@ -47,14 +47,16 @@ class MooncakeRecord(NamedTuple):
 
 def parse_json_line(line: str, where: str) -> Any:
     """The value on a line; `where` names the line. Raises TraceError."""
+    line = line.rstrip(" \t\r\n")
     try:
         if line[:1] in "{[":  # half the time of `loads`, which looks for white space by regular expressions
             value, end = _DECODER.raw_decode(line)
-            if end >= len(line) - 1 and line[end:] in ("", "\n"):
+            if end == len(line):
                 return value
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"{where} is not JSON ({error}); each line must be one JSON object") from error
+        what = f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise TraceError(f"{where} is not JSON ({what}); each line must be one JSON object") from error
 
 
 def parse_mooncake_record(record: object, where: str, *, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> MooncakeRecord:
