@@ -11,8 +11,8 @@ from foreword.cli import main
 from foreword.errors import ConfigError, ModelLoadError
 from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity
 from foreword.replay.keys import as_content_ids, chain
-from foreword.replay.picture import HEIGHT, WIDTH, as_png
-from foreword.replay.report import advice, capacity_for, knee
+from foreword.replay.picture import HEIGHT, WIDTH, as_html, as_png
+from foreword.replay.report import advice, capacity_for, interval_shares, knee
 from foreword.replay.simulator import simulate
 from foreword.replay.trace import RecordedRequest
 
@@ -164,7 +164,7 @@ def test_sampling_prints_its_error(trace, capsys):
 def test_capacities_and_kv_sizes_are_worked_out():
     assert parse_capacity("1GiB", 16, 1024).num_blocks == 2**30 // 16384
     assert parse_capacity("2.5kb", 1, 5).num_blocks == 500
-    with pytest.raises(ConfigError, match="holds 0 blocks of 16 tokens"):
+    with pytest.raises(ConfigError, match="is 0 blocks; give one that holds 1 to"):
         parse_capacity("1KB", 16, 1024)
     with pytest.raises(ConfigError, match="99,999,999,999 blocks"):
         parse_capacity("99999999999", 16, None)
@@ -184,6 +184,25 @@ def test_the_knee_is_where_a_loop_begins_to_fit():
     assert 90 <= knee(result) <= 100
     assert capacity_for(result, 0.9) >= 90
     assert "nine tenths" in advice(result)
+
+
+def test_lrus_dots_lie_on_its_curve_and_the_histogram_has_no_gaps():
+    trace = [*requests([1], [2], [1]), *requests(*[[100 + n] for n in range(40)], [2])]
+    result = simulate(trace, ["lru"], [Capacity("37", 37), Capacity("1000", 1000)])
+    at_37 = result.curve_capacities.index(37)
+    assert result.curve_ratios[at_37] == result.block_ratio(result.hits["lru"]["37"]) == 1 / 44
+    assert max(result.curve_capacities) == result.num_different_blocks
+    assert [name for name, _ in interval_shares(result)] == ["2 to 4", "4 to 8", "8 to 16", "16 to 32", "32 to 64"]
+    assert [share for _, share in interval_shares(result)] == [0.5, 0, 0, 0, 0.5]
+
+
+@pytest.mark.parametrize(("bytes_per_token", "headings"), [(None, 2), (1000, 3)])
+def test_the_page_tells_gigabytes_only_where_a_model_is_known(bytes_per_token, headings):
+    page = as_html(simulate(requests([1, 2], [1, 3]), ["lru"], [Capacity("7", 7)]), "a <trace>", bytes_per_token)
+    assert page.count("<th>GB</th>") == 2 * (headings - 2)
+    assert "<h1>a &lt;trace&gt;</h1>" in page
+    rows = [row for row in page.split("<tr>") if row.startswith(("<td>7<", "<td>unlimited<"))]
+    assert [row.count("<td>") for row in rows] == [headings + 1] * 3
 
 
 def test_traffic_without_reuse_is_told_plainly():

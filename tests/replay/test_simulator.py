@@ -9,12 +9,15 @@ import pytest
 
 from foreword.cache.eviction import POLICIES
 from foreword.errors import ConfigError
-from foreword.replay.caches import LruCache, ManagerCache, UnlimitedCache
+from foreword.replay import one_pass
+from foreword.replay.caches import LruCache, ManagerCache
 from foreword.replay.capacity import Capacity
-from foreword.replay.distances import LruCurve, LruStack
+from foreword.replay.compiled import compiled
+from foreword.replay.distances import LruCurve
 from foreword.replay.keys import as_content_ids, chain
 from foreword.replay.optimum import Optimum
 from foreword.replay.simulator import simulate
+from foreword.replay.stack import LruStack
 from foreword.replay.trace import RecordedRequest, TraceReader
 from replay.workloads import KINDS, chat, requests
 
@@ -131,14 +134,60 @@ def test_every_policy_can_be_replayed_and_finds_no_more_than_the_optimum(policy)
 
 def test_unlimited_memory_holds_all_that_was_seen():
     trace = random_requests(random.Random(1), 200, alphabet=3)
-    assert held_by(UnlimitedCache(), trace) == held_by(LruCache(10**6), trace)
+    assert simulate(trace, [], []).unlimited.blocks == sum(held_by(LruCache(10**6), trace))
 
 
 def test_a_request_larger_than_the_cache_is_refused_and_disturbs_nothing():
     trace = [request([1, 2]), request([7, 8, 9, 10]), request([1, 2])]
     assert held_by(LruCache(3), trace) == held_by(ManagerCache(3, "lru"), trace) == [0, 0, 2]
     result = simulate(trace, ["lru"], blocks(3))
-    assert result.hits["lru"]["3"].refused_blocks == 4
+    assert (result.hits["lru"]["3"].blocks, result.hits["lru"]["3"].refused_blocks) == (2, 4)
+
+
+def test_one_pass_finds_what_a_cache_of_each_capacity_does_whether_requests_fit_or_not(monkeypatch):
+    for batch_blocks in (1, 50, 10_000):
+        monkeypatch.setattr(one_pass, "BATCH_BLOCKS", batch_blocks)
+        for seed in range(3):
+            rng = random.Random(seed)
+            trace = random_requests(rng, 150, longest=3) + random_requests(rng, 150, longest=9)
+            result = simulate(trace, ["lru"], blocks(*range(1, 40)))
+            for capacity in range(1, 40):
+                count = result.hits["lru"][str(capacity)]
+                assert count.blocks == count.tokens == sum(held_by(LruCache(capacity), trace))
+                assert count.refused_blocks == sum(len(each.keys) for each in trace if len(each.keys) > capacity)
+
+
+def test_intervals_are_those_between_uses_of_single_blocks():
+    trace = requests(chat, 400)
+    last, expected = {}, {}
+    for now, each in enumerate(trace):
+        for key in each.keys.tolist():
+            if key in last:
+                doubling = (now - last[key]).bit_length() - 1
+                expected[doubling] = expected.get(doubling, 0) + 1
+            last[key] = now
+    assert simulate(trace, [], []).reuse_intervals.counts == expected
+
+
+def test_loops_are_compiled_where_nothing_can_be_kept_for_the_next_run():
+    scope = {}
+    exec("def double(number): return 2 * number", scope)  # numba finds no file to keep it beside
+    assert compiled(scope["double"])(21) == 42
+
+
+def test_a_stack_can_forget_all_but_the_latest_blocks():
+    trace = requests(chat, 300)
+    stack, recent = LruStack(), {}
+    for each in trace:
+        stack.admit(each.keys)
+        for key in reversed(each.keys.tolist()):
+            recent.pop(key, None)
+            recent[key] = None
+    assert stack.latest(100).tolist() == list(recent)[-100:]
+    stack.keep_latest(40)
+    assert len(stack) == 40
+    kept = np.array(list(recent)[-40:][::-1], np.uint64)
+    assert stack.admit(kept).tolist() == list(range(1, 41))
 
 
 # ---------------------------------------------------------------------------------- against brute force

@@ -144,6 +144,65 @@ def test_a_conversation_shares_its_earlier_turns(tmp_path):
     assert (first.timestamp_ms, second.timestamp_ms, second.num_output_tokens) == (3000.0, None, 9)
 
 
+SIMPLE = '{"timestamp": 3, "input_length": 1400, "output_length": 7, "hash_ids": [4, 5, 6]}'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        SIMPLE.replace(", ", ","),
+        SIMPLE.replace(": ", ":").replace(", ", ","),
+        SIMPLE.replace(", ", " ,  "),
+        SIMPLE.replace("[4", "[ 4").replace("6]", "6 ]"),
+        SIMPLE.replace(", ", ",\t"),
+        SIMPLE.replace("}", ', "note": "]"}'),
+        SIMPLE.replace("}", ', "hash_ids": [4, 5, 6]}'),
+        SIMPLE.replace("{", '{"hash_ids": [9], "block_tokens": null, '),
+        SIMPLE.replace("{", '{"note": "\\"hash_ids\\": [1, 2]", '),
+        SIMPLE.replace('"hash_ids"', '"hash\\u005fids"'),
+    ],
+)
+def test_lines_with_ids_are_read_alike_however_they_are_written(tmp_path, line):
+    expected, one, other = read(write(tmp_path, SIMPLE, line, mooncake([4, 5, 6], 1400, timestamp=3)))
+    for request in (one, other):
+        assert request.keys.tolist() == expected.keys.tolist()
+        assert (request.timestamp_ms, *request[2:]) == (3.0, 1400, 7, 512) == (expected.timestamp_ms, *expected[2:])
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        "[1, 02]",
+        "[1,, 2]",
+        "[1, 2,]",
+        "[1 2]",
+        "[, 1]",
+        "[1, 2",
+        "[1.0, 2]",
+        "[+1, 2]",
+        "[true, 2]",
+        "[1, [2]]",
+        "[null, 1]",
+    ],
+)
+def test_ids_that_json_or_the_format_does_not_allow_are_malformed_and_the_lines_beside_them_are_not(tmp_path, ids):
+    line = f'{{"input_length": 1024, "hash_ids": {ids}}}'
+    lines = [mooncake([7, 8]), line, mooncake([0, 10**19 - 1])]
+    reader = TraceReader(write(tmp_path, *lines))
+    first, last = reader
+    assert (reader.num_malformed, "line 2" in reader.malformed[0]) == (1, True)
+    assert [first.keys.tolist(), last.keys.tolist()] == [
+        chain(as_content_ids(each)).tolist() for each in ([7, 8], [0, 10**19 - 1])
+    ]
+
+
+def test_ids_up_to_64_bits_and_beyond_are_told_apart(tmp_path):
+    numbers = [10**18, 10**19 - 1, 10**19, 2**64 - 1, 2**64, 10**30]
+    keys = [request.keys[0] for request in read(write(tmp_path, *([mooncake([each]) for each in numbers])))]
+    assert len(set(keys)) == len(numbers)
+    assert keys[:4] == [chain(as_content_ids([each]))[0] for each in numbers[:4]]
+
+
 def test_gzipped_traces_are_known_by_their_content(tmp_path):
     plain = write(tmp_path, mooncake([1, 2]), mooncake([1, 3]))
     packed = write(tmp_path, mooncake([1, 2]), mooncake([1, 3]), name="trace.gz")
@@ -168,7 +227,8 @@ def test_requests_before_a_malformed_line_come_before_its_error(tmp_path):
 # ---------------------------------------------------------------------------------------- malformed
 
 MALFORMED = [
-    ("{", "not JSON"),
+    ("{", "not JSON (Expecting property name enclosed in double quotes in column 2)"),
+    ("[1] [2]", "not JSON (Extra data in column 5)"),
     ("7", "must be a JSON object or a list"),
     ("[]", "give a list of at least one token id"),
     ("[1, -2]", "token ids -2 to 1"),
@@ -180,6 +240,9 @@ MALFORMED = [
     ('{"input_length": 512, "hash_ids": [-1]}', "hash_ids="),
     ('{"input_length": 512, "hash_ids": [1], "timestamp": -1}', "timestamp=-1"),
     ('{"input_length": 512, "hash_ids": [1], "timestamp": Infinity}', "timestamp=inf"),
+    ('{"input_length": 512, "hash_ids": [1], "timestamp": 1' + "0" * 400 + "}", "timestamp=1"),
+    ('{"input_length": 512, "hash_ids": ["a", 1]}', "hash_ids="),
+    ('{"input_length": 512, "hash_ids": 7}', "hash_ids=7"),
     ('{"input_length": 512, "hash_ids": [1], "block_tokens": 0}', "block_tokens=0"),
     ('{"prompt_token_ids": [1], "max_tokens": "9"}', "max_tokens='9'"),
 ]

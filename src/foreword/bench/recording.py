@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.errors import TraceError
-from foreword.replay.trace import MOONCAKE_BLOCK_TOKENS, parse_json_line, parse_mooncake_record
+from foreword.replay.lines import MOONCAKE_BLOCK_TOKENS, parse_json_line, parse_mooncake_record
 
 RECORDED_BLOCK_TOKENS = MOONCAKE_BLOCK_TOKENS
 BLOCK_TOKENS = 16

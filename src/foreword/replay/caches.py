@@ -5,18 +5,20 @@ before the next one comes: what is left is the order of arrival, the capacity an
 would not fit into the whole cache is refused, and counts as missed.
 
 `ManagerCache` is the engine's own `KVCacheManager`; `LruCache` gives the same answers as it does under `lru`,
-faster; `UnlimitedCache` and `foreword.replay.optimum` are the limits.
+faster. (`foreword.replay.one_pass` is faster still, where every request fits.)
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from foreword.cache import EvictionPolicy, KVCacheManager, RadixIndex, TokenSequence
 from foreword.errors import ConfigError
+from foreword.replay.keys import NO_KEYS, PrefixKeys
 from foreword.replay.trace import RecordedRequest
 
 PIECE_BITS = np.uint64(31)
@@ -32,30 +34,32 @@ class SimulatedCache(Protocol):
         """Number of the next request's leading blocks that were held when it came."""
 
 
-class UnlimitedCache:
-    """Never evicts: misses only what was never there. Memory grows with the number of different blocks."""
+@dataclass(slots=True)
+class HitCount:
+    """What a cache found of a recording."""
 
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
+    blocks: int = 0
+    tokens: int = 0
+    refused_blocks: int = 0
+    """Of requests with more blocks than the cache has."""
 
-    def __len__(self) -> int:
-        """Different blocks seen."""
-        return len(self._seen)
-
-    def admit(self, request: RecordedRequest) -> int:
-        keys = request.keys.tolist()
-        held = _num_leading(keys, self._seen)
-        self._seen.update(keys[held:])
-        return held
+    def note(self, request: RecordedRequest, num_held: int, capacity: int) -> None:
+        """A cache of this capacity held so many of the request's first blocks."""
+        self.blocks += num_held
+        self.tokens += request.tokens_of(num_held)
+        if len(request.keys) > capacity:
+            self.refused_blocks += len(request.keys)
 
 
 class LruCache:
     """Evicts what was used longest ago, of one request the tail before the head. About 0.3 us a block."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, held: PrefixKeys = NO_KEYS) -> None:
+        """Holds the blocks `held` from the beginning, at most `capacity` of them, the one used last at the end."""
         _check_capacity(capacity)
+        assert len(held) <= capacity
         self.capacity = capacity
-        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._blocks: OrderedDict[int, None] = OrderedDict.fromkeys(held.tolist())
 
     def admit(self, request: RecordedRequest) -> int:
         keys = request.keys.tolist()
@@ -113,7 +117,7 @@ def as_token_ids(request: RecordedRequest) -> np.ndarray[tuple[int], np.dtype[np
     return tokens
 
 
-def _num_leading(keys: list[int], held: set[int] | OrderedDict[int, None]) -> int:
+def _num_leading(keys: list[int], held: OrderedDict[int, None]) -> int:
     if not keys or keys[0] not in held:
         return 0
     if keys[-1] in held:  # then all before it are

@@ -45,10 +45,7 @@ def parse_capacity(text: str, block_tokens: int, kv_bytes_per_token: int | None)
             )
         num_blocks = num_bytes // (block_tokens * kv_bytes_per_token)
     if not 1 <= num_blocks <= MAX_BLOCKS:
-        raise ConfigError(
-            f"capacity {name!r} holds {num_blocks:,} blocks of {block_tokens} tokens each; give one that holds "
-            f"1 to {MAX_BLOCKS:,}"
-        )
+        raise ConfigError(f"capacity {name!r} is {num_blocks:,} blocks; give one that holds 1 to {MAX_BLOCKS:,}")
     return Capacity(name, num_blocks)
 
 

@@ -1,96 +1,24 @@
-"""LRU at every capacity in one pass: stack distances, exact or from a sample of the blocks.
+"""The curve of LRU over capacity, from the stack distances of all blocks or of a sample of them.
 
-Know prefix keys; know no capacity. The distance of a block that comes again is the number of different blocks
-used since, itself included: LRU finds it if and only if the capacity is at least that. (A request uses its
-blocks from the tail to the head, when it ends; so a head is nearer than its tail.)
-
-After Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies" (1970); sampling after
-Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC construction with SHARDS" (FAST 2015).
+Knows prefix keys and counts of distances; `stack` finds the distances. Sampling after Waldspurger, Park, Garthwaite
+and Ahmad, "Efficient MRC construction with SHARDS" (FAST 2015).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.errors import ConfigError
 from foreword.replay.keys import PrefixKeys
+from foreword.replay.stack import LruStack, Uses
 
 IntArray = npt.NDArray[np.int64]
 
-BUCKET = 1024
-"""Stamps that are counted together."""
-
 NUM_GROUPS = 16
 """Parts of the sample whose disagreement gives the error."""
-
-
-class LruStack:
-    """Distances of blocks that come again. Memory: about 150 bytes for each different block.
-
-    Each block's last use has a stamp. The distance is the number of stamps in use from the block's own on:
-
-        stamps    . x . x | . . x x | x . . .        x: some block's last use
-                      ^ 1   +   2   + 1  = 4
-    """
-
-    def __init__(self) -> None:
-        self._stamp_of: dict[int, int] = {}
-        self._next_stamp = 0
-        self._alive = np.zeros(8 * BUCKET, np.bool_)
-        self._per_bucket = np.zeros(8, np.int64)
-
-    def __len__(self) -> int:
-        """Different blocks seen."""
-        return len(self._stamp_of)
-
-    def admit(self, keys: PrefixKeys) -> IntArray:
-        """The next request's blocks [blocks] -> distance of each, 0 for those never seen."""
-        if self._next_stamp + len(keys) > len(self._alive):
-            self._renumber(len(keys))
-        blocks = keys.tolist()
-        stamps = np.array([self._stamp_of.get(block, -1) for block in blocks], np.int64)
-        seen = stamps[stamps >= 0]
-        distances = np.zeros(len(blocks), np.int64)
-        distances[stamps >= 0] = self._count_from(seen)
-        self._alive[seen] = False
-        np.subtract.at(self._per_bucket, seen // BUCKET, 1)
-        first = self._next_stamp
-        self._next_stamp += len(blocks)
-        new = np.arange(first, self._next_stamp)
-        self._alive[new] = True
-        np.add.at(self._per_bucket, new // BUCKET, 1)
-        self._stamp_of.update(zip(reversed(blocks), range(first, self._next_stamp), strict=True))
-        return distances
-
-    def keep_latest(self, count: int) -> None:
-        """Forget all blocks but the `count` used last; the others, when they come again, count as never seen."""
-        in_order = sorted(self._stamp_of, key=self._stamp_of.__getitem__)
-        for block in in_order[: max(0, len(in_order) - count)]:
-            del self._stamp_of[block]
-        self._renumber(0)
-
-    def _count_from(self, stamps: IntArray) -> IntArray:
-        """How many stamps in use are not before each of these."""
-        buckets = stamps // BUCKET
-        behind = np.cumsum(self._per_bucket[::-1])[::-1] - self._per_bucket
-        counts = behind[buckets]
-        for bucket in np.unique(buckets).tolist():
-            within = self._alive[bucket * BUCKET : (bucket + 1) * BUCKET]
-            own = buckets == bucket
-            counts[own] += np.cumsum(within[::-1])[::-1][stamps[own] - bucket * BUCKET]
-        return counts
-
-    def _renumber(self, num_needed: int) -> None:
-        """Close the gaps between stamps in use, and make room for as many again."""
-        in_order = sorted(self._stamp_of, key=self._stamp_of.__getitem__)
-        self._stamp_of = {block: stamp for stamp, block in enumerate(in_order)}
-        count = len(in_order)
-        size = -(-(2 * count + num_needed + BUCKET) // BUCKET) * BUCKET
-        self._alive = np.zeros(size, np.bool_)
-        self._alive[:count] = True
-        self._per_bucket = self._alive.reshape(-1, BUCKET).sum(axis=1, dtype=np.int64)
-        self._next_stamp = count
 
 
 class LruCurve:
@@ -107,22 +35,35 @@ class LruCurve:
         self.num_sampled = 0
         self._stack = LruStack()
         self._threshold = np.uint64(round(sampling_rate * 2**32))
-        self._histograms: list[dict[int, int]] = [{} for _ in range(NUM_GROUPS)]
+        self._num_groups = NUM_GROUPS if sampling_rate < 1.0 else 1
+        self._histograms: IntArray = np.zeros((self._num_groups, 1024), np.int64)
+        """[groups, distances]: accesses; column 0: of blocks never seen."""
 
     def admit(self, keys: PrefixKeys) -> None:
         """The next request."""
+        self.admit_each(keys, [len(keys)], [0.0])
+
+    def admit_each(self, keys: PrefixKeys, lengths: Sequence[int], times: Sequence[float]) -> Uses:
+        """The next requests as in `LruStack.admit_each` -> what the stack knew of the blocks followed."""
         self.num_accesses += len(keys)
+        groups = np.zeros(1, np.int64)
         if self.sampling_rate < 1.0:
-            keys = keys[(keys >> np.uint64(32)) < self._threshold]
-            if not len(keys):
-                return
+            chosen = (keys >> np.uint64(32)) < self._threshold
+            before = np.concatenate((np.zeros(1, np.int64), np.cumsum(chosen)))
+            lengths = np.diff(before[np.cumsum([0, *lengths])]).tolist()
+            keys = keys[chosen]
+            groups = (keys % np.uint64(NUM_GROUPS)).astype(np.int64)
         self.num_sampled += len(keys)
-        distances = self._stack.admit(keys)
-        groups = (keys % np.uint64(NUM_GROUPS)) if self.sampling_rate < 1.0 else np.zeros(len(keys), np.uint64)
-        for group, distance in zip(groups.tolist(), distances.tolist(), strict=True):
-            if distance:
-                histogram = self._histograms[group]
-                histogram[distance] = histogram.get(distance, 0) + 1
+        uses = self._stack.admit_each(keys, lengths, times)
+        missing = int(uses.distances.max(initial=0)) + 1 - self._histograms.shape[1]
+        if missing > 0:
+            self._histograms = np.pad(self._histograms, ((0, 0), (0, missing + len(self._stack))))
+        np.add.at(self._histograms, (groups, uses.distances), 1)
+        return uses
+
+    def latest(self, count: int) -> PrefixKeys:
+        """Keys of the `count` blocks used last, or of all followed, the latest last."""
+        return self._stack.latest(count)
 
     @property
     def num_blocks(self) -> int:
@@ -135,7 +76,7 @@ class LruCurve:
         A sample has seldom just its share of the accesses; what it has too many or too few are taken as hits at
         any capacity, as popular blocks are (SHARDS-adj).
         """
-        hits = np.sum([self._hits(group, capacities) for group in range(NUM_GROUPS)], axis=0)
+        hits = np.sum([self._hits(group, capacities) for group in range(self._num_groups)], axis=0)
         if self.sampling_rate < 1.0:
             hits = hits + self.num_accesses * self.sampling_rate - self.num_sampled
         scale = max(1.0, self.num_accesses * self.sampling_rate)
@@ -153,8 +94,10 @@ class LruCurve:
         return errors
 
     def _hits(self, group: int, capacities: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        histogram = self._histograms[group]
-        distances = np.array(sorted(histogram), np.float64) / self.sampling_rate
-        counts = np.concatenate(([0], np.cumsum([histogram[distance] for distance in sorted(histogram)])))
-        found: npt.NDArray[np.float64] = counts[np.searchsorted(distances, capacities, side="right")].astype(np.float64)
-        return found
+        histogram = self._histograms[group].copy()
+        histogram[0] = 0
+        found = np.flatnonzero(histogram)
+        counts = np.concatenate(([0], np.cumsum(histogram[found])))
+        at_capacity = np.searchsorted(found / self.sampling_rate, capacities, side="right")
+        hits: npt.NDArray[np.float64] = counts[at_capacity].astype(np.float64)
+        return hits

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 PrefixKeys = npt.NDArray[np.uint64]
+NO_KEYS: PrefixKeys = np.empty(0, np.uint64)
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreword.errors import ConfigError
-from foreword.replay.distances import NUM_GROUPS, LruStack
+from foreword.replay.distances import NUM_GROUPS
 from foreword.replay.keys import PrefixKeys
+from foreword.replay.stack import LruStack
 
 MAX_SAMPLED_BLOCKS = 32_768
-"""About 6 MB. Caches of which the largest capacity is no more are followed block by block, without an error."""
+"""About 3 MB. Caches of which the largest capacity is no more are followed block by block, without an error."""
 
 WINDOW_BLOCKS = 2**22
 """Prompt blocks after which what was counted counts half: old traffic fades."""
@@ -39,7 +40,7 @@ class LiveLruCurve:
     """Hit rate over capacity of the requests it was told.
 
     Follows the blocks whose key falls under a threshold, and scales their distances up by what that leaves out. A
-    request costs one pass of array operations over its blocks, and Python for each sampled one.
+    request costs a few array operations over its blocks.
     """
 
     def __init__(

@@ -158,14 +158,18 @@ def as_html(result: ReplayResult, title: str, kv_bytes_per_token: int | None = N
     """A page with the advice, the picture, the tables and the figures as JSON."""
     found, evicted = [], []
     for capacity in result.capacities:
-        size = gigabytes(capacity.num_blocks * result.block_tokens * kv_bytes_per_token) if kv_bytes_per_token else "-"
         counts = [by_capacity[capacity.name] for by_capacity in result.hits.values()]
-        head = [html.escape(capacity.name), f"{capacity.num_blocks:,}", size]
+        head = [html.escape(capacity.name), f"{capacity.num_blocks:,}"]
+        if kv_bytes_per_token:
+            head.append(gigabytes(capacity.num_blocks * result.block_tokens * kv_bytes_per_token))
         found.append([*head, *(f"{result.block_ratio(count):.2%}" for count in counts)])
         evicted.append([*head, *(f"{result.unlimited.blocks - count.blocks:,}" for count in counts)])
     limit = f"{result.block_ratio(result.unlimited):.2%}"
-    found.append(["unlimited", f"{result.num_different_blocks:,}", "-", *([limit] * len(result.hits))])
-    headings = ["capacity", "blocks", "GB", *result.hits]
+    all_blocks = [f"{result.num_different_blocks:,}"]
+    if kv_bytes_per_token:
+        all_blocks.append(gigabytes(result.num_different_blocks * result.block_tokens * kv_bytes_per_token))
+    found.append(["unlimited", *all_blocks, *([limit] * len(result.hits))])
+    headings = ["capacity", "blocks", *(["GB"] if kv_bytes_per_token else []), *result.hits]
     never_seen = result.num_blocks - result.unlimited.blocks
     unit = result.reuse_intervals.unit
     intervals = [

@@ -116,7 +116,7 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def _size(num_blocks: int, result: ReplayResult, kv_bytes_per_token: int | None) -> str:
-    blocks = f"{num_blocks:,} blocks"
+    blocks = f"{num_blocks:,} blocks" if num_blocks > 1 else "1 block"
     if kv_bytes_per_token is None:
         return blocks
     return f"{blocks} ({gigabytes(num_blocks * result.block_tokens * kv_bytes_per_token)} GB)"
@@ -235,6 +235,6 @@ def interval_shares(result: ReplayResult) -> list[tuple[str, float]]:
     counts = result.reuse_intervals.counts
     total = sum(counts.values()) or 1
     return [
-        (f"{2**doubling:,} to {2 ** (doubling + 1):,}" if doubling >= 0 else "below 1", count / total)
-        for doubling, count in sorted(counts.items())
+        (f"{2**doubling:,} to {2 ** (doubling + 1):,}" if doubling >= 0 else "below 1", counts.get(doubling, 0) / total)
+        for doubling in range(min(counts, default=0), max(counts, default=-1) + 1)
     ]

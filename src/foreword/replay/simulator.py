@@ -5,63 +5,25 @@ Knows requests, caches and counts; knows no file and nothing of how results are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from foreword.cache.eviction import POLICIES
 from foreword.cache.ledger import MissReason
 from foreword.errors import ConfigError
-from foreword.replay.caches import LruCache, ManagerCache, SimulatedCache, UnlimitedCache
+from foreword.replay.caches import HitCount, ManagerCache, SimulatedCache
 from foreword.replay.capacity import Capacity
-from foreword.replay.distances import LruCurve
 from foreword.replay.keys import PrefixKeys
+from foreword.replay.one_pass import OnePass, ReuseIntervals
 from foreword.replay.optimum import Optimum
 from foreword.replay.trace import RecordedRequest
 
 OPTIMUM = "optimum"
-NUM_CURVE_POINTS = 48
+NUM_CURVE_POINTS = 96
 MAX_TABLE_BLOCKS = 50_000_000
 """The engine's own tables take 34 bytes a block when empty."""
-
-
-@dataclass(slots=True)
-class HitCount:
-    """What a cache found of a recording."""
-
-    blocks: int = 0
-    tokens: int = 0
-    refused_blocks: int = 0
-    """Of requests with more blocks than the cache has."""
-
-
-@dataclass(slots=True)
-class ReuseIntervals:
-    """How long after its last use a block is used again, by doubling of the interval."""
-
-    unit: str = "requests"
-    """requests, or s where the recording has times."""
-    counts: dict[int, int] = field(default_factory=dict)
-    """Reuses by interval: key k counts those from 2**k up to 2**(k + 1) units; below 1 unit: key -1."""
-    _last: dict[int, float] = field(default_factory=dict, repr=False)
-    _number: int = 0
-
-    def admit(self, request: RecordedRequest) -> None:
-        """The next request."""
-        now: float = self._number
-        self._number += 1
-        if request.timestamp_ms is not None:
-            self.unit, now = "s", request.timestamp_ms / 1000
-        last, counts = self._last, self.counts
-        for key in request.keys.tolist():
-            before = last.get(key)
-            if before is not None:
-                interval = now - before
-                doubling = math.frexp(interval)[1] - 1 if interval >= 1 else -1
-                counts[doubling] = counts.get(doubling, 0) + 1
-            last[key] = now
 
 
 @dataclass(slots=True)
@@ -120,15 +82,12 @@ class Simulation:
         for policy in policies:
             if policy != OPTIMUM and policy not in POLICIES:
                 raise ConfigError(f"policy {policy!r} is unknown; use some of {', '.join((*POLICIES, OPTIMUM))}")
-        self._curve = LruCurve(sampling_rate)
+        self._pass = OnePass(sampling_rate)
         self._samples = sampling_rate < 1.0
         if self._samples and any(policy != "lru" for policy in policies):
             raise ConfigError(f"a sample of {sampling_rate} tells of lru alone; leave out the other policies")
         self._policies = list(policies)
         self._capacities: list[Capacity] = []
-        self._unlimited = UnlimitedCache()
-        self._count = HitCount()
-        self._intervals = ReuseIntervals()
         self._caches: list[tuple[HitCount, int, SimulatedCache]] = []
         self._hits: dict[str, dict[str, HitCount]] = {policy: {} for policy in policies}
         self._kept: list[PrefixKeys] = []
@@ -143,6 +102,9 @@ class Simulation:
         self._capacities += capacities
         for policy in self._policies:
             for capacity in capacities:
+                if policy == "lru" and not self._samples:
+                    self._hits[policy][capacity.name] = self._pass.follow(capacity.num_blocks)
+                    continue
                 count = self._hits[policy][capacity.name] = HitCount()
                 if policy != OPTIMUM and not self._samples:
                     self._caches.append((count, capacity.num_blocks, _make_cache(policy, capacity.num_blocks)))
@@ -153,15 +115,9 @@ class Simulation:
         self.num_requests += 1
         self._num_blocks += len(request.keys)
         self._num_tokens += request.num_prompt_tokens
-        self._curve.admit(request.keys)
-        if self._samples:
-            return
-        _note(self._count, request, self._unlimited.admit(request))
-        self._intervals.admit(request)
+        self._pass.admit(request)
         for count, capacity, cache in self._caches:
-            if len(request.keys) > capacity:
-                count.refused_blocks += len(request.keys)
-            _note(count, request, cache.admit(request))
+            count.note(request, cache.admit(request), capacity)
         if OPTIMUM in self._policies:
             self._kept.append(request.keys)
             self._kept_lengths.append(request.num_prompt_tokens)
@@ -170,13 +126,17 @@ class Simulation:
         """What the caches found until now."""
         if OPTIMUM in self._policies:
             self._find_optimum()
-        different = self._curve.num_blocks if self._samples else len(self._unlimited)
-        points = np.unique(np.rint(np.geomspace(1, max(2, different), NUM_CURVE_POINTS)).astype(np.int64))
-        ratios = self._curve.hit_ratios(points)
+        self._pass.flush()
+        curve, unlimited = self._pass.curve, self._pass.unlimited
+        most = max(2, curve.num_blocks)
+        asked = [capacity.num_blocks for capacity in self._capacities if capacity.num_blocks < most]
+        spread = np.rint(np.geomspace(1, most, NUM_CURVE_POINTS)).astype(np.int64)
+        points = np.unique([*spread.tolist(), *asked])  # the dots of LRU lie on its curve
+        ratios = curve.hit_ratios(points)
         if self._samples:
-            self._count = HitCount(round(float(ratios[-1]) * self._num_blocks))
+            unlimited = HitCount(round(float(ratios[-1]) * self._num_blocks))
             for capacity in self._capacities:
-                ratio = float(self._curve.hit_ratios([capacity.num_blocks])[0])
+                ratio = float(curve.hit_ratios([capacity.num_blocks])[0])
                 for by_capacity in self._hits.values():
                     by_capacity[capacity.name] = HitCount(
                         round(ratio * self._num_blocks), round(ratio * self._num_tokens)
@@ -185,16 +145,16 @@ class Simulation:
             self.num_requests,
             self._num_blocks,
             self._num_tokens,
-            different,
+            curve.num_blocks,
             self._block_tokens,
-            self._count,
+            unlimited,
             self._hits,
             self._capacities,
             points.tolist(),
             ratios.tolist(),
-            self._curve.standard_errors(points).tolist(),
-            self._intervals,
-            self._curve.sampling_rate,
+            curve.standard_errors(points).tolist(),
+            self._pass.intervals,
+            curve.sampling_rate,
         )
 
     def _find_optimum(self) -> None:
@@ -223,16 +183,9 @@ def simulate(
 
 
 def _make_cache(policy: str, capacity: int) -> SimulatedCache:
-    if policy == "lru":
-        return LruCache(capacity)
     if capacity > MAX_TABLE_BLOCKS:
         raise ConfigError(
             f"capacity={capacity} blocks is too large to try {policy}, whose tables take memory for each of them; use "
             f"at most {MAX_TABLE_BLOCKS:,}, or lru and optimum alone"
         )
     return ManagerCache(capacity, policy)
-
-
-def _note(count: HitCount, request: RecordedRequest, num_held: int) -> None:
-    count.blocks += num_held
-    count.tokens += request.tokens_of(num_held)

@@ -1,13 +1,7 @@
 """Recorded traffic: reading it, whatever its format, and writing it without its text.
 
-Knows files, lines and what a line says of a request; knows nothing of caches. One JSON value a line, gzip
-or plain; a line's keys tell its format:
-
-    hash_ids            Mooncake: one id per block of the prompt, with input_length, output_length, timestamp (ms)
-    prompt_token_ids    or token_ids, or a bare list: plain token ids
-    prompt | messages   OpenAI: text or a conversation, alone or as the `body` of a batch line; needs a tokenizer
-
-Lines are read one by one, so memory does not grow with the file.
+Knows files; `lines` knows what a line says, and nobody here knows of caches. One JSON value a line, gzip or plain.
+A few hundred lines are in memory at a time, however large the file.
 """
 
 from __future__ import annotations
@@ -18,34 +12,25 @@ import hashlib
 import json
 import secrets
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.errors import ConfigError, ForewordError, TraceError
-from foreword.replay.keys import PrefixKeys, as_content_ids, chain_each, content_ids_of_tokens
+from foreword.errors import ConfigError, TraceError
+from foreword.replay.keys import PrefixKeys, chain_each
+from foreword.replay.lines import TOKEN_BLOCK_TOKENS, LineParser, ParsedLine, PromptEncoder, SkimmedLine
 
-MOONCAKE_BLOCK_TOKENS = 512
-TOKEN_BLOCK_TOKENS = 16
-DEFAULT_OUTPUT_TOKENS = 1
 MAX_REPORTED_LINES = 5
-NUM_LINES_AHEAD = 64
+NUM_LINES_AHEAD = 256
+NUM_BYTES_AHEAD = 2**20
 
 
-class PromptEncoder(Protocol):
-    """The part of `foreword.text.Tokenizer` that turns prompts into token ids."""
-
-    def encode(self, text: str) -> npt.NDArray[np.int32]: ...
-    def render_chat(self, messages: Any) -> npt.NDArray[np.int32]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedRequest:
+class RecordedRequest(NamedTuple):
     """One request of a recording."""
 
     timestamp_ms: float | None
@@ -64,156 +49,6 @@ class RecordedRequest:
     def tokens_of(self, num_blocks: int) -> int:
         """Prompt tokens in the first `num_blocks` blocks."""
         return min(num_blocks * self.block_tokens, self.num_prompt_tokens)
-
-
-# ---------------------------------------------------------------------------------------------- lines
-
-
-@dataclass(frozen=True, slots=True)
-class MooncakeRecord:
-    """One line as Mooncake publishes it."""
-
-    timestamp_ms: float
-    input_length: int
-    output_length: int
-    hash_ids: list[Any]
-
-
-def parse_json_line(line: str, where: str) -> Any:
-    """The value on a line; `where` names the line. Raises TraceError."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{where} is not JSON ({error}); each line must be one JSON object") from error
-
-
-def parse_mooncake_record(record: object, where: str, *, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> MooncakeRecord:
-    """Check what a line of Mooncake's format says. Raises TraceError, naming the value."""
-    if not isinstance(record, dict):
-        raise TraceError(f"{where} is {json.dumps(record)[:40]!r}; each line must be one JSON object")
-    for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 0)):
-        value = record.get(name)
-        kinds = (int, float) if name == "timestamp" else (int,)
-        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 <= value - least < float("inf"):
-            raise TraceError(f"{where}: {name}={value!r}; it must be a number of at least {least}")
-    ids = record.get("hash_ids")
-    if not isinstance(ids, list) or not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:
-        raise TraceError(f"{where}: hash_ids={str(ids)[:40]}; it must be a list of numbers of at least 0")
-    num_blocks = -(-record["input_length"] // block_tokens)
-    if len(ids) != num_blocks:
-        raise TraceError(
-            f"{where}: hash_ids has {len(ids)} ids, but input_length={record['input_length']} takes {num_blocks} "
-            f"blocks of {block_tokens} tokens; give one id per block"
-        )
-    return MooncakeRecord(float(record["timestamp"]), record["input_length"], record["output_length"], ids)
-
-
-class _ParsedLine(NamedTuple):
-    """A request whose prefix keys are not worked out yet."""
-
-    timestamp_ms: float | None
-    content_ids: PrefixKeys
-    num_prompt_tokens: int
-    num_output_tokens: int
-    block_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class _LineParser:
-    """Turns the JSON value of a line into a request."""
-
-    block_tokens: int | None
-    tokenizer: PromptEncoder | None
-
-    def parse(self, record: object, where: str) -> _ParsedLine:
-        if isinstance(record, list) and record and isinstance(record[0], dict):
-            raise TraceError(f"{where} is a list of {len(record)} objects; write each of them on a line of its own")
-        if isinstance(record, list):
-            return self._of_tokens({}, record, where)
-        if not isinstance(record, dict):
-            raise TraceError(f"{where} is {json.dumps(record)[:40]!r}; each line must be a JSON object or a list")
-        if "hash_ids" in record:
-            return self._of_block_ids(record, where)
-        body = record.get("body")
-        merged = {**record, **body} if isinstance(body, dict) else record
-        for name in ("prompt_token_ids", "token_ids"):
-            if name in merged:
-                return self._of_tokens(merged, merged[name], where)
-        if isinstance(merged.get("prompt"), list):
-            return self._of_tokens(merged, merged["prompt"], where)
-        if "prompt" in merged or "messages" in merged:
-            return self._of_text(merged, where)
-        raise TraceError(
-            f"{where} has the keys {', '.join(list(record)[:6]) or '(none)'}; give hash_ids, prompt_token_ids, prompt "
-            "or messages"
-        )
-
-    def _of_block_ids(self, record: dict[str, Any], where: str) -> _ParsedLine:
-        block_tokens = self.block_tokens or _number(record, "block_tokens", 1, where) or MOONCAKE_BLOCK_TOKENS
-        ids = record["hash_ids"]
-        if isinstance(ids, list) and ids and all(isinstance(block_id, str) for block_id in ids):
-            try:  # other recorders write digests
-                content_ids = as_content_ids(ids)
-            except ValueError as error:
-                raise TraceError(f"{where}: hash_ids: {error}") from error
-            record = {**record, "hash_ids": [0] * len(ids)}
-        else:
-            content_ids = None
-        defaults = {"timestamp": 0, "output_length": 0}
-        checked = parse_mooncake_record({**defaults, **record}, where, block_tokens=block_tokens)
-        if content_ids is None:
-            content_ids = as_content_ids(checked.hash_ids)
-        timestamp = checked.timestamp_ms if "timestamp" in record else None
-        return _ParsedLine(timestamp, content_ids, checked.input_length, checked.output_length, block_tokens)
-
-    def _of_text(self, record: dict[str, Any], where: str) -> _ParsedLine:
-        if self.tokenizer is None:
-            raise TraceError(f"{where} holds text; give the folder of the model's tokenizer with --tokenizer")
-        try:
-            if "messages" in record:
-                tokens = self.tokenizer.render_chat(record["messages"])
-            else:
-                tokens = self.tokenizer.encode(record["prompt"])
-        except ForewordError as error:
-            raise TraceError(f"{where}: {error}") from error
-        return self._of_tokens(record, tokens.tolist(), where)
-
-    def _of_tokens(self, record: dict[str, Any], tokens: object, where: str) -> _ParsedLine:
-        if not isinstance(tokens, list) or not tokens or any(type(token) is not int for token in tokens):
-            raise TraceError(f"{where}: {str(tokens)[:40]} is not a prompt; give a list of at least one token id")
-        if min(tokens) < 0 or max(tokens) >= 2**31:
-            raise TraceError(f"{where}: token ids {min(tokens)} to {max(tokens)}; they must be from 0 to 2**31 - 1")
-        names = ("output_length", "output_tokens", "max_completion_tokens", "max_tokens")
-        lengths = [length for name in names if (length := _number(record, name, 0, where)) is not None]
-        block_tokens = self.block_tokens or TOKEN_BLOCK_TOKENS
-        return _ParsedLine(
-            _timestamp_ms(record, where),
-            content_ids_of_tokens(tokens, block_tokens),
-            len(tokens),
-            lengths[0] if lengths else DEFAULT_OUTPUT_TOKENS,
-            block_tokens,
-        )
-
-
-def _number(record: Mapping[str, Any], name: str, least: int, where: str) -> int | None:
-    value = record.get(name)
-    if value is None:
-        return None
-    if type(value) is not int or value < least:
-        raise TraceError(f"{where}: {name}={value!r}; it must be a whole number of at least {least}")
-    return value
-
-
-def _timestamp_ms(record: Mapping[str, Any], where: str) -> float | None:
-    """`timestamp` is in ms, as in Mooncake's format; `created` in s, as in OpenAI's."""
-    for name, scale in (("timestamp", 1.0), ("created", 1000.0)):
-        value = record.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-            raise TraceError(f"{where}: {name}={value!r}; it must be a number of at least 0")
-        return scale * value
-    return None
 
 
 # --------------------------------------------------------------------------------------------- reading
@@ -244,7 +79,7 @@ class TraceReader:
         self.file = file
         self.strict = strict
         self.on_progress = on_progress
-        self._parser = _LineParser(block_tokens, tokenizer)
+        self._parser = LineParser(block_tokens, tokenizer)
         self._max_requests = max_requests
         self.num_requests = 0
         """Of the last iteration, as the next two."""
@@ -273,22 +108,46 @@ class TraceReader:
             raise TraceError(f"trace {str(self.file)!r} holds no requests{found}")
 
     def _requests(self) -> Iterator[RecordedRequest]:
-        """A few lines are read ahead: their keys are worked out together, which is much faster."""
-        parsed: list[_ParsedLine] = []
+        """A few lines are read ahead: their ids and keys are worked out together, which is much faster."""
+        ahead: list[SkimmedLine | ParsedLine | TraceError] = []
+        num_bytes = 0
         for line in self._lines():
-            if isinstance(line, _ParsedLine):
-                parsed.append(line)
-                if len(parsed) < NUM_LINES_AHEAD:
-                    continue
-            yield from _with_keys(parsed)
-            parsed.clear()
-            if not isinstance(line, _ParsedLine):
-                self._note_malformed(line)
-        yield from _with_keys(parsed)
+            ahead.append(line)
+            if isinstance(line, SkimmedLine):
+                num_bytes += len(line.line)
+            if len(ahead) == NUM_LINES_AHEAD or num_bytes >= NUM_BYTES_AHEAD:
+                yield from self._of_lines(ahead)
+                ahead, num_bytes = [], 0
+        yield from self._of_lines(ahead)
 
-    def _lines(self) -> Iterator[_ParsedLine | TraceError]:
+    def _of_lines(self, lines: list[SkimmedLine | ParsedLine | TraceError]) -> Iterator[RecordedRequest]:
+        read = self._with_ids(lines)
+        keys = iter(_keys_of([line for line in read if isinstance(line, ParsedLine)]))
+        for line in read:
+            if isinstance(line, ParsedLine):
+                yield RecordedRequest(line[0], next(keys), *line[2:])
+            else:
+                self._note_malformed(line)
+
+    def _with_ids(self, lines: list[SkimmedLine | ParsedLine | TraceError]) -> list[ParsedLine | TraceError]:
+        """Read the ids of the lines that were only skimmed; if they are not all numbers, read these lines again."""
+        skimmed = [line for line in lines if isinstance(line, SkimmedLine)]
+        ids = _read_numbers(b",".join([line.ids for line in skimmed]), sum(line.num_ids for line in skimmed))
+        read: list[ParsedLine | TraceError] = []
+        end = 0
+        for line in lines:
+            if not isinstance(line, SkimmedLine):
+                read.append(line)
+            elif ids is None:
+                read.append(self._parser.parse(line.line, line.where))
+            else:
+                start, end = end, end + line.num_ids
+                read.append(ParsedLine(line.request[0], ids[start:end], *line.request[2:]))  # `_replace` is slow
+        return read
+
+    def _lines(self) -> Iterator[SkimmedLine | ParsedLine | TraceError]:
         """The lines that are not empty, or what is wrong with them; an error in the file is the last of them."""
-        number = 0
+        number, of_trace = 0, f"of trace {str(self.file)!r}"
         try:
             with self._open() as (raw, lines):
                 told = 0
@@ -299,7 +158,8 @@ class TraceReader:
                     if number == 1:
                         line = line.removeprefix(codecs.BOM_UTF8)
                     if line.strip():
-                        yield self._parse(line, f"line {number} of trace {str(self.file)!r}")
+                        where = f"line {number} {of_trace}"
+                        yield self._parser.skim(line, where) or self._parser.parse(line, where)
         except (EOFError, zlib.error, OSError) as error:
             what = error.strerror if isinstance(error, OSError) and error.strerror else error
             if not number:
@@ -309,16 +169,6 @@ class TraceReader:
             yield TraceError(
                 f"after line {number} trace {str(self.file)!r} cannot be read: {what}; what follows is missing"
             )
-
-    def _parse(self, line: bytes, where: str) -> _ParsedLine | TraceError:
-        try:
-            return self._parser.parse(parse_json_line(line.decode(), where), where)
-        except UnicodeDecodeError as error:
-            return TraceError(
-                f"{where} is not UTF-8 ({error.reason} at byte {error.start}); give JSONL, gzipped or not"
-            )
-        except TraceError as error:
-            return error
 
     def _note_malformed(self, what: TraceError) -> None:
         if self.strict:
@@ -331,17 +181,22 @@ class TraceReader:
         return _OpenTrace(self.file)
 
 
-def _with_keys(parsed: list[_ParsedLine]) -> Iterator[RecordedRequest]:
-    if not parsed:
-        return
-    lengths = [len(line.content_ids) for line in parsed]
-    keys = chain_each(np.concatenate([line.content_ids for line in parsed]), lengths)
-    end = 0
-    for line, length in zip(parsed, lengths, strict=True):
-        start, end = end, end + length
-        yield RecordedRequest(
-            line.timestamp_ms, keys[start:end], line.num_prompt_tokens, line.num_output_tokens, line.block_tokens
-        )
+def _read_numbers(text: bytes, count: int) -> PrefixKeys | None:
+    """`1, 2,3` -> its numbers [count]; None if it is anything else."""
+    from foreword.replay.compiled import read_numbers  # numba is slow to import
+
+    numbers = np.empty(count, np.uint64)
+    return numbers if read_numbers(np.frombuffer(text, np.uint8), numbers) else None
+
+
+def _keys_of(lines: list[ParsedLine]) -> list[PrefixKeys]:
+    """[lines]: prefix keys of each."""
+    if not lines:
+        return []
+    lengths = [len(line.content_ids) for line in lines]
+    keys = chain_each(np.concatenate([line.content_ids for line in lines]), lengths)
+    ends = list(accumulate(lengths, initial=0))
+    return [keys[start:end] for start, end in pairwise(ends)]
 
 
 class _OpenTrace:

@@ -1,0 +1,151 @@
+"""Loops over single blocks and digits, compiled by numba when first called, once per machine.
+
+Know arrays alone; what they mean is told by those who call them (`stack`, `trace`), who import this late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+if TYPE_CHECKING:
+    from foreword.replay.stack import Tables, Uses
+
+Counts = npt.NDArray[np.int32]
+
+MAX_DIGITS = 19
+"""Of numbers that certainly fit into 64 bits."""
+
+COMMA, SPACE, ZERO, NINE = 44, 32, 48, 57
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(function: Function) -> Function:
+    """Compile it when it is first called, and keep that for the next run where a cache can be written."""
+    try:
+        kept: Function = njit(cache=True)(function)
+    except RuntimeError:  # a file system that is read only
+        kept = njit(function)
+    return kept
+
+
+@compiled
+def read_numbers(text: npt.NDArray[np.uint8], numbers: npt.NDArray[np.uint64]) -> bool:
+    """Whether `text` is `1, 2,3` with just so many numbers, each of at most `MAX_DIGITS` digits. Changes `numbers`."""
+    num_read = num_digits = 0
+    value = np.uint64(0)
+    is_over = False  # a space after a number: only a comma may follow
+    for at in range(len(text) + 1):
+        character = text[at] if at < len(text) else np.uint8(COMMA)
+        if ZERO <= character <= NINE:
+            if is_over or num_digits == MAX_DIGITS or (num_digits > 0 and value == 0):
+                return False
+            value = value * np.uint64(10) + np.uint64(character - ZERO)
+            num_digits += 1
+        elif character == SPACE:
+            is_over = num_digits > 0
+        elif character == COMMA and num_digits > 0 and num_read < len(numbers):
+            numbers[num_read] = value
+            num_read += 1
+            num_digits = 0
+            value = np.uint64(0)
+            is_over = False
+        else:
+            return False
+    return num_read == len(numbers)
+
+
+@compiled
+def place_blocks(slots: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], num_blocks: int) -> None:
+    """Fill an empty hash table with blocks 0 to `num_blocks`."""
+    for block in range(num_blocks):
+        slots[_find(slots, key_of, key_of[block])] = block
+
+
+@compiled
+def use_blocks(
+    tables: Tables,
+    uses: Uses,
+    keys: npt.NDArray[np.uint64],
+    lengths: npt.NDArray[np.int64],
+    times: npt.NDArray[np.float64],
+    num_blocks: int,
+    next_stamp: int,
+) -> tuple[int, int]:
+    """Requests laid end to end use their blocks; number of blocks and next stamp afterwards.
+
+    Changes `tables`, which have room for them, and `uses`.
+    """
+    slots, key_of, stamp_of, last_use, block_of_stamp, counts = tables
+    distances, idle = uses
+    blocks = np.empty(len(keys), np.int32)
+    end = 0
+    for request in range(len(lengths)):
+        start, end = end, end + lengths[request]
+        num_stamps = num_blocks
+        stamp_before = distance = -1
+        for at in range(start, end):
+            slot = _find(slots, key_of, keys[at])
+            if slots[slot] < 0:
+                slots[slot] = num_blocks
+                key_of[num_blocks] = keys[at]
+                stamp_of[num_blocks] = -1
+                num_blocks += 1
+            block = slots[slot]
+            blocks[at] = block
+            stamp = stamp_of[block]
+            if stamp < 0:
+                continue
+            if stamp == stamp_before - 1:  # they came one after the other in an earlier request, too
+                distance += 1
+            else:
+                distance = num_stamps - _count_before(counts, stamp)
+            stamp_before = stamp
+            distances[at] = distance
+            idle[at] = times[request] - last_use[block]
+        for at in range(start, end):
+            if stamp_of[blocks[at]] >= 0:
+                _add(counts, stamp_of[blocks[at]], -1)
+                stamp_of[blocks[at]] = -1
+        for at in range(end - 1, start - 1, -1):
+            block = blocks[at]
+            if stamp_of[block] < 0:  # else the request has it twice
+                stamp_of[block] = next_stamp
+                last_use[block] = times[request]
+                block_of_stamp[next_stamp] = block
+                _add(counts, next_stamp, 1)
+                next_stamp += 1
+    return num_blocks, next_stamp
+
+
+@compiled
+def _find(slots: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], key: np.uint64) -> np.uint64:
+    """The key's slot, or the empty one where it belongs."""
+    mask = np.uint64(len(slots) - 1)
+    slot = key & mask
+    while slots[slot] >= 0 and key_of[slots[slot]] != key:
+        slot = (slot + np.uint64(1)) & mask
+    return slot
+
+
+@compiled
+def _count_before(counts: Counts, stamp: int) -> int:
+    """Stamps in use before this one."""
+    count = 0
+    while stamp > 0:
+        count += counts[stamp]
+        stamp &= stamp - 1
+    return count
+
+
+@compiled
+def _add(counts: Counts, stamp: int, change: int) -> None:
+    node = stamp + 1
+    while node < len(counts):
+        counts[node] += change
+        node += node & -node

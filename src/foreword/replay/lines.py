@@ -1,0 +1,237 @@
+"""What one line of a recording says of a request.
+
+Knows JSON values and formats; knows no file. A line's keys tell its format:
+
+    hash_ids            Mooncake: one id per block of the prompt, with input_length, output_length, timestamp (ms)
+    prompt_token_ids    or token_ids, or a bare list: plain token ids
+    prompt | messages   OpenAI: text or a conversation, alone or as the `body` of a batch line; needs a tokenizer
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.errors import ForewordError, TraceError
+from foreword.replay.keys import NO_KEYS, PrefixKeys, as_content_ids, content_ids_of_tokens
+
+MOONCAKE_BLOCK_TOKENS = 512
+TOKEN_BLOCK_TOKENS = 16
+DEFAULT_OUTPUT_TOKENS = 1
+MAX_TIME = 2.0**1000
+"""A float, also in other units."""
+_DECODER = json.JSONDecoder()
+_IDS_BEGIN = (b'"hash_ids": [', b'"hash_ids":[')
+
+
+class PromptEncoder(Protocol):
+    """The part of `foreword.text.Tokenizer` that turns prompts into token ids."""
+
+    def encode(self, text: str) -> npt.NDArray[np.int32]: ...
+    def render_chat(self, messages: Any) -> npt.NDArray[np.int32]: ...
+
+
+class MooncakeRecord(NamedTuple):
+    """One line as Mooncake publishes it."""
+
+    timestamp_ms: float
+    input_length: int
+    output_length: int
+    hash_ids: list[Any]
+
+
+def parse_json_line(line: str, where: str) -> Any:
+    """The value on a line; `where` names the line. Raises TraceError."""
+    line = line.rstrip(" \t\r\n")
+    try:
+        if line[:1] in "{[":  # half the time of `loads`, which looks for white space by regular expressions
+            value, end = _DECODER.raw_decode(line)
+            if end == len(line):
+                return value
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        what = f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise TraceError(f"{where} is not JSON ({what}); each line must be one JSON object") from error
+
+
+def parse_mooncake_record(record: object, where: str, *, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> MooncakeRecord:
+    """Check what a line of Mooncake's format says. Raises TraceError, naming the value."""
+    if not isinstance(record, dict):
+        raise TraceError(f"{where} is {json.dumps(record)[:40]!r}; each line must be one JSON object")
+    ids = record.get("hash_ids")
+    if not isinstance(ids, list) or not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:
+        raise TraceError(f"{where}: hash_ids={str(ids)[:40]}; it must be a list of numbers of at least 0")
+    return MooncakeRecord(*_times_and_lengths(record, len(ids), where, block_tokens), ids)
+
+
+def _times_and_lengths(record: dict[str, Any], num_ids: int, where: str, block_tokens: int) -> tuple[float, int, int]:
+    """timestamp, input_length and output_length. Raises TraceError."""
+    timestamp: Any = record.get("timestamp")
+    input_length, output_length = record.get("input_length"), record.get("output_length")
+    if type(timestamp) not in (int, float) or not 0 <= timestamp <= MAX_TIME:
+        raise TraceError(f"{where}: timestamp={timestamp!r}; it must be a number of at least 0")
+    if type(input_length) is not int or input_length < 1:
+        raise TraceError(f"{where}: input_length={input_length!r}; it must be a number of at least 1")
+    if type(output_length) is not int or output_length < 0:
+        raise TraceError(f"{where}: output_length={output_length!r}; it must be a number of at least 0")
+    num_blocks = -(-input_length // block_tokens)
+    if num_ids != num_blocks:
+        raise TraceError(
+            f"{where}: hash_ids has {num_ids} ids, but input_length={input_length} takes {num_blocks} "
+            f"blocks of {block_tokens} tokens; give one id per block"
+        )
+    return float(timestamp), input_length, output_length
+
+
+class ParsedLine(NamedTuple):
+    """A request whose prefix keys are not worked out yet."""
+
+    timestamp_ms: float | None
+    content_ids: PrefixKeys
+    num_prompt_tokens: int
+    num_output_tokens: int
+    block_tokens: int
+
+
+class SkimmedLine(NamedTuple):
+    """A line of Mooncake's format of which all is known but that its ids are numbers."""
+
+    request: ParsedLine
+    """Without its content ids."""
+    num_ids: int
+    ids: bytes
+    """As the line has them, without the brackets."""
+    line: bytes
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class LineParser:
+    """Turns the JSON value of a line into a request."""
+
+    block_tokens: int | None
+    tokenizer: PromptEncoder | None
+
+    def skim(self, line: bytes, where: str) -> SkimmedLine | None:
+        """A line that is simple enough; it is as if the line had no ids, and they are yet to be read."""
+        for mark in _IDS_BEGIN:
+            before, found, rest = line.partition(mark)
+            if found:
+                break
+        ids, bracket, after = rest.partition(b"]")
+        if not bracket or b"hash_ids" in after:
+            return None
+        num_ids = ids.count(b",") + 1
+        try:
+            record = parse_json_line((before + mark + bracket + after).decode(), where)
+            if type(record) is not dict or record.get("hash_ids") != []:
+                return None
+            request = self._of_counted_ids(record, num_ids, NO_KEYS, where)
+        except (UnicodeDecodeError, TraceError):
+            return None  # `parse` tells what is wrong
+        return SkimmedLine(request, num_ids, ids, line, where)
+
+    def parse(self, line: bytes, where: str) -> ParsedLine | TraceError:
+        """A line's request, or what is wrong with it."""
+        try:
+            return self._of_value(parse_json_line(line.decode(), where), where)
+        except UnicodeDecodeError as error:
+            return TraceError(
+                f"{where} is not UTF-8 ({error.reason} at byte {error.start}); give JSONL, gzipped or not"
+            )
+        except TraceError as error:
+            return error
+
+    def _of_value(self, record: object, where: str) -> ParsedLine:
+        if isinstance(record, list) and record and isinstance(record[0], dict):
+            raise TraceError(f"{where} is a list of {len(record)} objects; write each of them on a line of its own")
+        if isinstance(record, list):
+            return self._of_tokens({}, record, where)
+        if not isinstance(record, dict):
+            raise TraceError(f"{where} is {json.dumps(record)[:40]!r}; each line must be a JSON object or a list")
+        if "hash_ids" in record:
+            return self._of_block_ids(record, where)
+        body = record.get("body")
+        merged = {**record, **body} if isinstance(body, dict) else record
+        for name in ("prompt_token_ids", "token_ids"):
+            if name in merged:
+                return self._of_tokens(merged, merged[name], where)
+        if isinstance(merged.get("prompt"), list):
+            return self._of_tokens(merged, merged["prompt"], where)
+        if "prompt" in merged or "messages" in merged:
+            return self._of_text(merged, where)
+        raise TraceError(
+            f"{where} has the keys {', '.join(list(record)[:6]) or '(none)'}; give hash_ids, prompt_token_ids, prompt "
+            "or messages"
+        )
+
+    def _of_block_ids(self, record: dict[str, Any], where: str) -> ParsedLine:
+        ids = record["hash_ids"]
+        kinds = set(map(type, ids)) if isinstance(ids, list) else {None}
+        if kinds != {str} and (kinds - {int} or min(ids, default=0) < 0):
+            raise TraceError(
+                f"{where}: hash_ids={str(ids)[:40]}; it must be a list of numbers of at least 0, or digests"
+            )
+        return self._of_counted_ids(record, len(ids), as_content_ids(ids), where)
+
+    def _of_counted_ids(self, record: dict[str, Any], num_ids: int, content_ids: PrefixKeys, where: str) -> ParsedLine:
+        block_tokens = self.block_tokens or _number(record, "block_tokens", 1, where) or MOONCAKE_BLOCK_TOKENS
+        filled = {"timestamp": 0, "output_length": 0, **record}
+        timestamp, num_prompt, num_output = _times_and_lengths(filled, num_ids, where, block_tokens)
+        return ParsedLine(
+            timestamp if "timestamp" in record else None, content_ids, num_prompt, num_output, block_tokens
+        )
+
+    def _of_text(self, record: dict[str, Any], where: str) -> ParsedLine:
+        if self.tokenizer is None:
+            raise TraceError(f"{where} holds text; give the folder of the model's tokenizer with --tokenizer")
+        try:
+            if "messages" in record:
+                tokens = self.tokenizer.render_chat(record["messages"])
+            else:
+                tokens = self.tokenizer.encode(record["prompt"])
+        except ForewordError as error:
+            raise TraceError(f"{where}: {error}") from error
+        return self._of_tokens(record, tokens.tolist(), where)
+
+    def _of_tokens(self, record: dict[str, Any], tokens: object, where: str) -> ParsedLine:
+        if not isinstance(tokens, list) or not tokens or any(type(token) is not int for token in tokens):
+            raise TraceError(f"{where}: {str(tokens)[:40]} is not a prompt; give a list of at least one token id")
+        if min(tokens) < 0 or max(tokens) >= 2**31:
+            raise TraceError(f"{where}: token ids {min(tokens)} to {max(tokens)}; they must be from 0 to 2**31 - 1")
+        names = ("output_length", "output_tokens", "max_completion_tokens", "max_tokens")
+        lengths = [length for name in names if (length := _number(record, name, 0, where)) is not None]
+        block_tokens = self.block_tokens or TOKEN_BLOCK_TOKENS
+        return ParsedLine(
+            _timestamp_ms(record, where),
+            content_ids_of_tokens(tokens, block_tokens),
+            len(tokens),
+            lengths[0] if lengths else DEFAULT_OUTPUT_TOKENS,
+            block_tokens,
+        )
+
+
+def _number(record: Mapping[str, Any], name: str, least: int, where: str) -> int | None:
+    value = record.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or value < least:
+        raise TraceError(f"{where}: {name}={value!r}; it must be a whole number of at least {least}")
+    return value
+
+
+def _timestamp_ms(record: Mapping[str, Any], where: str) -> float | None:
+    """`timestamp` is in ms, as in Mooncake's format; `created` in s, as in OpenAI's."""
+    for name, scale in (("timestamp", 1.0), ("created", 1000.0)):
+        value = record.get(name)
+        if value is None:
+            continue
+        if type(value) not in (int, float) or not 0 <= value <= MAX_TIME:
+            raise TraceError(f"{where}: {name}={value!r}; it must be a number of at least 0")
+        return float(scale * value)
+    return None

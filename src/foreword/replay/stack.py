@@ -1,0 +1,154 @@
+"""How far back each block was last used: LRU at every capacity at once, whole batches of requests at a time.
+
+Knows prefix keys and times; knows no capacity. The distance of a block that comes again is the number of different
+blocks used since, itself included: LRU finds it if and only if the capacity is at least that. (A request uses its
+blocks from the tail to the head, when it ends; so a head is nearer than its tail.)
+
+After Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies" (1970); counts are kept as
+by Fenwick, "A new data structure for cumulative frequency tables" (1994). The loops over blocks are in `compiled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.replay.keys import PrefixKeys
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+MIN_BLOCKS = 1024
+
+
+class Uses(NamedTuple):
+    """What was known of blocks when requests asked for them, laid end to end."""
+
+    distances: IntArray
+    """[blocks]: distance of each, 0 for those never seen."""
+    idle: FloatArray
+    """[blocks]: time since the last use of each; meaningless for those never seen."""
+
+
+class Tables(NamedTuple):
+    """Blocks are numbered in the order in which they came first.
+
+    A block's last use has a stamp, and the distance is the number of stamps in use from the block's own on:
+
+        stamps    . x . x | . . x x | x . . .        x: some block's last use
+                      ^ 1   +   2   + 1  = 4
+    """
+
+    block_of_slot: npt.NDArray[np.int32]
+    """[a power of 2, at least twice the blocks]: hash table with linear probing; -1: empty."""
+    key_of: PrefixKeys
+    """[blocks]"""
+    stamp_of: IntArray
+    """[blocks]; -1: none."""
+    last_use: FloatArray
+    """[blocks]"""
+    block_of_stamp: npt.NDArray[np.int32]
+    """[stamps]; of a stamp in use, the block's own `stamp_of` is that stamp."""
+    counts: npt.NDArray[np.int32]
+    """[stamps + 1]: Fenwick tree; entry i counts the stamps in use among the (i & -i) that end before stamp i."""
+
+
+class LruStack:
+    """Distances of blocks that come again. Memory: some 90 bytes for each different block."""
+
+    def __init__(self) -> None:
+        from foreword.replay import compiled  # numba is slow to import
+
+        self._compiled = compiled
+        self._forget()
+
+    def _forget(self) -> None:
+        self._num_blocks = self._next_stamp = 0
+        self._tables = Tables(
+            np.full(2 * MIN_BLOCKS, -1, np.int32),
+            np.zeros(MIN_BLOCKS, np.uint64),
+            np.full(MIN_BLOCKS, -1, np.int64),
+            np.zeros(MIN_BLOCKS, np.float64),
+            np.zeros(2 * MIN_BLOCKS, np.int32),
+            np.zeros(2 * MIN_BLOCKS + 1, np.int32),
+        )
+
+    def __len__(self) -> int:
+        """Different blocks seen."""
+        return self._num_blocks
+
+    def admit(self, keys: PrefixKeys) -> IntArray:
+        """The next request's blocks [blocks] -> distance of each, 0 for those never seen."""
+        return self.admit_each(keys, [len(keys)], [0.0]).distances
+
+    def admit_each(self, keys: PrefixKeys, lengths: Sequence[int], times: Sequence[float]) -> Uses:
+        """The next requests, laid end to end [blocks]; request i has `lengths[i]` blocks and ends at `times[i]`."""
+        self._make_room(len(keys))
+        uses = Uses(np.zeros(len(keys), np.int64), np.zeros(len(keys), np.float64))
+        self._num_blocks, self._next_stamp = self._compiled.use_blocks(
+            self._tables,
+            uses,
+            np.ascontiguousarray(keys),
+            np.array(lengths, np.int64),
+            np.array(times, np.float64),
+            self._num_blocks,
+            self._next_stamp,
+        )
+        return uses
+
+    def latest(self, count: int) -> PrefixKeys:
+        """Keys of the `count` blocks used last, or of all, the latest last."""
+        return self._tables.key_of[self._in_order()[-count:]]
+
+    def keep_latest(self, count: int) -> None:
+        """Forget all blocks but the `count` used last; the others, when they come again, count as never seen.
+
+        When they were used is forgotten, too.
+        """
+        kept = self.latest(count)
+        self._forget()
+        self.admit(kept[::-1])
+
+    def _in_order(self) -> npt.NDArray[np.int32]:
+        """Numbers of all blocks by their last use."""
+        blocks = self._tables.block_of_stamp[: self._next_stamp]
+        in_order: npt.NDArray[np.int32] = blocks[self._tables.stamp_of[blocks] == np.arange(self._next_stamp)]
+        return in_order
+
+    def _make_room(self, num_new: int) -> None:
+        tables, needed = self._tables, self._num_blocks + num_new
+        if needed > len(tables.key_of):
+            size = 2 * needed
+            tables = tables._replace(
+                key_of=_resized(tables.key_of, size),
+                stamp_of=_resized(tables.stamp_of, size),
+                last_use=_resized(tables.last_use, size),
+            )
+        if 2 * needed > len(tables.block_of_slot):
+            slots = np.full(1 << (4 * needed - 1).bit_length() - 1, -1, np.int32)
+            self._compiled.place_blocks(slots, tables.key_of, self._num_blocks)
+            tables = tables._replace(block_of_slot=slots)
+        self._tables = tables
+        if self._next_stamp + num_new > len(tables.block_of_stamp):
+            self._renumber(num_new)
+
+    def _renumber(self, num_new: int) -> None:
+        """Close the gaps between stamps in use, and make room for as many again."""
+        in_order = self._in_order()
+        count = len(in_order)
+        self._tables.stamp_of[in_order] = np.arange(count)
+        ends = np.arange(2 * count + 2 * num_new + 1)
+        counts = np.minimum(ends, count) - np.minimum(ends - (ends & -ends), count)
+        self._tables = self._tables._replace(
+            block_of_stamp=_resized(in_order, len(ends) - 1), counts=counts.astype(np.int32)
+        )
+        self._next_stamp = count
+
+
+def _resized(values: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    grown = np.zeros(size, values.dtype)
+    grown[: len(values)] = values
+    return grown
