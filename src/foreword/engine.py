@@ -3,12 +3,12 @@
 Knows requests and outputs; knows neither tensors nor tokenizers: what runs a batch (`Runner`) and what
 turns tokens into text (`TextStream`) are handed in. One thread calls it.
 
-A runner that computes while the host goes on (`LaunchingRunner`) is given the next batch before the last one's
-outputs are made, and works on it while they are, and while the caller hands them out:
+A runner that computes while the host goes on (`LaunchingRunner`) is given the next batch before the last one is
+done, if the scheduler can plan it without that one's tokens, and else before that one's outputs are made:
 
-    step()    step()                             step()
-    batch 1   read 1, batch 2 | outputs of 1     read 2, batch 3 | outputs of 2
-    device    |......1.......| |...............2...............| |.......3...
+    step()    step()                              step()
+    batch 1   batch 2 | read 1 | outputs of 1     batch 3 | read 2 | outputs of 2
+    device    |......1........||.................2................||......3......
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol, runtime_checkable
 
@@ -68,7 +70,8 @@ class PendingStep(Protocol):
 class LaunchingRunner(Protocol):
     """A `Runner` that also computes while the caller does something else.
 
-    One batch at a time: the result of one is asked for before the next is launched.
+    Batches are computed in the order in which they are launched. At most one is launched behind one whose result was
+    not asked for; the tokens that it expects are those that that one samples.
     """
 
     def launch(self, batch: Batch) -> PendingStep: ...
@@ -170,7 +173,8 @@ class Engine:
         self._keys = keys or BlockKeys()
         self._clock = clock
         self._seed = seed
-        self._in_flight: tuple[Batch, PendingStep] | None = None
+        self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
+        """In the order of launching; between steps at most one."""
         self._groups: dict[str, _Group] = {}
         self._group_of: dict[str, _Group] = {}
         self._num_added = 0
@@ -312,45 +316,63 @@ class Engine:
         freed, and the engine can go on with others.
         """
         # Errors and interrupts go on to the caller, but leave no uncomputed blocks in the cache.
+        self.manager.expire_pins(self._clock())
+        batch = self._plan_behind()
+        if batch is not None:
+            self._launch(batch)
+            return self._collect_all(self._settle())
         moved = self._settle()
         try:
-            self.manager.expire_pins(self._clock())
-            try:
-                batch = self.scheduler.schedule()
-            except BaseException:
-                self._collect_all(self.scheduler.give_up())
-                raise
+            batch = self._plan()
             if batch is not None:
                 self._launch(batch)
-                if self._in_flight is not None and self._in_flight[1].is_ready():
+                if self._in_flight[0][1].is_ready():
                     moved += self._settle()
         except BaseException:
             self._collect_all(moved)  # their outputs are up to date, though nobody is told
             raise
         return self._collect_all(moved)
 
+    def _plan(self) -> Batch | None:
+        """The next batch, when all tokens are known."""
+        try:
+            return self.scheduler.schedule()
+        except BaseException:
+            self._collect_all(self.scheduler.give_up())
+            raise
+
+    def _plan_behind(self) -> Batch | None:
+        """The batch after the one in flight; None if there is none, or if its tokens must be known first."""
+        if not self._in_flight:
+            return None
+        try:
+            return self.scheduler.schedule_behind(self._in_flight[0][0].entries)
+        except BaseException:
+            try:
+                self._collect_all(self._settle())
+            finally:
+                self._collect_all(self.scheduler.give_up())
+            raise
+
     def _launch(self, batch: Batch) -> None:
         try:
             if isinstance(self._runner, LaunchingRunner):
-                self._in_flight = batch, self._runner.launch(batch)
+                self._in_flight.append((batch, self._runner.launch(batch)))
             else:
-                self._in_flight = batch, _Computed(self._runner.execute(batch))
+                self._in_flight.append((batch, _Computed(self._runner.execute(batch))))
         except BaseException as error:
+            self._collect_all(self._settle())  # what is left to give up is this batch
             self._give_up(batch, error)
 
     def _settle(self) -> list[Request]:
-        """Wait for the batch in flight, if there is one, and record it; the requests that got tokens."""
-        if self._in_flight is None:
+        """Wait for the first batch in flight, if there is one, and record it; the requests that got tokens."""
+        if not self._in_flight:
             return []
-        batch, pending = self._in_flight
-        self._in_flight = None
+        batch, pending = self._in_flight.popleft()
         try:
             result = pending.result()
         except BaseException as error:
-            if any(entry.request.status is not RequestStatus.RUNNING for entry in batch.entries):
-                # Their blocks are free, and cached as if they were computed: nothing that is cached can be trusted.
-                self._collect_all(self.scheduler.give_up())
-                self.manager.reset_prefix_cache()
+            self._drop_what_rests_on(batch)
             self._give_up(batch, error)
         self.num_computed_tokens += batch.num_tokens
         for number, logprobs in result.prompt_logprobs.items():
@@ -360,6 +382,21 @@ class Engine:
         return [
             entry.request for entry, sample in zip(batch.entries, result.samples, strict=True) if sample is not None
         ]
+
+    def _drop_what_rests_on(self, failed: Batch) -> None:
+        """If others use what a failed batch should have computed, end all requests and trust nothing that is cached.
+
+        They do if a batch is planned behind it, or if a request of it has left: its blocks are free, and cached as
+        if they were computed.
+        """
+        left = any(entry.request.status is not RequestStatus.RUNNING for entry in failed.entries)
+        if not left and not self.scheduler.is_behind_planned(failed.entries):
+            return
+        while self._in_flight:
+            with suppress(Exception):
+                self._in_flight.popleft()[1].result()
+        self._collect_all(self.scheduler.give_up())
+        self.manager.reset_prefix_cache()
 
     def _give_up(self, batch: Batch, error: BaseException) -> NoReturn:
         """End the requests of a batch that failed, and raise why."""

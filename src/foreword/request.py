@@ -244,6 +244,13 @@ class Request:
         return token_ids
 
     @property
+    def samples_by_tokens(self) -> bool:
+        """Whether the next token depends on the tokens before in other ways than through the model."""
+        params = self.params
+        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        return bool(penalised) or self.constraint is not None
+
+    @property
     def skips_cache(self) -> bool:
         """Prompt logprobs need every prompt position computed."""
         return self.params.skip_reading_prefix_cache or self.params.prompt_logprobs is not None

@@ -14,9 +14,10 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from foreword.batch import Batch, BatchEntry, Sample, build_batch
 from foreword.cache import BlockHash, KVCacheManager, PrefixHit, StateCheckpoints
@@ -27,6 +28,7 @@ from foreword.request import FinishReason, Request, RequestStatus
 logger = logging.getLogger(__name__)
 
 SortKey = tuple[int, int]
+IntArray = npt.NDArray[np.int64]
 
 
 class _Queue:
@@ -155,11 +157,35 @@ class Scheduler:
 
         The batch must be answered with `commit` or `fail` before the next call.
         """
-        entries = self.schedule_entries()
+        return self._batch(self.schedule_entries())
+
+    def schedule_behind(self, before: Sequence[BatchEntry]) -> Batch | None:
+        """The step after one that is being computed, whose tokens are not known yet; None if they must be.
+
+        Every request that may go on is planned as if it did: a token is expected, and the batch says where it will
+        come from. Those whose tokens turn out to end them have left when this batch is answered; `commit` of the step
+        before comes first. A step must be known when a request would be preempted, which throws away its token, when
+        sampling looks at the tokens before, and when recurrent states are saved at places that depend on them.
+        """
+        if self.states is not None or any(entry.request.samples_by_tokens for entry in before):
+            return None
+        sources = self._expect(before)
+        planned = self._plan_running(self.config.max_num_batched_tokens)
+        handles, ends = self._growth(planned)
+        if not self.manager.has_blocks_for(handles, ends):
+            self._stop_expecting(before)
+            return None
+        self.manager.begin_step()
+        batch = self._batch(self._serve(planned), sources)
+        if batch is None:  # all of them end, or wait for blocks
+            self._stop_expecting(before)
+        return batch
+
+    def _batch(self, entries: list[BatchEntry], sources: Mapping[str, int] | None = None) -> Batch | None:
         if not entries:
             return None
         tables = self.manager.group_block_tables([entry.request.request_id for entry in entries])
-        return build_batch(entries, [own for own, _ in tables], self.manager.take_copies())
+        return build_batch(entries, [own for own, _ in tables], self.manager.take_copies(), sources)
 
     def schedule_entries(self) -> list[BatchEntry]:
         """Who computes what in the next step; empty if there is nothing to do. Allocates the step's blocks.
@@ -168,25 +194,27 @@ class Scheduler:
         of token ids and block tables. Blocks to copy are left for the manager's `take_copies`.
         """
         self.manager.begin_step()
-        budget = self.config.max_num_batched_tokens
-        entries, budget, preempted = self._schedule_running(budget)
-        if not preempted:
-            self._admit_waiting(entries, budget)
+        entries = self._serve(self._plan_running(self.config.max_num_batched_tokens))
         if not entries:
             # The first in line can always run: a request that would not fit into the empty pool is
             # refused before it gets here, and preemption ends at the first running request.
             assert not self._requests, "requests are left, but none of them can run"
         return entries
 
-    def _schedule_running(self, budget: int) -> tuple[list[BatchEntry], int, bool]:
-        entries = self._plan_running(budget)
-        handles = self.manager.handles(entry.request.request_id for entry in entries)
-        ends = np.array([entry.end for entry in entries], np.int64)
+    def _serve(self, planned: list[BatchEntry]) -> list[BatchEntry]:
+        """Blocks for what the running requests plan, as far as there are; then waiting requests, if there were."""
+        handles, ends = self._growth(planned)
         served = self.manager.allocate_running_slots(handles, ends)
-        preempted = served < len(entries)
-        if preempted:
-            entries = self._schedule_while_short(entries, served)
-        return entries, budget - sum(entry.end - entry.start for entry in entries), preempted
+        if served < len(planned):
+            return self._schedule_while_short(planned, served)
+        budget = self.config.max_num_batched_tokens - sum(entry.end - entry.start for entry in planned)
+        self._admit_waiting(planned, budget)
+        return planned
+
+    def _growth(self, planned: Sequence[BatchEntry]) -> tuple[IntArray, IntArray]:
+        """The manager's numbers of these requests, and up to where each computes."""
+        handles = self.manager.handles(entry.request.request_id for entry in planned)
+        return handles, np.array([entry.end for entry in planned], np.int64)
 
     def _plan_running(self, budget: int) -> list[BatchEntry]:
         """What the running requests compute next if there are blocks for all of it."""
@@ -335,8 +363,32 @@ class Scheduler:
 
     # ------------------------------------------------------------------ commit
 
+    def _expect(self, entries: Sequence[BatchEntry]) -> dict[str, int]:
+        """Count a step as computed; request id -> number of the entry whose token is expected.
+
+        A request that ends with its token for its length expects none, and so has nothing more to compute.
+        """
+        sources = {}
+        for number, entry in enumerate(entries):
+            request = entry.request
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            request.num_computed_tokens = entry.end
+            if entry.samples and request.num_output_tokens + 1 < request.max_tokens:
+                request.sequence.expect()
+                sources[request.request_id] = number
+        return sources
+
+    def _stop_expecting(self, entries: Sequence[BatchEntry]) -> None:
+        """Undo `_expect`."""
+        for entry in entries:
+            if entry.request.status is RequestStatus.RUNNING:
+                entry.request.num_computed_tokens = entry.start
+                entry.request.sequence.stop_expecting()
+
     def commit(self, entries: Sequence[BatchEntry], samples: Sequence[Sample | None]) -> None:
         """Record that a step was computed: append sampled tokens, finish what a token or length ends."""
+        filled = []
         for entry, sample in zip(entries, samples, strict=True):
             request = entry.request
             if request.status is not RequestStatus.RUNNING:
@@ -345,12 +397,21 @@ class Scheduler:
             if sample is None:
                 continue
             self._in_flight.close(request.request_id)
+            was_expected = request.sequence.expects_token
             request.sequence.append(sample.token_id)
             if sample.logprobs is not None:
                 request.logprobs.append(sample.logprobs)
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = time.monotonic()
             self._finish_if_due(request, sample.token_id)
+            if was_expected and request.status is RequestStatus.RUNNING and not len(request) % self.manager.block_size:
+                filled.append(request.request_id)
+        if filled:
+            self.manager.cache_known_blocks(filled)
+
+    def is_behind_planned(self, entries: Sequence[BatchEntry]) -> bool:
+        """Whether a step is planned behind this one, which is not committed."""
+        return any(entry.request.num_computed_tokens == entry.end for entry in entries)
 
     def _finish_if_due(self, request: Request, token_id: int) -> None:
         if token_id in request.stop_token_ids and request.num_output_tokens > request.params.min_tokens:
@@ -375,6 +436,8 @@ class Scheduler:
         Blocks are indexed when they are allocated, so what this step was going to fill must be forgotten.
         """
         requests = list(self._requests.values())
+        for request in requests:
+            request.sequence.stop_expecting()
         self.manager.take_copies()
         for request_id in self.manager.held_request_ids():
             request = self._requests[request_id]
