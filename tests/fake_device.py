@@ -118,6 +118,8 @@ class FakeDevice:
         self.num_copies_in += ours[1]
         self.log.append("out" if ours[0] else "in")
         if ours[0]:
+            waiting = (host for event in self.events if not event.done for host, _ in event.copies_out)
+            assert not any(host.data_ptr() == target.data_ptr() for host in waiting), "a result is overwritten unread"
             self._copies_out.append((target, source.clone()))
             target.fill_(0x5A)  # whoever reads it too early shows
         else:
