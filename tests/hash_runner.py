@@ -70,7 +70,7 @@ class HashRunner:
         return self.compute(batch, self.plan(batch))
 
     def plan(self, batch: Batch) -> list[tuple[int, int] | None]:
-        """Of each entry that samples: seed and number of tokens before. As a device's runner does, before it computes."""
+        """Seed and number of tokens before, of each entry that samples; what a device's runner also takes at launch."""
         return [(e.request.seed, e.request.num_output_tokens) if e.samples else None for e in batch.entries]
 
     def compute(self, batch: Batch, draws: list[tuple[int, int] | None]) -> BatchResult:

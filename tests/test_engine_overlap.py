@@ -91,7 +91,9 @@ def test_random_work_gets_the_answers_of_the_plain_engine(name: str) -> None:
     num_behind = num_preemptions = 0
     for seed in range(10):
         rng = np.random.default_rng(seed)
-        world, runner = late_engine(**{"num_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 6} | WORLDS[name])
+        world, runner = late_engine(
+            **{"num_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 6} | WORLDS[name]
+        )
         common = rng.integers(0, VOCAB_SIZE, 12).tolist()
         wanted, outputs = {}, {}
         for number in range(20):
@@ -298,4 +300,4 @@ def test_a_request_that_its_token_ends_is_computed_once_too_often_and_its_block_
     goes_on = world.engine.add_request("two", prompt_of(prompt), params)
     world.drain()
     answer = goes_on.outputs[0].token_ids
-    assert world.engine.num_cached_tokens(prompt_of([*prompt, *answer, 1])) == 12, "blocks that end in answers are found"
+    assert world.engine.num_cached_tokens(prompt_of([*prompt, *answer, 1])) == 12, "answers are found"

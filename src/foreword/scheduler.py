@@ -14,84 +14,21 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.batch import Batch, BatchEntry, Sample, build_batch
-from foreword.cache import BlockHash, KVCacheManager, PrefixHit, StateCheckpoints
+from foreword.cache import KVCacheManager, PrefixHit, StateCheckpoints
 from foreword.config import SchedulerConfig
 from foreword.errors import ConfigError
+from foreword.queues import InFlightPrefixes, Queue, SortKey
 from foreword.request import FinishReason, Request, RequestStatus
 
 logger = logging.getLogger(__name__)
 
-SortKey = tuple[int, int]
 IntArray = npt.NDArray[np.int64]
-
-
-class _Queue:
-    """Requests in the order in which they are served: priority (lower first), then arrival."""
-
-    def __init__(self) -> None:
-        self._keys: list[SortKey] = []
-        self._requests: list[Request] = []
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def add(self, key: SortKey, request: Request) -> None:
-        at = bisect.bisect(self._keys, key)
-        self._keys.insert(at, key)
-        self._requests.insert(at, request)
-
-    def remove(self, key: SortKey) -> None:
-        at = bisect.bisect_left(self._keys, key)
-        del self._keys[at], self._requests[at]
-
-    def last(self) -> Request:
-        return self._requests[-1]
-
-
-class InFlightPrefixes:
-    """Blocks of prompts that admitted requests have still to compute.
-
-    A waiting request whose next missing block is here waits for it instead of computing it a second
-    time. Each key belongs to the request that computes it, and is dropped when that request has
-    computed its prompt or leaves.
-    """
-
-    def __init__(self) -> None:
-        self._owner_of: dict[BlockHash, str] = {}
-        self._keys_of: dict[str, Sequence[BlockHash]] = {}
-
-    def __contains__(self, key: BlockHash) -> bool:
-        return key in self._owner_of
-
-    def __len__(self) -> int:
-        return len(self._owner_of)
-
-    def open(self, request_id: str, keys: Sequence[BlockHash]) -> None:
-        self._keys_of[request_id] = keys
-        for key in keys:
-            self._owner_of.setdefault(key, request_id)
-
-    def owner_of(self, key: BlockHash) -> str | None:
-        """The request that computes a block."""
-        return self._owner_of.get(key)
-
-    def owner_ids(self) -> set[str]:
-        """Requests that have prefixes open."""
-        return set(self._keys_of)
-
-    def close(self, request_id: str) -> None:
-        for key in self._keys_of.pop(request_id, ()):
-            if self._owner_of.get(key) == request_id:
-                del self._owner_of[key]
 
 
 class Scheduler:
@@ -113,8 +50,8 @@ class Scheduler:
                 f"max_num_batched_tokens={config.max_num_batched_tokens} is less than the {self.states.grid} tokens "
                 "between places where a recurrent state can be saved; raise it, or lower state_block_size"
             )
-        self._waiting = _Queue()
-        self._running = _Queue()
+        self._waiting = Queue()
+        self._running = Queue()
         self._in_flight = InFlightPrefixes()
         self._awaited: dict[str, int] = {}
         self._keys: dict[str, SortKey] = {}
@@ -446,7 +383,7 @@ class Scheduler:
                 computed = max(request.num_computed_tokens, request.num_shared_tokens)
             self.manager.forget_uncomputed(request_id, computed)
             self.manager.free(request_id)
-        self._waiting, self._running, self._in_flight = _Queue(), _Queue(), InFlightPrefixes()
+        self._waiting, self._running, self._in_flight = Queue(), Queue(), InFlightPrefixes()
         for table in (self._awaited, self._keys, self._requests):
             table.clear()
         for request in requests:

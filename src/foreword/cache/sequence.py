@@ -25,9 +25,9 @@ class TokenSequence:
     """An append-only array of token ids whose block keys are computed once each.
 
     `len(sequence)` counts prompt and generated tokens, and a token that is expected: one that is being computed, with
-    0 in its place. Keys are those of blocks whose tokens are all known. `root` is `chain_root(fingerprint)` of the model;
-    sequences that share an index have the same hash function. Raises InvalidRequestError for media items
-    that overlap or do not lie inside `token_ids`.
+    0 in its place. Keys are those of blocks whose tokens are all known. `root` is `chain_root(fingerprint)` of the
+    model; sequences that share an index have the same hash function. Raises InvalidRequestError for media items that
+    overlap or do not lie inside `token_ids`.
     """
 
     __slots__ = (

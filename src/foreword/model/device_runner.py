@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -213,7 +214,7 @@ class DeviceRunner(ModelRunner):
         """For each pass, where the tokens go that the batch expects of the one launched before."""
         if not len(batch.expected):
             return []
-        passes = work if isinstance(work, list) else [work]
+        passes: Sequence[DecodeStep | ForwardPass] = work if isinstance(work, list) else [work]
         most = self._pass_rows or batch.num_tokens
         numbers, sources = batch.expected.T.astype(np.int64)
         samples = np.searchsorted(self._launched[-1].taken.entries, sources)
