@@ -20,12 +20,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.batch import Batch, BatchResult
+from foreword.batch import Batch
 from foreword.cache import (
     NO_EXTRA_KEYS,
     BlockHash,
@@ -43,51 +43,10 @@ from foreword.errors import (
     RequestTooLargeError,
 )
 from foreword.request import CompletionOutput, Request, RequestOutput, RequestStatus, SamplingParams
+from foreword.running import Computed, LaunchingRunner, PendingStep, Runner
 from foreword.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-
-class Runner(Protocol):
-    """Computes batches. The KV of a batch's tokens is in place when `execute` returns."""
-
-    def execute(self, batch: Batch) -> BatchResult: ...
-
-
-class PendingStep(Protocol):
-    """A batch that is being computed."""
-
-    def is_ready(self) -> bool:
-        """Whether `result` would return at once."""
-        ...
-
-    def result(self) -> BatchResult:
-        """Wait for the batch; asked once. Raises what went wrong since the launch."""
-        ...
-
-
-@runtime_checkable
-class LaunchingRunner(Protocol):
-    """A `Runner` that also computes while the caller does something else.
-
-    Batches are computed in the order in which they are launched. At most one is launched behind one whose result was
-    not asked for; the tokens that it expects are those that that one samples.
-    """
-
-    def launch(self, batch: Batch) -> PendingStep: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Computed:
-    """The pending step of a runner that returns when it is done."""
-
-    known: BatchResult
-
-    def is_ready(self) -> bool:
-        return True
-
-    def result(self) -> BatchResult:
-        return self.known
 
 
 class TextStep(Protocol):
@@ -359,7 +318,7 @@ class Engine:
             if isinstance(self._runner, LaunchingRunner):
                 self._in_flight.append((batch, self._runner.launch(batch)))
             else:
-                self._in_flight.append((batch, _Computed(self._runner.execute(batch))))
+                self._in_flight.append((batch, Computed(self._runner.execute(batch))))
         except BaseException as error:
             self._collect_all(self._settle())  # what is left to give up is this batch
             self._give_up(batch, error)
@@ -409,10 +368,6 @@ class Engine:
         ) from error
 
     # -------------------------------------------------------------------- pins
-
-    def count_cached_tokens(self, prompt: Prompt) -> int:
-        """How many leading tokens of this prompt a request would find cached now."""
-        return self.manager.get_computed_blocks(self._sequence("", prompt)).num_tokens
 
     def pin_prefix(self, prompt: Prompt, ttl_s: float) -> int:
         """Evict what is cached of this prompt last for so many seconds; returns how many tokens are protected.
