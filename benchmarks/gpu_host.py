@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_host.py [--batch 256] [--context 1024] [--steps 64] [--temperature 0.8] [--json]
 
-The engine, scheduler, cache and GPU runner are the real ones, over tensors on torch's "meta" device: operations on
-them check shapes and compute nothing. Recorded steps are replayed by doing nothing. So what is measured is Python,
-numpy and torch's own part of queueing an operation. Not in it, and only to be measured on a GPU (`gpu.py`): the
-driver's part of launches and copies, and waiting. Nor is text: requests have no tokenizer.
+The engine, scheduler, cache and GPU runner are the real ones; the device is this processor, replays nothing, and samples
+from 64 words, which takes next to nothing. What is measured is Python, numpy and torch's part of calling an operation.
+Not in it, and only to be measured on a GPU (`gpu.py`): the driver's part of launches and copies, and waiting. Nor is
+text: requests have no tokenizer.
 
 Processor time of the one thread, by part: own time without that of parts inside, medians over steps that are planned
 behind the one before. What the timers cost is taken off.
@@ -40,7 +40,7 @@ from foreword.config import ModelConfig, SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt
 from foreword.model.decode_graphs import DecodeGraphs
 from foreword.model.device import DeviceMemory
-from foreword.model.device_runner import DeviceRunner, PendingResult, RunnerLimits
+from foreword.model.device_runner import DeviceRunner, ExpectedTokens, PendingResult, RunnerLimits
 from foreword.model.kernels.triton_attention import TritonAttention
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import load_model
@@ -54,7 +54,9 @@ from step_profile import Clock
 from workloads import QUICK_SHAPE
 
 BLOCK_SIZE = 16
-META = torch.device("meta")
+MOST_TOKENS = 32_784
+"""Of a request, as in gpu.py: what graphs are made for."""
+SHAPE = replace(QUICK_SHAPE, vocab_size=64)
 
 
 class Nothing:
@@ -68,15 +70,16 @@ class Nothing:
     def replay(self) -> None: ...
 
 
-class MetaDevice:
-    """A device that computes nothing: all tokens that it samples are 0."""
+class IdleDevice:
+    """This processor, which replays nothing."""
 
-    torch_device = META
+    torch_device = torch.device("cpu")
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
-    def copy(self, target: Tensor, source: Tensor) -> None: ...
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
 
     def mark(self) -> Nothing:
         return Nothing()
@@ -95,7 +98,7 @@ class PromptsForNothing(DeviceRunner):
 
     def _run(self, passes: list[ForwardPass]) -> Tensor:
         rows = sum(one.num_kept for one in passes)
-        return torch.empty(rows, self._model.vocab_size, device=META)
+        return torch.zeros(rows, self._model.vocab_size)
 
 
 def build(folder: str, batch: int, length: int) -> Engine:
@@ -105,8 +108,8 @@ def build(folder: str, batch: int, length: int) -> Engine:
     layout = model.plan_layout(LayoutOptions(BLOCK_SIZE))
     num_blocks = batch * (length // BLOCK_SIZE + 2)
     manager = KVCacheManager(num_blocks, block_size=BLOCK_SIZE)
-    storage = KVStorage(layout, num_blocks, META)
-    runner = PromptsForNothing(model, storage, MetaDevice(), RunnerLimits(length + 1, batch))
+    storage = KVStorage(layout, num_blocks, torch.device("cpu"))
+    runner = PromptsForNothing(model, storage, IdleDevice(), RunnerLimits(MOST_TOKENS, batch))
     config = SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=8192)
     return Engine(Scheduler(manager, config), runner, ModelLimits(model.vocab_size, length))
 
@@ -115,12 +118,13 @@ def watch_parts(clock: Clock, engine: Engine) -> None:
     clock.watch("next step planned: requests, blocks, batch", engine.scheduler, "schedule_behind")
     clock.watch("tokens recorded", engine.scheduler, "commit")
     clock.watch("outputs", engine, "_collect_all")
-    clock.watch("attention planned", DecodeGraphs, "_lay_out")
+    clock.watch("attention planned", DecodeGraphs, "_plans")
     clock.watch("rows: tokens, positions, slots", DecodeGraphs, "_row_array")
     clock.watch("sampling planned", Readout, "make")
     clock.watch("arrays packed", StepBuffer, "put")
     clock.watch("model queued", DecodeGraphs, "replay")
     clock.watch("sampling queued", Readout, "take")
+    clock.watch("expected tokens queued", ExpectedTokens, "fill")
     clock.watch("results read", PendingResult, "result")
     clock.watch("rest of the launch", engine._runner, "launch")
 
@@ -128,13 +132,13 @@ def watch_parts(clock: Clock, engine: Engine) -> None:
 def run(batch: int, context: int, steps: int, temperature: float) -> dict[str, Any]:
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
-        save_random_model(Path(folder), QUICK_SHAPE)
+        save_random_model(Path(folder), SHAPE)
         engine = build(folder, batch, context + steps + 64)
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=temperature, max_tokens=steps + 60, ignore_eos=True)
     outputs = []
     for number in range(batch):
-        prompt = Prompt(rng.integers(0, QUICK_SHAPE.vocab_size, context).astype(np.int32))
+        prompt = Prompt(rng.integers(0, SHAPE.vocab_size, context).astype(np.int32))
         outputs.append(engine.add_request(str(number), prompt, params))
     while not all(output.outputs[0].token_ids for output in outputs):
         engine.step()

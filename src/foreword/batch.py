@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,7 @@ IntArray = npt.NDArray[np.int32]
 NONE_EXPECTED: IntArray = np.empty((0, 2), np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchEntry:
+class BatchEntry(NamedTuple):
     """One request's share of a step: compute tokens `start` to `end` (exclusive) of its sequence."""
 
     request: Request
@@ -82,8 +82,7 @@ class Batch:
         return replace(self, group_tables=(np.where(tables == NULL_BLOCK, np.int32(null_block), tables),))
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """What a step gave one request."""
 
     token_id: int
@@ -116,7 +115,7 @@ def build_batch(
     np.cumsum(lengths, out=query_starts[1:])
     return Batch(
         entries=tuple(entries),
-        token_ids=np.concatenate([e.request.sequence.token_ids[e.start : e.end] for e in entries]),
+        token_ids=np.concatenate([e.request.sequence.tokens_between(e.start, e.end) for e in entries]),
         positions=np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], lengths),
         query_starts=query_starts,
         group_tables=tuple(group_tables),

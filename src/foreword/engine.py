@@ -391,21 +391,22 @@ class Engine:
         groups = {
             id(group): group
             for request, group in owners
-            if group is not None and any(own is request for own in group.requests)  # and not a later one of that name
+            if group is not None and request in group.requests  # and not a later one of that name
         }
         return [self._collect(group) for group in groups.values()]
 
     def _collect(self, group: _Group) -> RequestOutput:
-        output = group.output
+        output, is_finished = group.output, True
         for completion, request, stream in zip(output.outputs, group.requests, group.streams, strict=True):
-            if not completion.finished:
+            if completion.finish_reason is None:
                 self._update(completion, request, stream)
+                is_finished &= completion.finish_reason is not None
         first = group.requests[0]
         output.num_cached_tokens = first.num_cached_tokens
         output.explanation = first.explanation
         if first.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *first.prompt_logprobs]
-        if output.finished:
+        if is_finished:
             output.metrics.finished_time = max(r.metrics.finished_time or 0.0 for r in group.requests)
             del self._groups[output.request_id]
             for request in group.requests:

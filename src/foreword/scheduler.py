@@ -108,12 +108,12 @@ class Scheduler:
             return None
         sources = self._expect(before)
         planned = self._plan_running(self.config.max_num_batched_tokens)
-        handles, ends = self._growth(planned)
-        if not self.manager.has_blocks_for(handles, ends):
+        growth = self._growth(planned)
+        if not self.manager.has_blocks_for(*growth):
             self._stop_expecting(before)
             return None
         self.manager.begin_step()
-        batch = self._batch(self._serve(planned), sources)
+        batch = self._batch(self._serve(planned, growth), sources)
         if batch is None:  # all of them end, or wait for blocks
             self._stop_expecting(before)
         return batch
@@ -131,17 +131,17 @@ class Scheduler:
         of token ids and block tables. Blocks to copy are left for the manager's `take_copies`.
         """
         self.manager.begin_step()
-        entries = self._serve(self._plan_running(self.config.max_num_batched_tokens))
+        planned = self._plan_running(self.config.max_num_batched_tokens)
+        entries = self._serve(planned, self._growth(planned))
         if not entries:
             # The first in line can always run: a request that would not fit into the empty pool is
             # refused before it gets here, and preemption ends at the first running request.
             assert not self._requests, "requests are left, but none of them can run"
         return entries
 
-    def _serve(self, planned: list[BatchEntry]) -> list[BatchEntry]:
+    def _serve(self, planned: list[BatchEntry], growth: tuple[IntArray, IntArray]) -> list[BatchEntry]:
         """Blocks for what the running requests plan, as far as there are; then waiting requests, if there were."""
-        handles, ends = self._growth(planned)
-        served = self.manager.allocate_running_slots(handles, ends)
+        served = self.manager.allocate_running_slots(*growth)
         if served < len(planned):
             return self._schedule_while_short(planned, served)
         budget = self.config.max_num_batched_tokens - sum(entry.end - entry.start for entry in planned)
@@ -310,8 +310,8 @@ class Scheduler:
             request = entry.request
             if request.status is not RequestStatus.RUNNING:
                 continue
-            request.num_computed_tokens = entry.end
-            if entry.samples and request.num_output_tokens + 1 < request.max_tokens:
+            request.num_computed_tokens = end = entry.end
+            if end == len(request) and end - request.num_prompt_tokens + 1 < request.max_tokens:
                 request.sequence.expect()
                 sources[request.request_id] = number
         return sources
@@ -325,7 +325,7 @@ class Scheduler:
 
     def commit(self, entries: Sequence[BatchEntry], samples: Sequence[Sample | None]) -> None:
         """Record that a step was computed: append sampled tokens, finish what a token or length ends."""
-        filled = []
+        filled, block_size = [], self.manager.block_size
         for entry, sample in zip(entries, samples, strict=True):
             request = entry.request
             if request.status is not RequestStatus.RUNNING:
@@ -334,14 +334,15 @@ class Scheduler:
             if sample is None:
                 continue
             self._in_flight.close(request.request_id)
-            was_expected = request.sequence.expects_token
-            request.sequence.append(sample.token_id)
+            sequence = request.sequence
+            was_expected = sequence.expects_token
+            sequence.append(sample.token_id)
             if sample.logprobs is not None:
                 request.logprobs.append(sample.logprobs)
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = time.monotonic()
             self._finish_if_due(request, sample.token_id)
-            if was_expected and request.status is RequestStatus.RUNNING and not len(request) % self.manager.block_size:
+            if was_expected and not len(sequence) % block_size and request.status is RequestStatus.RUNNING:
                 filled.append(request.request_id)
         if filled:
             self.manager.cache_known_blocks(filled)
@@ -351,11 +352,12 @@ class Scheduler:
         return any(entry.request.num_computed_tokens == entry.end for entry in entries)
 
     def _finish_if_due(self, request: Request, token_id: int) -> None:
-        if token_id in request.stop_token_ids and request.num_output_tokens > request.params.min_tokens:
+        num_tokens = request.num_output_tokens
+        if token_id in request.stop_token_ids and num_tokens > request.params.min_tokens:
             if token_id in request.params.stop_token_ids:
                 request.stop_reason = token_id
             self.finish(request.request_id, "stop")
-        elif request.num_output_tokens >= request.max_tokens:
+        elif num_tokens >= request.max_tokens:
             self.finish(request.request_id, "length")
 
     def fail(self, batch: Batch) -> list[Request]:

@@ -76,6 +76,10 @@ class TokenSequence:
         """All tokens, [len(self)]; a view that is valid until the next `append`."""
         return self._tokens[: self._length]
 
+    def tokens_between(self, start: int, end: int) -> TokenArray:
+        """Token ids number `start` to `end` (exclusive); a view as `token_ids` is."""
+        return self._tokens[start:end]
+
     @property
     def num_full_blocks(self) -> int:
         """Blocks whose tokens are all known."""

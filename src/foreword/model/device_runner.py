@@ -166,7 +166,7 @@ class DeviceRunner(ModelRunner):
         with torch.inference_mode():
             copies = self._put(batch.copies)
             rows = logit_rows(batch)
-            work = self._plan_work(self._after_sinks(batch), np.concatenate(rows))
+            work = self._plan_work(self._after_sinks(batch), rows.rows)
             readout = Readout.make(batch, rows, self._model.vocab_size, self._put)
             expected = self._plan_expected(batch, work)
             self.buffer.upload()

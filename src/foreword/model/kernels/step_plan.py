@@ -134,9 +134,11 @@ def _shared(num_chunks: Int64Array, joined: Int64Array) -> Int64Array:
         return np.empty((0, 4), np.int64)
     chunks = np.arange(num_chunks.max())[:, None]
     present = chunks < num_chunks
-    with_next = np.pad(chunks < joined, ((0, 0), (0, 1)))
-    chunk, first = np.nonzero(present & ~np.pad(with_next[:, :-1], ((0, 0), (1, 0))))
-    _, last = np.nonzero(present & ~with_next)
+    begins, ends = present.copy(), present
+    begins[:, 1:] &= chunks >= joined
+    ends[:, :-1] &= chunks >= joined
+    chunk, first = np.nonzero(begins)
+    _, last = np.nonzero(ends)
     return np.stack((np.full(len(chunk), SHARED), chunk, first, last + 1), 1)
 
 
