@@ -1,11 +1,11 @@
 """The host's time for a decoding step on a GPU, measured without one.
 
-    python benchmarks/gpu_host.py [--batch 256] [--context 1024] [--steps 64] [--temperature 0.8] [--json]
+    python benchmarks/gpu_host.py [--batch 256] [--context 1024] [--steps 64] [--temperature 0] [--json]
 
-The engine, scheduler, cache and GPU runner are the real ones; the device is this processor, replays nothing, and samples
-from 64 words, which takes next to nothing. What is measured is Python, numpy and torch's part of calling an operation.
-Not in it, and only to be measured on a GPU (`gpu.py`): the driver's part of launches and copies, and waiting. Nor is
-text: requests have no tokenizer.
+The engine, scheduler, cache and GPU runner are the real ones; the device is this processor, which replays nothing and
+samples from 64 words. What is measured is Python, numpy and torch's part of calling operations. Not in it, and only to
+be measured on a GPU (`gpu.py`): the driver's part of launches and copies, and waiting. Nor is text: requests have no
+tokenizer.
 
 Processor time of the one thread, by part: own time without that of parts inside, medians over steps that are planned
 behind the one before. What the timers cost is taken off.

@@ -20,9 +20,9 @@ from foreword.model.kernels import cpu_layout as layout
 from foreword.model.kernels.cpu import compile_worker
 from foreword.model.kernels.cpu_chunk import compile_chunk
 from foreword.model.kernels.reference import AttentionOptions
-from foreword.model.kernels.sharing_report import SharingReport
+from foreword.model.kernels.sharing import Sharing
 from foreword.model.kernels.simd import HAS_BF16_DOT
-from foreword.model.kernels.step_plan import FOLD_QUERIES, Int64Array, SharingRule, StepPlan, plan_step
+from foreword.model.kernels.step_plan import FOLD_QUERIES, Int64Array, StepPlan
 
 _ARGUMENTS = ctypes.c_void_p
 
@@ -73,9 +73,7 @@ class CpuAttention:
 
     def __init__(self, *, share: bool = True, multiply_pairs: bool = HAS_BF16_DOT) -> None:
         """`share`: two-phase attention; `multiply_pairs`: bfloat16 products where the processor has them."""
-        self._share = share
-        self._sharing = SharingReport()
-        self._token_bytes, self._bytes_this_step = 0, 0
+        self._sharing = Sharing(enabled=share)
         self._multiply_pairs = multiply_pairs
         self._team = Team()
         self._worker = compile_worker()
@@ -86,23 +84,18 @@ class CpuAttention:
     def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> StepPlan:
         """What to do in a step; serves every layer that uses the batch's block tables."""
         del scrap_block, device  # nothing outside a table is looked up, and this is the CPU
-        self._token_bytes = self._bytes_this_step or self._token_bytes
-        self._bytes_this_step = 0
-        rule = SharingRule(self._token_bytes)
-        plan = plan_step(batch, block_size, rule if self._share else None)
-        self._sharing.add(plan, rule)
-        return plan
+        return self._sharing.plan(batch, block_size)
 
     def explain(self) -> str:
         """What was shared since the kernel was made."""
-        return self._sharing.describe() if self._share else "two-phase attention: switched off"
+        return self._sharing.explain()
 
     def attend(
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: StepPlan, options: AttentionOptions
     ) -> Tensor:
         """As `reference.paged_attention`, with a plan in place of tiles."""
         dtype = key_blocks.dtype
-        self._bytes_this_step += (key_blocks[0, 0].numel() + value_blocks[0, 0].numel()) * dtype.itemsize
+        self._sharing.note_layer(key_blocks, value_blocks)
         rows = query.to(dtype)
         if rows.stride(2) != 1:
             rows = rows.contiguous()
