@@ -154,7 +154,15 @@ def run(batch: int, context: int, steps: int, temperature: float) -> dict[str, A
         samples.append(dict(clock.own))
     parts = {part: 1e3 * statistics.median(sample[part] for sample in samples) for part in samples[0]}
     total = 1e3 * statistics.median(sum(sample.values()) for sample in samples)
-    return {"parts_ms": parts, "host_ms": total, "batch": batch, "context": context, "temperature": temperature}
+    assert isinstance(engine._runner, DeviceRunner)
+    return {
+        "parts_ms": parts,
+        "host_ms": total,
+        "copied_in_bytes": engine._runner.buffer.num_bytes,
+        "batch": batch,
+        "context": context,
+        "temperature": temperature,
+    }
 
 
 def main() -> int:
@@ -172,7 +180,9 @@ def main() -> int:
         table.add_column(name, justify="left" if name == "part" else "right")
     for part, own in sorted(report["parts_ms"].items(), key=lambda item: -item[1]):
         table.add_row(part, f"{own:.3f}", f"{own / report['host_ms']:.1%}")
-    Console(stderr=args.json, width=100).print(table)
+    console = Console(stderr=args.json, width=100)
+    console.print(table)
+    console.print(f"copied to the device: {report['copied_in_bytes']:,} bytes")
     print(json.dumps({"benchmark": "gpu_host", "is_gpu_figure": False} | report))
     return 0
 

@@ -128,6 +128,7 @@ def build_batch(
 def _expected(entries: Sequence[BatchEntry], query_starts: IntArray, sources: Mapping[str, int]) -> IntArray:
     if not sources:
         return NONE_EXPECTED
-    source_of = (sources.get(entry.request.request_id) for entry in entries)
-    pairs = [(end - 1, source) for end, source in zip(query_starts[1:], source_of, strict=True) if source is not None]
-    return np.array(pairs, np.int32).reshape(-1, 2)
+    source_of = [sources.get(entry.request.request_id) for entry in entries]
+    rows = [row for row, source in enumerate(source_of) if source is not None]
+    from_entries = [source for source in source_of if source is not None]
+    return np.stack((query_starts[1:][rows] - 1, np.array(from_entries, np.int32)), axis=1)
