@@ -60,15 +60,25 @@ class RecordedGraph:
 
 @dataclass
 class FakeEvent:
-    """Done when somebody has waited for it: nothing is ever early."""
+    """Done when somebody has waited for it: nothing is ever early. Copies between host and device end then."""
 
+    device: FakeDevice
+    copies_in: list[tuple[Tensor, Tensor]]
+    """Host memory, and what it must still hold."""
+    copies_out: list[tuple[Tensor, Tensor]]
+    """Host memory, and what it will hold."""
     done: bool = False
 
     def is_done(self) -> bool:
         return self.done
 
     def wait(self) -> None:
+        self.device.log.append("wait")
         self.done = True
+        for host, content in self.copies_in:
+            assert torch.equal(host, content), "the host has changed what the device was still to copy"
+        for host, content in self.copies_out:
+            host.copy_(content)
 
 
 @dataclass
@@ -85,6 +95,10 @@ class FakeDevice:
     num_captures: int = 0
     host_buffers: set[int] = field(default_factory=set)
     events: list[FakeEvent] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+    """"in", "out" and "wait", as they were asked for."""
+    _copies_in: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _copies_out: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _keep: list[Tensor] = field(default_factory=list)
 
     @property
@@ -102,10 +116,19 @@ class FakeDevice:
         assert sum(ours) == 1, "a copy is between a host buffer and the device"
         self.num_copies_out += ours[0]
         self.num_copies_in += ours[1]
-        target.copy_(source)
+        self.log.append("out" if ours[0] else "in")
+        if ours[0]:
+            waiting = (host for event in self.events if not event.done for host, _ in event.copies_out)
+            assert not any(host.data_ptr() == target.data_ptr() for host in waiting), "a result is overwritten unread"
+            self._copies_out.append((target, source.clone()))
+            target.fill_(0x5A)  # whoever reads it too early shows
+        else:
+            self._copies_in.append((source, source.clone()))
+            target.copy_(source)
 
     def mark(self) -> FakeEvent:
-        self.events.append(FakeEvent())
+        self.events.append(FakeEvent(self, self._copies_in, self._copies_out))
+        self._copies_in, self._copies_out = [], []
         return self.events[-1]
 
     def capture(self, work: Callable[[], None]) -> RecordedGraph:

@@ -63,20 +63,39 @@ class HashRunner:
         """Called before a batch is computed; may raise, as a model may."""
         self._scrap_slot = num_blocks * block_size
         self._slots: npt.NDArray[np.uint64] = np.zeros(self._scrap_slot + 1, np.uint64)
+        self._samples: list[Sample | None] = []
+        """Of the last batch."""
 
     def execute(self, batch: Batch) -> BatchResult:
+        return self.compute(batch, self.plan(batch))
+
+    def plan(self, batch: Batch) -> list[tuple[int, int] | None]:
+        """Seed and number of tokens before, of each entry that samples; what a device's runner also takes at launch."""
+        return [(e.request.seed, e.request.num_output_tokens) if e.samples else None for e in batch.entries]
+
+    def compute(self, batch: Batch, draws: list[tuple[int, int] | None]) -> BatchResult:
+        """What was planned; tokens that the batch expects are those that the last one sampled."""
         self.on_execute(batch)
         self.batches.append(batch)
         self._copy_blocks(batch)
-        samples = [self._compute(batch, row, entry) for row, entry in enumerate(batch.entries)]
-        return BatchResult(list(samples))
+        token_ids = batch.token_ids.copy()
+        for number, source in batch.expected.tolist():
+            assert token_ids[number] == 0, "an expected token cannot be known"
+            sample = self._samples[source]
+            assert sample is not None
+            token_ids[number] = sample.token_id
+        rows = zip(batch.entries, draws, strict=True)
+        self._samples = [self._compute(batch, token_ids, row, entry, draw) for row, (entry, draw) in enumerate(rows)]
+        return BatchResult(list(self._samples))
 
     def _copy_blocks(self, batch: Batch) -> None:
         blocks = self._slots[: self._scrap_slot].reshape(-1, self.block_size)
         sources, targets = batch.copies.T
         blocks[targets] = blocks[sources]
 
-    def _compute(self, batch: Batch, row: int, entry: BatchEntry) -> Sample | None:
+    def _compute(
+        self, batch: Batch, token_ids: npt.NDArray[np.int32], row: int, entry: BatchEntry, draw: tuple[int, int] | None
+    ) -> Sample | None:
         request = entry.request
         table = batch.block_tables[row].astype(np.int64)
         own = slice(batch.query_starts[row], batch.query_starts[row + 1])
@@ -84,15 +103,14 @@ class HashRunner:
         assert batch.positions[own].tolist() == list(range(entry.start, entry.end))
         salt = _salt_number(request.sequence.extra_keys.salt)
         context = self._context(table, entry.start)
-        for position, token_id in zip(range(entry.start, entry.end), batch.token_ids[own].tolist(), strict=True):
+        for position, token_id in zip(range(entry.start, entry.end), token_ids[own].tolist(), strict=True):
             value = _kv(token_id, position, context, salt)
             slot = self._slot(table, position) if position >= batch.write_from[row] else self._scrap_slot
             self._slots[slot] = value
             context = (context + value * _WEIGHT_LIST[position]) & _MASK
-        if not entry.samples:
+        if draw is None:
             return None
-        context = self._context(table, entry.end)
-        return Sample(_next_token(context, request.seed, request.num_output_tokens, self.vocab_size))
+        return Sample(_next_token(self._context(table, entry.end), *draw, self.vocab_size))
 
     def _slot(self, table: npt.NDArray[np.int64], position: int) -> int:
         return int(table[position // self.block_size]) * self.block_size + position % self.block_size

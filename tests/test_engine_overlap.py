@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ class LaunchedStep:
 
     def __init__(self, runner: LateRunner, batch: Batch) -> None:
         self._runner, self._batch = runner, batch
+        self._draws = runner.inner.plan(batch)
 
     def is_ready(self) -> bool:
         return self._runner.always_ready
@@ -29,34 +31,40 @@ class LaunchedStep:
     def result(self) -> BatchResult:
         self._runner.log.append("result")
         self._runner.num_in_flight -= 1
-        return self._runner.compute(self._batch)
+        return self._runner.compute(self._batch, self._draws)
 
 
 class LateRunner:
     """Computes a batch as late as it may, as a device does at the worst."""
 
     def __init__(self, inner: HashRunner) -> None:
-        self._inner = inner
+        self.inner = inner
         self.always_ready = False
         self.log: list[str] = []
         self.num_in_flight = 0
         self.fail_at: int | None = None
+        self.refuses = False
         self.num_computed = 0
+        self.num_behind = 0
+        """Batches that were launched before the tokens that they expect were known."""
 
     def execute(self, batch: Batch) -> BatchResult:
         raise AssertionError("the engine launches if it can")
 
     def launch(self, batch: Batch) -> LaunchedStep:
-        assert not self.num_in_flight, "one batch at a time"
+        assert self.num_in_flight < 2, "one batch is computed, and one waits for it"
+        if self.refuses:
+            raise RuntimeError("out of memory")
         self.num_in_flight += 1
         self.log.append("launch")
+        self.num_behind += bool(len(batch.expected))
         return LaunchedStep(self, batch)
 
-    def compute(self, batch: Batch) -> BatchResult:
+    def compute(self, batch: Batch, draws: list[tuple[int, int] | None]) -> BatchResult:
         self.num_computed += 1
         if self.num_computed == self.fail_at:
             raise RuntimeError("device-side assert")
-        return self._inner.execute(batch)
+        return self.inner.compute(batch, draws)
 
 
 def late_engine(**options: object) -> tuple[HashEngine, LateRunner]:
@@ -67,26 +75,45 @@ def late_engine(**options: object) -> tuple[HashEngine, LateRunner]:
     return HashEngine(engine, world.runner), runner
 
 
-def test_random_work_gets_the_answers_of_the_plain_engine() -> None:
-    """Small pools, so that requests are preempted; shared beginnings; some are aborted while they are computed."""
-    for seed in range(12):
+WORLDS: dict[str, dict[str, object]] = {
+    "hash": {},
+    "radix": {"prefix_index": "radix"},
+    "deduplicated": {"deduplicate": True},
+    "uncached": {"enable_prefix_caching": False},
+    "roomy": {"num_blocks": 96, "max_num_batched_tokens": 64},
+    "few tokens": {"max_num_batched_tokens": 3, "num_blocks": 12},
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_random_work_gets_the_answers_of_the_plain_engine(name: str) -> None:
+    """Small pools, so that requests are preempted; shared beginnings; stop tokens; some are aborted while computed."""
+    num_behind = num_preemptions = 0
+    for seed in range(10):
         rng = np.random.default_rng(seed)
-        world, _ = late_engine(num_blocks=24, max_num_batched_tokens=16, max_num_seqs=6)
+        world, runner = late_engine(
+            **{"num_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 6} | WORLDS[name]
+        )
         common = rng.integers(0, VOCAB_SIZE, 12).tolist()
         wanted, outputs = {}, {}
         for number in range(20):
             prompt = common[: rng.integers(0, 13)] + rng.integers(0, VOCAB_SIZE, rng.integers(1, 12)).tolist()
-            params = SamplingParams(max_tokens=int(rng.integers(1, 12)), seed=number, stop_token_ids=(3, 4))
+            params = SamplingParams(max_tokens=int(rng.integers(1, 16)), seed=number, stop_token_ids=(3, 4, 5))
             outputs[str(number)] = world.engine.add_request(str(number), prompt_of(prompt), params)
             wanted[str(number)] = expected_answer(prompt, params, seed=number, vocab_size=VOCAB_SIZE, max_model_len=512)
-            if rng.random() < 0.3:
+            for _ in range(rng.integers(0, 4)):
                 world.step()
             if rng.random() < 0.1 and world.engine.abort_request(str(number)) is not None:
                 del wanted[str(number)]
         world.drain()
-        for name, answer in wanted.items():
-            [completion] = outputs[name].outputs
+        assert world.manager.get_num_free_blocks() == world.manager.num_blocks, "a block leaked"
+        for own, answer in wanted.items():
+            [completion] = outputs[own].outputs
             assert (completion.token_ids, completion.finish_reason) == answer
+        num_behind += runner.num_behind
+        num_preemptions += world.scheduler.num_preemptions
+    assert num_behind > 100
+    assert (num_preemptions > 0) == (name != "roomy")
 
 
 def prompt_of(token_ids: list[int]) -> Prompt:
@@ -102,7 +129,7 @@ def test_the_next_batch_is_launched_before_the_last_ones_outputs_are_made() -> N
     lengths = []
     while world.engine.has_unfinished_requests():
         lengths.append([len(output.outputs[0].token_ids) for output in world.engine.step()])
-    assert made == ["launch", "outputs"] + ["result", "launch", "outputs"] * 2 + ["result", "outputs"]
+    assert made == ["launch", "outputs"] + ["launch", "result", "outputs"] * 2 + ["result", "outputs"]
     assert lengths == [[], [1], [2], [3]], "outputs come one step later, and none is lost"
 
 
@@ -167,24 +194,110 @@ def test_a_stop_string_found_while_the_next_token_is_computed_ends_the_answer_th
     assert later.outputs[0].token_ids == expected[0]
 
 
-@pytest.mark.parametrize("abort", [False, True])
-def test_a_step_that_fails_late_leaves_no_uncomputed_block_in_the_cache(abort: bool) -> None:
-    """The second step fails; `goes` may have been aborted while it was computed, its blocks already free."""
+@pytest.mark.parametrize("rests_on_it", ["nothing", "a step behind", "blocks of one that left"])
+def test_a_step_that_fails_late_leaves_no_uncomputed_block_in_the_cache(rests_on_it: str) -> None:
+    """The second of two steps fails. What the first computed stays cached if nothing else was told of the second."""
     world, runner = late_engine(max_num_batched_tokens=8)
     runner.fail_at = 2
-    prompt = list(range(20))
-    params = SamplingParams(max_tokens=4, ignore_eos=True, seed=1)
+    prompt = list(range(16))
+    params = SamplingParams(max_tokens=4 if rests_on_it == "a step behind" else 1, ignore_eos=True, seed=1)
     world.add("goes", prompt, params)
+    world.add("waits", prompt[:3], SamplingParams(max_tokens=1)) if rests_on_it == "a step behind" else None
     world.step()  # launches the first 8 tokens
-    world.step()  # reads them, launches the next 8
-    if abort:
+    world.step()  # launches the next 8, reads the first
+    if rests_on_it == "blocks of one that left":
         world.engine.abort_request("goes")
     with pytest.raises(EngineError, match="device-side assert"):
         world.step()
     world.engine.check_integrity()
     assert not world.engine.has_unfinished_requests()
-    output = world.engine.add_request("again", prompt_of(prompt), params)
+    output = world.engine.add_request("again", prompt_of([*prompt, 1]), params)
     world.drain()
-    expected = expected_answer(prompt, params, seed=1, vocab_size=VOCAB_SIZE, max_model_len=512)
+    expected = expected_answer([*prompt, 1], params, seed=1, vocab_size=VOCAB_SIZE, max_model_len=512)
     assert output.outputs[0].token_ids == expected[0]
-    assert output.num_cached_tokens == (0 if abort else 8)
+    assert output.num_cached_tokens == (8 if rests_on_it == "nothing" else 0)
+
+
+def test_a_launch_that_fails_behind_a_step_ends_its_requests_alone() -> None:
+    """What the step in flight computed is kept, and its tokens are told."""
+    world, runner = late_engine()
+    output = world.engine.add_request("one", prompt_of(list(range(9))), SamplingParams(max_tokens=4, seed=1))
+    world.step()
+    runner.refuses = True
+    with pytest.raises(EngineError, match="out of memory"):
+        world.step()
+    runner.refuses = False
+    world.engine.check_integrity()
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (1, "abort")
+    again = world.engine.add_request("again", prompt_of(list(range(9))), SamplingParams(max_tokens=4, seed=1))
+    world.drain()
+    assert again.num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_an_interrupt_while_a_step_is_planned_behind_another_ends_all_requests(settles: bool) -> None:
+    world, runner = late_engine()
+    outputs = [
+        world.engine.add_request(str(number), prompt_of([*range(9), number]), SamplingParams(max_tokens=9, seed=1))
+        for number in range(3)
+    ]
+    world.step()
+    allocate = world.manager.allocate_running_slots
+
+    def interrupted(*args: Any) -> int:
+        allocate(*args)
+        raise KeyboardInterrupt
+
+    world.manager.allocate_running_slots = interrupted  # type: ignore[method-assign]
+    if not settles:
+        runner.fail_at = 1
+    with pytest.raises(KeyboardInterrupt if settles else EngineError):
+        world.engine.step()
+    world.manager.allocate_running_slots = allocate  # type: ignore[method-assign]
+    world.engine.check_integrity()
+    assert [output.outputs[0].finish_reason for output in outputs] == ["abort"] * 3
+    assert {len(output.outputs[0].token_ids) for output in outputs} == {int(settles)}
+    again = world.engine.add_request("again", prompt_of([*range(9), 1]), SamplingParams(max_tokens=4, seed=1))
+    world.drain()
+    expected = expected_answer(
+        [*range(9), 1], SamplingParams(max_tokens=4), seed=1, vocab_size=VOCAB_SIZE, max_model_len=512
+    )
+    assert again.outputs[0].token_ids == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_behind"),
+    [
+        ({}, True),
+        ({"logprobs": 2, "min_tokens": 3, "temperature": 0.7}, True),
+        ({"repetition_penalty": 1.1}, False),
+        ({"frequency_penalty": 0.1}, False),
+        ({"presence_penalty": 0.1}, False),
+        ({"open_constraint": lambda: None}, True),
+        ({"open_constraint": object}, False),
+    ],
+)
+def test_a_step_waits_for_tokens_that_sampling_looks_at(options: dict[str, Any], is_behind: bool) -> None:
+    world, runner = late_engine()
+    world.add("one", [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True, seed=1, **options))
+    world.drain()
+    assert runner.num_behind == (4 if is_behind else 0)
+    assert [len(batch.entries) for batch in world.runner.batches] == [1] * 5
+
+
+def test_a_request_that_its_token_ends_is_computed_once_too_often_and_its_block_is_not_found() -> None:
+    """Six tokens in blocks of 4: the step behind the stop token writes a seventh and eighth that nobody may hit."""
+    prompt, params = [1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=9, seed=1, ignore_eos=True)
+    first, second = expected_answer(prompt, params, seed=1, vocab_size=VOCAB_SIZE, max_model_len=512)[0][:2]
+    assert first != second
+    world, runner = late_engine()
+    stopping = SamplingParams(max_tokens=9, seed=1, ignore_eos=True, stop_token_ids=(second,))
+    output = world.engine.add_request("one", prompt_of(prompt), stopping)
+    world.drain()
+    assert output.outputs[0].token_ids == [first, second]
+    assert runner.log.count("launch") == 3, "one token was computed that nobody asked for"
+    assert world.engine.num_cached_tokens(prompt_of([*prompt, first, second, 1])) == 4
+    goes_on = world.engine.add_request("two", prompt_of(prompt), params)
+    world.drain()
+    answer = goes_on.outputs[0].token_ids
+    assert world.engine.num_cached_tokens(prompt_of([*prompt, *answer, 1])) == 12, "answers are found"

@@ -3,12 +3,12 @@
 Knows requests and outputs; knows neither tensors nor tokenizers: what runs a batch (`Runner`) and what
 turns tokens into text (`TextStream`) are handed in. One thread calls it.
 
-A runner that computes while the host goes on (`LaunchingRunner`) is given the next batch before the last one's
-outputs are made, and works on it while they are, and while the caller hands them out:
+A runner that computes while the host goes on (`LaunchingRunner`) is given the next batch before the last one is
+done, if the scheduler can plan it without that one's tokens, and else before that one's outputs are made:
 
-    step()    step()                             step()
-    batch 1   read 1, batch 2 | outputs of 1     read 2, batch 3 | outputs of 2
-    device    |......1.......| |...............2...............| |.......3...
+    step()    step()                              step()
+    batch 1   batch 2 | read 1 | outputs of 1     batch 3 | read 2 | outputs of 2
+    device    |......1........||.................2................||......3......
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.batch import Batch, BatchResult
+from foreword.batch import Batch
 from foreword.cache import (
     NO_EXTRA_KEYS,
     BlockHash,
@@ -41,50 +43,10 @@ from foreword.errors import (
     RequestTooLargeError,
 )
 from foreword.request import CompletionOutput, Request, RequestOutput, RequestStatus, SamplingParams
+from foreword.running import Computed, LaunchingRunner, PendingStep, Runner
 from foreword.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-
-class Runner(Protocol):
-    """Computes batches. The KV of a batch's tokens is in place when `execute` returns."""
-
-    def execute(self, batch: Batch) -> BatchResult: ...
-
-
-class PendingStep(Protocol):
-    """A batch that is being computed."""
-
-    def is_ready(self) -> bool:
-        """Whether `result` would return at once."""
-        ...
-
-    def result(self) -> BatchResult:
-        """Wait for the batch; asked once. Raises what went wrong since the launch."""
-        ...
-
-
-@runtime_checkable
-class LaunchingRunner(Protocol):
-    """A `Runner` that also computes while the caller does something else.
-
-    One batch at a time: the result of one is asked for before the next is launched.
-    """
-
-    def launch(self, batch: Batch) -> PendingStep: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Computed:
-    """The pending step of a runner that returns when it is done."""
-
-    known: BatchResult
-
-    def is_ready(self) -> bool:
-        return True
-
-    def result(self) -> BatchResult:
-        return self.known
 
 
 class TextStep(Protocol):
@@ -170,7 +132,8 @@ class Engine:
         self._keys = keys or BlockKeys()
         self._clock = clock
         self._seed = seed
-        self._in_flight: tuple[Batch, PendingStep] | None = None
+        self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
+        """In the order of launching; between steps at most one."""
         self._groups: dict[str, _Group] = {}
         self._group_of: dict[str, _Group] = {}
         self._num_added = 0
@@ -312,45 +275,63 @@ class Engine:
         freed, and the engine can go on with others.
         """
         # Errors and interrupts go on to the caller, but leave no uncomputed blocks in the cache.
+        self.manager.expire_pins(self._clock())
+        batch = self._plan_behind()
+        if batch is not None:
+            self._launch(batch)
+            return self._collect_all(self._settle())
         moved = self._settle()
         try:
-            self.manager.expire_pins(self._clock())
-            try:
-                batch = self.scheduler.schedule()
-            except BaseException:
-                self._collect_all(self.scheduler.give_up())
-                raise
+            batch = self._plan()
             if batch is not None:
                 self._launch(batch)
-                if self._in_flight is not None and self._in_flight[1].is_ready():
+                if self._in_flight[0][1].is_ready():
                     moved += self._settle()
         except BaseException:
             self._collect_all(moved)  # their outputs are up to date, though nobody is told
             raise
         return self._collect_all(moved)
 
+    def _plan(self) -> Batch | None:
+        """The next batch, when all tokens are known."""
+        try:
+            return self.scheduler.schedule()
+        except BaseException:
+            self._collect_all(self.scheduler.give_up())
+            raise
+
+    def _plan_behind(self) -> Batch | None:
+        """The batch after the one in flight; None if there is none, or if its tokens must be known first."""
+        if not self._in_flight:
+            return None
+        try:
+            return self.scheduler.schedule_behind(self._in_flight[0][0].entries)
+        except BaseException:
+            try:
+                self._collect_all(self._settle())
+            finally:
+                self._collect_all(self.scheduler.give_up())
+            raise
+
     def _launch(self, batch: Batch) -> None:
         try:
             if isinstance(self._runner, LaunchingRunner):
-                self._in_flight = batch, self._runner.launch(batch)
+                self._in_flight.append((batch, self._runner.launch(batch)))
             else:
-                self._in_flight = batch, _Computed(self._runner.execute(batch))
+                self._in_flight.append((batch, Computed(self._runner.execute(batch))))
         except BaseException as error:
+            self._collect_all(self._settle())  # what is left to give up is this batch
             self._give_up(batch, error)
 
     def _settle(self) -> list[Request]:
-        """Wait for the batch in flight, if there is one, and record it; the requests that got tokens."""
-        if self._in_flight is None:
+        """Wait for the first batch in flight, if there is one, and record it; the requests that got tokens."""
+        if not self._in_flight:
             return []
-        batch, pending = self._in_flight
-        self._in_flight = None
+        batch, pending = self._in_flight.popleft()
         try:
             result = pending.result()
         except BaseException as error:
-            if any(entry.request.status is not RequestStatus.RUNNING for entry in batch.entries):
-                # Their blocks are free, and cached as if they were computed: nothing that is cached can be trusted.
-                self._collect_all(self.scheduler.give_up())
-                self.manager.reset_prefix_cache()
+            self._drop_what_rests_on(batch)
             self._give_up(batch, error)
         self.num_computed_tokens += batch.num_tokens
         for number, logprobs in result.prompt_logprobs.items():
@@ -360,6 +341,21 @@ class Engine:
         return [
             entry.request for entry, sample in zip(batch.entries, result.samples, strict=True) if sample is not None
         ]
+
+    def _drop_what_rests_on(self, failed: Batch) -> None:
+        """If others use what a failed batch should have computed, end all requests and trust nothing that is cached.
+
+        They do if a batch is planned behind it, or if a request of it has left: its blocks are free, and cached as
+        if they were computed.
+        """
+        left = any(entry.request.status is not RequestStatus.RUNNING for entry in failed.entries)
+        if not left and not self.scheduler.is_behind_planned(failed.entries):
+            return
+        while self._in_flight:
+            with suppress(Exception):
+                self._in_flight.popleft()[1].result()
+        self._collect_all(self.scheduler.give_up())
+        self.manager.reset_prefix_cache()
 
     def _give_up(self, batch: Batch, error: BaseException) -> NoReturn:
         """End the requests of a batch that failed, and raise why."""
@@ -372,10 +368,6 @@ class Engine:
         ) from error
 
     # -------------------------------------------------------------------- pins
-
-    def count_cached_tokens(self, prompt: Prompt) -> int:
-        """How many leading tokens of this prompt a request would find cached now."""
-        return self.manager.get_computed_blocks(self._sequence("", prompt)).num_tokens
 
     def pin_prefix(self, prompt: Prompt, ttl_s: float) -> int:
         """Evict what is cached of this prompt last for so many seconds; returns how many tokens are protected.
@@ -399,21 +391,22 @@ class Engine:
         groups = {
             id(group): group
             for request, group in owners
-            if group is not None and any(own is request for own in group.requests)  # and not a later one of that name
+            if group is not None and request in group.requests  # and not a later one of that name
         }
         return [self._collect(group) for group in groups.values()]
 
     def _collect(self, group: _Group) -> RequestOutput:
-        output = group.output
+        output, is_finished = group.output, True
         for completion, request, stream in zip(output.outputs, group.requests, group.streams, strict=True):
-            if not completion.finished:
+            if completion.finish_reason is None:
                 self._update(completion, request, stream)
+                is_finished &= completion.finish_reason is not None
         first = group.requests[0]
         output.num_cached_tokens = first.num_cached_tokens
         output.explanation = first.explanation
         if first.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *first.prompt_logprobs]
-        if output.finished:
+        if is_finished:
             output.metrics.finished_time = max(r.metrics.finished_time or 0.0 for r in group.requests)
             del self._groups[output.request_id]
             for request in group.requests:

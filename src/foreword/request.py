@@ -203,6 +203,11 @@ class Request:
         self.stop_token_ids = stop_token_ids
         """Tokens that end this request: its own and, unless ignored, the model's end tokens."""
         self.constraint = None if params.open_constraint is None else params.open_constraint()
+        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        self.samples_by_tokens = bool(penalised) or self.constraint is not None
+        """Whether the next token depends on the tokens before in other ways than through the model."""
+        self.changes_logits = bool(self.samples_by_tokens or params.logit_bias or params.min_tokens)
+        """Whether it may be sampled from other logits than the model's."""
         self.seed = seed
         self.priority = priority
         self.message_ends = message_ends

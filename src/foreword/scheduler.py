@@ -14,82 +14,21 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from foreword.batch import Batch, BatchEntry, Sample, build_batch
-from foreword.cache import BlockHash, KVCacheManager, PrefixHit, StateCheckpoints
+from foreword.cache import KVCacheManager, PrefixHit, StateCheckpoints
 from foreword.config import SchedulerConfig
 from foreword.errors import ConfigError
+from foreword.queues import InFlightPrefixes, Queue, SortKey
 from foreword.request import FinishReason, Request, RequestStatus
 
 logger = logging.getLogger(__name__)
 
-SortKey = tuple[int, int]
-
-
-class _Queue:
-    """Requests in the order in which they are served: priority (lower first), then arrival."""
-
-    def __init__(self) -> None:
-        self._keys: list[SortKey] = []
-        self._requests: list[Request] = []
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def add(self, key: SortKey, request: Request) -> None:
-        at = bisect.bisect(self._keys, key)
-        self._keys.insert(at, key)
-        self._requests.insert(at, request)
-
-    def remove(self, key: SortKey) -> None:
-        at = bisect.bisect_left(self._keys, key)
-        del self._keys[at], self._requests[at]
-
-    def last(self) -> Request:
-        return self._requests[-1]
-
-
-class InFlightPrefixes:
-    """Blocks of prompts that admitted requests have still to compute.
-
-    A waiting request whose next missing block is here waits for it instead of computing it a second
-    time. Each key belongs to the request that computes it, and is dropped when that request has
-    computed its prompt or leaves.
-    """
-
-    def __init__(self) -> None:
-        self._owner_of: dict[BlockHash, str] = {}
-        self._keys_of: dict[str, Sequence[BlockHash]] = {}
-
-    def __contains__(self, key: BlockHash) -> bool:
-        return key in self._owner_of
-
-    def __len__(self) -> int:
-        return len(self._owner_of)
-
-    def open(self, request_id: str, keys: Sequence[BlockHash]) -> None:
-        self._keys_of[request_id] = keys
-        for key in keys:
-            self._owner_of.setdefault(key, request_id)
-
-    def owner_of(self, key: BlockHash) -> str | None:
-        """The request that computes a block."""
-        return self._owner_of.get(key)
-
-    def owner_ids(self) -> set[str]:
-        """Requests that have prefixes open."""
-        return set(self._keys_of)
-
-    def close(self, request_id: str) -> None:
-        for key in self._keys_of.pop(request_id, ()):
-            if self._owner_of.get(key) == request_id:
-                del self._owner_of[key]
+IntArray = npt.NDArray[np.int64]
 
 
 class Scheduler:
@@ -111,8 +50,8 @@ class Scheduler:
                 f"max_num_batched_tokens={config.max_num_batched_tokens} is less than the {self.states.grid} tokens "
                 "between places where a recurrent state can be saved; raise it, or lower state_block_size"
             )
-        self._waiting = _Queue()
-        self._running = _Queue()
+        self._waiting = Queue()
+        self._running = Queue()
         self._in_flight = InFlightPrefixes()
         self._awaited: dict[str, int] = {}
         self._keys: dict[str, SortKey] = {}
@@ -155,11 +94,35 @@ class Scheduler:
 
         The batch must be answered with `commit` or `fail` before the next call.
         """
-        entries = self.schedule_entries()
+        return self._batch(self.schedule_entries())
+
+    def schedule_behind(self, before: Sequence[BatchEntry]) -> Batch | None:
+        """The step after one that is being computed, whose tokens are not known yet; None if they must be.
+
+        Every request that may go on is planned as if it did: a token is expected, and the batch says where it will
+        come from. Those whose tokens turn out to end them have left when this batch is answered; `commit` of the step
+        before comes first. A step must be known when a request would be preempted, which throws away its token, when
+        sampling looks at the tokens before, and when recurrent states are saved at places that depend on them.
+        """
+        if self.states is not None or any(entry.request.samples_by_tokens for entry in before):
+            return None
+        sources = self._expect(before)
+        planned = self._plan_running(self.config.max_num_batched_tokens)
+        growth = self._growth(planned)
+        if not self.manager.has_blocks_for(*growth):
+            self._stop_expecting(before)
+            return None
+        self.manager.begin_step()
+        batch = self._batch(self._serve(planned, growth), sources)
+        if batch is None:  # all of them end, or wait for blocks
+            self._stop_expecting(before)
+        return batch
+
+    def _batch(self, entries: list[BatchEntry], sources: Mapping[str, int] | None = None) -> Batch | None:
         if not entries:
             return None
         tables = self.manager.group_block_tables([entry.request.request_id for entry in entries])
-        return build_batch(entries, [own for own, _ in tables], self.manager.take_copies())
+        return build_batch(entries, [own for own, _ in tables], self.manager.take_copies(), sources)
 
     def schedule_entries(self) -> list[BatchEntry]:
         """Who computes what in the next step; empty if there is nothing to do. Allocates the step's blocks.
@@ -168,25 +131,27 @@ class Scheduler:
         of token ids and block tables. Blocks to copy are left for the manager's `take_copies`.
         """
         self.manager.begin_step()
-        budget = self.config.max_num_batched_tokens
-        entries, budget, preempted = self._schedule_running(budget)
-        if not preempted:
-            self._admit_waiting(entries, budget)
+        planned = self._plan_running(self.config.max_num_batched_tokens)
+        entries = self._serve(planned, self._growth(planned))
         if not entries:
             # The first in line can always run: a request that would not fit into the empty pool is
             # refused before it gets here, and preemption ends at the first running request.
             assert not self._requests, "requests are left, but none of them can run"
         return entries
 
-    def _schedule_running(self, budget: int) -> tuple[list[BatchEntry], int, bool]:
-        entries = self._plan_running(budget)
-        handles = self.manager.handles(entry.request.request_id for entry in entries)
-        ends = np.array([entry.end for entry in entries], np.int64)
-        served = self.manager.allocate_running_slots(handles, ends)
-        preempted = served < len(entries)
-        if preempted:
-            entries = self._schedule_while_short(entries, served)
-        return entries, budget - sum(entry.end - entry.start for entry in entries), preempted
+    def _serve(self, planned: list[BatchEntry], growth: tuple[IntArray, IntArray]) -> list[BatchEntry]:
+        """Blocks for what the running requests plan, as far as there are; then waiting requests, if there were."""
+        served = self.manager.allocate_running_slots(*growth)
+        if served < len(planned):
+            return self._schedule_while_short(planned, served)
+        budget = self.config.max_num_batched_tokens - sum(entry.end - entry.start for entry in planned)
+        self._admit_waiting(planned, budget)
+        return planned
+
+    def _growth(self, planned: Sequence[BatchEntry]) -> tuple[IntArray, IntArray]:
+        """The manager's numbers of these requests, and up to where each computes."""
+        handles = self.manager.handles(entry.request.request_id for entry in planned)
+        return handles, np.array([entry.end for entry in planned], np.int64)
 
     def _plan_running(self, budget: int) -> list[BatchEntry]:
         """What the running requests compute next if there are blocks for all of it."""
@@ -335,8 +300,32 @@ class Scheduler:
 
     # ------------------------------------------------------------------ commit
 
+    def _expect(self, entries: Sequence[BatchEntry]) -> dict[str, int]:
+        """Count a step as computed; request id -> number of the entry whose token is expected.
+
+        A request that ends with its token for its length expects none, and so has nothing more to compute.
+        """
+        sources = {}
+        for number, entry in enumerate(entries):
+            request = entry.request
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            request.num_computed_tokens = end = entry.end
+            if end == len(request) and end - request.num_prompt_tokens + 1 < request.max_tokens:
+                request.sequence.expect()
+                sources[request.request_id] = number
+        return sources
+
+    def _stop_expecting(self, entries: Sequence[BatchEntry]) -> None:
+        """Undo `_expect`."""
+        for entry in entries:
+            if entry.request.status is RequestStatus.RUNNING:
+                entry.request.num_computed_tokens = entry.start
+                entry.request.sequence.stop_expecting()
+
     def commit(self, entries: Sequence[BatchEntry], samples: Sequence[Sample | None]) -> None:
         """Record that a step was computed: append sampled tokens, finish what a token or length ends."""
+        filled, block_size = [], self.manager.block_size
         for entry, sample in zip(entries, samples, strict=True):
             request = entry.request
             if request.status is not RequestStatus.RUNNING:
@@ -345,19 +334,30 @@ class Scheduler:
             if sample is None:
                 continue
             self._in_flight.close(request.request_id)
-            request.sequence.append(sample.token_id)
+            sequence = request.sequence
+            was_expected = sequence.expects_token
+            sequence.append(sample.token_id)
             if sample.logprobs is not None:
                 request.logprobs.append(sample.logprobs)
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = time.monotonic()
             self._finish_if_due(request, sample.token_id)
+            if was_expected and not len(sequence) % block_size and request.status is RequestStatus.RUNNING:
+                filled.append(request.request_id)
+        if filled:
+            self.manager.cache_known_blocks(filled)
+
+    def is_behind_planned(self, entries: Sequence[BatchEntry]) -> bool:
+        """Whether a step is planned behind this one, which is not committed."""
+        return any(entry.request.num_computed_tokens == entry.end for entry in entries)
 
     def _finish_if_due(self, request: Request, token_id: int) -> None:
-        if token_id in request.stop_token_ids and request.num_output_tokens > request.params.min_tokens:
+        num_tokens = request.num_output_tokens
+        if token_id in request.stop_token_ids and num_tokens > request.params.min_tokens:
             if token_id in request.params.stop_token_ids:
                 request.stop_reason = token_id
             self.finish(request.request_id, "stop")
-        elif request.num_output_tokens >= request.max_tokens:
+        elif num_tokens >= request.max_tokens:
             self.finish(request.request_id, "length")
 
     def fail(self, batch: Batch) -> list[Request]:
@@ -375,6 +375,8 @@ class Scheduler:
         Blocks are indexed when they are allocated, so what this step was going to fill must be forgotten.
         """
         requests = list(self._requests.values())
+        for request in requests:
+            request.sequence.stop_expecting()
         self.manager.take_copies()
         for request_id in self.manager.held_request_ids():
             request = self._requests[request_id]
@@ -383,7 +385,7 @@ class Scheduler:
                 computed = max(request.num_computed_tokens, request.num_shared_tokens)
             self.manager.forget_uncomputed(request_id, computed)
             self.manager.free(request_id)
-        self._waiting, self._running, self._in_flight = _Queue(), _Queue(), InFlightPrefixes()
+        self._waiting, self._running, self._in_flight = Queue(), Queue(), InFlightPrefixes()
         for table in (self._awaited, self._keys, self._requests):
             table.clear()
         for request in requests:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fake_device import FakeDevice
-from foreword.batch import BatchResult
+from foreword.batch import Batch, BatchEntry, BatchResult
 from foreword.config import ModelConfig
 from foreword.engine import Engine
 from foreword.model.decode_graphs import DECODE_SIZES, padded_size
@@ -264,9 +264,10 @@ def test_a_step_that_outgrows_the_buffer_takes_more_copies_and_the_next_again_on
     plain_model: Callable[[str], LoadedModel],
 ) -> None:
     setup = Setup(plain_model("llama"), sizes=())
-    setup.runner.buffer._parts.clear()
-    setup.runner.buffer._used.clear()
-    setup.runner.buffer._grow(256)
+    buffer = setup.runner._other_buffer  # whose turn is next
+    buffer._parts.clear()
+    buffer._used.clear()
+    buffer._grow(256)
     work = random_work(9, 12)
     copies = []
     for number, (prompt, params) in enumerate(work):
@@ -337,19 +338,103 @@ def test_passes_of_a_fixed_number_of_rows_change_no_bit(
     assert shapes == {pass_rows}, "every matrix product has the same number of rows"
 
 
-# --------------------------------------------------------------------------------------------- results
+# ------------------------------------------------------------------------------------------ steps behind
 
 
-def test_a_result_is_read_before_the_next_step_is_launched(plain_model: Callable[[str], LoadedModel]) -> None:
-    """The step's host memory is used again: launching twice would overwrite what is still being copied."""
+def plain_work(seed: int, num_requests: int) -> list[tuple[list[int], SamplingParams]]:
+    """Requests whose sampling looks at logits alone; some end with tokens that nobody can foresee."""
+    rng = np.random.default_rng(seed)
+    common = random_tokens(rng, 40)
+    work = []
+    for number in range(num_requests):
+        prompt = common[: int(rng.integers(0, 41))] + random_tokens(rng, int(rng.integers(1, 30)))
+        options: list[dict[str, Any]] = [
+            {"temperature": 0.0},
+            {"temperature": 1.5, "logprobs": 2, "stop_token_ids": tuple(range(0, 320, 9))},
+            {"temperature": 1.5, "top_p": 0.95, "min_tokens": 3, "stop_token_ids": tuple(range(0, 320, 4))},
+            {"temperature": 0.0, "prompt_logprobs": 1},
+        ]
+        length = int(rng.integers(1, 16))
+        own = {"max_tokens": max(3, length), "seed": number, "ignore_eos": True} | options[number % len(options)]
+        work.append((prompt, SamplingParams(**own)))
+    return work
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"num_blocks": 40}),
+        ("llama", {"sizes": (), "pass_rows": 8}),
+        ("mistral", {"max_num_batched_tokens": 24}),
+        ("gemma2", {"pass_rows": 64}),
+        ("gemma4_text", {}),
+        ("gpt_oss", {}),
+        ("lfm2", {}),
+    ],
+)
+def test_steps_planned_behind_others_give_the_answers_of_steps_one_by_one(
+    plain_model: Callable[[str], LoadedModel], family: str, options: dict[str, Any]
+) -> None:
+    """Requests come and go while others decode; some are aborted, and with few blocks some are preempted."""
+    model, work = plain_model(family), plain_work(1, 16)
+    expected = answers(build_engine(model, block_size=4, num_blocks=256), work)
+    setup = Setup(model, **options)
+    engine, rng = setup.engine, np.random.default_rng(2)
+    outputs = []
+    for number, (prompt, params) in enumerate(work):
+        outputs.append(add(engine, str(number), prompt, params))
+        add(engine, f"aborted {number}", prompt, params)
+        for _ in range(int(rng.integers(1, 4))):
+            engine.step()
+            engine.check_integrity()
+        engine.abort_request(f"aborted {number}")
+    while engine.has_unfinished_requests():
+        engine.step()
+        engine.check_integrity()
+    assert engine.manager.get_num_free_blocks() == engine.manager.num_blocks, "a block leaked"
+    assert [
+        (out.outputs[0].token_ids, out.outputs[0].logprobs, out.prompt_logprobs, out.outputs[0].finish_reason)
+        for out in outputs
+    ] == expected
+    assert bool(engine.scheduler.num_preemptions) == ("num_blocks" in options)
+    assert {"stop", "length"} == {out.outputs[0].finish_reason for out in outputs}
+    assert ("in out in out wait" in " ".join(setup.device.log)) == (family != "lfm2"), "recurrent states wait"
+
+
+def test_the_host_plans_and_queues_a_step_before_it_waits_for_the_one_before(
+    plain_model: Callable[[str], LoadedModel],
+) -> None:
+    """What the sampled tokens are is not asked before: the next step takes them where they are."""
+    setup = Setup(plain_model("llama"))
+    log, scheduler = setup.device.log, setup.engine.scheduler
+    batch = scheduler._batch
+
+    def watched(entries: list[BatchEntry], *rest: Any) -> Batch | None:
+        log.extend(["schedule"] * bool(entries))
+        return batch(entries, *rest)
+
+    scheduler._batch = watched  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    assert len(answers(setup.engine, [([3, 4, 5], params), ([6, 7, 8], params)])) == 2
+    queued = ["schedule", "in", "out"]
+    assert log == queued + [*queued, "wait"] * 3 + ["wait"]
+
+
+def test_at_most_two_steps_are_launched_and_not_read(plain_model: Callable[[str], LoadedModel]) -> None:
+    """The host memory of a step is used again by the one after the next."""
     setup = Setup(plain_model("llama"))
     add(setup.engine, "one", [3, 4, 5], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
-    batch = setup.engine.scheduler.schedule()
-    assert batch is not None
-    pending = setup.runner.launch(batch)
+    first = setup.engine.scheduler.schedule()
+    assert first is not None
+    pending = setup.runner.launch(first)
+    second = setup.engine.scheduler.schedule_behind(first.entries)
+    assert second is not None
+    assert second.expected.tolist() == [[0, 0]]
+    setup.runner.launch(second)
     assert not pending.is_ready()
     with pytest.raises(AssertionError, match="was not read"):
-        setup.runner.launch(batch)
+        setup.runner.launch(second)
     result: BatchResult = pending.result()
     assert result.samples[0] is not None
 

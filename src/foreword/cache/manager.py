@@ -274,8 +274,22 @@ class KVCacheManager:
         if self.enable_prefix_caching:
             filled = (ends // self.block_size > starts // self.block_size).nonzero()[0]
             if len(filled):
-                self._coordinator.cache_blocks_each(rows[filled], self._sequences.__getitem__, ends[filled])
+                self._cache_filled(rows[filled], ends[filled])
         return served
+
+    def _cache_filled(self, rows: IntArray, ends: IntArray) -> None:
+        """Index what these rows fill, but not a block that ends in a token which is expected."""
+        known = [not self._sequences[row].expects_token for row in rows.tolist()]
+        if not all(known):
+            rows, ends = rows[known], ends[known]
+        self._coordinator.cache_blocks_each(rows, self._sequences.__getitem__, ends)
+
+    def has_blocks_for(self, handles: IntArray, num_tokens: IntArray) -> bool:
+        """Whether `allocate_running_slots` would surely serve all, whatever blocks they give up."""
+        starts = self._num_slots[handles]
+        sizes = (group.block_size for group in self.groups)
+        needed = sum(int((-(-num_tokens // size) - -(-starts // size)).sum()) for size in sizes)
+        return needed <= self.get_num_free_blocks()
 
     def _end_of_quiet(self, num_tokens: Position) -> Position:
         """Up to how many tokens a request grows from `num_tokens` without any change in its blocks.
@@ -320,9 +334,10 @@ class KVCacheManager:
             stats.missed_tokens[explanation.reason] += explanation.num_missed_tokens
             stats.ghost_hits += explanation.num_ghost_tokens
 
-    def cache_blocks(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Index the blocks that the first `num_tokens` tokens fill and that are not indexed yet."""
-        self._coordinator.cache_blocks(self._row_of[sequence.request_id], sequence, num_tokens)
+    def cache_known_blocks(self, request_ids: Iterable[str]) -> None:
+        """Index the blocks of these requests whose slots were allocated when their last token was expected."""
+        handles = self.handles(request_ids)
+        self._coordinator.cache_blocks_each(handles, self._sequences.__getitem__, self._num_slots[handles])
 
     def save_states_at(self, request_id: str, positions: Iterable[int]) -> None:
         """Have recurrent states behind these numbers of tokens saved too, beyond the groups' intervals.

@@ -24,9 +24,10 @@ from foreword.cache.hashing import (
 class TokenSequence:
     """An append-only array of token ids whose block keys are computed once each.
 
-    `len(sequence)` counts prompt and generated tokens. `root` is `chain_root(fingerprint)` of the model;
-    sequences that share an index have the same hash function. Raises InvalidRequestError for media items
-    that overlap or do not lie inside `token_ids`.
+    `len(sequence)` counts prompt and generated tokens, and a token that is expected: one that is being computed, with
+    0 in its place. Keys are those of blocks whose tokens are all known. `root` is `chain_root(fingerprint)` of the
+    model; sequences that share an index have the same hash function. Raises InvalidRequestError for media items that
+    overlap or do not lie inside `token_ids`.
     """
 
     __slots__ = (
@@ -37,6 +38,7 @@ class TokenSequence:
         "_plain_hashes",
         "_tokens",
         "block_size",
+        "expects_token",
         "extra_keys",
         "request_id",
         "root",
@@ -59,6 +61,8 @@ class TokenSequence:
         self._hash_fn = hash_fn
         self._tokens: TokenArray = as_token_array(token_ids)
         self._length = len(self._tokens)
+        self.expects_token = False
+        """Whether the last token is one that is expected."""
         self._hashes: list[BlockHash] = []
         if extra_keys.media:
             extra_keys.check_media(self._length)
@@ -72,13 +76,30 @@ class TokenSequence:
         """All tokens, [len(self)]; a view that is valid until the next `append`."""
         return self._tokens[: self._length]
 
+    def tokens_between(self, start: int, end: int) -> TokenArray:
+        """Token ids number `start` to `end` (exclusive); a view as `token_ids` is."""
+        return self._tokens[start:end]
+
     @property
     def num_full_blocks(self) -> int:
-        return self._length // self.block_size
+        """Blocks whose tokens are all known."""
+        return (self._length - self.expects_token) // self.block_size
+
+    def expect(self) -> None:
+        """Count a token that will be appended; at most one at a time."""
+        assert not self.expects_token
+        self.append(0)
+        self.expects_token = True
+
+    def stop_expecting(self) -> None:
+        """No token will come, or it is not counted before it does."""
+        self._length -= self.expects_token
+        self.expects_token = False
 
     def append(self, token_id: int) -> None:
-        """Add one generated token; amortised O(1)."""
-        length = self._length
+        """Add one generated token, or say which the expected one is; amortised O(1)."""
+        length = self._length - self.expects_token
+        self.expects_token = False
         try:
             self._tokens[length] = token_id
         except IndexError:
@@ -101,7 +122,7 @@ class TokenSequence:
 
     def _hash_new_blocks(self, hashes: list[BlockHash], extra_keys: ExtraKeys) -> list[BlockHash]:
         """Complete a list of keys in place."""
-        known, full = len(hashes), self._length // self.block_size
+        known, full = len(hashes), self.num_full_blocks
         if known < full:
             first = known * self.block_size
             hashes += hash_blocks(

@@ -85,10 +85,10 @@ class DecodeGraphs:
         """Record steps of these sizes, as the runner pads them. Raises RuntimeError if the device cannot."""
         target = self._device.torch_device
         wanted = sorted({self._runner.pad_rows(size) for size in sizes}, reverse=True)
-        largest = self._lay_out(self._padding(), wanted[0])
+        largest = self._plans(self._padding(), wanted[0])
         # Not in inference mode, whose tensors could not be changed outside of it.
         self._rows = torch.zeros((3 + self._num_groups) * wanted[0], dtype=torch.int32, device=target)
-        self._metadata = [torch.zeros(len(data), dtype=torch.int32, device=target) for data in largest]
+        self._metadata = [torch.zeros(plan.most, dtype=torch.int32, device=target) for plan in largest]
         self._keep = torch.arange(wanted[0], device=target)
         self._logits = torch.empty(wanted[0], self._model.vocab_size, dtype=self._model.dtype, device=target)
         for size in wanted:  # the largest first: the others find its memory
@@ -105,8 +105,8 @@ class DecodeGraphs:
 
     def plan(self, batch: Batch, size: int, put: Put) -> DecodeStep:
         """Take along what a graph reads."""
-        plans = self._lay_out(batch, size)
-        return DecodeStep(size, batch.num_tokens, put(self._row_array(batch, size)), [put(data) for data in plans])
+        plans = self._plans(batch, size)
+        return DecodeStep(size, batch.num_tokens, put(self._row_array(batch, size)), [put(plan.data) for plan in plans])
 
     def replay(self, step: DecodeStep) -> Tensor:
         """Compute a step; its logits [num_rows, vocab], valid until the next one."""
@@ -123,11 +123,9 @@ class DecodeGraphs:
         host = torch.from_numpy(self._row_array(batch, size))
         self._rows[: host.numel()].copy_(host.view(-1))
         plans = []
-        for group_id, static in enumerate(self._metadata):
-            plan = self._host_plan(batch, group_id, size)
-            own = static[: len(plan.data)]
-            own.copy_(torch.from_numpy(plan.data))
-            plans.append((plan, own))
+        for plan, static in zip(self._plans(batch, size), self._metadata, strict=True):
+            static[: len(plan.data)].copy_(torch.from_numpy(plan.data))
+            plans.append((plan, static[: plan.most]))
 
         def work() -> None:
             rows = self._rows[: (3 + self._num_groups) * size].view(-1, size).long()
@@ -169,12 +167,13 @@ class DecodeGraphs:
             rows[3 + group_id, num_rows:] = storage.scrap_block * block_size
         return rows
 
-    def _host_plan(self, batch: Batch, group_id: int, size: int) -> HostPlan:
+    def _plans(self, batch: Batch, size: int) -> list[HostPlan]:
+        """Of each group, in the shape of a graph."""
+        return [self._plan_group(batch, group_id, size) for group_id in range(self._num_groups)]
+
+    def _plan_group(self, batch: Batch, group_id: int, size: int) -> HostPlan:
         kernel = self._runner.kernel_of(group_id)
         assert isinstance(kernel, DeviceAttention)
         scrap, block_size = self._storage.scrap_block, self._storage.block_sizes[group_id]
         own = batch.of_group(group_id, scrap)
         return kernel.lay_out_decoding(own, scrap, block_size, num_rows=size, max_tokens=self._max_tokens)
-
-    def _lay_out(self, batch: Batch, size: int) -> list[IntArray]:
-        return [self._host_plan(batch, group_id, size).data for group_id in range(self._num_groups)]

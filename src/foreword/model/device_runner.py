@@ -7,11 +7,18 @@ Knows the order of a step on an accelerator; knows nothing of queues, prefixes o
 
 What goes in is planned completely before anything is queued, so it travels in one copy (`StepBuffer`); logits never
 leave the device. Decoding steps are replayed from graphs where they can be.
+
+A step may be launched before the one before it is read. Tokens that it expects from there never pass through the host:
+
+    host      launch 1 | plan, pack and queue 2 | read 1 | ... | plan, pack and queue 3 | read 2
+    device             |..........1..........| sampled tokens to 2's rows, 2 ............|
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,7 +70,8 @@ class PendingResult:
     """A step that the device was given."""
 
     def __init__(self, event: Event, host: Tensor, taken: Taken) -> None:
-        self._event, self._host, self._taken = event, host, taken
+        self._event, self._host = event, host
+        self.taken = taken
         self.is_read = False
 
     def is_ready(self) -> bool:
@@ -72,13 +80,33 @@ class PendingResult:
 
     def result(self) -> BatchResult:
         """Wait for the device; asked once."""
-        self._event.wait()
         self.is_read = True
-        return self._taken.read(self._host.view(torch.int32).numpy())
+        self._event.wait()
+        return self.taken.read(self._host.view(torch.int32).numpy())
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTokens:
+    """Tokens of one pass that the step before samples."""
+
+    rows: Tensor
+    """[3 + groups, padded tokens] int32, as the pass has it."""
+    places: Tensor
+    """[n] int64: their numbers in the pass."""
+    samples: Tensor
+    """[n] int64: their numbers among the sampled tokens."""
+
+    def fill(self, sampled: Tensor) -> None:
+        """Queue their way into the pass, from the sampled tokens [rows] int64."""
+        self.rows[0].index_copy_(0, self.places, sampled[self.samples].int())
 
 
 class DeviceRunner(ModelRunner):
-    """Runs batches on an accelerator, one at a time: a step's result is read before the next is launched."""
+    """Runs batches on an accelerator, one after the other.
+
+    One may be launched while the one before it is not read yet, but not two: what the host prepares for the device,
+    and gets from it, has two places that take turns.
+    """
 
     def __init__(
         self,
@@ -94,14 +122,16 @@ class DeviceRunner(ModelRunner):
         self.graphs: DecodeGraphs | None = None
         """None if nothing was recorded."""
         self.buffer = StepBuffer(device)
+        """Of the step that is planned, or was planned last."""
+        self._other_buffer = StepBuffer(device)
         self._accelerator = device
-        self._results = device.host_buffer(4096)
-        self._pending: PendingResult | None = None
+        self._results, self._other_results = device.host_buffer(4096), device.host_buffer(4096)
+        self._launched: deque[PendingResult] = deque(maxlen=2)
         self.record()
 
     def use_storage(self, storage: KVStorage) -> None:
         """Go on with other memory, in which nothing is computed yet; what was recorded for the old one is dropped."""
-        assert self._pending is None or self._pending.is_read
+        assert self._is_idle
         self._storage = storage
         self._sink_block_ids = np.empty(0, np.int32)
         self.record()
@@ -129,22 +159,27 @@ class DeviceRunner(ModelRunner):
 
     def launch(self, batch: Batch) -> PendingResult:
         """Queue a batch's work. Errors of planning and queueing are raised here, the device's by `result`."""
-        assert self._pending is None or self._pending.is_read, "the step before was not read"
+        assert len(self._launched) < 2 or self._launched[0].is_read, "the step before the last was not read"
+        self.buffer, self._other_buffer = self._other_buffer, self.buffer
+        self._results, self._other_results = self._other_results, self._results
         self.buffer.begin()
         with torch.inference_mode():
             copies = self._put(batch.copies)
             rows = logit_rows(batch)
-            work = self._plan_work(self._after_sinks(batch), np.concatenate(rows))
+            work = self._plan_work(self._after_sinks(batch), rows.rows)
             readout = Readout.make(batch, rows, self._model.vocab_size, self._put)
+            expected = self._plan_expected(batch, work)
             self.buffer.upload()
+            for tokens in expected:
+                tokens.fill(self._sampled())
             self._storage.copy_blocks(copies)
             taken = readout.take(self._logits(work))
-            self._pending = self._fetch(taken)
-        return self._pending
+            self._launched.append(self._fetch(taken))
+        return self._launched[-1]
 
     def forward(self, batch: Batch, logit_rows: Rows) -> Tensor:
         """As `ModelRunner.forward`, from graphs where `launch` would; returns when the device is done."""
-        assert self._pending is None or self._pending.is_read
+        assert self._is_idle
         self.buffer.begin()
         with torch.inference_mode():
             work = self._plan_work(self._after_sinks(batch), logit_rows)
@@ -152,6 +187,10 @@ class DeviceRunner(ModelRunner):
             logits = self._logits(work).clone()
         self._accelerator.mark().wait()
         return logits
+
+    @property
+    def _is_idle(self) -> bool:
+        return all(pending.is_read for pending in self._launched)
 
     def _put(self, array: npt.NDArray[np.generic]) -> Tensor:
         return self.buffer.put(array)
@@ -170,6 +209,29 @@ class DeviceRunner(ModelRunner):
             if size is not None:
                 return self.graphs.plan(batch, size, self._put)
         return self._plan(batch, rows)
+
+    def _plan_expected(self, batch: Batch, work: DecodeStep | list[ForwardPass]) -> list[ExpectedTokens]:
+        """For each pass, where the tokens go that the batch expects of the one launched before."""
+        if not len(batch.expected):
+            return []
+        passes: Sequence[DecodeStep | ForwardPass] = work if isinstance(work, list) else [work]
+        most = self._pass_rows or batch.num_tokens
+        numbers, sources = batch.expected.T.astype(np.int64)
+        samples = np.searchsorted(self._launched[-1].taken.entries, sources)
+        cuts = np.searchsorted(numbers, [number * most for number in range(1, len(passes))])
+        return [
+            ExpectedTokens(one.rows, self._put(own - number * most), self._put(from_them))
+            for number, (one, own, from_them) in enumerate(
+                zip(passes, np.split(numbers, cuts), np.split(samples, cuts), strict=True)
+            )
+            if len(own)
+        ]
+
+    def _sampled(self) -> Tensor:
+        """The tokens of the step launched last, on the device."""
+        drawn = self._launched[-1].taken.drawn
+        assert drawn is not None
+        return drawn.token_ids
 
     def _logits(self, work: DecodeStep | list[ForwardPass]) -> Tensor:
         """float32 logits, valid until the next step."""

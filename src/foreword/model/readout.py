@@ -20,15 +20,31 @@ from foreword.model.sampler import Drawn, Put, SamplingPlan
 Rows = npt.NDArray[np.int64]
 
 
-def logit_rows(batch: Batch) -> list[Rows]:
-    """Rows of the flattened batch whose logits are needed, for each entry, ascending."""
-    rows = []
-    for entry, start, end in zip(batch.entries, batch.query_starts[:-1], batch.query_starts[1:], strict=True):
-        first = end - 1 if entry.samples else end
-        if entry.request.params.prompt_logprobs is not None and entry.start < entry.request.num_prompt_tokens - 1:
-            first = start
-        rows.append(np.arange(first, end, dtype=np.int64))
-    return rows
+@dataclass(frozen=True, slots=True)
+class LogitRows:
+    """Rows of a flattened batch whose logits are needed."""
+
+    rows: Rows
+    """[rows] ascending"""
+    ends: Rows
+    """[entries]: entry e has rows ends[e - 1] to ends[e] of `rows`."""
+    samples: npt.NDArray[np.bool_]
+    """[entries]: whether the last of them is sampled from."""
+
+
+def logit_rows(batch: Batch) -> LogitRows:
+    """The last token of entries that sample, and every prompt token that an entry reports on."""
+    samples = np.array([entry.samples for entry in batch.entries], np.bool_)
+    ends = batch.query_starts[1:].astype(np.int64)
+    firsts = ends - samples
+    for number, entry in enumerate(batch.entries):
+        request = entry.request
+        if request.params.prompt_logprobs is not None and entry.start < request.num_prompt_tokens - 1:
+            firsts[number] = batch.query_starts[number]
+    counts = ends - firsts
+    row_ends = np.cumsum(counts)
+    rows = np.arange(counts.sum()) + np.repeat(ends - row_ends, counts)
+    return LogitRows(rows, row_ends, samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +104,19 @@ class Readout:
     prompts: list[_PromptRows]
 
     @classmethod
-    def make(cls, batch: Batch, rows: list[Rows], vocab: int, put: Put) -> Readout:
-        """For logits [sum of lengths, vocab] of `rows`, as `logit_rows` gives them."""
-        ends = np.cumsum([len(own) for own in rows])
-        entries = [number for number, entry in enumerate(batch.entries) if entry.samples]
-        last_rows = np.array([ends[number] - 1 for number in entries], np.int64)
+    def make(cls, batch: Batch, asked: LogitRows, vocab: int, put: Put) -> Readout:
+        """For logits [rows, vocab] of `asked`."""
+        entries: list[int] = asked.samples.nonzero()[0].tolist()
         requests = [batch.entries[number].request for number in entries]
-        prompts = (
-            _prompt_rows(batch, number, int(end) - len(own), put)
-            for number, (own, end) in enumerate(zip(rows, ends, strict=True))
-        )
+        reporting = [
+            number for number, entry in enumerate(batch.entries) if entry.request.params.prompt_logprobs is not None
+        ]
+        firsts = np.append(0, asked.ends)
+        prompts = (_prompt_rows(batch, number, int(firsts[number]), put) for number in reporting)
         return cls(
-            len(rows),
+            len(batch.entries),
             entries,
-            put(last_rows) if len(entries) < (int(ends[-1]) if len(ends) else 0) else None,
+            put(asked.ends[asked.samples] - 1) if len(entries) < len(asked.rows) else None,
             SamplingPlan.make(requests, vocab, put) if requests else None,
             [prompt for prompt in prompts if prompt is not None],
         )
@@ -119,8 +134,7 @@ def _prompt_rows(batch: Batch, number: int, first: int, put: Put) -> _PromptRows
     """Which prompt tokens an entry reports: those behind positions start ... of its prompt."""
     entry = batch.entries[number]
     request = entry.request
-    if request.params.prompt_logprobs is None:
-        return None
+    assert request.params.prompt_logprobs is not None
     end = min(entry.end, request.num_prompt_tokens - 1)
     following = request.sequence.token_ids[entry.start + 1 : end + 1].astype(np.int64)
     return _PromptRows(number, first, put(following), request.params.prompt_logprobs) if len(following) else None

@@ -176,7 +176,7 @@ class ModelRunner:
             self._storage.copy_blocks(self._put(batch.copies))
             rows = logit_rows(batch)
             readout = Readout.make(batch, rows, self._model.vocab_size, self._put)
-            taken = readout.take(self.forward(batch, np.concatenate(rows)))
+            taken = readout.take(self.forward(batch, rows.rows))
             return taken.read(taken.packed().cpu().numpy())
 
     def forward(self, batch: Batch, logit_rows: Rows) -> Tensor:

@@ -102,7 +102,7 @@ class SamplingPlan:
             places = np.concatenate([row * vocab + ids for row, ids, _ in each])
             return put(places), put(np.concatenate([values for *_, values in each]))
 
-        numbered = list(enumerate(requests))
+        numbered = [(row, request) for row, request in enumerate(requests) if request.changes_logits]
         forbidden = [
             row * vocab + np.array(sorted(request.stop_token_ids), np.int64)
             for row, request in numbered
@@ -114,7 +114,7 @@ class SamplingPlan:
             ),
             penalties=entries((row, *_penalties(request)) for row, request in numbered if _is_penalised(request)),
             biases=entries((row, *_biases(request)) for row, request in numbered if request.params.logit_bias),
-            constrained=_constraints(requests, put),
+            constrained=_constraints(numbered, put),
             forbidden=put(np.concatenate(forbidden)) if forbidden else None,
             random=_random_rows(requests, vocab, put),
             reported=_reported(requests, put),
@@ -181,9 +181,9 @@ def _biases(request: Request) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.flo
     return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
 
 
-def _constraints(requests: Sequence[Request], put: Put) -> tuple[Tensor, Tensor] | None:
-    rows = [row for row, request in enumerate(requests) if request.constraint is not None]
-    masks = [r.constraint.allowed(r.output_token_ids) for r in requests if r.constraint is not None]
+def _constraints(numbered: Sequence[tuple[int, Request]], put: Put) -> tuple[Tensor, Tensor] | None:
+    rows = [row for row, request in numbered if request.constraint is not None]
+    masks = [r.constraint.allowed(r.output_token_ids) for _, r in numbered if r.constraint is not None]
     if not rows:
         return None
     return put(np.array(rows, np.int64)), put(np.packbits(np.stack(masks), axis=1, bitorder="little"))

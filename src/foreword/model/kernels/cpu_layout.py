@@ -37,7 +37,6 @@ MOST_ROWS = 2 * TILE_ROWS
     VALUE_DIM,
     MODE,
     OUTPUT,
-    FLOAT_OPTIONS,  # float32: scale, soft-cap (0: none)
     SINKS,  # float32 per head; 0: none
     WINDOW,  # 0: none
     LOCAL_CHUNK,  # 0: none
@@ -51,6 +50,7 @@ MOST_ROWS = 2 * TILE_ROWS
     MERGES,  # [queries of members, 2]: request, query
     NUM_MERGES,
     COUNTERS,  # threads, units of work, merges: shared by the threads, 0 at the start
+    FLOAT_OPTIONS,  # float32: scale, soft-cap (0: none)
     PHASE,  # 0: items; 1: merge partial results
     PARTIAL_STATS,  # float32 [slots, heads, 2]: peak and sum
     PARTIAL_MIXED,  # float32 [slots, heads, padded value dim]

@@ -22,8 +22,16 @@ class HostPlan(Protocol):
         """[n] int32, contiguous."""
         ...
 
+    @property
+    def most(self) -> int:
+        """The longest `data` of plans that can take each other's place."""
+        ...
+
     def at(self, metadata: Tensor) -> Any:
-        """The plan whose `data` is, or will be, in `metadata` [n] int32, contiguous, at a multiple of 16 bytes."""
+        """The plan whose `data` is, or will be, at the beginning of `metadata` [most] int32.
+
+        It is contiguous, and at a multiple of 16 bytes.
+        """
         ...
 
 
@@ -40,7 +48,7 @@ class DeviceAttention(Protocol):
     ) -> HostPlan:
         """The same for a batch of single tokens, at most `num_rows` of them, behind less than `max_tokens` others.
 
-        For equal `num_rows`, `max_tokens` and `block_size` the plans are equally long, and attention at one
+        For equal `num_rows`, `max_tokens` and `block_size` the plans have one `most`, and attention at one
         address does for each of them, whatever else differs, the same device operations: what was recorded with
         one plan computes another whose data has taken its place. Results have the bits that `lay_out` gives.
         Rows behind the batch's own are padding, whose results mean nothing.

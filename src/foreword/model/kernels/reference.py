@@ -93,6 +93,11 @@ class TilePlan:
     shapes: tuple[TileShape, ...]
     data: IntArray
 
+    @property
+    def most(self) -> int:
+        """See `on_device.HostPlan`: all of one shape are equally long."""
+        return len(self.data)
+
     def at(self, metadata: Tensor) -> list[Tile]:
         """The tiles whose `data` is in `metadata`, on any device."""
         tiles, start = [], 0

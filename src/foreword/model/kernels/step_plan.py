@@ -70,6 +70,7 @@ class StepPlan:
     """[requests, 5]: first row, queries, first position, chunks, first slot of partial results."""
     items: Int64Array
     """[items, 4], see FOLD and SHARED."""
+    num_folds: int
     members: Int64Array
     """Requests with few queries, neighbours sharing most."""
     merges: Int64Array
@@ -108,6 +109,7 @@ def plan_step(batch: Batch, block_size: int, rule: SharingRule | None) -> StepPl
         num_tokens=batch.num_tokens,
         requests=np.stack((batch.query_starts[:-1], lengths, first_positions, num_chunks, first_slots), 1),
         items=np.ascontiguousarray(np.concatenate((folds, shared))),
+        num_folds=len(folds),
         members=members.astype(np.int64),
         merges=np.ascontiguousarray(np.stack((merges, numbers), 1)),
         num_slots=int(slots.sum()),
@@ -134,9 +136,11 @@ def _shared(num_chunks: Int64Array, joined: Int64Array) -> Int64Array:
         return np.empty((0, 4), np.int64)
     chunks = np.arange(num_chunks.max())[:, None]
     present = chunks < num_chunks
-    with_next = np.pad(chunks < joined, ((0, 0), (0, 1)))
-    chunk, first = np.nonzero(present & ~np.pad(with_next[:, :-1], ((0, 0), (1, 0))))
-    _, last = np.nonzero(present & ~with_next)
+    begins, ends = present.copy(), present
+    begins[:, 1:] &= chunks >= joined
+    ends[:, :-1] &= chunks >= joined
+    chunk, first = np.nonzero(begins)
+    _, last = np.nonzero(ends)
     return np.stack((np.full(len(chunk), SHARED), chunk, first, last + 1), 1)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from foreword.batch import Batch
 from foreword.model.kernels.reference import AttentionOptions
-from foreword.model.kernels.sharing_report import SharingReport
-from foreword.model.kernels.step_plan import FOLD_QUERIES, SharingRule, StepPlan, plan_step
+from foreword.model.kernels.sharing import Sharing
+from foreword.model.kernels.step_plan import FOLD_QUERIES
 from foreword.model.kernels.triton_arguments import LayerArguments, tile_constants
 from foreword.model.kernels.triton_decode import attend_items, merge_chunks
 from foreword.model.kernels.triton_launch import on_device
@@ -37,9 +37,7 @@ class TritonAttention:
 
     def __init__(self, *, share: bool = True) -> None:
         """`share`: two-phase attention."""
-        self._share = share
-        self._sharing = SharingReport()
-        self._token_bytes, self._bytes_this_step = 0, 0
+        self._sharing = Sharing(enabled=share)
         self._tile_queries = 16
         """Queries of an item of decoding: as many as fill a tile, once the number of heads is known."""
         self._num_programs: dict[torch.device, int] = {}
@@ -51,7 +49,7 @@ class TritonAttention:
     def lay_out(self, batch: Batch, scrap_block: int, block_size: int) -> HostPlan:
         """The same, still on the host: `HostPlan.data` is for the runner to bring to the device."""
         del scrap_block  # nothing outside a table is looked up
-        step = self._plan_step(batch, block_size)
+        step = self._sharing.plan(batch, block_size)
         return lay_out(step, self._tile_queries, fitting_shape(step, self._tile_queries))
 
     def lay_out_decoding(
@@ -64,27 +62,19 @@ class TritonAttention:
         per head and 256 tokens, and spends no time on those that are not there.
         """
         del scrap_block
-        step = self._plan_step(batch, block_size)
+        step = self._sharing.plan(batch, block_size)
         return lay_out(step, self._tile_queries, decoding_shape(num_rows, max_tokens, block_size))
-
-    def _plan_step(self, batch: Batch, block_size: int) -> StepPlan:
-        self._token_bytes = self._bytes_this_step or self._token_bytes
-        self._bytes_this_step = 0
-        rule = SharingRule(self._token_bytes)
-        step = plan_step(batch, block_size, rule if self._share else None)
-        self._sharing.add(step, rule)
-        return step
 
     def explain(self) -> str:
         """What was shared since the kernel was made."""
-        return self._sharing.describe() if self._share else "two-phase attention: switched off"
+        return self._sharing.explain()
 
     def attend(
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: TritonPlan, options: AttentionOptions
     ) -> Tensor:
         """As `reference.paged_attention`, with a plan in place of tiles. Blocks may have gaps between them."""
         dtype = key_blocks.dtype
-        self._bytes_this_step += (key_blocks[0, 0].numel() + value_blocks[0, 0].numel()) * dtype.itemsize
+        self._sharing.note_layer(key_blocks, value_blocks)
         rows = query.to(dtype)
         if rows.stride(2) != 1:
             rows = rows.contiguous()

@@ -4,14 +4,15 @@ Knows plans and how they lie in memory; knows no kernel. The parts follow each o
 
     header      [HEADER]            how many entries are in use, and where the parts begin
     folds       [folds, 4]          request, first query, queries, position of the first query    (prefill)
-    items       [items, 4]          request whose blocks are read, chunk, first query, queries    (decoding)
     queries     [queries, 4]        row of the batch, position, slot of chunk 0, 0; those of a request are neighbours,
                                     and so are those of requests that share chunks. Position -1: a row of padding
     starts      [requests]          a request's first row of the batch
+    items       [items, 4]          request whose blocks are read, chunk, first query, queries    (decoding)
     tables      [requests, width]   block ids
 
-Under CUDA graphs the shapes must not change from step to step: a plan laid out in `decoding_shape` has room for the
-largest step that a graph serves, and kernels take the numbers in use from the header.
+Under CUDA graphs the shapes must not change from step to step: a plan in `decoding_shape` reserves room for the
+largest step that a graph serves. Its array is no longer than what is in use: items and tables, most of it, come last,
+and kernels take their places, numbers and width from the header.
 """
 
 from __future__ import annotations
@@ -50,25 +51,21 @@ class PlanShape:
         return HEADER
 
     @property
-    def items(self) -> int:
-        return self.folds + 4 * self.num_folds
-
-    @property
     def queries(self) -> int:
-        return self.items + 4 * self.num_items
+        return self.folds + 4 * self.num_folds
 
     @property
     def starts(self) -> int:
         return self.queries + 4 * self.num_queries
 
     @property
-    def tables(self) -> int:
+    def items(self) -> int:
         return self.starts + self.num_requests
 
     @property
     def size(self) -> int:
-        """int32 of the whole."""
-        return self.tables + self.num_requests * self.table_width
+        """Most int32 of the whole."""
+        return self.items + 4 * self.num_items + self.num_requests * self.table_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,7 @@ class TritonPlan:
 
     shape: PlanShape
     metadata: Tensor
-    """[shape.size] int32; contiguous, and its address a multiple of 16 bytes."""
+    """[shape.size] int32, or less in a plan of its own; contiguous, and its address a multiple of 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,12 @@ class HostPlan:
 
     shape: PlanShape
     data: IntArray
-    """[shape.size]"""
+    """[n], n at most shape.size"""
+
+    @property
+    def most(self) -> int:
+        """Length of the longest `data` of this shape."""
+        return self.shape.size
 
     def to(self, device: torch.device) -> TritonPlan:
         """The plan on a device, by one copy of its own."""
@@ -138,30 +140,31 @@ def lay_out(step: StepPlan, tile_queries: int, shape: PlanShape) -> HostPlan:
     """
     folds = step.items[step.items[:, 0] == FOLD][:, 1:]
     items = _items(step, tile_queries)
-    num_queries, width = len(step.merges), min(step.tables.shape[1], shape.table_width)
+    num_queries, num_requests = len(step.merges), len(step.tables)
+    width = min(step.tables.shape[1], shape.table_width)
     assert len(folds) == shape.num_folds
     assert len(items) <= shape.num_items
     assert step.num_slots <= shape.num_slots
     assert num_queries <= shape.num_queries
-    data = np.zeros(shape.size, np.int32)
+    tables_at = shape.items + 4 * len(items)
+    data = np.zeros(tables_at + num_requests * width, np.int32)
     data[[NUM_FOLDS, NUM_ITEMS, NUM_QUERIES]] = len(folds), len(items), num_queries
     data[[FOLDS, ITEMS, QUERIES, STARTS]] = shape.folds, shape.items, shape.queries, shape.starts
-    data[[TABLES, TABLE_WIDTH]] = shape.tables, shape.table_width
+    data[[TABLES, TABLE_WIDTH]] = tables_at, width
 
     requests, numbers = step.merges.T
-    part = data[shape.folds : shape.items].reshape(-1, 4)
+    part = data[shape.folds : shape.queries].reshape(-1, 4)
     part[:, :3] = folds
     part[:, 3] = step.requests[folds[:, 0], 2] + folds[:, 1]
-    data[shape.items : shape.queries].reshape(-1, 4)[: len(items)] = items
     part = data[shape.queries : shape.starts].reshape(-1, 4)
     part[:num_queries, 0] = step.requests[requests, 0] + numbers
     part[:num_queries, 1] = step.requests[requests, 2] + numbers
     part[:num_queries, 2] = step.requests[requests, 4] + numbers * step.requests[requests, 3]
     part[num_queries:, 0] = np.arange(num_queries, shape.num_queries)  # rows behind the batch's own
     part[num_queries:, 1] = UNUSED_POSITION
-    data[shape.starts : shape.tables][: len(step.requests)] = step.requests[:, 0]
-    tables = data[shape.tables :].reshape(shape.num_requests, shape.table_width)
-    tables[: len(step.tables), :width] = step.tables[:, :width]
+    data[shape.starts : shape.starts + num_requests] = step.requests[:, 0]
+    data[shape.items : tables_at].reshape(-1, 4)[:] = items
+    data[tables_at:].reshape(num_requests, width)[:] = step.tables[:, :width]
     return HostPlan(shape, data)
 
 

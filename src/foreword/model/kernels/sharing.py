@@ -1,13 +1,16 @@
-"""What two-phase attention saved, for a person.
+"""A kernel's steps, planned with two-phase attention where it pays, and what that saved, for a person.
 
-Knows plans; knows no kernel.
+Knows plans and bytes; knows no kernel.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foreword.model.kernels.step_plan import CHUNK, SHARED, SharingRule, StepPlan
+from torch import Tensor
+
+from foreword.batch import Batch
+from foreword.model.kernels.step_plan import CHUNK, SHARED, SharingRule, StepPlan, plan_step
 
 
 @dataclass(slots=True)
@@ -48,3 +51,30 @@ class SharingReport:
             f"({ratio:.1f}x less); estimated {self.saved_us / self.num_shared_steps / 1e3:.2f} ms saved per step, "
             f"{self.search_us / self.num_shared_steps / 1e3:.2f} ms to find what is shared"
         )
+
+
+class Sharing:
+    """Plans steps of one kernel. What sharing saves is judged by the KV that the layers of the last step read."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        """Not `enabled`: every request reads its own KV."""
+        self._enabled = enabled
+        self._report = SharingReport()
+        self._token_bytes, self._bytes_this_step = 0, 0
+
+    def plan(self, batch: Batch, block_size: int) -> StepPlan:
+        """What to do in a step."""
+        self._token_bytes = self._bytes_this_step or self._token_bytes
+        self._bytes_this_step = 0
+        rule = SharingRule(self._token_bytes)
+        step = plan_step(batch, block_size, rule if self._enabled else None)
+        self._report.add(step, rule)
+        return step
+
+    def note_layer(self, key_blocks: Tensor, value_blocks: Tensor) -> None:
+        """A layer of this step reads these blocks [blocks, block size, heads, dim]."""
+        self._bytes_this_step += (key_blocks[0, 0].numel() + value_blocks[0, 0].numel()) * key_blocks.dtype.itemsize
+
+    def explain(self) -> str:
+        """What was shared since the kernel was made."""
+        return self._report.describe() if self._enabled else "two-phase attention: switched off"

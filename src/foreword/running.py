@@ -1,0 +1,53 @@
+"""What the engine asks of whatever computes its batches.
+
+Knows batches and results; knows nothing of how they are computed, or by what.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from foreword.batch import Batch, BatchResult
+
+
+class Runner(Protocol):
+    """Computes batches. The KV of a batch's tokens is in place when `execute` returns."""
+
+    def execute(self, batch: Batch) -> BatchResult: ...
+
+
+class PendingStep(Protocol):
+    """A batch that is being computed."""
+
+    def is_ready(self) -> bool:
+        """Whether `result` would return at once."""
+        ...
+
+    def result(self) -> BatchResult:
+        """Wait for the batch; asked once. Raises what went wrong since the launch."""
+        ...
+
+
+@runtime_checkable
+class LaunchingRunner(Protocol):
+    """A `Runner` that also computes while the caller does something else.
+
+    Batches are computed in the order in which they are launched. At most one is launched behind one whose result was
+    not asked for; the tokens that it expects are those that that one samples.
+    """
+
+    def launch(self, batch: Batch) -> PendingStep: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The pending step of a runner that returns when it is done."""
+
+    known: BatchResult
+
+    def is_ready(self) -> bool:
+        return True
+
+    def result(self) -> BatchResult:
+        return self.known
