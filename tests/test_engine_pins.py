@@ -61,10 +61,10 @@ def test_a_pinned_prompt_stays_until_its_time_is_over(prefix_index: str) -> None
     assert parts.engine.pin_prefix(prompt, 60.0) == 8
     clock.now += 59.9
     flood(parts, "first")
-    assert parts.engine.count_cached_tokens(prompt) >= 8
+    assert parts.engine.num_cached_tokens(prompt) >= 8
     clock.now += 0.1
     flood(parts, "second")
-    assert parts.engine.count_cached_tokens(prompt) < 8
+    assert parts.engine.num_cached_tokens(prompt) < 8
 
 
 def test_unpinning_ends_a_pin_at_once() -> None:
@@ -73,7 +73,7 @@ def test_unpinning_ends_a_pin_at_once() -> None:
     parts.engine.pin_prefix(prompt_of(*range(9)), 60.0)
     parts.engine.unpin_prefix(prompt_of(*range(9)))
     flood(parts, "then")
-    assert parts.engine.count_cached_tokens(prompt_of(*range(9))) == 0
+    assert parts.engine.num_cached_tokens(prompt_of(*range(9))) == 0
 
 
 def test_the_budget_keeps_the_head_of_a_long_prompt() -> None:
@@ -95,7 +95,7 @@ def test_pins_never_keep_a_request_from_running() -> None:
     run(parts, "pinned", range(16))
     assert parts.engine.pin_prefix(prompt_of(*range(16)), 60.0) == 16
     run(parts, "needs all", range(20, 36))
-    assert parts.engine.count_cached_tokens(prompt_of(*range(16))) == 0
+    assert parts.engine.num_cached_tokens(prompt_of(*range(16))) == 0
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1.0, float("inf"), float("nan"), "60", None, True])

@@ -372,7 +372,7 @@ def test_block_keys_name_the_model_its_precision_and_the_deployment(chat_model: 
         with open_llm(folder, prefix_index="hash", **options) as llm:
             llm.generate(token_prompt(prompt_of(16)), greedy(1))
             key: str = llm.engine._sequence("r", Prompt(np.array(prompt_of(16), np.int32))).block_hashes()[0].hex()
-            assert llm.engine.count_cached_tokens(Prompt(np.array(prompt_of(16), np.int32))) == 15
+            assert llm.engine.num_cached_tokens(Prompt(np.array(prompt_of(16), np.int32))) == 15
             return key
 
     moved = tmp_path / "elsewhere" / chat_model.name

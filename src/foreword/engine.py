@@ -296,7 +296,7 @@ class Engine:
         return self.manager.explain(self._sequence("", prompt))
 
     def num_cached_tokens(self, prompt: Prompt) -> int:
-        """Leading tokens of a prompt that a lookup would find now. Changes nothing, counts nothing."""
+        """How many leading tokens of a prompt a request would find cached now. Changes nothing, counts nothing."""
         return self.manager.get_computed_blocks(self._sequence("", prompt)).num_tokens
 
     # -------------------------------------------------------------------- step
@@ -372,10 +372,6 @@ class Engine:
         ) from error
 
     # -------------------------------------------------------------------- pins
-
-    def count_cached_tokens(self, prompt: Prompt) -> int:
-        """How many leading tokens of this prompt a request would find cached now."""
-        return self.manager.get_computed_blocks(self._sequence("", prompt)).num_tokens
 
     def pin_prefix(self, prompt: Prompt, ttl_s: float) -> int:
         """Evict what is cached of this prompt last for so many seconds; returns how many tokens are protected.

@@ -307,7 +307,7 @@ class LLM:
         checked, engine = self._prompt(prompt), self.engine
         engine.pin_prefix(checked, ttl_s)  # bad times are refused before anything is computed
         length = len(checked.token_ids)
-        if engine.count_cached_tokens(checked) < min(length - 1, length - length % engine.manager.block_size):
+        if engine.num_cached_tokens(checked) < min(length - 1, length - length % engine.manager.block_size):
             self._run([checked], SamplingParams(max_tokens=1, temperature=0.0), show_progress=False)
         return engine.pin_prefix(checked, ttl_s)
 

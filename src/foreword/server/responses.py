@@ -83,7 +83,7 @@ async def create_response(
     limits = Limits(body.max_output_tokens, (body.top_logprobs or 0) if wants_logprobs else None)
     params = await sampling_params(service, _WithFormat(body), limits)
     inputs = template_inputs(body.reasoning.effort if body.reasoning is not None else None)
-    prompt = await service.render_chat([*head, *conversation], template_inputs=inputs)
+    prompt = await service.conversation([*head, *conversation], inputs)
     extras = Extras(service, tenant, request, body)
     dialect = _ResponseAnswer(service, body, kept, tenant, conversation, extras)
     caller = Caller(tenant, "responses", body.cache_salt, body.prompt_cache_key, trace_parent(request), inputs)
