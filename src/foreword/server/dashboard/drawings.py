@@ -242,7 +242,10 @@ def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
         story += f" <span>{cause} {ago} before, {eviction.pool_usage:.0%} of the pool in use</span>"
     divergence = explanation.divergence
     if divergence is None or not divergence.theirs:
-        return f'<div class="why">{story}<span>{escape(IN_WORDS[explanation.reason])}</span></div>'
+        words = "" if eviction is not None else f"<span>{escape(IN_WORDS[explanation.reason])}</span>"
+        return f'<div class="why">{story}{words}</div>'
+    if eviction is not None:
+        story += "<span>\u00b7</span>"
     before = record.prompt_token_ids[max(0, divergence.position - 8) : divergence.position].tolist()
     sides = (
         text_of(before, tokenizer),
