@@ -261,6 +261,11 @@ class Engine:
                 f"the prompt has {length} tokens, but max_model_len={self.limits.max_model_len} must hold prompt and "
                 "answer; shorten the prompt or raise max_model_len"
             )
+        if params.min_tokens > room:
+            raise InvalidRequestError(
+                f"min_tokens={params.min_tokens} is more than the {room} tokens that max_model_len="
+                f"{self.limits.max_model_len} leaves behind a prompt of {length}; lower min_tokens"
+            )
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         # The last token that is generated is never computed, so its KV needs no room.
         step = self.scheduler.config.max_num_batched_tokens

@@ -73,6 +73,10 @@ async def create_response(
     check_call(service, body)
     if body.background:
         raise bad_request("background=true is not supported by this server; leave it out", param="background")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise bad_request(
+            "tool_choice is only allowed with tools, which /v1/responses does not take", param="tool_choice"
+        )
     kept = _kept(request)
     told: Messages = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else []
     told += plain_messages(body.input) if not isinstance(body.input, str) else []

@@ -53,7 +53,7 @@ def _size(point: CurvePoint, own: CurvePoint, block_bytes: int) -> str:
 def _of_ghosts(look: Look, block_bytes: int, seconds_per_token: float) -> str:
     """What was computed again although twice the blocks would still have held it: counted, not estimated."""
     stats = look.stats
-    note = "Estimated for the lru policy, from the requests since the last reset. "
+    note = "Estimated for the lru policy and whole blocks, from the requests since the last reset. "
     if not look.has_ledger:
         return f'<div class="note">{note}</div>'
     if not stats.ghost_hits:

@@ -98,7 +98,7 @@ def _nested(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
             "label": _one_line(report),
             "reuses": reuses,
             "uses": f"reused {draw.count(reuses)}\u00d7" if reuses else "not reused",
-            "size": f"{draw.count(report['tokens'])} tokens",
+            "size": draw.tokens(report["tokens"]),
             "children": [],
         }
         nodes[own_id] = node
@@ -115,7 +115,7 @@ def _listed(number: int, prompt: Mapping[str, Any]) -> dict[str, Any]:
         "label": _one_line(prompt),
         "reuses": cached,
         "uses": f"{draw.count(cached)} cached",
-        "size": f"{draw.count(prompt['tokens'])} tokens",
+        "size": draw.tokens(prompt["tokens"]),
         "children": [],
         "report": {"start": 0, "blocks": None, "reuses": prompt["recent_uses"] - 1, "children": 0, **prompt},
     }
