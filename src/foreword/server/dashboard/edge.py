@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from fastapi import FastAPI
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -40,6 +40,7 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # before a mount below changes the scope
         has_left = has_begun = False
 
         async def receiving() -> Message:
@@ -52,7 +53,7 @@ class Edge:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                self._set_headers(scope, MutableHeaders(raw=message["headers"]))
+                self._set_headers(path, Headers(scope=scope), MutableHeaders(raw=message["headers"]))
             await send(message)
 
         try:
@@ -62,10 +63,8 @@ class Edge:
                 raise
             logger.debug("a client left before its answer had begun", exc_info=True)
 
-    def _set_headers(self, scope: Scope, headers: MutableHeaders) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+    def _set_headers(self, path: str, asked: Headers, headers: MutableHeaders) -> None:
         if path.startswith(self._files) and not path.startswith(f"{self._files}dynamic_resources/"):
             headers["Cache-Control"] = FILES_NEVER_CHANGE
         if headers.get("Location", "").startswith("/"):
-            prefix = dict(scope["headers"]).get(b"x-forwarded-prefix", b"").decode("latin-1")
-            headers["Location"] = prefix + headers["Location"]
+            headers["Location"] = asked.get("x-forwarded-prefix", "") + headers["Location"]

@@ -170,12 +170,11 @@ class _View:
         if not any(times.values()):
             first_token = "- <small>no requests yet</small>"
         cached = look.num_in_state(BlockState.CACHED)
-        queried = draw.count(look.totals.queries)
         saved = draw.seconds(self._service.insight.num_saved_seconds)
         return (
             f"{look.recent_hit_rate:.0%} <small>lately, {stats.hit_rate:.0%} in all</small>",
             first_token,
-            f"{draw.count(look.totals.hits)} <small>of {queried} tokens, {saved}</small>",
+            f"{draw.count(look.totals.hits)} <small>tokens, {saved}</small>",
             f"{look.usage:.0%} <small>in use, {cached / look.num_blocks:.0%} cached</small>",
         )
 
