@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import httpx
 import openai
@@ -40,10 +40,12 @@ T = TypeVar("T")
 class ServerProcess:
     """`foreword serve` in a process of its own."""
 
-    def __init__(self, *args: str, **environment: str) -> None:
+    def __init__(self, *args: str, log: IO[str] | None = None, **environment: str) -> None:
+        """`log` takes what it writes to standard error."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "foreword.cli", "serve", "--port", "0", *args],
             stdout=subprocess.PIPE,
+            stderr=log,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         )

@@ -244,6 +244,14 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant:{% endif %}"
 )
+TOOL_TEMPLATE = (
+    "{% if tools %}<s>tools:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}</s>{% endif %}"
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{% if not loop.first or m.content %}\n{% endif %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>"
+    "{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
 
 
 def save_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:

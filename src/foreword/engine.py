@@ -224,6 +224,11 @@ class Engine:
                 f"the prompt has {length} tokens, but max_model_len={self.limits.max_model_len} must hold prompt and "
                 "answer; shorten the prompt or raise max_model_len"
             )
+        if params.min_tokens > room:
+            raise InvalidRequestError(
+                f"min_tokens={params.min_tokens} is more than the {room} tokens that max_model_len="
+                f"{self.limits.max_model_len} leaves behind a prompt of {length}; lower min_tokens"
+            )
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         # The last token that is generated is never computed, so its KV needs no room.
         step = self.scheduler.config.max_num_batched_tokens
@@ -259,7 +264,7 @@ class Engine:
         return self.manager.explain(self._sequence("", prompt))
 
     def num_cached_tokens(self, prompt: Prompt) -> int:
-        """Leading tokens of a prompt that a lookup would find now. Changes nothing, counts nothing."""
+        """How many leading tokens of a prompt a request would find cached now. Changes nothing, counts nothing."""
         return self.manager.get_computed_blocks(self._sequence("", prompt)).num_tokens
 
     # -------------------------------------------------------------------- step

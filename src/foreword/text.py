@@ -184,16 +184,25 @@ class Tokenizer:
             ) from error
         return np.array(token_ids, dtype=np.int32)
 
-    def message_ends(self, messages: Sequence[Mapping[str, str]], token_ids: npt.NDArray[np.int32]) -> tuple[int, ...]:
+    def message_ends(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        token_ids: npt.NDArray[np.int32],
+        *,
+        template_inputs: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
         """Numbers of leading tokens of a rendered conversation that end its messages but the last, ascending.
 
         A conversation that goes on otherwise after a message has these tokens in common with this one. A
-        message is left out where the template does not accept the conversation up to there.
+        message is left out where the template does not accept the conversation up to there. `template_inputs` are
+        what `token_ids` were rendered with.
         """
         ends = set()
         for count in range(1, len(messages)):
             try:
-                beginning = self.render_chat(messages[:count], add_generation_prompt=False)
+                beginning = self.render_chat(
+                    messages[:count], add_generation_prompt=False, template_inputs=template_inputs
+                )
             except ChatTemplateError:
                 continue
             length = min(len(beginning), len(token_ids))

@@ -95,6 +95,11 @@ def test_the_tree_opens_and_shows_text_and_reuse(browser, watched):
     first.click()
     page.get_by_test_id("prefix").get_by_text("reused").wait_for()
     assert "amber falcon" in page.get_by_test_id("prefix").inner_text() + page.get_by_test_id("tree").inner_text()
+    before = page.get_by_test_id("prefix").inner_text()
+    ask(watched.url, "Which falcon?")
+    page.wait_for_function(
+        "before => document.querySelector('[data-testid=prefix]').innerText != before", arg=before
+    )  # it is counted as it is reused
     page.context.close()
 
 

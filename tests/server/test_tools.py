@@ -16,16 +16,8 @@ from foreword.server.dialect import ChatRequest
 from foreword.server.options import ServerConfig
 from foreword.server.tools import ToolCall, ToolCallReader, ToolUse
 from live_server import MODEL, ServerThread, client, post
-from tiny_models import CHAT_TEMPLATE, RECIPES, save_model, save_tokenizer
+from tiny_models import CHAT_TEMPLATE, RECIPES, TOOL_TEMPLATE, save_model, save_tokenizer
 
-TAGGED = (
-    "{% if tools %}<s>tools:{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}</s>{% endif %}"
-    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}"
-    "{% for call in m.tool_calls or [] %}{% if not loop.first or m.content %}\n{% endif %}"
-    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-    "\n</tool_call>"
-    "{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant: {% endif %}"
-)
 UNTAGGED = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHAT_TEMPLATE
 
 
@@ -62,7 +54,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory, template: str) -> Iterator[S
 
 @pytest.fixture(scope="module")
 def tagged(tmp_path_factory):
-    yield from serve(tmp_path_factory, TAGGED)
+    yield from serve(tmp_path_factory, TOOL_TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -292,10 +284,10 @@ def use(template: str, **wish: object) -> ToolUse:
 
 
 def test_only_a_template_with_the_tags_has_free_calls_read():
-    assert use(TAGGED).reader() is not None
-    assert use(TAGGED, tool_choice="none").reader() is None
+    assert use(TOOL_TEMPLATE).reader() is not None
+    assert use(TOOL_TEMPLATE, tool_choice="none").reader() is None
     assert use(UNTAGGED).reader() is None
     assert use(UNTAGGED, tool_choice="required").reader() is not None
-    assert use(TAGGED).stop == ()
-    assert use(TAGGED, parallel_tool_calls=False).stop == ("</tool_call>",)
-    assert use(TAGGED).grammar() is None
+    assert use(TOOL_TEMPLATE).stop == ()
+    assert use(TOOL_TEMPLATE, parallel_tool_calls=False).stop == ("</tool_call>",)
+    assert use(TOOL_TEMPLATE).grammar() is None

@@ -68,7 +68,9 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         kind = request.headers.get("content-type", "")
-        if "json" not in kind:  # a web page elsewhere could send others without being asked
+        if (
+            "json" not in kind and error.errors()[0]["loc"][0] == "body"
+        ):  # a web page elsewhere could send others without being asked
             message = f"Send the body with 'Content-Type: application/json', not {kind!r}."
             return error_response(APIError(415, message, code="unsupported_media_type"))
         return error_response(_explain_invalid(error))
@@ -89,7 +91,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 def _explain_invalid(error: RequestValidationError) -> APIError:
     """The first thing that is wrong with a body, in a sentence."""
     first = error.errors()[0]
-    where = [part for part in first["loc"] if part != "body"]
+    where = [part for at, part in enumerate(first["loc"]) if at or part not in ("body", "query", "path")]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".") or None
     if first["type"] == "json_invalid":
         return bad_request("The body is not valid JSON: " + str(first.get("ctx", {}).get("error", "")))

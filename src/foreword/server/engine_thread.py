@@ -4,9 +4,9 @@ Knows requests, outputs and threads; knows nothing of HTTP or JSON. Two queues a
 
     event loop                                   engine's thread
     submit(), abort(), call() ── commands ──>    carried out between two steps
-    AnswerStream              <── events ────    one hand-over at a time, for all requests together
+    AnswerStream              <── events ────    handed over after each step, for all requests together
 
-A hand-over (mailbox.py) never waits for a reader that sleeps.
+A hand-over waits for nobody: while the loop is busy or a reader sleeps, its stream's deltas pile up, to be read as one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -26,7 +26,6 @@ from foreword.errors import EngineError
 from foreword.request import RequestOutput
 from foreword.server.answer_stream import Accepted, AnswerStream, Delta, Event, Finished, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error, step_failed
-from foreword.server.mailbox import Mailbox
 from foreword.server.prefill_speed import PrefillSpeed
 from foreword.server.records import Records
 
@@ -81,7 +80,7 @@ class EngineThread:
         self._open: set[AnswerStream] = set()
         self._failed_steps = 0
         self._stopping = False
-        self._mailbox: Mailbox | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._outbox: dict[AnswerStream, list[Event]] = {}
         self._ended: list[Ended] = []
         self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
@@ -90,7 +89,7 @@ class EngineThread:
 
     def start(self) -> None:
         """Begin to step; answers go to the event loop that is running now."""
-        self._mailbox = Mailbox(asyncio.get_running_loop())
+        self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
@@ -316,5 +315,14 @@ class EngineThread:
                 logger.exception("after a step")
         if self._outbox:
             outbox, self._outbox = self._outbox, {}
-            assert self._mailbox is not None
-            self._mailbox.post(outbox)
+            assert self._loop is not None
+            try:
+                self._loop.call_soon_threadsafe(_put_all, outbox)
+            except RuntimeError:
+                logger.debug("the event loop has ended before the engine")
+
+
+def _put_all(outbox: Mapping[AnswerStream, Sequence[Event]]) -> None:
+    """On the event loop: hand each stream what is its own."""
+    for stream, events in outbox.items():
+        stream.put(events)

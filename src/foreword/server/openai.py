@@ -31,7 +31,7 @@ from foreword.server.dialect import (
 )
 from foreword.server.extras import Extras
 from foreword.server.http import Event, authorized, respond, service_of, trace_parent
-from foreword.server.service import Caller, GivenPrompt, Service, new_id
+from foreword.server.service import Caller, GivenPrompt, Service, Tokens, new_id
 from foreword.server.tenants import Tenant
 from foreword.server.tools import ToolCall, ToolCallReader, ToolUse, arguments_for_template, tools_for_template
 
@@ -57,7 +57,7 @@ async def chat_completions(
     forced = tool_use.grammar()
     if forced is not None:
         params = replace(params, open_constraint=await service.open_lark(forced))
-    prompt = await service.render_chat(plain_messages(body.messages), template_inputs=inputs)
+    prompt = await service.conversation(plain_messages(body.messages), inputs)
     dialect = _ChatAnswer(service, new_id("chatcmpl-"), body, extras, tool_use)
     answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
     return await respond(request, answer, dialect, stream=bool(body.stream))
@@ -77,7 +77,8 @@ async def completions(
     params = await sampling_params(service, body, _completion_limits(body))
     prompts = await _prompts(service, body)
     dialect = _CompletionAnswer(service, new_id("cmpl-"), body, extras, prompts)
-    answer = await service.start(caller, dialect.response_id, prompts, params, stream=bool(body.stream))
+    tokens = [Tokens(prompt) for prompt in prompts]
+    answer = await service.start(caller, dialect.response_id, tokens, params, stream=bool(body.stream))
     return await respond(request, answer, dialect, stream=bool(body.stream))
 
 

@@ -73,6 +73,10 @@ async def create_response(
     check_call(service, body)
     if body.background:
         raise bad_request("background=true is not supported by this server; leave it out", param="background")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise bad_request(
+            "tool_choice is only allowed with tools, which /v1/responses does not take", param="tool_choice"
+        )
     kept = _kept(request)
     told: Messages = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else []
     told += plain_messages(body.input) if not isinstance(body.input, str) else []
@@ -83,7 +87,7 @@ async def create_response(
     limits = Limits(body.max_output_tokens, (body.top_logprobs or 0) if wants_logprobs else None)
     params = await sampling_params(service, _WithFormat(body), limits)
     inputs = template_inputs(body.reasoning.effort if body.reasoning is not None else None)
-    prompt = await service.render_chat([*head, *conversation], template_inputs=inputs)
+    prompt = await service.conversation([*head, *conversation], inputs)
     extras = Extras(service, tenant, request, body)
     dialect = _ResponseAnswer(service, body, kept, tenant, conversation, extras)
     caller = Caller(tenant, "responses", body.cache_salt, body.prompt_cache_key, trace_parent(request), inputs)

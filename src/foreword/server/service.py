@@ -67,6 +67,15 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
+class Tokens:
+    """A prompt as it goes to the engine."""
+
+    token_ids: npt.NDArray[np.int32]
+    message_ends: tuple[int, ...] = ()
+    """Behind which of them a message of a conversation ends: where recurrent states are worth saving."""
+
+
+@dataclass(frozen=True, slots=True)
 class GivenPrompt:
     """A prompt as clients give it: one of the first two."""
 
@@ -184,6 +193,18 @@ class Service:
             return render()
         return await asyncio.to_thread(render)
 
+    async def conversation(
+        self, messages: Sequence[Mapping[str, Any]], template_inputs: Mapping[str, Any] | None = None
+    ) -> Tokens:
+        """A conversation to be answered. Where its messages end is found out only for models with recurrent layers."""
+        token_ids = await self.render_chat(messages, template_inputs=template_inputs)
+        if self.llm.engine.scheduler.states is None:
+            return Tokens(token_ids)
+        ends = await asyncio.to_thread(
+            self.tokenizer.message_ends, messages, token_ids, template_inputs=template_inputs
+        )  # each beginning is rendered for itself
+        return Tokens(token_ids, ends)
+
     async def read_prompt(self, given: GivenPrompt) -> npt.NDArray[np.int32]:
         """Token ids of a text, of token ids, or of a conversation. Raises APIError 400 for none or several of them."""
         if (given.prompt is None) == (given.messages is None):
@@ -225,7 +246,7 @@ class Service:
         self,
         caller: Caller,
         response_id: str,
-        prompts: Sequence[npt.NDArray[np.int32]],
+        prompts: Sequence[Tokens],
         params: SamplingParams,
         *,
         stream: bool,
@@ -242,7 +263,7 @@ class Service:
                 param="n",
             )
         for prompt in prompts:
-            self.check_length(len(prompt))
+            self.check_length(len(prompt.token_ids))
         if self.thread.num_choices + num_choices > self._max_choices:
             raise too_busy(self._seconds_until_free())
         salt = self.tenants.namespace(caller.tenant, caller.cache_salt)
@@ -253,7 +274,7 @@ class Service:
                     f"{response_id}-{number}",
                     caller.tenant.name,
                     caller.endpoint,
-                    prompt,
+                    prompt.token_ids,
                     salt,
                     caller.prompt_cache_key,
                     caller.trace_parent,
@@ -261,7 +282,12 @@ class Service:
                     params.n,
                     stream,
                 ),
-                Prompt(prompt, None, self._extra_keys(prompt, salt)),
+                Prompt(
+                    prompt.token_ids,
+                    None,
+                    self._extra_keys(prompt.token_ids, salt),
+                    message_ends=prompt.message_ends,
+                ),
                 params,
             )
             for number, prompt in enumerate(prompts)

@@ -62,6 +62,8 @@ class Tenants:
         self._file = keys_file
         self._quotas_work = quotas_work
         self._version: tuple[int, int, int] | None = None
+        self._complaint: str | None = None
+        """Why the file could not be read again, when that was last tried."""
         self._tenant_of: Mapping[bytes, Tenant] = self._always
         if keys_file is not None:
             self._version = _version(keys_file)
@@ -122,8 +124,11 @@ class Tenants:
             self._version = version
             self._tenant_of = {**self._read(self._file), **self._always}
         except ConfigError as error:
-            logger.error("the keys stay as they were: %s", error)
+            if str(error) != self._complaint:  # a file that is gone is noticed by every request
+                self._complaint = str(error)
+                logger.error("the keys stay as they were: %s", error)
         else:
+            self._complaint = None
             logger.info("read %d keys from %s", len(self._tenant_of), self._file)
 
 

@@ -84,7 +84,7 @@ class Chat:
         """Have the conversation answered, and show the answer as it grows."""
         service = self._service
         head = [{"role": "system", "content": self._system.value}] if self._system.value.strip() else []
-        prompt = await service.render_chat([*head, *self._messages])
+        prompt = await service.conversation([*head, *self._messages])
         tenant = Tenant(TENANT if service.tenants.asks_for_keys else ANYBODY)
         params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
         stream = await service.start(Caller(tenant, "dashboard"), new_id("dash-"), [prompt], params, stream=True)

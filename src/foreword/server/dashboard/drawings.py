@@ -44,6 +44,11 @@ def count(number: float) -> str:
     return f"{number / 1e3:,.0f} k" if number < 1e6 else f"{number / 1e6:,.1f} M"
 
 
+def tokens(number: int) -> str:
+    """So many tokens."""
+    return f"{count(number)} token{'' if number == 1 else 's'}"
+
+
 def seconds(value: float | None) -> str:
     """12 ms, 1.2 s or 3 min."""
     if value is None:
@@ -210,23 +215,27 @@ def request_rows(records: Iterable[RequestRecord], tokenizer: Tokenizer | None, 
 
 
 def _request_row(record: RequestRecord, tokenizer: Tokenizer | None, longest: int, with_tenants: bool) -> str:
-    waits = record.first_scheduled_time is None
+    if record.first_scheduled_time is None:
+        how = f'<div class="counts"><span>{count(record.num_prompt_tokens)} prompt tokens</span></div>'
+    else:
+        bar = reuse_bar(record.num_cached_tokens, record.num_prompt_tokens, record.num_prompt_tokens / longest)
+        how = (
+            f'{bar}<div class="counts"><span class="found">{count(record.num_cached_tokens)} cached</span>'
+            f'<span class="computed">{count(record.num_computed_tokens)} computed</span>'
+            f"<span>{record.num_output_tokens} out</span>"
+            f"<span>{seconds(record.time_to_first_token)} to first token</span></div>{why(record, tokenizer)}"
+        )
     when = time.strftime("%H:%M:%S", time.localtime(record.created))
     who = f'<span class="tenant">{escape(record.tenant)}</span>' if with_tenants else ""
-    ends = f'<span class="outcome">{escape(record.outcome or ("waiting" if waits else "running"))}</span>'
-    bar = (
-        ""
-        if waits
-        else reuse_bar(record.num_cached_tokens, record.num_prompt_tokens, record.num_prompt_tokens / longest)
-    )
+    ends = f'<span class="outcome">{escape(record.outcome or _stage(record))}</span>'
     return (
         f'<div class="request"><div class="what"><b>{escape(record.endpoint)}</b>{who}<time>{when}</time>{ends}</div>'
-        f'<div class="how">{bar}<div class="counts"><span class="found">{count(record.num_cached_tokens)} cached</span>'
-        f'<span class="computed">{count(record.num_computed_tokens)} computed</span>'
-        f"<span>{record.num_output_tokens} out</span>"
-        f"<span>{seconds(record.time_to_first_token)} to first token</span></div>"
-        f"{why(record, tokenizer)}</div></div>"
+        f'<div class="how">{how}</div></div>'
     )
+
+
+def _stage(record: RequestRecord) -> str:
+    return "waiting" if record.first_scheduled_time is None else "running"
 
 
 def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
@@ -242,7 +251,10 @@ def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
         story += f" <span>{cause} {ago} before, {eviction.pool_usage:.0%} of the pool in use</span>"
     divergence = explanation.divergence
     if divergence is None or not divergence.theirs:
-        return f'<div class="why">{story}<span>{escape(IN_WORDS[explanation.reason])}</span></div>'
+        words = "" if eviction is not None else f"<span>{escape(IN_WORDS[explanation.reason])}</span>"
+        return f'<div class="why">{story}{words}</div>'
+    if eviction is not None:
+        story += "<span>\u00b7</span>"
     before = record.prompt_token_ids[max(0, divergence.position - 8) : divergence.position].tolist()
     sides = (
         text_of(before, tokenizer),

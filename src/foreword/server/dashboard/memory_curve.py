@@ -14,12 +14,14 @@ from foreword.server.insight import Look
 
 def memory_curve(look: Look, block_bytes: int, seconds_per_token: float) -> str:
     """The whole card, for a pool whose blocks have so many bytes; `seconds_per_token` of prefill are saved by a hit."""
+    if not look.more_memory and not look.stats.requests:
+        return '<div class="empty">No curve yet: it is drawn from requests that have ended.</div>'
     return _curve(look.more_memory, block_bytes) + _of_ghosts(look, block_bytes, seconds_per_token)
 
 
 def _curve(points: Sequence[CurvePoint], block_bytes: int) -> str:
     if not points:
-        return '<div class="empty">No curve yet: it is drawn from requests that have ended.</div>'
+        return ""
     width = 100 / len(points)
     middles = [width * (at + 0.5) for at in range(len(points))]
     heights = [100 - 100 * point.hit_rate for point in points]
@@ -29,7 +31,8 @@ def _curve(points: Sequence[CurvePoint], block_bytes: int) -> str:
         f"{x:.2f} {min(100.0, y + 2 * e):.2f}" for x, y, e in reversed([*zip(middles, heights, errors, strict=True)])
     ]
     line = [f"{x:.2f} {y:.2f}" for x, y in zip(middles, heights, strict=True)]
-    shapes = f'<path class="band" d="M{"L".join(band)}Z"/><path class="line" d="M{"L".join(line)}"/>'
+    shapes = f'<path class="level" d="M{line[0]}H100"/>'  # what is above it is gained
+    shapes += f'<path class="band" d="M{"L".join(band)}Z"/><path class="line" d="M{"L".join(line)}"/>'
     shapes += "".join(f'<path class="dot stroke-found" d="M{at}h0"/>' for at in line)
     sizes = "".join(_size(point, points[0], block_bytes) for point in points)
     columns = f"grid-template-columns:repeat({len(points)},minmax(0,1fr))"
@@ -50,7 +53,7 @@ def _size(point: CurvePoint, own: CurvePoint, block_bytes: int) -> str:
 def _of_ghosts(look: Look, block_bytes: int, seconds_per_token: float) -> str:
     """What was computed again although twice the blocks would still have held it: counted, not estimated."""
     stats = look.stats
-    note = "Estimated for the lru policy, from the requests since the last reset. "
+    note = "Estimated for the lru policy and whole blocks, from the requests since the last reset. "
     if not look.has_ledger:
         return f'<div class="note">{note}</div>'
     if not stats.ghost_hits:

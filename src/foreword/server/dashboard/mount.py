@@ -41,8 +41,11 @@ ICON = (
 def mount_dashboard(app: FastAPI, service: Service) -> None:
     """Show the dashboard of this app's engine at /dashboard. Raises ConfigError where NiceGUI is not installed."""
     try:
+        from nicegui import __version__ as nicegui_version
+        from nicegui import app as nicegui_app
         from nicegui import ui
 
+        from foreword.server.dashboard.edge import give_edge
         from foreword.server.dashboard.page import Dashboard
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -64,6 +67,7 @@ def mount_dashboard(app: FastAPI, service: Service) -> None:
         binding_refresh_interval=None,
         show_welcome_message=False,
     )
+    give_edge(nicegui_app, files=f"/_nicegui/{nicegui_version}/")
     app.add_middleware(_OperatorsOnly, operators=service.operators)
 
 

@@ -166,11 +166,14 @@ class _View:
             draw.seconds(median(value for value in times[hit] if value is not None)) if times[hit] else "-"
             for hit in (True, False)
         )
+        first_token = f'<span class="found">{hits}</span> <small>hit, {misses} miss</small>'
+        if not any(times.values()):
+            first_token = "- <small>no requests yet</small>"
         cached = look.num_in_state(BlockState.CACHED)
         saved = draw.seconds(self._service.insight.num_saved_seconds)
         return (
-            f"{look.recent_hit_rate:.0%} <small>of {draw.count(stats.queries)} prompt tokens</small>",
-            f'<span class="found">{hits}</span> <small>hit, {misses} miss</small>',
+            f"{look.recent_hit_rate:.0%} <small>lately, {stats.hit_rate:.0%} in all</small>",
+            first_token,
             f"{draw.count(look.totals.hits)} <small>tokens, {saved}</small>",
             f"{look.usage:.0%} <small>in use, {cached / look.num_blocks:.0%} cached</small>",
         )

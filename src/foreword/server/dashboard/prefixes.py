@@ -38,6 +38,7 @@ class Prefixes:
         self._reports: dict[str, dict[str, Any]] = {}
         self._refreshed = 0.0
         self._opened = False
+        self._chosen: str | None = None
         with ui.element("div").classes("grid"):
             with ui.element("div").classes("card span7"):
                 ui.html('<div class="title">Cached prefixes, most reused first</div>', sanitize=False)
@@ -76,10 +77,17 @@ class Prefixes:
             if not self._opened:
                 self._opened = True
                 self._tree.expand([own_id for node in shown for own_id in (node["id"], *_ids_below(node))])
+        if self._chosen in self._reports:  # what was evicted may be read on
+            self._show(_detail(self._reports[self._chosen]))
 
     def _select(self, event: events.ValueChangeEventArguments[str | None]) -> None:
+        self._chosen = event.value
         report = self._reports.get(event.value or "")
-        self._detail.content = _NOTHING if report is None else _detail(report)
+        self._show(_NOTHING if report is None else _detail(report))
+
+    def _show(self, content: str) -> None:
+        if self._detail.content != content:
+            self._detail.content = content
 
 
 def _ids_below(node: Mapping[str, Any]) -> list[str]:
@@ -98,7 +106,7 @@ def _nested(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
             "label": _one_line(report),
             "reuses": reuses,
             "uses": f"reused {draw.count(reuses)}\u00d7" if reuses else "not reused",
-            "size": f"{draw.count(report['tokens'])} tokens",
+            "size": draw.tokens(report["tokens"]),
             "children": [],
         }
         nodes[own_id] = node
@@ -115,7 +123,7 @@ def _listed(number: int, prompt: Mapping[str, Any]) -> dict[str, Any]:
         "label": _one_line(prompt),
         "reuses": cached,
         "uses": f"{draw.count(cached)} cached",
-        "size": f"{draw.count(prompt['tokens'])} tokens",
+        "size": draw.tokens(prompt["tokens"]),
         "children": [],
         "report": {"start": 0, "blocks": None, "reuses": prompt["recent_uses"] - 1, "children": 0, **prompt},
     }
