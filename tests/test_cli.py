@@ -31,7 +31,8 @@ def test_generate_answers_a_chat_message_from_the_prompt():
 def test_generate_prints_one_json_line_per_prompt_and_reports_what_was_cached():
     ids = ",".join(str(number) for number in range(5, 45))
     result = foreword(
-        "generate", MODEL, "--json", "--max-tokens", "4", "--ignore-eos", "--prompt-token-ids", ids,
+        "generate", MODEL, "--json", "--max-tokens", "4", "--ignore-eos", "--prefix-index", "hash",
+        "--eviction-policy", "lru", "--prompt-token-ids", ids,
         "--prompt-token-ids", ids,
     )  # fmt: skip
     first, second = [json.loads(line) for line in result.stdout.splitlines()]
@@ -72,6 +73,7 @@ def test_generate_reads_a_prompt_from_a_file(tmp_path):
         (["generate", MODEL, "--chat", "--prompt-token-ids", "5"], "--chat needs text"),
         (["generate", "./no-such-folder", "--prompt", "x"], "./no-such-folder"),
         (["generate", MODEL, "--prompt", "x", "--max-model-len", "99999999"], "max_model_len=99999999"),
+        (["generate", MODEL, "--prompt", "x", "--long-prefill-token-threshold", "0"], "long_prefill_token_threshold=0"),
         (["bench", "trace", "no-such-trace.jsonl"], "no-such-trace.jsonl"),
     ],
 )

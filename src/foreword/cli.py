@@ -16,10 +16,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from foreword import __version__
-from foreword.config import Environment
+from foreword.config import Dtype, Environment, EvictionName, IndexName, KernelName, Policy
 from foreword.errors import ConfigError, ForewordError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--dtype", choices=("auto", "float32", "bfloat16"))
+    engine.add_argument("--dtype", choices=get_args(Dtype))
     engine.add_argument("--device")
     engine.add_argument("--max-model-len", type=int)
     engine.add_argument("--kv-cache-memory-bytes", type=int)
@@ -122,8 +122,12 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--block-size", type=int)
     engine.add_argument("--max-num-batched-tokens", type=int)
     engine.add_argument("--max-num-seqs", type=int)
+    engine.add_argument("--long-prefill-token-threshold", type=int)
+    engine.add_argument("--scheduling-policy", choices=get_args(Policy))
+    engine.add_argument("--prefix-index", choices=get_args(IndexName))
+    engine.add_argument("--eviction-policy", choices=get_args(EvictionName))
     engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
-    engine.add_argument("--attention-kernel", choices=("auto", "cpu", "reference"))
+    engine.add_argument("--attention-kernel", choices=get_args(KernelName))
     engine.add_argument("--trust-remote-code", action="store_true", default=None)
     engine.set_defaults(engine_options=[action.dest for action in engine._group_actions])
 
