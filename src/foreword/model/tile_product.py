@@ -10,107 +10,36 @@ feed-forward network gate and up lie side by side in a panel, and the gate is co
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
-from foreword.model.kernels import simd, tiles
-from foreword.model.kernels.cpu_layout import source_digest
-from foreword.model.kernels.rows import silu
-from foreword.model.kernels.simd import BF16S, I16S
-from foreword.model.kernels.team import Team, native_worker
-from foreword.model.kernels.tiles import PANEL, STEP, TILE_ROWS
+from foreword.model.kernels import tiles
+from foreword.model.kernels.team import Team
+from foreword.model.kernels.tile_worker import (
+    BIAS,
+    COUNTERS,
+    GATED,
+    GROUP,
+    NUM_ARGUMENTS,
+    NUM_PANELS,
+    NUM_ROWS,
+    NUM_STEPS,
+    ROW_BYTES,
+    ROWS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    TARGET,
+    WEIGHT,
+    WIDTH,
+    compile_worker,
+)
+from foreword.model.kernels.tiles import PANEL, STEP
 
-UNIT_ROWS = 256
 UNIT_BYTES = 1 << 19
 """Of weights: half of what the cache of a core holds, or less."""
 ALONE_OPERATIONS = 1 << 22
 """A product of fewer multiplications is done by the calling thread: waking the others takes longer."""
-(ROWS, ROW_BYTES, WEIGHT, BIAS, TARGET, NUM_ROWS, WIDTH, NUM_STEPS, NUM_PANELS, GROUP, GATED, COUNTERS, SCRATCH) = (
-    range(13)
-)
-NUM_ARGUMENTS = 13
-"""int64 each: addresses, and counts. WIDTH: columns of the result; GROUP: panels of a unit."""
-_CONFIG, _SUMS, _STAGED = 0, 64, 64 + 4 * PANEL * 2 * TILE_ROWS
-_SCRATCH_BYTES = _STAGED + 2 * PANEL
-
-
-def _bfloat16(builder: Any, vector: Any) -> Any:
-    return builder.bitcast(builder.fptrunc(vector, BF16S), I16S)
-
-
-def _half(builder: Any, sums: Any, bias: Any, half: int) -> Any:
-    return builder.fadd(simd._load(builder, sums, 64 * half), simd._load(builder, bias, 64 * half))
-
-
-@simd._instructions("aaa")
-def _finish(builder: Any, sums: Any, bias: Any, target: Any) -> None:
-    """32 sums of one row, with their bias, as bfloat16."""
-    for half in (0, 1):
-        simd._store(builder, _bfloat16(builder, _half(builder, sums, bias, half)), target, 32 * half)
-
-
-@simd._instructions("aaa")
-def _finish_gate(builder: Any, sums: Any, bias: Any, target: Any) -> None:
-    """silu(g) * u of 16 g and 16 u of one row, each rounded as if it were written to memory."""
-    gate, up = (simd._widened(builder, _bfloat16(builder, _half(builder, sums, bias, half))) for half in (0, 1))
-    rounded = simd._widened(builder, _bfloat16(builder, silu(builder, gate)))
-    simd._store(builder, _bfloat16(builder, builder.fmul(rounded, up)), target)
-
-
-@functools.cache
-def _compile_worker() -> Any:
-    """What each thread of a team runs: units until none are left. Compiled once per machine and kept."""
-    digest = source_digest()
-
-    @native_worker  # type: ignore[untyped-decorator]
-    def worker(arguments: Any) -> None:
-        a = carray(arguments, NUM_ARGUMENTS)
-        if digest == 0:
-            return
-        scratch = a[SCRATCH] + simd.fetch_add(a[COUNTERS] + 64, 1) * _SCRATCH_BYTES
-        columns = PANEL // 2 if a[GATED] else PANEL
-        num_groups = (a[NUM_PANELS] + a[GROUP] - 1) // a[GROUP]
-        num_units = num_groups * ((a[NUM_ROWS] + UNIT_ROWS - 1) // UNIT_ROWS)
-        laid_out = 0
-        while True:
-            unit = simd.fetch_add(a[COUNTERS], 1)
-            if unit >= num_units:
-                break
-            first_panel = unit % num_groups * a[GROUP]
-            first_row = unit // num_groups * UNIT_ROWS
-            for row in range(first_row, min(first_row + UNIT_ROWS, a[NUM_ROWS]), 2 * TILE_ROWS):
-                num_rows = min(2 * TILE_ROWS, a[NUM_ROWS] - row)
-                if num_rows != laid_out:
-                    tiles.lay_out(scratch + _CONFIG, num_rows)
-                    laid_out = num_rows
-                x = a[ROWS] + row * a[ROW_BYTES]
-                for panel in range(first_panel, min(first_panel + a[GROUP], a[NUM_PANELS])):
-                    weight = a[WEIGHT] + panel * a[NUM_STEPS] * 64 * PANEL
-                    if num_rows > TILE_ROWS:
-                        tiles.product_32(x, a[ROW_BYTES], weight, a[NUM_STEPS], scratch + _SUMS)
-                    else:
-                        tiles.product_16(x, a[ROW_BYTES], weight, a[NUM_STEPS], scratch + _SUMS)
-                    bias = a[BIAS] + panel * 4 * PANEL
-                    column = panel * columns
-                    whole = column + columns <= a[WIDTH]
-                    for number in range(num_rows):
-                        sums = scratch + _SUMS + number * 4 * PANEL
-                        target = a[TARGET] + 2 * ((row + number) * a[WIDTH] + column)
-                        staged = target if whole else scratch + _STAGED
-                        if a[GATED]:
-                            _finish_gate(sums, bias, staged)
-                        else:
-                            _finish(sums, bias, staged)
-                        if not whole:
-                            simd.copy_bytes(target, staged, 2 * (a[WIDTH] - column))
-        tiles.release()
-
-    return worker
 
 
 class TileProduct:
@@ -119,7 +48,7 @@ class TileProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> None:
         """`weight` [out_features, in_features] bfloat16; `gated`: its first half is the gate, its second up."""
         assert tiles.has_tiles()  # which also asks the system to let this process use them
-        self._team = Team(_compile_worker())
+        self._team = Team(compile_worker())
         self._gated = gated
         self.out_features, self.in_features = weight.shape
         self._num_panels = -(-self.out_features // PANEL)
@@ -168,8 +97,8 @@ class TileProduct:
         num_rows = rows.numel() // self.in_features
         if not num_rows:
             return output
-        if self._scratch.numel() < num_threads * _SCRATCH_BYTES:
-            self._scratch = torch.empty(num_threads * _SCRATCH_BYTES, dtype=torch.uint8)
+        if self._scratch.numel() < num_threads * SCRATCH_BYTES:
+            self._scratch = torch.empty(num_threads * SCRATCH_BYTES, dtype=torch.uint8)
         a[ROWS], a[ROW_BYTES], a[TARGET], a[NUM_ROWS] = (
             rows.data_ptr(),
             2 * self.in_features,

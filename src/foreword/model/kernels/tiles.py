@@ -20,6 +20,7 @@ import ctypes
 import functools
 import platform
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -108,44 +109,75 @@ def release(builder: Any) -> None:
     _tile_call(builder, "tilerelease")
 
 
+def _emit_product(
+    builder: Any, num_row_tiles: int, arguments: tuple[Any, ...], meanwhile: Callable[[Any], None] | None = None
+) -> None:
+    """A product with a panel of weights; `meanwhile` emits what else is done in each step."""
+    a, stride, b, num_steps, c = arguments
+    line, c_bytes = simd._int(64), simd._int(4 * PANEL)
+    for tile in range(2 * num_row_tiles):
+        _tile_call(builder, "tilezero", _tile(tile))
+    second = builder.add(a, builder.mul(stride, simd._int(TILE_ROWS)))
+
+    def body(step: Any) -> list[Any]:
+        inner = builder.mul(step, simd._int(64))
+        weights = builder.add(b, builder.mul(step, simd._int(2 * TILE_BYTES)))
+        _load(builder, 6, weights, line)
+        _load(builder, 4, builder.add(a, inner), stride)
+        _multiply(builder, 0, 4, 6)
+        _load(builder, 7, builder.add(weights, simd._int(TILE_BYTES)), line)
+        _multiply(builder, 1, 4, 7)
+        if num_row_tiles == 2:
+            _load(builder, 5, builder.add(second, inner), stride)
+            _multiply(builder, 2, 5, 6)
+            _multiply(builder, 3, 5, 7)
+        else:
+            _fetch(builder, builder.add(weights, simd._int(FETCHED_AHEAD)), 2 * TILE_BYTES // 64)
+        if meanwhile is not None:
+            meanwhile(step)
+        return []
+
+    simd._loop(builder, simd._int(0), num_steps, 1, [], body)
+    for tile in range(2 * num_row_tiles):
+        target = builder.add(c, simd._int(tile // 2 * TILE_ROWS * 4 * PANEL + tile % 2 * 64))
+        _tile_call(builder, "tilestored64", _tile(tile), _pointer(builder, target), c_bytes)
+
+
 def _product(num_row_tiles: int) -> Any:
     @simd._instructions("aiaia")
-    def product(builder: Any, a: Any, stride: Any, b: Any, num_steps: Any, c: Any) -> None:
-        """C of up to 32 rows and 32 columns, [32, 32] float32 at `c`.
+    def product(builder: Any, *arguments: Any) -> None:
+        """C of up to 32 rows and 32 columns, [32, 32] float32.
 
-        a: bfloat16 rows `stride` bytes apart; b: a panel, `num_steps` times two tiles.
+        a: bfloat16 rows; bytes between them; b: a panel, so many times two tiles; how many; c.
         """
-        line, c_bytes = simd._int(64), simd._int(4 * PANEL)
-        for tile in range(2 * num_row_tiles):
-            _tile_call(builder, "tilezero", _tile(tile))
-        second = builder.add(a, builder.mul(stride, simd._int(TILE_ROWS)))
-
-        def body(step: Any) -> list[Any]:
-            inner = builder.mul(step, simd._int(64))
-            weights = builder.add(b, builder.mul(step, simd._int(2 * TILE_BYTES)))
-            _load(builder, 6, weights, line)
-            _load(builder, 4, builder.add(a, inner), stride)
-            _multiply(builder, 0, 4, 6)
-            _load(builder, 7, builder.add(weights, simd._int(TILE_BYTES)), line)
-            _multiply(builder, 1, 4, 7)
-            if num_row_tiles == 2:
-                _load(builder, 5, builder.add(second, inner), stride)
-                _multiply(builder, 2, 5, 6)
-                _multiply(builder, 3, 5, 7)
-            else:
-                _fetch(builder, builder.add(weights, simd._int(FETCHED_AHEAD)), 2 * TILE_BYTES // 64)
-            return []
-
-        simd._loop(builder, simd._int(0), num_steps, 1, [], body)
-        for tile in range(2 * num_row_tiles):
-            target = builder.add(c, simd._int(tile // 2 * TILE_ROWS * 4 * PANEL + tile % 2 * 64))
-            _tile_call(builder, "tilestored64", _tile(tile), _pointer(builder, target), c_bytes)
+        _emit_product(builder, num_row_tiles, arguments)
 
     return product
 
 
 product_16, product_32 = _product(1), _product(2)
 """By the number of rows that they take at most."""
+
+
+def product_beside(finish: Callable[[Any, Any, Any, Any], None]) -> Any:
+    """`product_32` that also ends rows of a product before: the vectors work while the tiles do.
+
+    `finish(builder, sums, bias, target)` emits what ends one row. Each step ends one, so the first `num_steps` at most.
+    """
+
+    @simd._instructions("aiaiaiaaai")
+    def product(builder: Any, *arguments: Any) -> None:
+        """As `product_32`; then how many rows are to be ended, their sums, bias and target, bytes between targets."""
+        num_rows, sums, bias, target, target_bytes = arguments[5:]
+
+        def meanwhile(step: Any) -> None:
+            with builder.if_then(builder.icmp_signed("<", step, num_rows)):
+                own_sums = builder.add(sums, builder.mul(step, simd._int(4 * PANEL)))
+                finish(builder, own_sums, bias, builder.add(target, builder.mul(step, target_bytes)))
+
+        _emit_product(builder, 2, arguments[:5], meanwhile)
+
+    return product
 
 
 def _emit_wide(builder: Any, shape: tuple[int, int], arguments: tuple[Any, ...]) -> None:
