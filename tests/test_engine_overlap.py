@@ -3,68 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
-from foreword.batch import Batch, BatchResult
+from foreword.batch import BatchResult
 from foreword.engine import Engine, ModelLimits, Prompt
 from foreword.errors import EngineError
 from foreword.request import SamplingParams
 from foreword.scheduler import Scheduler
-from hash_runner import HashEngine, HashRunner, expected_answer
-
-VOCAB_SIZE = 50
-
-
-class LaunchedStep:
-    """Computed when its result is asked for."""
-
-    def __init__(self, runner: LateRunner, batch: Batch) -> None:
-        self._runner, self._batch = runner, batch
-        self._draws = runner.inner.plan(batch)
-
-    def is_ready(self) -> bool:
-        return self._runner.always_ready
-
-    def result(self) -> BatchResult:
-        self._runner.log.append("result")
-        self._runner.num_in_flight -= 1
-        return self._runner.compute(self._batch, self._draws)
-
-
-class LateRunner:
-    """Computes a batch as late as it may, as a device does at the worst."""
-
-    def __init__(self, inner: HashRunner) -> None:
-        self.inner = inner
-        self.always_ready = False
-        self.log: list[str] = []
-        self.num_in_flight = 0
-        self.fail_at: int | None = None
-        self.refuses = False
-        self.num_computed = 0
-        self.num_behind = 0
-        """Batches that were launched before the tokens that they expect were known."""
-
-    def execute(self, batch: Batch) -> BatchResult:
-        raise AssertionError("the engine launches if it can")
-
-    def launch(self, batch: Batch) -> LaunchedStep:
-        assert self.num_in_flight < 2, "one batch is computed, and one waits for it"
-        if self.refuses:
-            raise RuntimeError("out of memory")
-        self.num_in_flight += 1
-        self.log.append("launch")
-        self.num_behind += bool(len(batch.expected))
-        return LaunchedStep(self, batch)
-
-    def compute(self, batch: Batch, draws: list[tuple[int, int] | None]) -> BatchResult:
-        self.num_computed += 1
-        if self.num_computed == self.fail_at:
-            raise RuntimeError("device-side assert")
-        return self.inner.compute(batch, draws)
+from hash_runner import HashEngine, expected_answer
+from late_runner import VOCAB_SIZE, LateRunner, LaunchedStep
 
 
 def late_engine(**options: object) -> tuple[HashEngine, LateRunner]:
@@ -301,3 +252,91 @@ def test_a_request_that_its_token_ends_is_computed_once_too_often_and_its_block_
     world.drain()
     answer = goes_on.outputs[0].token_ids
     assert world.engine.num_cached_tokens(prompt_of([*prompt, *answer, 1])) == 12, "answers are found"
+
+
+class StopAtThird:
+    """A text stream that has seen its stop string when the third token comes."""
+
+    @dataclass
+    class Step:
+        new_text: str
+        stop: str | None
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._num_tokens, self._stop = 0, params.stop
+
+    def push(self, token_ids: Sequence[int]) -> Step:
+        self._num_tokens += len(token_ids)
+        return self.Step("x" * len(token_ids), "x" if self._stop and self._num_tokens >= 3 else None)
+
+    def finish(self) -> str:
+        return ""
+
+
+def stopping_engine() -> tuple[HashEngine, LateRunner]:
+    world = HashEngine.build(vocab_size=VOCAB_SIZE)
+    runner = LateRunner(world.runner)
+    engine = Engine(world.scheduler, runner, world.engine.limits, open_text_stream=StopAtThird)
+    return HashEngine(engine, world.runner), runner
+
+
+def test_no_block_stays_whose_last_token_was_to_be_computed_by_a_launch_that_failed() -> None:
+    """The third token fills a block and completes the stop string; the step that computes it is refused."""
+    world, runner = stopping_engine()
+    prompt = [1, 2, 3, 4, 5]
+    output = world.engine.add_request(
+        "a", Prompt(np.array(prompt, np.int32)), SamplingParams(max_tokens=20, seed=7, stop=("x",))
+    )
+    while len(output.outputs[0].token_ids) < 2:
+        world.engine.step()
+    runner.refuses = True
+    with pytest.raises(EngineError, match="out of memory"):
+        world.engine.step()
+    runner.refuses = False
+    assert output.outputs[0].finish_reason == "stop"
+    world.engine.check_integrity()
+    again = [*prompt, *output.outputs[0].token_ids, 9]
+    params = SamplingParams(max_tokens=4, seed=3)
+    answer = world.engine.add_request("b", Prompt(np.array(again, np.int32)), params)
+    while world.engine.has_unfinished_requests():
+        world.engine.step()
+    expected, _ = expected_answer(again, params, seed=3, vocab_size=VOCAB_SIZE, max_model_len=512)
+    assert answer.outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_no_token_follows_a_stop_string_however_fast_the_device_is(ready: bool) -> None:
+    """A penalty keeps steps from being planned behind others; the device may be done at once or not."""
+    world, runner = stopping_engine()
+    params = SamplingParams(max_tokens=20, seed=7, stop=("x",), presence_penalty=0.1)
+    output = world.engine.add_request("a", Prompt(np.array([1, 2, 3, 4, 5], np.int32)), params)
+    while world.engine.has_unfinished_requests():
+        runner.always_ready = ready and len(output.outputs[0].token_ids) == 2
+        world.engine.step()
+    assert len(output.outputs[0].token_ids) == 3
+
+
+def test_an_interrupt_while_waiting_loses_neither_the_batch_nor_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, _ = late_engine()
+    world.add("z", list(range(1, 42)), SamplingParams(max_tokens=1, seed=1))
+    world.drain()
+    prompt = Prompt(np.arange(1, 42, dtype=np.int32))
+    cached = world.engine.num_cached_tokens(prompt)
+    params = SamplingParams(max_tokens=20, seed=1)
+    output = world.engine.add_request("a", Prompt(np.array([9, 8, 7], np.int32)), params)
+    world.engine.step()
+    world.engine.step()
+    result = LaunchedStep.result
+
+    def interrupted(step: LaunchedStep) -> BatchResult:
+        monkeypatch.setattr(LaunchedStep, "result", result)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LaunchedStep, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.step()
+    assert world.engine.num_cached_tokens(prompt) == cached > 0
+    while world.engine.has_unfinished_requests():
+        world.engine.step()
+    expected, _ = expected_answer([9, 8, 7], params, seed=1, vocab_size=VOCAB_SIZE, max_model_len=512)
+    assert output.outputs[0].token_ids == expected

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from foreword.errors import ChatTemplateError, InvalidRequestError, ModelLoadError
-from foreword.text import TextStream, Tokenizer
+from foreword.text import MOST_MESSAGE_ENDS, TextStream, Tokenizer
 
 CORPUS = [
     "The code of the amber falcon is 4821. What is the code of the amber falcon?",
@@ -273,6 +273,17 @@ def test_the_next_turn_begins_with_the_tokens_of_the_turn_before(byte_level: Tok
     second = [*first, {"role": "assistant", "content": "4821"}, {"role": "user", "content": "Sure?"}]
     earlier, later = (byte_level.render_chat(m, add_generation_prompt=False) for m in (first, second))
     assert later[: len(earlier)].tolist() == earlier.tolist()
+
+
+def test_only_the_last_messages_of_a_long_conversation_are_looked_for(byte_level):
+    messages = [{"role": "user", "content": f"number {number}"} for number in range(MOST_MESSAGE_ENDS + 20)]
+    token_ids = byte_level.render_chat(messages)
+    ends = byte_level.message_ends(messages, token_ids)
+    assert len(ends) == MOST_MESSAGE_ENDS
+    assert ends[-1] == len(byte_level.render_chat(messages[:-1], add_generation_prompt=False))
+    assert byte_level.message_ends(messages[:3], byte_level.render_chat(messages[:3])) == tuple(
+        len(byte_level.render_chat(messages[:count], add_generation_prompt=False)) for count in (1, 2)
+    )
 
 
 def test_chatting_without_a_template_names_the_remedy(metaspace: Tokenizer) -> None:

@@ -25,7 +25,7 @@ from typing import NoReturn, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from foreword.batch import Batch
+from foreword.batch import Batch, BatchResult
 from foreword.cache import (
     NO_EXTRA_KEYS,
     BlockHash,
@@ -290,7 +290,8 @@ class Engine:
             batch = self._plan()
             if batch is not None:
                 self._launch(batch)
-                if self._in_flight[0][1].is_ready():
+                # One token of a request at a time, so that a stop string ends it where it is complete.
+                if not moved and self._in_flight[0][1].is_ready():
                     moved += self._settle()
         except BaseException:
             self._collect_all(moved)  # their outputs are up to date, though nobody is told
@@ -316,6 +317,7 @@ class Engine:
                 self._collect_all(self._settle())
             finally:
                 self._collect_all(self.scheduler.give_up())
+                self.manager.reset_prefix_cache()  # a request may have left with a token that nobody will compute
             raise
 
     def _launch(self, batch: Batch) -> None:
@@ -326,6 +328,7 @@ class Engine:
                 self._in_flight.append((batch, Computed(self._runner.execute(batch))))
         except BaseException as error:
             self._collect_all(self._settle())  # what is left to give up is this batch
+            self._drop_what_rests_on(batch)
             self._give_up(batch, error)
 
     def _settle(self) -> list[Request]:
@@ -333,11 +336,23 @@ class Engine:
         if not self._in_flight:
             return []
         batch, pending = self._in_flight.popleft()
+        interrupt: BaseException | None = None
         try:
-            result = pending.result()
+            try:
+                result = pending.result()
+            except (KeyboardInterrupt, SystemExit) as error:  # of the waiting: the batch is none the worse for it
+                interrupt, result = error, pending.result()
         except BaseException as error:
             self._drop_what_rests_on(batch)
             self._give_up(batch, error)
+        moved = self._record(batch, result)
+        if interrupt is not None:
+            self._collect_all(moved)
+            raise interrupt
+        return moved
+
+    def _record(self, batch: Batch, result: BatchResult) -> list[Request]:
+        """Commit what a batch computed; the requests that got tokens."""
         self.num_computed_tokens += batch.num_tokens
         for number, logprobs in result.prompt_logprobs.items():
             entry = batch.entries[number]  # a resumed request computes the same positions again
@@ -351,7 +366,7 @@ class Engine:
         """If others use what a failed batch should have computed, end all requests and trust nothing that is cached.
 
         They do if a batch is planned behind it, or if a request of it has left: its blocks are free, and cached as
-        if they were computed.
+        if they were computed, the one that a token known since has filled among them.
         """
         left = any(entry.request.status is not RequestStatus.RUNNING for entry in failed.entries)
         if not left and not self.scheduler.is_behind_planned(failed.entries):

@@ -25,7 +25,10 @@ class PendingStep(Protocol):
         ...
 
     def result(self) -> BatchResult:
-        """Wait for the batch; asked once. Raises what went wrong since the launch."""
+        """Wait for the batch; asked once, and again if waiting was interrupted.
+
+        Raises what went wrong since the launch.
+        """
         ...
 
 

@@ -44,6 +44,9 @@ _KEPT_TOKENS = 6
 _MAX_WINDOW_TOKENS = 256
 """A window that could not be shortened until now is shortened regardless."""
 
+MOST_MESSAGE_ENDS = 64
+"""Messages of a conversation behind which recurrent states may be saved, the last ones."""
+
 
 class Tokenizer:
     """A Hugging Face tokenizer, fast or slow, as the rest of foreword sees it.
@@ -191,14 +194,16 @@ class Tokenizer:
         *,
         template_inputs: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
-        """Numbers of leading tokens of a rendered conversation that end its messages but the last, ascending.
+        """Numbers of leading tokens of a rendered conversation that end its last messages, ascending.
+
+        Of the messages before the last one MOST_MESSAGE_ENDS are looked at: each takes a rendering of its own.
 
         A conversation that goes on otherwise after a message has these tokens in common with this one. A
         message is left out where the template does not accept the conversation up to there. `template_inputs` are
         what `token_ids` were rendered with.
         """
         ends = set()
-        for count in range(1, len(messages)):
+        for count in range(max(1, len(messages) - MOST_MESSAGE_ENDS), len(messages)):
             try:
                 beginning = self.render_chat(
                     messages[:count], add_generation_prompt=False, template_inputs=template_inputs

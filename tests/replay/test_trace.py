@@ -114,6 +114,8 @@ def test_ids_may_be_large_or_digests(tmp_path):
     assert shared(one, other) == 1
     one, other = read(write(tmp_path, mooncake(["ab", "cd"]), mooncake(["ab", "ce"])))
     assert shared(one, other) == 1
+    one, other = read(write(tmp_path, mooncake(["ab", "\ud800"]), mooncake(["ab", "\ud801"])))  # half a character
+    assert shared(one, other) == 1
 
 
 @pytest.mark.parametrize(
@@ -244,6 +246,9 @@ MALFORMED = [
     ('{"input_length": 512, "hash_ids": ["a", 1]}', "hash_ids="),
     ('{"input_length": 512, "hash_ids": 7}', "hash_ids=7"),
     ('{"input_length": 512, "hash_ids": [1], "block_tokens": 0}', "block_tokens=0"),
+    ('{"input_length": 512, "hash_ids": [1], "block_tokens": 1' + "0" * 30 + "}", "at most 2147483647"),
+    ('{"input_length": 512, "hash_ids": [1], "timestamp": 1e100}', "timestamp=1e+100"),
+    ('{"hash_ids":[], "x": {"hash_ids": [5]}, "input_length": 5}', "0 ids, but input_length=5"),
     ('{"prompt_token_ids": [1], "max_tokens": "9"}', "max_tokens='9'"),
 ]
 
@@ -307,6 +312,8 @@ def test_files_without_any_request_are_refused(tmp_path):
         read(write(tmp_path, mooncake([1]), [1, 2]))
     with pytest.raises(ConfigError, match="block_tokens=0"):
         TraceReader(tmp_path / "nowhere", block_tokens=0)
+    with pytest.raises(ConfigError, match="use 1 to 2147483647"):
+        TraceReader(tmp_path / "nowhere", block_tokens=10**30)
 
 
 # ------------------------------------------------------------------------------------------- writing

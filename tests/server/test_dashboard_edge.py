@@ -71,12 +71,18 @@ def test_what_fails_after_the_client_has_left_is_nobodys_error_but_other_failure
 
 
 @pytest.mark.parametrize(
-    ("path", "kept"),
-    [("/dashboard/files/x", True), ("/dashboard/files/dynamic_resources/x", False), ("/dashboard/", False)],
+    ("path", "status", "kept"),
+    [
+        ("/dashboard/files/x", 200, True),
+        ("/dashboard/files/x", 404, False),
+        ("/dashboard/files/x", 500, False),
+        ("/dashboard/files/dynamic_resources/x", 200, False),
+        ("/dashboard/", 200, False),
+    ],
 )
-def test_files_are_kept_by_browsers_and_nothing_else(path, kept):
+def test_files_are_kept_by_browsers_and_nothing_else(path, status, kept):
     async def answering(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.start", "status": status, "headers": []})
 
     [start] = serve_once(answering, path=path)
     assert ((b"cache-control", FILES_NEVER_CHANGE.encode()) in start["headers"]) is kept

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
+from foreword.engine import Engine, Prompt
+from foreword.request import SamplingParams
+from foreword.server.answer_stream import Job
+from foreword.server.engine_thread import EngineThread
 from foreword.server.options import ServerConfig
+from foreword.server.records import Records, RequestRecord
+from hash_runner import HashEngine, continuation
+from late_runner import VOCAB_SIZE, LateRunner
 from live_server import ENDLESS, FALCON, MODEL, ServerThread, client, embedded_llm, post, wait_until
 
 LONG = {"model": MODEL, "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "temperature": 2, "seed": 1}
@@ -166,3 +175,36 @@ def test_deltas_that_piled_up_are_read_as_one_with_all_of_their_log_probabilitie
         tokens = [token.token for c in mine if c.logprobs for token in c.logprobs.content]
         assert tokens == [token["token"] for token in choice["logprobs"]["content"]]
         assert mine[-1].finish_reason == choice["finish_reason"]
+
+
+def test_an_answer_that_ended_while_the_next_launch_failed_is_told_as_it_is():
+    """The runner refuses the step that is planned behind the one whose token ends the answer."""
+    world = HashEngine.build(vocab_size=VOCAB_SIZE)
+    runner = LateRunner(world.runner)
+    engine = Engine(world.scheduler, runner, world.engine.limits)
+    prompt = np.arange(1, 6, dtype=np.int32)
+    tokens = continuation(prompt.tolist(), seed=7, vocab_size=VOCAB_SIZE)
+    third = [next(tokens) for _ in range(3)][2]
+    launch = runner.launch
+
+    def refusing(batch):
+        if any(entry.end == len(prompt) + 3 for entry in batch.entries):
+            raise RuntimeError("out of memory")
+        return launch(batch)
+
+    runner.launch = refusing
+    params = SamplingParams(max_tokens=20, seed=7, stop_token_ids=(third,))
+    job = Job(RequestRecord("a", "a", "t", "completions", prompt), Prompt(prompt), params)
+
+    async def ask():
+        thread = EngineThread(engine, Records())
+        thread.start()
+        stream = thread.submit([job], whole=True)
+        await stream.accepted()
+        async for _ in stream.deltas():
+            pass
+        await thread.stop()
+        return stream.outputs[0].outputs[0]
+
+    answer = asyncio.run(ask())
+    assert (answer.finish_reason, len(answer.token_ids)) == ("stop", 3)

@@ -81,7 +81,7 @@ def as_content_ids(ids: Sequence[int | str]) -> PrefixKeys:
 def _content_id(name: object) -> int:
     if (type(name) is not int or name < 0) and not isinstance(name, str):
         raise ValueError(f"{name!r} is neither a number of at least 0 nor a string")
-    return int.from_bytes(hashlib.blake2b(str(name).encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(str(name).encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def content_ids_of_tokens(token_ids: npt.ArrayLike, block_tokens: int) -> PrefixKeys:

@@ -23,8 +23,9 @@ from foreword.replay.keys import NO_KEYS, PrefixKeys, as_content_ids, content_id
 MOONCAKE_BLOCK_TOKENS = 512
 TOKEN_BLOCK_TOKENS = 16
 DEFAULT_OUTPUT_TOKENS = 1
-MAX_TIME = 2.0**1000
+MAX_TIME = 2.0**63
 """A float, also in other units."""
+MAX_BLOCK_TOKENS = 2**31 - 1
 _DECODER = json.JSONDecoder()
 _IDS_BEGIN = (b'"hash_ids": [', b'"hash_ids":[')
 
@@ -124,7 +125,7 @@ class LineParser:
             if found:
                 break
         ids, bracket, after = rest.partition(b"]")
-        if not bracket or b"hash_ids" in after:
+        if not bracket or b"hash_ids" in before or b"hash_ids" in after:
             return None
         num_ids = ids.count(b",") + 1
         try:
@@ -180,7 +181,7 @@ class LineParser:
         return self._of_counted_ids(record, len(ids), as_content_ids(ids), where)
 
     def _of_counted_ids(self, record: dict[str, Any], num_ids: int, content_ids: PrefixKeys, where: str) -> ParsedLine:
-        block_tokens = self.block_tokens or _number(record, "block_tokens", 1, where) or MOONCAKE_BLOCK_TOKENS
+        block_tokens = self.block_tokens or _block_tokens(record, where) or MOONCAKE_BLOCK_TOKENS
         filled = {"timestamp": 0, "output_length": 0, **record}
         timestamp, num_prompt, num_output = _times_and_lengths(filled, num_ids, where, block_tokens)
         return ParsedLine(
@@ -214,6 +215,13 @@ class LineParser:
             lengths[0] if lengths else DEFAULT_OUTPUT_TOKENS,
             block_tokens,
         )
+
+
+def _block_tokens(record: Mapping[str, Any], where: str) -> int | None:
+    block_tokens = _number(record, "block_tokens", 1, where)
+    if block_tokens is not None and block_tokens > MAX_BLOCK_TOKENS:
+        raise TraceError(f"{where}: block_tokens={block_tokens}; it must be at most {MAX_BLOCK_TOKENS}")
+    return block_tokens
 
 
 def _number(record: Mapping[str, Any], name: str, least: int, where: str) -> int | None:

@@ -23,7 +23,14 @@ import numpy.typing as npt
 
 from foreword.errors import ConfigError, TraceError
 from foreword.replay.keys import PrefixKeys, chain_each
-from foreword.replay.lines import TOKEN_BLOCK_TOKENS, LineParser, ParsedLine, PromptEncoder, SkimmedLine
+from foreword.replay.lines import (
+    MAX_BLOCK_TOKENS,
+    TOKEN_BLOCK_TOKENS,
+    LineParser,
+    ParsedLine,
+    PromptEncoder,
+    SkimmedLine,
+)
 
 MAX_REPORTED_LINES = 5
 NUM_LINES_AHEAD = 256
@@ -72,8 +79,8 @@ class TraceReader:
         max_requests: int | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> None:
-        if block_tokens is not None and block_tokens < 1:
-            raise ConfigError(f"block_tokens={block_tokens} is too small; use at least 1")
+        if block_tokens is not None and not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
+            raise ConfigError(f"block_tokens={block_tokens} is no size of a block; use 1 to {MAX_BLOCK_TOKENS}")
         if max_requests is not None and max_requests < 1:
             raise ConfigError(f"max_requests={max_requests} is too small; use at least 1")
         self.file = file

@@ -266,7 +266,12 @@ class EngineThread:
         if not isinstance(error, EngineError):
             self._engine.abort_all()
         reason = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-        failed = {running.stream for running in list(self._running.values()) if running.output.finished}
+        failed = set()
+        for running in list(self._running.values()):
+            if any(completion.finish_reason == "abort" for completion in running.output.outputs):
+                failed.add(running.stream)
+            elif running.output.finished:  # by a step before, which was read while this one failed
+                self._move(running)
         for stream in failed:
             self._refuse(stream, step_failed(reason), "failed")
         if self._failed_steps >= MAX_FAILED_STEPS:

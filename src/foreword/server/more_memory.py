@@ -33,6 +33,7 @@ class MoreMemory:
             usable = manager.num_blocks - len(manager.sink_block_ids())
             capacities = [max(1, int(usable * factor)) for factor in FACTORS]
             self._curve = LiveLruCurve(capacities, block_tokens=manager.block_size)
+            self._curve.admit(np.empty(0, np.uint64), 0)  # compiles its loops before requests wait for the engine
 
     @property
     def sampling_rate(self) -> float | None:

@@ -198,6 +198,7 @@ class Service:
     ) -> Tokens:
         """A conversation to be answered. Where its messages end is found out only for models with recurrent layers."""
         token_ids = await self.render_chat(messages, template_inputs=template_inputs)
+        self.check_length(len(token_ids))
         if self.llm.engine.scheduler.states is None:
             return Tokens(token_ids)
         ends = await asyncio.to_thread(

@@ -53,7 +53,7 @@ class Edge:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
-                self._set_headers(path, Headers(scope=scope), MutableHeaders(raw=message["headers"]))
+                self._set_headers(path, Headers(scope=scope), message["status"], MutableHeaders(raw=message["headers"]))
             await send(message)
 
         try:
@@ -63,8 +63,9 @@ class Edge:
                 raise
             logger.debug("a client left before its answer had begun", exc_info=True)
 
-    def _set_headers(self, path: str, asked: Headers, headers: MutableHeaders) -> None:
-        if path.startswith(self._files) and not path.startswith(f"{self._files}dynamic_resources/"):
+    def _set_headers(self, path: str, asked: Headers, status: int, headers: MutableHeaders) -> None:
+        found = status in (200, 206, 304)
+        if found and path.startswith(self._files) and not path.startswith(f"{self._files}dynamic_resources/"):
             headers["Cache-Control"] = FILES_NEVER_CHANGE
         if headers.get("Location", "").startswith("/"):
             headers["Location"] = asked.get("x-forwarded-prefix", "") + headers["Location"]
