@@ -56,6 +56,9 @@ def has_tiles() -> bool:
 
 
 def _tile_call(builder: Any, name: str, *arguments: Any) -> None:
+    """An instruction for tiles; none where there are none: such code is compiled there, but never called."""
+    if not has_tiles():
+        return
     kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), arguments)
 
@@ -217,8 +220,6 @@ def _wide_product(num_tiles: int) -> Any:
 
         a, lda (bytes between rows); b: [16 * steps, columns] pairs without gaps; steps; c, ldc (bytes between rows).
         """
-        if not has_tiles():
-            return  # nobody calls it, and no other processor has these instructions
         few = builder.icmp_signed("<=", num_rows, simd._int(TILE_ROWS))
         with builder.if_else(few) as (then, otherwise):
             with then:

@@ -1,0 +1,47 @@
+"""The CPU kernels on a processor without AMX: what is for tiles compiles to nothing there, and is not called."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+llvm = pytest.importorskip("llvmlite.binding")
+
+PROGRAM = """
+from foreword.model.kernels import tiles
+
+tiles.has_tiles = lambda: False  # before anything asks
+import numpy as np
+from foreword.model.kernels.cpu_attention import CpuAttention, fastest_mode
+from foreword.model.kernels.cpu_layout import TILES
+from foreword.model.kernels.reference import AttentionOptions
+from paged_case import Case, Shape
+
+assert fastest_mode() != TILES
+case = Case(Shape(6, 2, 64, 64, 16), [(0, 300), (299, 300)], np.random.default_rng(0))
+options = AttentionOptions(0.125)
+error = (case.run(CpuAttention(), options).double() - case.expected(options)).abs().max().item()
+assert error < 1e-4, error
+print("right")
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="another processor has none anyway")
+def test_the_kernel_compiles_and_is_right_without_tiles(tmp_path: Path) -> None:
+    features = llvm.get_host_cpu_features()
+    without = ",".join(f"{'+' if on and 'amx' not in name else '-'}{name}" for name, on in features.items())
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "NUMBA_CPU_NAME": "x86-64",
+        "NUMBA_CPU_FEATURES": without,
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "right\n"
