@@ -15,7 +15,8 @@ The limit of one forward pass is
 with both rates measured here, before and after (the better counts), through torch's own F.linear: bfloat16
 products of 1024 rows, and one row times more weights than processor caches hold. The limit of a gain is the
 ratio of the limits: what an engine gains whose every pass is as fast as the machine allows. An engine with a slow
-prefill gains more than that, which is no merit: compare the times, too.
+prefill gains more than that, which is no merit: compare the times, too. On processors with AMX oneDNN is kept to
+vectors in this process (docs/decisions/0017-tiles.md) and measures a rate that our own tiles exceed: no limit there.
 
     python benchmarks/workloads.py [--repeats N] [--quick] [--json] [--seed N]
 """
