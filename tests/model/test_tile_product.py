@@ -94,3 +94,35 @@ def test_only_weights_that_fill_tiles_are_taken() -> None:
     assert not TileProduct.can_take(random(5, 61).bfloat16())
     assert not TileProduct.can_take(random(5, 64))
     assert PackedLinear(random(5, 61).bfloat16(), None)(random(3, 61).bfloat16()).shape == (3, 5)
+
+
+def any_bits(*shape: int) -> Tensor:
+    """Weights with every exponent there is, infinities and NaN among them."""
+    bits = torch.randint(-(2**15), 2**15, shape, generator=torch.Generator().manual_seed(0)).to(torch.int16)
+    return bits.view(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [any_bits(74, 64), any_bits(500, 96), torch.zeros(33, 64).bfloat16(), torch.full((1, 32), -0.0).bfloat16()],
+    ids=["any", "more", "zeros", "negative zeros"],
+)
+def test_no_bit_of_a_weight_is_lost(weight: Tensor) -> None:
+    assert torch.equal(TileProduct(weight, None).weight.view(torch.int16), weight.view(torch.int16))
+
+
+@pytest.mark.parametrize("inputs", [32, 96, 1312])
+@pytest.mark.parametrize("num_rows", [1, 20, 64, 100])
+def test_exceptions_take_part_in_products_as_other_weights_do(inputs: int, num_rows: int) -> None:
+    weight = any_bits(45, inputs)
+    exponent = (weight.view(torch.int16) >> 7) & 255
+    weight[(exponent == 255) | (exponent == 0)] = 3.0  # tiles take no denormal numbers, and infinities spread
+    product = TileProduct(weight, None)
+    assert product.num_exceptions > weight.numel() // 2
+    chosen = torch.randint(inputs, (num_rows,), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(product(torch.eye(inputs)[chosen].bfloat16()), weight.T[chosen])
+
+
+def test_weights_of_a_normal_distribution_take_three_quarters_of_their_size() -> None:
+    weight = random(896, 896).bfloat16()
+    assert TileProduct(weight, None).num_bytes < 0.752 * 2 * weight.numel()

@@ -10,25 +10,33 @@ feed-forward network gate and up lie side by side in a panel, and the gate is co
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.model.kernels import tiles
+from foreword.model.kernels import compact, tiles
 from foreword.model.kernels.team import Team
 from foreword.model.kernels.tile_worker import (
     BIAS,
     COUNTERS,
+    EXCEPTIONS,
     GATED,
     GROUP,
+    MOST_PANELS,
+    MOST_STEPS,
     NUM_ARGUMENTS,
     NUM_PANELS,
     NUM_ROWS,
     NUM_STEPS,
+    PART_STEPS,
     ROW_BYTES,
     ROWS,
     SCRATCH,
     SCRATCH_BYTES,
+    STARTS,
+    TABLE,
     TARGET,
     WEIGHT,
     WIDTH,
@@ -36,8 +44,6 @@ from foreword.model.kernels.tile_worker import (
 )
 from foreword.model.kernels.tiles import PANEL, STEP
 
-UNIT_BYTES = 1 << 19
-"""Of weights: half of what the cache of a core holds, or less."""
 ALONE_OPERATIONS = 1 << 22
 """A product of fewer multiplications is done by the calling thread: waking the others takes longer."""
 
@@ -52,21 +58,22 @@ class TileProduct:
         self._gated = gated
         self.out_features, self.in_features = weight.shape
         self._num_panels = -(-self.out_features // PANEL)
-        order = self._columns()
-        flat = weight.new_zeros(self._num_panels * PANEL, self.in_features)
-        flat[order] = weight
-        shape = (self._num_panels, 2, PANEL // 2, self.in_features // STEP, STEP // 2, 2)
-        self._tiles = flat.view(shape).permute(0, 3, 1, 4, 2, 5).contiguous()
+        place = self._columns()
+        order = torch.full((self._num_panels * PANEL,), -1)
+        order[place] = torch.arange(self.out_features)
+        bits = weight.detach().contiguous().view(torch.uint16).numpy()
+        self._panels = compact.compact(bits, order.numpy(), torch.get_num_threads())
         self._bias = torch.zeros(self._num_panels * PANEL)
         if bias is not None:
-            self._bias[order] = bias.float()
-        self._group = max(1, min(8, UNIT_BYTES // (64 * self.in_features)))
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+            self._bias[place] = bias.float()
+        num_steps = self.in_features // STEP
         self._arguments = np.zeros(NUM_ARGUMENTS + 16, np.int64)  # the last 16: two counters, in lines of their own
         a = self._arguments
-        a[WEIGHT], a[BIAS] = self._tiles.data_ptr(), self._bias.data_ptr()
-        a[WIDTH] = self.out_features // 2 if gated else self.out_features
-        a[NUM_STEPS], a[NUM_PANELS], a[GATED] = self.in_features // STEP, self._num_panels, gated
+        a[WEIGHT], a[TABLE] = self._panels.steps.ctypes.data, self._panels.table.ctypes.data
+        a[EXCEPTIONS], a[STARTS] = self._panels.exceptions.ctypes.data, self._panels.starts.ctypes.data
+        a[BIAS], a[WIDTH] = self._bias.data_ptr(), self.out_features // 2 if gated else self.out_features
+        a[NUM_STEPS], a[NUM_PANELS], a[GATED] = num_steps, self._num_panels, gated
+        a[PART_STEPS] = -(-num_steps // -(-num_steps // MOST_STEPS))
 
     @staticmethod
     def can_take(weight: Tensor) -> bool:
@@ -84,9 +91,21 @@ class TileProduct:
         return place // half * PANEL + outputs // width * half + place % half
 
     @property
+    def num_bytes(self) -> int:
+        """What the weight takes in memory."""
+        return self._panels.steps.nbytes + self._panels.exceptions.nbytes + self._panels.starts.nbytes
+
+    @property
+    def num_exceptions(self) -> int:
+        """How many weights have an exponent that is not among the sixteen commonest."""
+        return self._panels.num_exceptions
+
+    @property
     def weight(self) -> Tensor:
         """[out_features, in_features]: a plain copy, made on every access."""
-        flat = self._tiles.permute(0, 2, 4, 1, 3, 5).reshape(self._num_panels * PANEL, self.in_features)
+        bits = compact.expanded(self._panels).view(np.int16)
+        pairs = bits.reshape(self._num_panels, -1, 2, PANEL // 2, PANEL // 2, 2).transpose(0, 2, 4, 1, 3, 5)
+        flat = torch.from_numpy(pairs.reshape(-1, self.in_features)).view(torch.bfloat16)
         return flat[self._columns()]
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -97,19 +116,29 @@ class TileProduct:
         num_rows = rows.numel() // self.in_features
         if not num_rows:
             return output
-        if self._scratch.numel() < num_threads * SCRATCH_BYTES:
-            self._scratch = torch.empty(num_threads * SCRATCH_BYTES, dtype=torch.uint8)
+        scratch = _scratch(num_threads * SCRATCH_BYTES)
         a[ROWS], a[ROW_BYTES], a[TARGET], a[NUM_ROWS] = (
             rows.data_ptr(),
             2 * self.in_features,
             output.data_ptr(),
             num_rows,
         )
-        a[GROUP] = min(self._group, max(1, self._num_panels // (4 * num_threads)))
-        a[COUNTERS], a[SCRATCH] = a.ctypes.data + 8 * NUM_ARGUMENTS, self._scratch.data_ptr()
+        a[GROUP] = min(MOST_PANELS, max(1, self._num_panels // (4 * num_threads)))
+        a[COUNTERS], a[SCRATCH] = a.ctypes.data + 8 * NUM_ARGUMENTS, scratch
         a[NUM_ARGUMENTS:] = 0
         if num_rows * self.in_features * self.out_features < ALONE_OPERATIONS:
             self._team.run_alone(a.ctypes.data)
         else:
             self._team.run(a.ctypes.data)
         return output
+
+
+_OF_THREAD = threading.local()
+
+
+def _scratch(num_bytes: int) -> int:
+    """Address of memory for one product, which the next one of this thread uses again."""
+    memory: Tensor | None = getattr(_OF_THREAD, "memory", None)
+    if memory is None or memory.numel() < num_bytes:
+        memory = _OF_THREAD.memory = torch.empty(num_bytes, dtype=torch.uint8)
+    return memory.data_ptr()

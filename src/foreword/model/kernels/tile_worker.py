@@ -1,32 +1,70 @@
 """What threads do for a linear layer in AMX tiles, compiled by numba: rows times panels, and how rows end.
 
-Knows packed weights and rows as memory addresses; knows nothing of modules. A unit of work is some rows x some panels;
-threads take units from a counter.
+Knows compact weights and rows as memory addresses; knows nothing of modules. A unit of work is some rows x some
+panels; threads take units from a counter. Weights are expanded where they are used: for few rows a step at a time,
+beside the product with the step before, so that such a product waits for memory and little else; for more rows some
+panels at a time, which then stay in the core's second cache for all rows of the unit. What is long (along k) is taken
+in *parts*, and sums wait in memory from part to part; they are float32 there as in tiles, so cutting changes no bit.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from numba import carray
 
-from foreword.model.kernels import simd, tiles
+from foreword.model.kernels import compact, simd, tiles
+from foreword.model.kernels.compact import STEP_BYTES, STEP_WEIGHTS
 from foreword.model.kernels.cpu_layout import inlined, source_digest
 from foreword.model.kernels.rows import silu
 from foreword.model.kernels.simd import BF16S, I16S
 from foreword.model.kernels.team import native_worker
-from foreword.model.kernels.tiles import PANEL, TILE_ROWS
+from foreword.model.kernels.tiles import PANEL, TILE_BYTES, TILE_ROWS
 
-UNIT_ROWS = 256
-(ROWS, ROW_BYTES, WEIGHT, BIAS, TARGET, NUM_ROWS, WIDTH, NUM_STEPS, NUM_PANELS, GROUP, GATED, COUNTERS, SCRATCH) = (
-    range(13)
+BLOCK_ROWS = 2 * TILE_ROWS
+FEW_ROWS = 64
+"""Up to so many rows weights are expanded anew for each block: keeping them costs more than it saves."""
+UNIT_ROWS, MOST_PANELS = 512, 8
+"""Of a unit."""
+MOST_STEPS = 40
+"""Of a part."""
+FETCHED_AHEAD = 8192
+"""How many bytes before their use weights are asked for: they come from memory, not from a cache."""
+(
+    ROWS,
+    ROW_BYTES,
+    WEIGHT,
+    TABLE,
+    EXCEPTIONS,
+    STARTS,
+    BIAS,
+    TARGET,
+    NUM_ROWS,
+    WIDTH,
+    NUM_STEPS,
+    PART_STEPS,
+    NUM_PANELS,
+    GROUP,
+    GATED,
+    COUNTERS,
+    SCRATCH,
+) = range(17)
+NUM_ARGUMENTS = 17
+"""int64 each: addresses, and counts. WIDTH: columns of the result; PART_STEPS: of all parts but the last; GROUP: panels
+of a unit."""
+_SUMS_BYTES = 4 * PANEL * BLOCK_ROWS
+_WEIGHTS_BYTES = 2 * TILE_BYTES
+_FETCHED_ROWS = BLOCK_ROWS // MOST_PANELS
+_CONFIG, _STAGED, _SUMS = 0, 64, 256
+_EXPANDED = _SUMS + UNIT_ROWS // BLOCK_ROWS * MOST_PANELS * _SUMS_BYTES
+SCRATCH_BYTES = _EXPANDED + MOST_PANELS * MOST_STEPS * _WEIGHTS_BYTES
+
+(_begin_16, _go_on_16, _multiply_16, _end_16), (_begin_32, _go_on_32, _multiply_32, _end_32) = (
+    tiles.product_16,
+    tiles.product_32,
 )
-NUM_ARGUMENTS = 13
-"""int64 each: addresses, and counts. WIDTH: columns of the result; GROUP: panels of a unit."""
-_SUMS_BYTES = 4 * PANEL * 2 * TILE_ROWS
-_CONFIG, _SUMS, _STAGED = 0, 64, 64 + 2 * _SUMS_BYTES
-SCRATCH_BYTES = _STAGED + 2 * PANEL
 
 
 def _bfloat16(builder: Any, vector: Any) -> Any:
@@ -37,8 +75,7 @@ def _half(builder: Any, sums: Any, bias: Any, half: int) -> Any:
     return builder.fadd(simd._load(builder, sums, 64 * half), simd._load(builder, bias, 64 * half))
 
 
-@simd._instructions("aaa")
-def _finish(builder: Any, sums: Any, bias: Any, target: Any) -> None:
+def _emit_end(builder: Any, sums: Any, bias: Any, target: Any) -> None:
     """32 sums of one row, with their bias, as bfloat16."""
     for half in (0, 1):
         simd._store(builder, _bfloat16(builder, _half(builder, sums, bias, half)), target, 32 * half)
@@ -51,8 +88,28 @@ def _emit_gate(builder: Any, sums: Any, bias: Any, target: Any) -> None:
     simd._store(builder, _bfloat16(builder, builder.fmul(rounded, up)), target)
 
 
-_finish_gate = simd._instructions("aaa")(_emit_gate)
-_product_beside_gates = tiles.product_beside(_emit_gate)
+def _beside(finish: Callable[..., None]) -> Any:
+    """All steps of a product that end a row of the product before each.
+
+    Others: how many rows, their sums, bias and target; bytes between targets, and to where the next ones will be;
+    bytes between rows that will be read soon, and the first of them.
+    """
+
+    def emit(builder: Any, step: Any, *others: Any) -> None:
+        num_rows, sums, bias, target, target_bytes, next_target, row_bytes, next_rows = others
+        own_target = builder.add(target, builder.mul(step, target_bytes))
+        tiles.fetch(builder, builder.add(own_target, next_target), writing=True)
+        for row in range(_FETCHED_ROWS):
+            place = builder.add(builder.mul(row_bytes, simd._int(row)), builder.mul(step, simd._int(64)))
+            tiles.fetch(builder, builder.add(next_rows, place))
+        with builder.if_then(builder.icmp_signed("<", step, num_rows)):
+            finish(builder, builder.add(sums, builder.mul(step, simd._int(4 * PANEL))), bias, own_target)
+
+    return tiles.multiply_beside("iaaaiiia", emit)
+
+
+_write, _write_gate = simd._instructions("aaa")(_emit_end), simd._instructions("aaa")(_emit_gate)
+_multiply_beside_ends, _multiply_beside_gates = _beside(_emit_end), _beside(_emit_gate)
 
 
 @inlined
@@ -68,45 +125,120 @@ def _is_whole(a: Any, panel: int) -> Any:
 
 
 @inlined
-def _end_rows(a: Any, scratch: int, row: int, numbers: tuple[int, int], panel: int) -> None:
+def _end_rows(a: Any, scratch: int, sums: int, row: int, numbers: tuple[int, int], panel: int) -> None:
     """Write some of the rows from `row` on, whose sums lie in scratch memory."""
     whole, staged = _is_whole(a, panel), scratch + _STAGED
     for number in range(numbers[0], numbers[1]):
-        sums = _sums(scratch, panel) + number * 4 * PANEL
         target = _target(a, row + number, panel)
         if a[GATED]:
-            _finish_gate(sums, a[BIAS] + panel * 4 * PANEL, target if whole else staged)
+            _write_gate(sums + number * 4 * PANEL, a[BIAS] + panel * 4 * PANEL, target if whole else staged)
         else:
-            _finish(sums, a[BIAS] + panel * 4 * PANEL, target if whole else staged)
+            _write(sums + number * 4 * PANEL, a[BIAS] + panel * 4 * PANEL, target if whole else staged)
         if not whole:
-            row_end = _target(a, row + number, 0) + 2 * a[WIDTH]
-            simd.copy_bytes(target, staged, row_end - target)
+            simd.copy_bytes(target, staged, _target(a, row + number, 0) + 2 * a[WIDTH] - target)
 
 
 @inlined
-def _sums(scratch: int, panel: int) -> Any:
-    """Where a panel's sums are; its neighbour's are elsewhere."""
-    return scratch + _SUMS + panel % 2 * _SUMS_BYTES
+def _exceptions(a: Any, panel: int) -> Any:
+    """The address of a panel's first."""
+    return a[EXCEPTIONS] + 8 * simd.load_int(a[STARTS] + 8 * panel)
 
 
 @inlined
-def _multiply(a: Any, scratch: int, row: int, num_rows: int, panels: tuple[int, int]) -> None:
-    """Up to 32 rows by some panels. The gates of one panel are computed beside the product with the next."""
-    x, waits = a[ROWS] + row * a[ROW_BYTES], False
+def _stream(a: Any, scratch: int, row: int, panel: int) -> None:
+    """Up to 32 rows by a panel: a step is expanded while the tiles work on the one before."""
+    num_rows, num_steps, sums, ready = (
+        min(BLOCK_ROWS, a[NUM_ROWS] - row),
+        a[NUM_STEPS],
+        scratch + _SUMS,
+        scratch + _EXPANDED,
+    )
+    source, entry = a[WEIGHT] + panel * num_steps * STEP_BYTES, _exceptions(a, panel)
+    if num_rows > TILE_ROWS:
+        _begin_32()
+    else:
+        _begin_16()
+    for step in range(num_steps + 1):
+        if step < num_steps:
+            target, place = ready + (step & 1) * _WEIGHTS_BYTES, step * STEP_WEIGHTS
+            simd.prefetch(source + FETCHED_AHEAD, STEP_BYTES)
+            compact.expand_step(source, a[TABLE], target)
+            entry = compact.write_exceptions(entry, place, place + STEP_WEIGHTS, target)
+            source += STEP_BYTES
+        if step > 0:
+            x, weights = a[ROWS] + row * a[ROW_BYTES] + (step - 1) * 64, ready + (~step & 1) * _WEIGHTS_BYTES
+            if num_rows > TILE_ROWS:
+                _multiply_32(x, a[ROW_BYTES], weights)
+            else:
+                _multiply_16(x, a[ROW_BYTES], weights)
+    if num_rows > TILE_ROWS:
+        _end_32(sums)
+    else:
+        _end_16(sums)
+    _end_rows(a, scratch, sums, row, (0, num_rows), panel)
+
+
+@inlined
+def _expand(a: Any, scratch: int, panels: tuple[int, int], part: tuple[int, int]) -> None:
+    """Some panels' steps of a part, one panel after the other."""
+    target = scratch + _EXPANDED
     for panel in range(panels[0], panels[1]):
-        weight, sums = a[WEIGHT] + panel * a[NUM_STEPS] * 64 * PANEL, _sums(scratch, panel)
-        if waits:
-            last = panel - 1
-            ends = _sums(scratch, last), a[BIAS] + last * 4 * PANEL, _target(a, row, last)
-            _product_beside_gates(x, a[ROW_BYTES], weight, a[NUM_STEPS], sums, num_rows, *ends, 2 * a[WIDTH])
-            _end_rows(a, scratch, row, (a[NUM_STEPS], num_rows), last)
-        elif num_rows > TILE_ROWS:
-            tiles.product_32(x, a[ROW_BYTES], weight, a[NUM_STEPS], sums)
+        source, start = a[WEIGHT] + (panel * a[NUM_STEPS] + part[0]) * STEP_BYTES, target
+        for _ in range(part[0], part[1]):
+            simd.prefetch(source + FETCHED_AHEAD, STEP_BYTES)
+            compact.expand_step(source, a[TABLE], target)
+            source += STEP_BYTES
+            target += _WEIGHTS_BYTES
+        entry = _exceptions(a, panel)
+        compact.write_exceptions(entry, part[0] * STEP_WEIGHTS, part[1] * STEP_WEIGHTS, start)
+
+
+@inlined
+def _sums_of(a: Any, scratch: int, block: int, number: int) -> Any:
+    """Where the sums of a block of rows and a panel, by its number in the unit, are; two suffice if nothing waits."""
+    place = number % 2 if a[PART_STEPS] == a[NUM_STEPS] else block * MOST_PANELS + number
+    return scratch + _SUMS + place * _SUMS_BYTES
+
+
+@inlined
+def _multiply_block(a: Any, scratch: int, row: int, block: int, panels: tuple[int, int], part: tuple[int, int]) -> None:
+    """Up to 32 rows by expanded panels. The rows of one panel are ended beside the product with the next."""
+    num_rows, num_steps, waiting = min(BLOCK_ROWS, a[NUM_ROWS] - row), part[1] - part[0], 0
+    x = a[ROWS] + row * a[ROW_BYTES] + part[0] * 64
+    for panel in range(panels[0], panels[1]):
+        number = panel - panels[0]
+        weights, sums = scratch + _EXPANDED + number * num_steps * _WEIGHTS_BYTES, _sums_of(a, scratch, block, number)
+        if part[0] == 0:
+            _begin_32()
         else:
-            tiles.product_16(x, a[ROW_BYTES], weight, a[NUM_STEPS], sums)
-        waits = a[GATED] != 0 and num_rows > TILE_ROWS and panel + 1 < panels[1] and _is_whole(a, panel)
-        if not waits:
-            _end_rows(a, scratch, row, (0, num_rows), panel)
+            _go_on_32(sums)
+        last_sums, next_rows = (
+            _sums_of(a, scratch, block, number - 1),
+            x + (BLOCK_ROWS + number * _FETCHED_ROWS) * a[ROW_BYTES],
+        )
+        bias, target = a[BIAS] + (panel - 1) * 4 * PANEL, _target(a, row, panel - 1)
+        others = (
+            waiting,
+            last_sums,
+            bias,
+            target,
+            2 * a[WIDTH],
+            _target(a, row, panel) - target,
+            a[ROW_BYTES],
+            next_rows,
+        )
+        if a[GATED]:
+            _multiply_beside_gates(x, a[ROW_BYTES], weights, num_steps, *others)
+        else:
+            _multiply_beside_ends(x, a[ROW_BYTES], weights, num_steps, *others)
+        _end_32(sums)
+        _end_rows(a, scratch, last_sums, row, (num_steps, waiting), panel - 1)
+        waiting = 0
+        if part[1] == a[NUM_STEPS]:
+            if panel + 1 < panels[1] and _is_whole(a, panel):
+                waiting = num_rows
+            else:
+                _end_rows(a, scratch, sums, row, (0, num_rows), panel)
 
 
 @functools.cache
@@ -130,12 +262,22 @@ def compile_worker() -> Any:
             first_panel = unit % num_groups * a[GROUP]
             panels = first_panel, min(first_panel + a[GROUP], a[NUM_PANELS])
             first_row = unit // num_groups * UNIT_ROWS
-            for row in range(first_row, min(first_row + UNIT_ROWS, a[NUM_ROWS]), 2 * TILE_ROWS):
-                num_rows = min(2 * TILE_ROWS, a[NUM_ROWS] - row)
-                if num_rows != laid_out:
-                    tiles.lay_out(scratch + _CONFIG, num_rows)
-                    laid_out = num_rows
-                _multiply(a, scratch, row, num_rows, panels)
+            rows = first_row, min(first_row + UNIT_ROWS, a[NUM_ROWS])
+            streamed = a[NUM_ROWS] <= FEW_ROWS
+            for first_step in range(0, a[NUM_STEPS], a[NUM_STEPS] if streamed else a[PART_STEPS]):
+                part = first_step, min(first_step + a[PART_STEPS], a[NUM_STEPS])
+                if not streamed:
+                    _expand(a, scratch, panels, part)
+                for block, row in enumerate(range(rows[0], rows[1], BLOCK_ROWS)):
+                    num_rows = min(BLOCK_ROWS, a[NUM_ROWS] - row)
+                    if num_rows != laid_out:
+                        tiles.lay_out(scratch + _CONFIG, num_rows)
+                        laid_out = num_rows
+                    if not streamed:
+                        _multiply_block(a, scratch, row, block, panels, part)
+                        continue
+                    for panel in range(panels[0], panels[1]):
+                        _stream(a, scratch, row, panel)
         tiles.release()
 
     return worker

@@ -21,7 +21,7 @@ import functools
 import platform
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -37,8 +37,6 @@ STEP = 32
 PANEL = 32
 """Columns of a panel of weights: two tiles side by side, for all k."""
 CONFIG_BYTES = 64
-FETCHED_AHEAD = 8192
-"""How many bytes before their use few rows' weights are asked for: they come from memory, not from a cache."""
 
 _REQUEST_PERMISSION, _TILE_DATA, _ARCH_PRCTL = 0x1023, 18, 158
 
@@ -75,18 +73,16 @@ def _load(builder: Any, tile: int, address: Any, stride: Any) -> None:
     _tile_call(builder, "tileloadd64", _tile(tile), _pointer(builder, address), stride)
 
 
-def _multiply(builder: Any, result: int, left: int, right: int) -> None:
-    _tile_call(builder, "tdpbf16ps", _tile(result), _tile(left), _tile(right))
-
-
-def _fetch(builder: Any, address: Any, num_lines: int) -> None:
-    """Ask for memory that will be read soon; whatever is there."""
+def fetch(builder: Any, address: Any, *, writing: bool = False) -> None:
+    """Ask for a line of memory that will soon be read, or written: into the second cache, or the first."""
     kinds = [ir.IntType(8).as_pointer(), I32, I32, I32]
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0")
-    read, into_all_caches, data = (ir.Constant(I32, number) for number in (0, 3, 1))
-    for line in range(num_lines):
-        at = _pointer(builder, builder.add(address, simd._int(64 * line)))
-        builder.call(function, [at, read, into_all_caches, data])
+    how = (ir.Constant(I32, number) for number in (int(writing), 3 if writing else 2, 1))
+    builder.call(function, [_pointer(builder, address), *how])
+
+
+def _multiply(builder: Any, result: int, left: int, right: int) -> None:
+    _tile_call(builder, "tdpbf16ps", _tile(result), _tile(left), _tile(right))
 
 
 @simd._instructions("ai")
@@ -112,75 +108,90 @@ def release(builder: Any) -> None:
     _tile_call(builder, "tilerelease")
 
 
-def _emit_product(
-    builder: Any, num_row_tiles: int, arguments: tuple[Any, ...], meanwhile: Callable[[Any], None] | None = None
-) -> None:
-    """A product with a panel of weights; `meanwhile` emits what else is done in each step."""
-    a, stride, b, num_steps, c = arguments
-    line, c_bytes = simd._int(64), simd._int(4 * PANEL)
-    for tile in range(2 * num_row_tiles):
-        _tile_call(builder, "tilezero", _tile(tile))
-    second = builder.add(a, builder.mul(stride, simd._int(TILE_ROWS)))
-
-    def body(step: Any) -> list[Any]:
-        inner = builder.mul(step, simd._int(64))
-        weights = builder.add(b, builder.mul(step, simd._int(2 * TILE_BYTES)))
-        _load(builder, 6, weights, line)
-        _load(builder, 4, builder.add(a, inner), stride)
-        _multiply(builder, 0, 4, 6)
-        _load(builder, 7, builder.add(weights, simd._int(TILE_BYTES)), line)
-        _multiply(builder, 1, 4, 7)
-        if num_row_tiles == 2:
-            _load(builder, 5, builder.add(second, inner), stride)
-            _multiply(builder, 2, 5, 6)
-            _multiply(builder, 3, 5, 7)
-        else:
-            _fetch(builder, builder.add(weights, simd._int(FETCHED_AHEAD)), 2 * TILE_BYTES // 64)
-        if meanwhile is not None:
-            meanwhile(step)
-        return []
-
-    simd._loop(builder, simd._int(0), num_steps, 1, [], body)
-    for tile in range(2 * num_row_tiles):
-        target = builder.add(c, simd._int(tile // 2 * TILE_ROWS * 4 * PANEL + tile % 2 * 64))
-        _tile_call(builder, "tilestored64", _tile(tile), _pointer(builder, target), c_bytes)
+def _emit_step(builder: Any, num_row_tiles: int, a: Any, stride: Any, weights: Any) -> None:
+    """Add the products of one or two tiles of rows and two of weights."""
+    line = simd._int(64)
+    _load(builder, 6, weights, line)
+    _load(builder, 4, a, stride)
+    _multiply(builder, 0, 4, 6)
+    _load(builder, 7, builder.add(weights, simd._int(TILE_BYTES)), line)
+    _multiply(builder, 1, 4, 7)
+    if num_row_tiles == 2:
+        _load(builder, 5, builder.add(a, builder.mul(stride, simd._int(TILE_ROWS))), stride)
+        _multiply(builder, 2, 5, 6)
+        _multiply(builder, 3, 5, 7)
 
 
-def _product(num_row_tiles: int) -> Any:
-    @simd._instructions("aiaia")
-    def product(builder: Any, *arguments: Any) -> None:
-        """C of up to 32 rows and 32 columns, [32, 32] float32.
+def _sums_of_tiles(builder: Any, num_row_tiles: int, sums: Any) -> list[Any]:
+    """Where the tiles of results lie in sums [32, 32]."""
+    offsets = (tile // 2 * TILE_ROWS * 4 * PANEL + tile % 2 * 64 for tile in range(2 * num_row_tiles))
+    return [builder.add(sums, simd._int(offset)) for offset in offsets]
 
-        a: bfloat16 rows; bytes between them; b: a panel, so many times two tiles; how many; c.
-        """
-        _emit_product(builder, num_row_tiles, arguments)
 
-    return product
+def _emit_end(builder: Any, num_row_tiles: int, sums: Any) -> None:
+    for tile, target in enumerate(_sums_of_tiles(builder, num_row_tiles, sums)):
+        _tile_call(builder, "tilestored64", _tile(tile), _pointer(builder, target), simd._int(4 * PANEL))
+
+
+class Product(NamedTuple):
+    """A product of some rows and a panel; between steps tiles hold the sums."""
+
+    begin: Any
+    """Start from 0."""
+    go_on: Any
+    """Start from sums in memory [32, 32]."""
+    multiply: Any
+    """Add one step: the address of rows, bytes between them, the address of two tiles of weights."""
+    end: Any
+    """Write the sums [32, 32] float32."""
+
+
+def _product(num_row_tiles: int) -> Product:
+    @simd._instructions("")
+    def begin(builder: Any) -> None:
+        for tile in range(2 * num_row_tiles):
+            _tile_call(builder, "tilezero", _tile(tile))
+
+    @simd._instructions("a")
+    def go_on(builder: Any, sums: Any) -> None:
+        for tile, source in enumerate(_sums_of_tiles(builder, num_row_tiles, sums)):
+            _load(builder, tile, source, simd._int(4 * PANEL))
+
+    @simd._instructions("aia")
+    def multiply(builder: Any, a: Any, stride: Any, weights: Any) -> None:
+        _emit_step(builder, num_row_tiles, a, stride, weights)
+
+    @simd._instructions("a")
+    def end(builder: Any, sums: Any) -> None:
+        _emit_end(builder, num_row_tiles, sums)
+
+    return Product(begin, go_on, multiply, end)
 
 
 product_16, product_32 = _product(1), _product(2)
 """By the number of rows that they take at most."""
 
 
-def product_beside(finish: Callable[[Any, Any, Any, Any], None]) -> Any:
-    """`product_32` that also ends rows of a product before: the vectors work while the tiles do.
+def multiply_beside(signature: str, emit: Callable[..., None]) -> Any:
+    """All steps of a product of up to 32 rows, and something else in each: the vectors work while the tiles do.
 
-    `finish(builder, sums, bias, target)` emits what ends one row. Each step ends one, so the first `num_steps` at most.
+    `emit(builder, step, *others)`. The result takes rows, bytes between them, weights, how many steps, and the others,
+    whose letters `signature` has.
     """
 
-    @simd._instructions("aiaiaiaaai")
-    def product(builder: Any, *arguments: Any) -> None:
-        """As `product_32`; then how many rows are to be ended, their sums, bias and target, bytes between targets."""
-        num_rows, sums, bias, target, target_bytes = arguments[5:]
+    @simd._instructions("aiai" + signature)
+    def multiply(builder: Any, *arguments: Any) -> None:
+        a, stride, weights, num_steps = arguments[:4]
 
-        def meanwhile(step: Any) -> None:
-            with builder.if_then(builder.icmp_signed("<", step, num_rows)):
-                own_sums = builder.add(sums, builder.mul(step, simd._int(4 * PANEL)))
-                finish(builder, own_sums, bias, builder.add(target, builder.mul(step, target_bytes)))
+        def body(step: Any) -> list[Any]:
+            own_weights = builder.add(weights, builder.mul(step, simd._int(2 * TILE_BYTES)))
+            _emit_step(builder, 2, builder.add(a, builder.mul(step, simd._int(64))), stride, own_weights)
+            emit(builder, step, *arguments[4:])
+            return []
 
-        _emit_product(builder, 2, arguments[:5], meanwhile)
+        simd._loop(builder, simd._int(0), num_steps, 1, [], body)
 
-    return product
+    return multiply
 
 
 def _emit_wide(builder: Any, shape: tuple[int, int], arguments: tuple[Any, ...]) -> None:

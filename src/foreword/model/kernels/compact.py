@@ -1,0 +1,184 @@
+"""Weights in bfloat16, held in 12 bits each without losing one: what tiles read, three quarters as large.
+
+Knows panels of weights and memory addresses; knows nothing of rows or products. Of a bfloat16's 16 bits sign and
+mantissa (8) are as good as random, but trained weights have few exponents: sixteen of them are all but one weight in
+thousands. So a weight is stored as its sign and mantissa and the number (4 bits) of its exponent among the sixteen
+commonest; the others are *exceptions*, kept beside and written over what the sixteen gave. Found in DFloat11 (Zhang et
+al., 2025), which spends 11 bits and a Huffman code; numbers of one length unpack in a few vector instructions.
+
+    a step    1024 weights, two tiles, 32 rows of 32: eight groups of 192 bytes
+    a group   32 codes of 16 bits, 4 for each of four rows      row 0: bits 0 to 3, row 1: 4 to 7, ...
+              32 x 16 bits of rows 0 and 1, 32 of rows 2 and 3  sign and mantissa of the first in bits 15 and 0 to 6,
+                                                                of the second in 7 and 8 to 14
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils
+
+from foreword.model.kernels import simd
+from foreword.model.kernels.cpu_layout import inlined
+
+STEP_WEIGHTS, STEP_BYTES = 1024, 1536
+NUM_CODES = 16
+_SIGN_MANTISSA = 0x807F
+_NEVER = 2**31 - 1
+_WORDS = ir.VectorType(ir.IntType(16), 32)
+
+
+@dataclass(frozen=True, slots=True)
+class CompactPanels:
+    """Panels of weights; arrays are contiguous."""
+
+    steps: npt.NDArray[np.uint16]
+    """[panels, steps, 8, 3, 32]"""
+    table: npt.NDArray[np.uint16]
+    """[32]: what a code's exponent is in a bfloat16, twice: a code's fifth bit belongs to its neighbour."""
+    exceptions: npt.NDArray[np.int32]
+    """[any, 2]: the place of a weight in its panel, ascending, and its bits; a place beyond all ends each panel's."""
+    starts: npt.NDArray[np.int64]
+    """[panels]: where in `exceptions` a panel's begin."""
+
+    @property
+    def num_exceptions(self) -> int:
+        """How many weights have none of the sixteen exponents."""
+        return len(self.exceptions) - len(self.starts)
+
+
+def compact(weight: npt.NDArray[np.uint16], order: npt.NDArray[np.int64], num_threads: int) -> CompactPanels:
+    """The bits of a weight [outputs, inputs] in panels of 32 columns.
+
+    `order` [32 * panels]: which output a column is, -1 for none; inputs are a multiple of 32.
+    """
+    num_panels, num_steps = len(order) // 32, weight.shape[1] // 32
+    parts = [(num_panels * part // num_threads, num_panels * (part + 1) // num_threads) for part in range(num_threads)]
+    with ThreadPoolExecutor(num_threads) as pool:
+        counts = sum(pool.map(lambda part: _count_exponents(weight, order, *part), parts))
+        codes, table = _codes(counts)
+        most = int(counts[codes == NUM_CODES].sum())
+        steps = np.empty((num_panels, num_steps, 8, 3, 32), np.uint16)
+        starts = np.zeros(num_panels, np.int64)
+
+        def run(part: tuple[int, int]) -> npt.NDArray[np.int32]:
+            exceptions = np.empty((most + part[1] - part[0], 2), np.int32)
+            return exceptions[: _compact_panels(weight, order, codes, steps, exceptions, starts, *part)]
+
+        found = list(pool.map(run, parts))
+    for (first, last), before in zip(parts, np.cumsum([0, *map(len, found[:-1])]), strict=True):
+        starts[first:last] += before
+    return CompactPanels(steps, table, np.concatenate(found), starts)
+
+
+def _codes(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]]:
+    """The code of each exponent, NUM_CODES if it has none, and the table of codes."""
+    commonest = np.argsort(-counts, kind="stable")[:NUM_CODES]
+    codes = np.full(256, NUM_CODES, np.uint8)
+    codes[commonest] = np.arange(NUM_CODES)
+    return codes, np.tile(commonest.astype(np.uint16) << 7, 2)
+
+
+@njit(cache=True, nogil=True)
+def _count_exponents(weight: Any, order: Any, first: int, last: int) -> Any:
+    """How often each exponent occurs in some panels [256]."""
+    counts = np.zeros(256, np.int64)
+    for column in range(32 * first, 32 * last):
+        if order[column] < 0:
+            counts[0] += weight.shape[1]
+        else:
+            for bits in weight[order[column]]:
+                counts[(bits >> 7) & 255] += 1
+    return counts
+
+
+@njit(cache=True, nogil=True)
+def _compact_panels(
+    weight: Any, order: Any, codes: Any, steps: Any, exceptions: Any, starts: Any, first: int, last: int
+) -> int:
+    """Write some panels; how many entries of `exceptions` they took, panels' ends included."""
+    found, bits = 0, np.zeros(4, np.uint16)
+    for panel in range(first, last):
+        starts[panel] = found
+        for step in range(steps.shape[1]):
+            for group in range(8):
+                for word in range(32):
+                    output = order[32 * panel + group // 4 * 16 + word // 2]
+                    code = 0
+                    for row in range(4):
+                        k = 32 * step + 2 * (group % 4 * 4 + row) + word % 2
+                        bits[row] = weight[output, k] if output >= 0 else 0
+                        number = codes[(bits[row] >> 7) & 255]
+                        if number == NUM_CODES:
+                            exceptions[found, 0] = STEP_WEIGHTS * step + 128 * group + 32 * row + word
+                            exceptions[found, 1] = bits[row]
+                            found += 1
+                        code |= (number % NUM_CODES) << (4 * row)
+                        bits[row] &= _SIGN_MANTISSA
+                    steps[panel, step, group, 0, word] = code
+                    steps[panel, step, group, 1, word] = bits[0] | bits[1] << 8 | bits[1] >> 8
+                    steps[panel, step, group, 2, word] = bits[2] | bits[3] << 8 | bits[3] >> 8
+        exceptions[found, 0], exceptions[found, 1] = _NEVER, 0
+        found += 1
+    return found
+
+
+def expanded(panels: CompactPanels) -> npt.NDArray[np.uint16]:
+    """All weights [panels, steps, 32, 32], as tiles hold them."""
+    codes, mixed = panels.steps[:, :, :, 0], panels.steps[:, :, :, 1:].repeat(2, axis=3)
+    mixed[:, :, :, 1::2] = mixed[:, :, :, 1::2] << 8 | mixed[:, :, :, 1::2] >> 8
+    numbers = codes[:, :, :, None] >> np.arange(0, 16, 4, dtype=np.uint16)[:, None]
+    weights: npt.NDArray[np.uint16] = mixed & np.uint16(_SIGN_MANTISSA) | panels.table[numbers % NUM_CODES]
+    flat = weights.reshape(len(weights), -1)
+    ends = np.append(panels.starts[1:], len(panels.exceptions)) - 1
+    for panel, (first, last) in enumerate(zip(panels.starts, ends, strict=True)):
+        places, bits = panels.exceptions[first:last].T
+        flat[panel, places] = bits
+    return weights.reshape(*weights.shape[:2], 32, 32)
+
+
+@simd._instructions("aaa")
+def expand_step(builder: Any, source: Any, table: Any, target: Any) -> None:
+    """The 2048 bytes of a step, apart from exceptions."""
+    exponents = simd._load(builder, table, 0, _WORDS)
+    for group in range(8):
+        codes = simd._load(builder, source, 192 * group, _WORDS)
+        for row in range(4):
+            if row % 2 == 0:
+                mixed = simd._load(builder, source, 192 * group + 64 + 32 * row, _WORDS)
+            else:
+                mixed = builder.or_(builder.shl(mixed, _word(8)), builder.lshr(mixed, _word(8)))
+            numbers = builder.lshr(codes, _word(4 * row)) if row else codes
+            weights = builder.or_(builder.and_(mixed, _word(_SIGN_MANTISSA)), _look_up(builder, exponents, numbers))
+            simd._store(builder, weights, target, 256 * group + 64 * row)
+
+
+def _word(value: int) -> ir.Constant:
+    return ir.Constant(_WORDS, [value] * 32)
+
+
+def _look_up(builder: Any, table: Any, numbers: Any) -> Any:
+    """An element of `table` for each number, of which five bits count (AVX512BW)."""
+    kind = ir.FunctionType(_WORDS, [_WORDS, _WORDS])
+    name = "llvm.x86.avx512.permvar.hi.512"
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [table, numbers])
+
+
+@inlined
+def write_exceptions(entry: int, place: int, end: int, target: int) -> int:
+    """Write a panel's weights from `place` to before `end` that are exceptions; `target` is where `place` lies.
+
+    `entry`: the address of an entry of `exceptions`, none before it belonging there. Returns that of the next one.
+    """
+    while simd.load_int32(entry) < place:
+        entry += 8
+    while simd.load_int32(entry) < end:
+        simd.copy_bytes(target + 2 * (simd.load_int32(entry) - place), entry + 4, 2)
+        entry += 8
+    return entry
