@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from foreword.errors import ConfigError
 
-Dtype = Literal["auto", "float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KernelName = Literal["auto", "cpu", "triton", "reference"]
 Policy = Literal["fcfs", "priority"]
 IndexName = Literal["radix", "hash"]
@@ -58,7 +58,7 @@ class ModelConfig:
     """At load, compare logits of one short prompt computed in several ways, and warn if bits differ."""
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _one_of("dtype", self.dtype, get_args(Dtype))
         _one_of("attention_kernel", self.attention_kernel, get_args(KernelName))
         for name in ("exact", "cuda_graphs"):
             _of_type(name, getattr(self, name), bool, "True or False")
@@ -220,7 +220,7 @@ def keep_onednn_to_vectors() -> None:
     In tiles the bits of a bfloat16 product's rows depend on how many there are, in no way that padding could mend
     (docs/decisions/0017-tiles.md). A user who has set ONEDNN_MAX_CPU_ISA keeps what is set.
     """
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:
