@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+Times = tuple[float, float]
+"""Seconds to the first byte of output, and of processor time until the process ended."""
 TORCH, OURS, OTHER = "torch", "foreword", "against"
 GENERATE = ("--prompt-token-ids", "5,17,9", "--max-tokens", "1", "--kv-cache-memory-bytes", str(2**26))
 
@@ -41,8 +43,8 @@ def checkpoint(given: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def start(command: list[str], sources: Path | None) -> tuple[float, float]:
-    """Seconds to the first byte of output, and of processor time until the process ended."""
+def start(command: list[str], sources: Path | None) -> Times:
+    """How long a Python process takes with its modules from `sources`."""
     environment = dict(os.environ)
     if sources is not None:
         environment["PYTHONPATH"] = str(sources)
@@ -60,14 +62,14 @@ def start(command: list[str], sources: Path | None) -> tuple[float, float]:
     return seconds, used.ru_utime + used.ru_stime
 
 
-def measure(folder: Path, rounds: int, against: Path | None) -> dict[str, list[tuple[float, float]]]:
-    """By contender, (seconds, processor seconds) of every round."""
+def measure(folder: Path, rounds: int, against: Path | None) -> dict[str, list[Times]]:
+    """Every contender's times, round by round."""
     generate = ["-m", "foreword.cli", "generate", str(folder), *GENERATE]
     ours = Path(__file__).resolve().parents[1] / "src"
     commands = {TORCH: (["-c", "import torch; print()"], None), OURS: (generate, ours)}
     if against is not None:
         commands[OTHER] = (generate, against.resolve())
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
+    found: dict[str, list[Times]] = {name: [] for name in commands}
     shuffle = random.Random(0)
     for number in range(rounds + 1):
         for name in shuffle.sample(list(commands), len(commands)):
@@ -77,17 +79,18 @@ def measure(folder: Path, rounds: int, against: Path | None) -> dict[str, list[t
     return found
 
 
-def report(found: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, float]]:
-    """Least and median of each contender; beyond torch: medians of the differences within a round, and of least times."""
+def report(found: dict[str, list[Times]]) -> dict[str, dict[str, float]]:
+    """Medians and least times; beyond torch: the median of the rounds' differences, the difference of least times."""
     result = {}
-    for name, times in found.items():
+    for name in found:
         row = {}
-        for kind, own, torch in zip(("wall", "cpu"), zip(*times, strict=True), zip(*found[TORCH], strict=True), strict=True):
+        for number, kind in enumerate(("wall", "cpu")):
+            own, torch = ([times[number] for times in found[key]] for key in (name, TORCH))
             row |= {f"{kind}_s": statistics.median(own), f"least_{kind}_s": min(own)}
             if name != TORCH:
                 beyond = [mine - theirs for mine, theirs in zip(own, torch, strict=True)]
-                row |= {f"beyond_torch_{kind}_s": statistics.median(beyond)}
-                row |= {f"least_beyond_torch_{kind}_s": min(own) - min(torch)}
+                row[f"beyond_torch_{kind}_s"] = statistics.median(beyond)
+                row[f"least_beyond_torch_{kind}_s"] = min(own) - min(torch)
         result[name] = {key: round(value, 3) for key, value in row.items()}
     return result
 

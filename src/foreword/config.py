@@ -29,7 +29,13 @@ class ModelConfig:
     model: str
     """Local folder or hub id."""
     dtype: Dtype = "auto"
-    """Precision of weights and KV; "auto" takes the checkpoint's (float32 for any other than bfloat16)."""
+    """Precision of weights and KV; "auto" takes the checkpoint's, if it is one of these, or float32.
+
+    A CPU computes float32 faster than float16 (no layer is packed, attention runs in plain torch), so there "auto"
+    widens float16, which takes twice the memory and loses no bit; "float16" keeps it. Asked of a checkpoint in another
+    type, "float16" refuses weights beyond 65504. Activations beyond that overflow all the same; models trained in
+    bfloat16 may have some.
+    """
     device: str = "cpu"
     """Torch device on which weights and KV live."""
     max_model_len: int | None = None
@@ -216,6 +222,8 @@ class Environment:
 
 def keep_onednn_to_vectors() -> None:
     """Have oneDNN multiply with vectors where it could with AMX tiles; to be called before its first product.
+
+    Up to AVX512-FP16 it has all instructions; without that one float16 takes seven times as long.
 
     In tiles the bits of a bfloat16 product's rows depend on how many there are, in no way that padding could mend
     (docs/decisions/0017-tiles.md). A user who has set ONEDNN_MAX_CPU_ISA keeps what is set.

@@ -24,7 +24,7 @@ from tiny_models import TinyModels, build_engine, complete, greedy, longest_hit,
 FAMILIES = ["llama", "gemma2", "gpt_oss", "qwen3_moe", "mamba2", "falcon_h1"]
 """Plain, softcap and windows, sinks and experts, experts, recurrent, both."""
 TOLERANCE = 2**-7
-"""Logits are around 1; float16 keeps 11 bits, and the oracle rounds scores and weights of attention, which we do not."""
+"""Logits are around 1; float16 keeps 11 bits, and the oracle rounds attention's scores and weights, we do not."""
 NUM_TOKENS = 8
 
 
@@ -85,9 +85,7 @@ def test_a_weight_beyond_float16_is_refused_by_its_name(tiny_models: TinyModels,
     load_model(ModelConfig(str(folder), dtype="bfloat16"))
 
 
-def test_attention_on_cpu_is_plain_torch_and_says_so(
-    tiny_models: TinyModels, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_attention_on_cpu_is_plain_torch_and_says_so(tiny_models: TinyModels, caplog: pytest.LogCaptureFixture) -> None:
     folder = str(tiny_models.folder("llama"))
     model = load_model(ModelConfig(folder, dtype="float16"))
     assert isinstance(model.kernel, ReferenceAttention)

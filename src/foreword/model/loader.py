@@ -285,8 +285,8 @@ def _refuse_overflow(module: PreTrainedModel, options: ModelConfig) -> None:
     for name, weight in module.named_parameters():
         if not all(limit.isfinite() for limit in weight.aminmax()):
             raise ConfigError(
-                f"dtype='float16' cannot hold the weight {name!r} of model {options.model!r}: numbers beyond 65504 become "
-                "infinite; use 'bfloat16' or 'float32'"
+                f"dtype='float16' cannot hold the weight {name!r} of model {options.model!r}: numbers beyond 65504 "
+                "become infinite; use 'bfloat16' or 'float32'"
             )
 
 
