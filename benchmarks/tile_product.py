@@ -28,7 +28,7 @@ SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
 """Outputs and inputs of Qwen2-0.5B's layers: projections, output, gate and up, down."""
 ROWS = (1, 16, 64, 256, 1024)
 CHECKED = (*range(1, 70), 80, 96, 100, 112, 128, 160, 192, 224, 256, 320, 384, 448)
-INSTRUCTIONS = {"tiles": "AVX10_1_512_AMX", "vectors": "AVX512_CORE_BF16"}
+INSTRUCTIONS = {"tiles": "AVX10_1_512_AMX", "vectors": "AVX512_CORE_FP16"}
 
 
 def in_turn(one: Callable[[], Tensor], two: Callable[[], Tensor], repeats: int) -> tuple[float, float]:

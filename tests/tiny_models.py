@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from foreword.cache import FullAttentionSpec, KVCacheManager
-from foreword.config import ModelConfig, SchedulerConfig
+from foreword.config import Dtype, ModelConfig, SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt
 from foreword.model.device_runner import RunnerLimits, make_runner
 from foreword.model.layout import LayoutOptions
@@ -275,11 +275,11 @@ def save_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -
 
 
 class Oracle:
-    """The same checkpoint run by transformers alone: eager attention, float32, no cache of any kind."""
+    """The same checkpoint run by transformers alone: eager attention, no cache of any kind."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
+            folder, dtype=dtype, attn_implementation="eager"
         ).eval()
         self._answers: dict[tuple[int, ...], list[int]] = {}
 
@@ -316,7 +316,7 @@ class TinyModels:
         """Where loaded models live; oracles stay on the CPU."""
         self._folders: dict[str, Path] = {}
         self._loaded: dict[tuple[str, str], LoadedModel] = {}
-        self._oracles: dict[str, Oracle] = {}
+        self._oracles: dict[tuple[str, torch.dtype], Oracle] = {}
 
     def folder(self, name: str) -> Path:
         if name not in self._folders:
@@ -331,15 +331,15 @@ class TinyModels:
             save_tokenizer(folder)
         return folder
 
-    def loaded(self, name: str, dtype: Literal["float32", "bfloat16"] = "float32") -> LoadedModel:
+    def loaded(self, name: str, dtype: Dtype = "float32") -> LoadedModel:
         if (name, dtype) not in self._loaded:
             self._loaded[name, dtype] = load_model(ModelConfig(str(self.folder(name)), dtype=dtype, device=self.device))
         return self._loaded[name, dtype]
 
-    def oracle(self, name: str) -> Oracle:
-        if name not in self._oracles:
-            self._oracles[name] = Oracle(self.folder(name))
-        return self._oracles[name]
+    def oracle(self, name: str, dtype: torch.dtype = torch.float32) -> Oracle:
+        if (name, dtype) not in self._oracles:
+            self._oracles[name, dtype] = Oracle(self.folder(name), dtype)
+        return self._oracles[name, dtype]
 
 
 def build_engine(

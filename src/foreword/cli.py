@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib
 import json
 import logging
 import os
@@ -48,10 +49,27 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
+class _LateParser(argparse.ArgumentParser):
+    """A command whose arguments may be known to a module, which is imported when the command is given.
+
+    So other commands start sooner. The module has `add_arguments` and `run`.
+    """
+
+    module: str | None = None
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        if self.module is not None:
+            module = importlib.import_module(self.module)
+            self.module = None
+            module.add_arguments(self)
+            self.set_defaults(run=module.run)
+        return super().parse_known_args(*args, **options)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="foreword", description="LLM inference with automatic prefix caching.")
     parser.add_argument("--version", action="version", version=f"foreword {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_LateParser)
 
     generate = commands.add_parser("generate", help="continue prompts, or answer a chat message")
     _add_generate_arguments(generate)
@@ -68,22 +86,14 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measurements on recorded traffic")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     trace = kinds.add_parser("trace", help="drive the engine with a Mooncake trace")
+    trace.module = "foreword.bench.trace"
     calibration = kinds.add_parser("calibrate", help="measure the rates that `replay` needs to tell times")
-    from foreword.bench import calibrate as calibrate_bench
-    from foreword.bench import trace as trace_bench
-
-    trace_bench.add_arguments(trace)
-    trace.set_defaults(run=trace_bench.run)
-    calibrate_bench.add_arguments(calibration)
-    calibration.set_defaults(run=calibrate_bench.run)
+    calibration.module = "foreword.bench.calibrate"
 
     replay = commands.add_parser(
         "replay", help="what caches of other sizes and policies would find of recorded traffic"
     )
-    from foreword.replay import command as replay_command
-
-    replay_command.add_arguments(replay)
-    replay.set_defaults(run=replay_command.run)
+    replay.module = "foreword.replay.command"
     return parser
 
 

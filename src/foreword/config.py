@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from foreword.errors import ConfigError
 
-Dtype = Literal["auto", "float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KernelName = Literal["auto", "cpu", "triton", "reference"]
 Policy = Literal["fcfs", "priority"]
 IndexName = Literal["radix", "hash"]
@@ -29,7 +29,13 @@ class ModelConfig:
     model: str
     """Local folder or hub id."""
     dtype: Dtype = "auto"
-    """Precision of weights and KV; "auto" takes the checkpoint's (float32 for any other than bfloat16)."""
+    """Precision of weights and KV; "auto" takes the checkpoint's, if it is one of these, or float32.
+
+    A CPU computes float32 faster than float16 (no layer is packed, attention runs in plain torch), so there "auto"
+    widens float16, which takes twice the memory and loses no bit; "float16" keeps it. Asked of a checkpoint in another
+    type, "float16" refuses weights beyond 65504. Activations beyond that overflow all the same; models trained in
+    bfloat16 may have some.
+    """
     device: str = "cpu"
     """Torch device on which weights and KV live."""
     max_model_len: int | None = None
@@ -58,7 +64,7 @@ class ModelConfig:
     """At load, compare logits of one short prompt computed in several ways, and warn if bits differ."""
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _one_of("dtype", self.dtype, get_args(Dtype))
         _one_of("attention_kernel", self.attention_kernel, get_args(KernelName))
         for name in ("exact", "cuda_graphs"):
             _of_type(name, getattr(self, name), bool, "True or False")
@@ -217,10 +223,12 @@ class Environment:
 def keep_onednn_to_vectors() -> None:
     """Have oneDNN multiply with vectors where it could with AMX tiles; to be called before its first product.
 
+    Up to AVX512-FP16 it has all instructions; without that one float16 takes seven times as long.
+
     In tiles the bits of a bfloat16 product's rows depend on how many there are, in no way that padding could mend
     (docs/decisions/0017-tiles.md). A user who has set ONEDNN_MAX_CPU_ISA keeps what is set.
     """
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foreword.assembly import build_engine, load, plan_layout
 from foreword.cache import (
@@ -33,7 +31,7 @@ from foreword.request import RequestOutput, SamplingParams
 from foreword.text import Tokenizer
 
 if TYPE_CHECKING:
-    pass
+    from rich.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -355,6 +353,9 @@ def _token_array(token_ids: Any) -> npt.NDArray[np.int32]:
 
 
 def _progress_bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -30,7 +30,7 @@ def cuda() -> CudaDevice:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cuda_graphs_change_no_bit(tiny_models: TinyModels, family: str, dtype: str, exact: bool) -> None:
     """Equal shapes with and without graphs, so equal bits are due in both modes."""

@@ -86,6 +86,7 @@ def assert_same_bits(ours: Logits, theirs: Logits) -> None:
 CASES = [
     *itertools.product(FAMILIES, ["float32", "bfloat16"], ["cpu"]),
     *itertools.product(["gpt_oss", "mqa_llama"], ["float32", "bfloat16"], ["reference"]),
+    *itertools.product(["gpt_oss", "odd_llama", "qwen3_moe"], ["float16"], ["reference"]),
 ]
 
 
@@ -224,7 +225,10 @@ def test_prompt_logprobs_do_not_show(model: LoadedModel, prompt: list[int], alon
 # ----------------------------------------------------------------------------------- recurrent layers
 
 
-@pytest.fixture(params=list(itertools.product(RECURRENT, ["float32", "bfloat16"])), ids="-".join)
+@pytest.fixture(
+    params=[*itertools.product(RECURRENT, ["float32", "bfloat16"]), ("mamba2", "float16"), ("falcon_h1", "float16")],
+    ids="-".join,
+)
 def recurrent(request: pytest.FixtureRequest, tiny_models: TinyModels) -> LoadedModel:
     family, dtype = request.param
     return tiny_models.loaded(family, dtype)

@@ -125,6 +125,16 @@ def test_a_norm_is_known_by_its_formula_and_keeps_its_weight(dtype: torch.dtype)
     torch.testing.assert_close(module[0](random(5, 64, dtype=dtype)), expected, rtol=TOLERANCE[dtype], atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norm_kept_in_float32_takes_rows_of_another_type(dtype: torch.dtype) -> None:
+    module = nn.Sequential(Norm(64, torch.float32))
+    rows = random(5, 64, dtype=dtype)
+    expected = module[0](rows)
+    fuse(module)
+    assert isinstance(module[0], FusedNorm)
+    assert torch.equal(module[0](rows), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gated_network_is_known_by_its_formula_whatever_its_parts_are_called(dtype: torch.dtype) -> None:
     module = nn.Sequential(Gated(dtype, nn.SiLU()), Gated(dtype, nn.GELU())).requires_grad_(False)

@@ -11,11 +11,12 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 from rich.console import Console
 
+from foreword.config import Dtype
 from foreword.errors import ConfigError
 from foreword.replay.capacity import read_model_config
 from foreword.replay.timing import StepCost
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of the model that is served")
     parser.add_argument("--prefill-tokens", type=int, default=1024, metavar="N", help="length of the prompts (1024)")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="measurements, of which the median counts")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="auto")
     parser.add_argument("--json", action="store_true", help="print one JSON line and nothing else")
 
 

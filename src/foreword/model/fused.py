@@ -46,16 +46,22 @@ def fuse(module: nn.Module) -> None:
 
 
 class FusedNorm(nn.Module):
-    """A root-mean-square norm in one pass. Bits of a row do not depend on the others."""
+    """A root-mean-square norm in one pass. Bits of a row do not depend on the others.
 
-    def __init__(self, weight: Tensor, epsilon: float, form: int, kernels: RowKernels) -> None:
+    Rows of another type than the weight's are left to the plain module: some models keep norms in float32.
+    """
+
+    def __init__(self, plain: nn.Module, weight: Tensor, epsilon: float, form: int, kernels: RowKernels) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
+        self._plain: Callable[[Tensor], Tensor] = plain.forward
         self.epsilon = epsilon
         self.form = form
         self._kernels = kernels
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if hidden_states.dtype != self.weight.dtype:
+            return self._plain(hidden_states)
         return self._kernels.rms_norm(hidden_states, self.weight, self.epsilon, self.form)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,7 +161,7 @@ class _Fusion:
         if key not in self._verdicts:
             self._verdicts[key] = _norm_form(module, weight, epsilons[0])
         form = self._verdicts[key]
-        return None if form is None else FusedNorm(weight, epsilons[0], form, self._kernels)
+        return None if form is None else FusedNorm(module, weight, epsilons[0], form, self._kernels)
 
     def _gate(self, module: nn.Module, linears: list[nn.Linear]) -> nn.Module | None:
         first = linears[0].weight

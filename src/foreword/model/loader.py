@@ -11,14 +11,14 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
-from foreword.config import ModelConfig
+from foreword.config import Dtype, ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.attention import ATTENTION_NAME, PROBE_NAME, ForwardContext, LayoutProbe
 from foreword.model.experts import EXPERTS_NAME
@@ -124,8 +124,10 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
     config = _load_config(options)
     text_config = config.get_text_config()
     _refuse_unsupported(config, text_config, options)
-    dtype = _dtype(options, text_config)
+    dtype = _dtype(options, text_config, device)
     module = _load_weights(options, config, dtype).to(device).eval()
+    if dtype == torch.float16 and _checkpoint_dtype(text_config) != dtype:
+        _refuse_overflow(module, options)
     model = LoadedModel(
         module=module,
         config=text_config,
@@ -137,7 +139,7 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
         vocab_size=module.get_output_embeddings().weight.shape[0],
         max_positions=_max_positions(text_config),
         eos_token_ids=_eos_token_ids(module, text_config),
-        kernel=make_kernel(options.attention_kernel, device),
+        kernel=_kernel(options, device, dtype),
         exact=options.exact,
     )
     _probe_layers(model)  # of the plain modules: a probe copies some of them, and packed weights cannot be copied
@@ -278,10 +280,39 @@ def _problems(model: LoadedModel, probe: LayoutProbe, states: Mapping[int, State
     return problems
 
 
-def _dtype(options: ModelConfig, text: PretrainedConfig) -> torch.dtype:
-    if options.dtype == "auto":
-        return torch.bfloat16 if getattr(text, "dtype", None) in (torch.bfloat16, "bfloat16") else torch.float32
-    return torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
+def _refuse_overflow(module: PreTrainedModel, options: ModelConfig) -> None:
+    """Raises ConfigError if a weight of another type became infinite as float16."""
+    for name, weight in module.named_parameters():
+        if not all(limit.isfinite() for limit in weight.aminmax()):
+            raise ConfigError(
+                f"dtype='float16' cannot hold the weight {name!r} of model {options.model!r}: numbers beyond 65504 "
+                "become infinite; use 'bfloat16' or 'float32'"
+            )
+
+
+def _checkpoint_dtype(text: PretrainedConfig) -> torch.dtype:
+    """What the config says; float32 if it says nothing or something that is not offered."""
+    said = str(getattr(text, "dtype", None)).removeprefix("torch.")
+    offered: torch.dtype = getattr(torch, said if said in get_args(Dtype) and said != "auto" else "float32")
+    return offered
+
+
+def _dtype(options: ModelConfig, text: PretrainedConfig, device: torch.device) -> torch.dtype:
+    if options.dtype != "auto":
+        asked: torch.dtype = getattr(torch, options.dtype)
+        return asked
+    found = _checkpoint_dtype(text)
+    return torch.float32 if found == torch.float16 and device.type == "cpu" else found
+
+
+def _kernel(options: ModelConfig, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
+    """The kernel that is asked for; the CPU's compiled one takes no float16."""
+    if device.type != "cpu" or dtype != torch.float16 or options.attention_kernel in ("triton", "reference"):
+        return make_kernel(options.attention_kernel, device)
+    if options.attention_kernel == "cpu":
+        raise ConfigError("attention_kernel='cpu' takes no dtype='float16'; use 'reference', 'bfloat16' or 'float32'")
+    logger.warning("float16 on a CPU: attention runs in plain torch and no layer is packed; float32 is faster")
+    return make_kernel("reference", device)
 
 
 def _device(name: str) -> torch.device:

@@ -1,0 +1,115 @@
+"""The start: seconds of `foreword generate` until its first token, beyond those of `import torch`.
+
+Both run in processes of their own, in turn, in a new order each round. The clock runs from the start of the process to
+the first byte it writes; processor time is the whole process's, all threads. A checkpoint of Qwen2-0.5B's shape with
+random weights is made by this script unless `--model` names one (with a tokenizer, say). One round before the others
+is not counted: it fills the page cache and compiles what is compiled once per machine. `--against` adds the same from
+the `src` folder of another checkout.
+
+    python benchmarks/load.py [--rounds 7] [--model FOLDER] [--against OTHER/src] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+Times = tuple[float, float]
+"""Seconds to the first byte of output, and of processor time until the process ended."""
+TORCH, OURS, OTHER = "torch", "foreword", "against"
+GENERATE = ("--prompt-token-ids", "5,17,9", "--max-tokens", "1", "--kv-cache-memory-bytes", str(2**26))
+
+
+@contextmanager
+def checkpoint(given: Path | None) -> Iterator[Path]:
+    """The folder that is given, or one made for the time of the measurement."""
+    if given is not None:
+        yield given
+        return
+    from foreword.model.random_weights import QWEN2_0_5B, save_random_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_random_model(Path(folder), QWEN2_0_5B)
+        yield Path(folder)
+
+
+def start(command: list[str], sources: Path | None) -> Times:
+    """How long a Python process takes with its modules from `sources`."""
+    environment = dict(os.environ)
+    if sources is not None:
+        environment["PYTHONPATH"] = str(sources)
+    started = time.perf_counter()
+    process = subprocess.Popen([sys.executable, *command], env=environment, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    first = process.stdout.read(1)
+    seconds = time.perf_counter() - started
+    process.stdout.read()
+    process.stdout.close()
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if not first or process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed")
+    return seconds, used.ru_utime + used.ru_stime
+
+
+def measure(folder: Path, rounds: int, against: Path | None) -> dict[str, list[Times]]:
+    """Every contender's times, round by round."""
+    generate = ["-m", "foreword.cli", "generate", str(folder), *GENERATE]
+    ours = Path(__file__).resolve().parents[1] / "src"
+    commands = {TORCH: (["-c", "import torch; print()"], None), OURS: (generate, ours)}
+    if against is not None:
+        commands[OTHER] = (generate, against.resolve())
+    found: dict[str, list[Times]] = {name: [] for name in commands}
+    shuffle = random.Random(0)
+    for number in range(rounds + 1):
+        for name in shuffle.sample(list(commands), len(commands)):
+            times = start(*commands[name])
+            if number:
+                found[name].append(times)
+    return found
+
+
+def report(found: dict[str, list[Times]]) -> dict[str, dict[str, float]]:
+    """Medians and least times; beyond torch: the median of the rounds' differences, the difference of least times."""
+    result = {}
+    for name in found:
+        row = {}
+        for number, kind in enumerate(("wall", "cpu")):
+            own, torch = ([times[number] for times in found[key]] for key in (name, TORCH))
+            row |= {f"{kind}_s": statistics.median(own), f"least_{kind}_s": min(own)}
+            if name != TORCH:
+                beyond = [mine - theirs for mine, theirs in zip(own, torch, strict=True)]
+                row[f"beyond_torch_{kind}_s"] = statistics.median(beyond)
+                row[f"least_beyond_torch_{kind}_s"] = min(own) - min(torch)
+        result[name] = {key: round(value, 3) for key, value in row.items()}
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--model", type=Path, metavar="FOLDER")
+    parser.add_argument("--against", type=Path, metavar="SRC")
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    args = parser.parse_args()
+    with checkpoint(args.model) as folder:
+        result = report(measure(folder, args.rounds, args.against))
+    if not args.json:
+        for name, row in result.items():
+            print(f"{name:9}" + "".join(f"  {key[:-2].replace('_', ' ')} {value:.2f} s" for key, value in row.items()))
+    print(json.dumps({"rounds": args.rounds, **result}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
