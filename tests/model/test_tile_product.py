@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,7 +30,7 @@ def test_a_row_has_the_same_bits_among_any_rows_and_threads(outputs: int, inputs
         torch.set_num_threads(1)
         together = product(rows)
         torch.set_num_threads(num_threads)
-        for count in (*range(1, 36), 63, 64, 65, 255, 256, 257, 600):
+        for count in (*range(1, 36), 63, 64, 65, 81, 255, 256, 257, 512, 513, 600):
             assert torch.equal(product(rows[:count]), together[:count]), f"{count} rows"
             assert torch.equal(product(rows[-count:].clone()), together[-count:]), f"the last {count} rows"
     finally:
@@ -64,6 +67,23 @@ def test_nothing_is_written_beyond_the_result(monkeypatch: pytest.MonkeyPatch) -
     assert output.data_ptr() == memory.data_ptr()
     assert not (output == 7.0).any()
     assert (memory[size:] == 7.0).all()
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 33, 48, 64, 65, 80, 97, 520])
+def test_nothing_is_read_beyond_the_rows(num_rows: int) -> None:
+    """The rows end where memory ends that may be read."""
+    inputs = 2048
+    num_bytes = num_rows * inputs * 2
+    size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    everything = torch.frombuffer(memory, dtype=torch.uint8)
+    guard = ctypes.c_void_p(everything.data_ptr() + size)
+    assert ctypes.CDLL(None).mprotect(guard, mmap.PAGESIZE, 0) == 0
+    rows = everything[size - num_bytes : size].view(torch.bfloat16).view(num_rows, inputs)
+    rows.copy_(random(num_rows, inputs))
+    product = TileProduct(random(40, inputs).bfloat16(), None)
+    assert torch.equal(product(rows), product(rows.clone()))
+    assert ctypes.CDLL(None).mprotect(guard, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
 def test_one_rows_infinities_stay_its_own() -> None:

@@ -145,14 +145,18 @@ def _exceptions(a: Any, panel: int) -> Any:
 
 
 @inlined
+def _lay_out(scratch: int, num_rows: int, laid_out: int) -> int:
+    """Lay out tiles for a block of rows, unless they are; returns for how many they are now."""
+    if num_rows != laid_out:
+        tiles.lay_out(scratch + _CONFIG, num_rows)
+    return num_rows
+
+
+@inlined
 def _stream(a: Any, scratch: int, row: int, panel: int) -> None:
     """Up to 32 rows by a panel: a step is expanded while the tiles work on the one before."""
-    num_rows, num_steps, sums, ready = (
-        min(BLOCK_ROWS, a[NUM_ROWS] - row),
-        a[NUM_STEPS],
-        scratch + _SUMS,
-        scratch + _EXPANDED,
-    )
+    num_rows, num_steps = min(BLOCK_ROWS, a[NUM_ROWS] - row), a[NUM_STEPS]
+    sums, ready = scratch + _SUMS, scratch + _EXPANDED
     source, entry = a[WEIGHT] + panel * num_steps * STEP_BYTES, _exceptions(a, panel)
     if num_rows > TILE_ROWS:
         _begin_32()
@@ -202,43 +206,32 @@ def _sums_of(a: Any, scratch: int, block: int, number: int) -> Any:
 
 @inlined
 def _multiply_block(a: Any, scratch: int, row: int, block: int, panels: tuple[int, int], part: tuple[int, int]) -> None:
-    """Up to 32 rows by expanded panels. The rows of one panel are ended beside the product with the next."""
-    num_rows, num_steps, waiting = min(BLOCK_ROWS, a[NUM_ROWS] - row), part[1] - part[0], 0
-    x = a[ROWS] + row * a[ROW_BYTES] + part[0] * 64
+    """32 rows by expanded panels. The rows of one panel are ended beside the product with the next."""
+    stride, num_steps, waiting = a[ROW_BYTES], part[1] - part[0], 0
+    x = a[ROWS] + row * stride + part[0] * 64
     for panel in range(panels[0], panels[1]):
         number = panel - panels[0]
-        weights, sums = scratch + _EXPANDED + number * num_steps * _WEIGHTS_BYTES, _sums_of(a, scratch, block, number)
+        weights = scratch + _EXPANDED + number * num_steps * _WEIGHTS_BYTES
+        sums, last_sums = _sums_of(a, scratch, block, number), _sums_of(a, scratch, block, number - 1)
         if part[0] == 0:
             _begin_32()
         else:
             _go_on_32(sums)
-        last_sums, next_rows = (
-            _sums_of(a, scratch, block, number - 1),
-            x + (BLOCK_ROWS + number * _FETCHED_ROWS) * a[ROW_BYTES],
-        )
         bias, target = a[BIAS] + (panel - 1) * 4 * PANEL, _target(a, row, panel - 1)
-        others = (
-            waiting,
-            last_sums,
-            bias,
-            target,
-            2 * a[WIDTH],
-            _target(a, row, panel) - target,
-            a[ROW_BYTES],
-            next_rows,
-        )
+        next_target, next_rows = _target(a, row, panel) - target, x + (BLOCK_ROWS + number * _FETCHED_ROWS) * stride
+        others = waiting, last_sums, bias, target, 2 * a[WIDTH], next_target, stride, next_rows
         if a[GATED]:
-            _multiply_beside_gates(x, a[ROW_BYTES], weights, num_steps, *others)
+            _multiply_beside_gates(x, stride, weights, num_steps, *others)
         else:
-            _multiply_beside_ends(x, a[ROW_BYTES], weights, num_steps, *others)
+            _multiply_beside_ends(x, stride, weights, num_steps, *others)
         _end_32(sums)
         _end_rows(a, scratch, last_sums, row, (num_steps, waiting), panel - 1)
         waiting = 0
         if part[1] == a[NUM_STEPS]:
             if panel + 1 < panels[1] and _is_whole(a, panel):
-                waiting = num_rows
+                waiting = BLOCK_ROWS
             else:
-                _end_rows(a, scratch, sums, row, (0, num_rows), panel)
+                _end_rows(a, scratch, sums, row, (0, BLOCK_ROWS), panel)
 
 
 @functools.cache
@@ -263,21 +256,19 @@ def compile_worker() -> Any:
             panels = first_panel, min(first_panel + a[GROUP], a[NUM_PANELS])
             first_row = unit // num_groups * UNIT_ROWS
             rows = first_row, min(first_row + UNIT_ROWS, a[NUM_ROWS])
-            streamed = a[NUM_ROWS] <= FEW_ROWS
-            for first_step in range(0, a[NUM_STEPS], a[NUM_STEPS] if streamed else a[PART_STEPS]):
-                part = first_step, min(first_step + a[PART_STEPS], a[NUM_STEPS])
-                if not streamed:
-                    _expand(a, scratch, panels, part)
-                for block, row in enumerate(range(rows[0], rows[1], BLOCK_ROWS)):
-                    num_rows = min(BLOCK_ROWS, a[NUM_ROWS] - row)
-                    if num_rows != laid_out:
-                        tiles.lay_out(scratch + _CONFIG, num_rows)
-                        laid_out = num_rows
-                    if not streamed:
-                        _multiply_block(a, scratch, row, block, panels, part)
-                        continue
+            if a[NUM_ROWS] <= FEW_ROWS:
+                for row in range(rows[0], rows[1], BLOCK_ROWS):
+                    laid_out = _lay_out(scratch, min(BLOCK_ROWS, a[NUM_ROWS] - row), laid_out)
                     for panel in range(panels[0], panels[1]):
                         _stream(a, scratch, row, panel)
+                continue
+            laid_out = _lay_out(scratch, BLOCK_ROWS, laid_out)
+            for first_step in range(0, a[NUM_STEPS], a[PART_STEPS]):
+                part = first_step, min(first_step + a[PART_STEPS], a[NUM_STEPS])
+                _expand(a, scratch, panels, part)
+                for block, row in enumerate(range(rows[0], rows[1], BLOCK_ROWS)):
+                    # The last block has rows of the one before: computed twice, to the same bits.
+                    _multiply_block(a, scratch, min(row, a[NUM_ROWS] - BLOCK_ROWS), block, panels, part)
         tiles.release()
 
     return worker
