@@ -113,6 +113,7 @@ class RotaryKernel:
         self._epsilons = np.array([norm.epsilon if norm else 0.0 for norm in self._norms], np.float32)
         a = self._arguments = np.zeros(NUM_ARGUMENTS, np.int64)
         a[COUNTER] = self._counter.ctypes.data
+        self._address = a.ctypes.data
         a[QUERY_HEADS], a[KV_HEADS] = shapes.query_heads, shapes.kv_heads
         a[KEY_DIM], a[VALUE_DIM], a[TURNED] = shapes.key_dim, shapes.value_dim, shapes.turned
         for number, norm in enumerate(self._norms):
@@ -139,7 +140,7 @@ class RotaryKernel:
         a[NUM_ROWS], a[NUM_SLOTS] = num_rows, len(slots)
         self._counter[0] = 0
         if projected.numel() <= ALONE_ELEMENTS or torch.get_num_threads() == 1:
-            self._team.run_alone(a.ctypes.data)
+            self._team.run_alone(self._address)
         else:
-            self._team.run(a.ctypes.data)
+            self._team.run(self._address)
         return output

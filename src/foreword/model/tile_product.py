@@ -44,7 +44,7 @@ from foreword.model.kernels.tile_worker import (
 )
 from foreword.model.kernels.tiles import PANEL, STEP
 
-ALONE_OPERATIONS = 1 << 22
+ALONE_OPERATIONS = 1 << 19
 """A product of fewer multiplications is done by the calling thread: waking the others takes longer."""
 
 
@@ -71,9 +71,15 @@ class TileProduct:
         a = self._arguments
         a[WEIGHT], a[TABLE] = self._panels.steps.ctypes.data, self._panels.table.ctypes.data
         a[EXCEPTIONS], a[STARTS] = self._panels.exceptions.ctypes.data, self._panels.starts.ctypes.data
-        a[BIAS], a[WIDTH] = self._bias.data_ptr(), self.out_features // 2 if gated else self.out_features
+        a[ROW_BYTES], a[BIAS], a[WIDTH] = (
+            2 * self.in_features,
+            self._bias.data_ptr(),
+            self.out_features // 2 if gated else self.out_features,
+        )
         a[NUM_STEPS], a[NUM_PANELS], a[GATED] = num_steps, self._num_panels, gated
         a[PART_STEPS] = -(-num_steps // -(-num_steps // MOST_STEPS))
+        self._address = a.ctypes.data
+        a[COUNTERS] = self._address + 8 * NUM_ARGUMENTS
 
     @staticmethod
     def can_take(weight: Tensor) -> bool:
@@ -116,20 +122,14 @@ class TileProduct:
         num_rows = rows.numel() // self.in_features
         if not num_rows:
             return output
-        scratch = _scratch(num_threads * SCRATCH_BYTES)
-        a[ROWS], a[ROW_BYTES], a[TARGET], a[NUM_ROWS] = (
-            rows.data_ptr(),
-            2 * self.in_features,
-            output.data_ptr(),
-            num_rows,
-        )
+        a[ROWS], a[TARGET], a[NUM_ROWS] = rows.data_ptr(), output.data_ptr(), num_rows
         a[GROUP] = min(MOST_PANELS, max(1, self._num_panels // (4 * num_threads)))
-        a[COUNTERS], a[SCRATCH] = a.ctypes.data + 8 * NUM_ARGUMENTS, scratch
+        a[SCRATCH] = _scratch(num_threads * SCRATCH_BYTES)
         a[NUM_ARGUMENTS:] = 0
         if num_rows * self.in_features * self.out_features < ALONE_OPERATIONS:
-            self._team.run_alone(a.ctypes.data)
+            self._team.run_alone(self._address)
         else:
-            self._team.run(a.ctypes.data)
+            self._team.run(self._address)
         return output
 
 
