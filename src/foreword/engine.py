@@ -42,7 +42,7 @@ from foreword.errors import (
     PromptTooLongError,
     RequestTooLargeError,
 )
-from foreword.request import CompletionOutput, Request, RequestOutput, RequestStatus, SamplingParams
+from foreword.request import CompletionOutput, Request, RequestOutput, SamplingParams
 from foreword.running import Computed, LaunchingRunner, PendingStep, Runner
 from foreword.scheduler import Scheduler
 
@@ -87,12 +87,24 @@ class BlockKeys:
 
 
 @dataclass(slots=True)
+class _Answer:
+    """One continuation, as it is computed and as the caller sees it."""
+
+    request: Request
+    completion: CompletionOutput
+    stream: TextStream | None
+    num_read: int = 0
+    """Tokens that went into the stream."""
+
+
+@dataclass(slots=True)
 class _Group:
     """One prompt and its n continuations."""
 
     output: RequestOutput
-    requests: list[Request]
-    streams: list[TextStream | None]
+    answers: list[_Answer]
+    is_told: bool = False
+    """Whether the output says what is known of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +147,7 @@ class Engine:
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
         """In the order of launching; between steps at most one."""
         self._groups: dict[str, _Group] = {}
-        self._group_of: dict[str, _Group] = {}
+        self._group_of: dict[Request, _Group] = {}
         self._num_added = 0
         self.num_computed_tokens = 0
         """Tokens that went through the model since the engine started."""
@@ -148,22 +160,24 @@ class Engine:
         Raises InvalidRequestError (nothing is queued then) when the request can never be served.
         """
         for own_id in (request_id, *_continuation_ids(request_id, params.n)):
-            if own_id in self._groups or own_id in self._group_of:
+            if own_id in self._groups or own_id in self.scheduler:
                 raise InvalidRequestError(f"request id {own_id!r} is in use; give each request its own")
         max_tokens = self._validate(prompt, params)
         requests = self._continuations(request_id, prompt, params, max_tokens)
-        output = RequestOutput(
-            request_id,
-            prompt.text,
-            prompt.token_ids.tolist(),
-            [CompletionOutput(index, logprobs=None if params.logprobs is None else []) for index in range(params.n)],
-            requests[0].metrics,
-        )
+        completions = [
+            CompletionOutput(
+                index,
+                token_ids=request.output_token_ids,
+                logprobs=None if params.logprobs is None else request.logprobs,
+            )
+            for index, request in enumerate(requests)
+        ]
+        output = RequestOutput(request_id, prompt.text, prompt.token_ids.tolist(), completions, requests[0].metrics)
         streams = [None if self._open_text_stream is None else self._open_text_stream(params) for _ in requests]
-        group = _Group(output, requests, streams)
+        group = _Group(output, list(map(_Answer, requests, completions, streams)))
         self._groups[request_id] = group
         for request in requests:
-            self._group_of[request.request_id] = group
+            self._group_of[request] = group
             self.scheduler.add(request)
         return output
 
@@ -246,7 +260,7 @@ class Engine:
         group = self._groups.get(request_id)
         if group is None:
             return None
-        self.scheduler.abort(request.request_id for request in group.requests)
+        self.scheduler.abort(answer.request.request_id for answer in group.answers)
         self._collect(group)
         return group.output
 
@@ -357,19 +371,11 @@ class Engine:
         for number, logprobs in result.prompt_logprobs.items():
             entry = batch.entries[number]  # a resumed request computes the same positions again
             entry.request.prompt_logprobs[entry.start :] = logprobs
-        self.scheduler.commit(batch.entries, result.samples)
-        return [
-            entry.request for entry, sample in zip(batch.entries, result.samples, strict=True) if sample is not None
-        ]
+        return self.scheduler.commit(batch.entries, result)
 
     def _drop_what_rests_on(self, failed: Batch) -> None:
-        """If others use what a failed batch should have computed, end all requests and trust nothing that is cached.
-
-        They do if a batch is planned behind it, or if a request of it has left: its blocks are free, and cached as
-        if they were computed, the one that a token known since has filled among them.
-        """
-        left = any(entry.request.status is not RequestStatus.RUNNING for entry in failed.entries)
-        if not left and not self.scheduler.is_behind_planned(failed.entries):
+        """If others use what a failed batch should have computed, end all requests and trust nothing that is cached."""
+        if not self.scheduler.others_rely_on(failed.entries):
             return
         while self._in_flight:
             with suppress(Exception):
@@ -382,7 +388,7 @@ class Engine:
         self._collect_all(self.scheduler.fail(batch))
         if not isinstance(error, Exception):
             raise error
-        names = ", ".join(entry.request.request_id for entry in batch.entries[:4])
+        names = ", ".join(request.request_id for request in batch.entries.requests[:4])
         raise EngineError(
             f"computing a batch of {len(batch.entries)} requests ({names}) failed: {type(error).__name__}: {error}"
         ) from error
@@ -405,54 +411,63 @@ class Engine:
         """Let what is cached of this prompt be evicted like everything else."""
         self.manager.unpin_prefix(self._sequence("", prompt))
 
+    # ----------------------------------------------------------------- outputs
+
     def _collect_all(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """Bring the outputs of these requests up to date, as far as they are not finished."""
-        owners = ((request, self._group_of.get(request.request_id)) for request in requests)
-        groups = {
-            id(group): group
-            for request, group in owners
-            if group is not None and request in group.requests  # and not a later one of that name
-        }
+        groups = {id(group): group for group in map(self._group_of.get, requests) if group is not None}
         return [self._collect(group) for group in groups.values()]
 
     def _collect(self, group: _Group) -> RequestOutput:
+        """Tokens and log probabilities are in the output since they were recorded; the rest follows here."""
         output, is_finished = group.output, True
-        for completion, request, stream in zip(output.outputs, group.requests, group.streams, strict=True):
-            if completion.finish_reason is None:
-                self._update(completion, request, stream)
-                is_finished &= completion.finish_reason is not None
-        first = group.requests[0]
+        for answer in group.answers:
+            if answer.completion.finish_reason is None:
+                if answer.stream is not None:
+                    self._read(answer, answer.stream)
+                if answer.request.finish_reason is None:
+                    is_finished = False
+                else:
+                    self._end(answer)
+        if is_finished or not group.is_told:
+            self._tell_of_prompt(group)
+        if is_finished:
+            output.metrics.finished_time = max(a.request.metrics.finished_time or 0.0 for a in group.answers)
+            del self._groups[output.request_id]
+            for answer in group.answers:
+                del self._group_of[answer.request]
+        return output
+
+    def _read(self, answer: _Answer, stream: TextStream) -> None:
+        """Turn new tokens into text, and end the request if they complete a stop string."""
+        request, completion = answer.request, answer.completion
+        new_tokens = request.output_token_ids[answer.num_read :]
+        if not new_tokens:
+            return
+        answer.num_read += len(new_tokens)
+        step = stream.push(new_tokens)
+        completion.text += step.new_text
+        if step.stop is not None:  # also when the same token ended the request for another reason
+            request.stop_reason = step.stop
+            if request.finish_reason is None:
+                self.scheduler.finish(request.request_id, "stop")
+            request.finish_reason = "stop"
+
+    def _end(self, answer: _Answer) -> None:
+        request, completion = answer.request, answer.completion
+        if answer.stream is not None:
+            completion.text += answer.stream.finish()
+        completion.finish_reason = request.finish_reason
+        completion.stop_reason = request.stop_reason
+
+    def _tell_of_prompt(self, group: _Group) -> None:
+        """What the first continuation's admission found, and the prompt's log probabilities."""
+        first, output = group.answers[0].request, group.output
         output.num_cached_tokens = first.num_cached_tokens
         output.explanation = first.explanation
         if first.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *first.prompt_logprobs]
-        if is_finished:
-            output.metrics.finished_time = max(r.metrics.finished_time or 0.0 for r in group.requests)
-            del self._groups[output.request_id]
-            for request in group.requests:
-                del self._group_of[request.request_id]
-        return output
-
-    def _update(self, completion: CompletionOutput, request: Request, stream: TextStream | None) -> None:
-        """Move new tokens into the output, and end the request if they complete a stop string."""
-        start = request.num_prompt_tokens + len(completion.token_ids)
-        new_tokens: list[int] = request.sequence.token_ids[start:].tolist()
-        completion.token_ids += new_tokens
-        if completion.logprobs is not None:
-            completion.logprobs += request.logprobs[len(completion.logprobs) :]
-        if stream is not None and new_tokens:
-            step = stream.push(new_tokens)
-            completion.text += step.new_text
-            if step.stop is not None:  # also when the same token ended the request for another reason
-                request.stop_reason = step.stop
-                if request.finish_reason is None:
-                    self.scheduler.finish(request.request_id, "stop")
-                request.finish_reason = "stop"
-        if request.finish_reason is not None:
-            if stream is not None:
-                completion.text += stream.finish()
-            completion.finish_reason = request.finish_reason
-            completion.stop_reason = request.stop_reason
+        group.is_told = bool(first.output_token_ids)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if any room contradicts another."""
@@ -460,7 +475,7 @@ class Engine:
         unfinished = {
             request.request_id
             for group in self._groups.values()
-            for request in group.requests
+            for request in (answer.request for answer in group.answers)
             if request.finish_reason is None
         }
         assert len(self.scheduler) == len(unfinished), "scheduler and engine disagree on what is unfinished"

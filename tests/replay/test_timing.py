@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from foreword.batch import BatchResult
 from foreword.cache import KVCacheManager, RadixIndex
 from foreword.cli import main
 from foreword.config import SchedulerConfig
@@ -47,7 +46,7 @@ class RecordingRunner(SimulatedRunner):
 
     def execute(self, batch):
         """As the engine calls its runner."""
-        return BatchResult(self.run(batch.entries))
+        return self.run(batch.entries)
 
 
 @pytest.mark.parametrize("policy", ["lru", "value"])

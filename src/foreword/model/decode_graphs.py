@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.batch import Batch, IntArray
+from foreword.batch import NO_ENTRIES, Batch, IntArray
 from foreword.model.attention import ForwardContext, GroupStep
 from foreword.model.device import Device, Graph
 from foreword.model.experts import EXPERTS_NAME
@@ -146,7 +146,7 @@ class DecodeGraphs:
         zero = np.zeros(1, np.int32)
         scrap = np.full((1, 1), self._storage.scrap_block, np.int32)
         return Batch(
-            entries=(),
+            entries=NO_ENTRIES,
             token_ids=zero,
             positions=zero,
             query_starts=np.array([0, 1], np.int32),

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreword.batch import Batch, BatchResult
+from foreword.batch import NO_ENTRIES, Batch, BatchResult
 from foreword.cache import RecurrentSpec
 from foreword.model.attention import ForwardContext, GroupStep
 from foreword.model.kernels.on_device import DeviceAttention
@@ -143,7 +143,7 @@ class ModelRunner:
         nothing = np.zeros(1, np.int32)
         self.forward(
             Batch(
-                entries=(),
+                entries=NO_ENTRIES,
                 token_ids=token_ids,
                 positions=np.arange(len(token_ids), dtype=np.int32),
                 query_starts=np.array([0, len(token_ids)], np.int32),
