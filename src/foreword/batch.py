@@ -136,7 +136,10 @@ class Batch:
     def of_group(self, group_id: int, null_block: int) -> Batch:
         """The batch as one group's layers see it, with `null_block` for what the group has given up."""
         tables = self.group_tables[group_id]
-        return replace(self, group_tables=(np.where(tables == NULL_BLOCK, np.int32(null_block), tables),))
+        given_up = tables == NULL_BLOCK
+        if not given_up.any():
+            return self if len(self.group_tables) == 1 else replace(self, group_tables=(tables,))
+        return replace(self, group_tables=(np.where(given_up, np.int32(null_block), tables),))
 
 
 @dataclass(slots=True)

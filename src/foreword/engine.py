@@ -97,7 +97,7 @@ class _Answer:
     """Tokens that went into the stream."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Group:
     """One prompt and its n continuations."""
 
@@ -140,6 +140,7 @@ class Engine:
         self.manager = scheduler.manager
         self.limits = limits
         self._runner = runner
+        self._launcher = runner if isinstance(runner, LaunchingRunner) else None
         self._open_text_stream = open_text_stream
         self._keys = keys or BlockKeys()
         self._clock = clock
@@ -336,10 +337,8 @@ class Engine:
 
     def _launch(self, batch: Batch) -> None:
         try:
-            if isinstance(self._runner, LaunchingRunner):
-                self._in_flight.append((batch, self._runner.launch(batch)))
-            else:
-                self._in_flight.append((batch, Computed(self._runner.execute(batch))))
+            pending = Computed(self._runner.execute(batch)) if self._launcher is None else self._launcher.launch(batch)
+            self._in_flight.append((batch, pending))
         except BaseException as error:
             self._collect_all(self._settle())  # what is left to give up is this batch
             self._drop_what_rests_on(batch)
@@ -415,8 +414,8 @@ class Engine:
 
     def _collect_all(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """Bring the outputs of these requests up to date, as far as they are not finished."""
-        groups = {id(group): group for group in map(self._group_of.get, requests) if group is not None}
-        return [self._collect(group) for group in groups.values()]
+        groups = dict.fromkeys(map(self._group_of.get, requests))
+        return [self._collect(group) for group in groups if group is not None]
 
     def _collect(self, group: _Group) -> RequestOutput:
         """Tokens and log probabilities are in the output since they were recorded; the rest follows here."""

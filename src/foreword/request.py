@@ -216,6 +216,8 @@ class Request:
         self.request_id = sequence.request_id
         self.sequence = sequence
         """Prompt and generated tokens."""
+        self.output_token_ids = sequence.generated
+        """Generated tokens; the sequence's own list."""
         self.num_prompt_tokens = len(sequence)
         self.params = params
         self.max_tokens = max_tokens
@@ -271,11 +273,6 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.sequence) - self.num_prompt_tokens
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """Generated tokens; the sequence's own list."""
-        return self.sequence.generated
 
     @property
     def skips_cache(self) -> bool:

@@ -326,7 +326,9 @@ class Scheduler:
         running.progress["num_computed"][entries.rows[alive]] = entries.ends[alive]
         numbers = (alive & entries.samples).nonzero()[0]
         rows, token_ids = entries.rows[numbers], result.token_ids[numbers]
-        requests = [entries.requests[number] for number in numbers.tolist()]
+        requests = entries.requests
+        if len(numbers) < len(entries):
+            requests = [requests[number] for number in numbers.tolist()]
         lengths = entries.ends[numbers] + 1
         before = running.progress[rows]
         running.record(entries, numbers, token_ids)
