@@ -162,8 +162,8 @@ def build_batch(entries: Entries, group_tables: Sequence[IntArray], copies: IntA
     np.cumsum(lengths, out=query_starts[1:])
     return Batch(
         entries=entries,
-        token_ids=_token_ids(entries, query_starts),
-        positions=np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], lengths),
+        token_ids=_token_ids(entries, lengths, query_starts),
+        positions=np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1]).repeat(lengths),
         query_starts=query_starts,
         group_tables=tuple(group_tables),
         write_from=entries.progress["num_shared"].astype(np.int32),
@@ -172,11 +172,10 @@ def build_batch(entries: Entries, group_tables: Sequence[IntArray], copies: IntA
     )
 
 
-def _token_ids(entries: Entries, query_starts: IntArray) -> IntArray:
+def _token_ids(entries: Entries, lengths: IntArray, query_starts: IntArray) -> IntArray:
     token_ids = np.empty(query_starts[-1], np.int32)
-    ends_only = entries.samples & (np.diff(query_starts) == 1)
-    token_ids[query_starts[:-1][ends_only]] = entries.progress["last_token"][ends_only]
-    for number in (~ends_only).nonzero()[0].tolist():
+    token_ids[query_starts[:-1]] = entries.progress["last_token"]
+    for number in (~entries.samples | (lengths > 1)).nonzero()[0].tolist():
         request, start, end, _ = entries[number]
         token_ids[query_starts[number] : query_starts[number + 1]] = request.sequence.token_ids[start:end]
     return token_ids
@@ -187,4 +186,6 @@ def _expected(entries: Entries, query_starts: IntArray) -> IntArray:
     expecting = (sources >= 0).nonzero()[0]
     if not len(expecting):
         return NONE_EXPECTED
-    return np.stack((query_starts[1:][expecting] - 1, sources[expecting].astype(np.int32)), axis=1)
+    expected = np.empty((len(expecting), 2), np.int32)
+    expected[:, 0], expected[:, 1] = query_starts[expecting + 1] - 1, sources[expecting]
+    return expected

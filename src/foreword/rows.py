@@ -12,6 +12,7 @@ it runs, which is the one that the cache manager gave it:
 from __future__ import annotations
 
 import bisect
+import operator
 from collections.abc import Iterator
 
 import numpy as np
@@ -34,6 +35,9 @@ class RunningRows:
         self.progress: npt.NDArray[np.void] = np.zeros(16, PROGRESS)
         self.facts: FactRows = np.zeros(16, FACTS)
         self._requests: npt.NDArray[np.object_] = np.empty(16, object)
+        self._answers: npt.NDArray[np.object_] = np.empty(16, object)
+        """Lists of generated tokens."""
+        self._stop_ids: npt.NDArray[np.object_] = np.empty(16, object)
         self._keys: list[SortKey] = []
         self._num_stays = 0
 
@@ -53,6 +57,8 @@ class RunningRows:
             self.progress = np.concatenate((self.progress, np.zeros_like(self.progress)))
             self.facts = np.concatenate((self.facts, np.zeros_like(self.facts)))
             self._requests = np.concatenate((self._requests, np.empty_like(self._requests)))
+            self._answers = np.concatenate((self._answers, np.empty_like(self._answers)))
+            self._stop_ids = np.concatenate((self._stop_ids, np.empty_like(self._stop_ids)))
         at = bisect.bisect(self._keys, key)
         self._keys.insert(at, key)
         self.order = np.insert(self.order, at, row)
@@ -61,6 +67,8 @@ class RunningRows:
         self.progress[row] = (self._num_stays, num_tokens, num_computed, num_shared, last_token, -1, True)
         self.facts[row] = request.facts
         self._requests[row] = request
+        self._answers[row] = request.output_token_ids
+        self._stop_ids[row] = request.stop_token_ids
 
     def remove(self, key: SortKey) -> None:
         """A request runs no longer."""
@@ -69,7 +77,7 @@ class RunningRows:
         del self._keys[at]
         self.order = np.delete(self.order, at)
         self.progress["stay"][row] = 0
-        self._requests[row] = None
+        self._requests[row] = self._answers[row] = self._stop_ids[row] = None
 
     def last(self) -> Request:
         return self[int(self.order[-1])]
@@ -108,10 +116,15 @@ class RunningRows:
         progress["num_tokens"][rows] -= progress["source"][rows] >= 0
         progress["source"][rows] = -1
 
-    def record(self, entries: Entries, numbers: Int64Array, token_ids: Int64Array) -> None:
-        """Entries `numbers` of a step, which still run, got these tokens."""
-        progress, rows = self.progress, entries.rows[numbers]
-        progress["num_tokens"][rows] = entries.ends[numbers] + 1
+    def record(self, rows: Int64Array, lengths: Int64Array, token_ids: Int64Array) -> BoolArray:
+        """Append a token in each of these rows, which makes them so long; which of them are tokens to stop at."""
+        progress = self.progress
+        progress["num_tokens"][rows] = lengths
         progress["last_token"][rows] = token_ids
         progress["source"][rows] = -1
         progress["is_new"][rows] = False
+        listed = token_ids.tolist()
+        for answer, token_id in zip(self._answers[rows].tolist(), listed, strict=True):
+            answer.append(token_id)
+        stops = map(operator.contains, self._stop_ids[rows].tolist(), listed)
+        return np.fromiter(stops, np.bool_, len(listed))

@@ -157,7 +157,8 @@ class Scheduler:
         if self.states is None:
             wanted = self._running.progress["num_tokens"][rows] - starts
             np.minimum(wanted, self.config.long_prefill_token_threshold or budget, out=wanted)
-            ends = starts + np.clip(budget + wanted - wanted.cumsum(), 0, wanted)
+            left = budget + wanted - wanted.cumsum()  # for this row, if those before it got what they want
+            ends = starts + np.minimum(wanted, np.maximum(left, 0))
         else:
             ends = self._cut_at_states(rows, starts, budget)
         computing = ends > starts
@@ -331,12 +332,8 @@ class Scheduler:
             requests = [requests[number] for number in numbers.tolist()]
         lengths = entries.ends[numbers] + 1
         before = running.progress[rows]
-        running.record(entries, numbers, token_ids)
-        ends = lengths >= entries.facts["max_length"][numbers]
-        for at, (request, token_id) in enumerate(zip(requests, token_ids.tolist(), strict=True)):
-            request.output_token_ids.append(token_id)
-            if token_id in request.stop_token_ids:
-                ends[at] = True
+        ends = running.record(rows, lengths, token_ids)
+        ends |= lengths >= entries.facts["max_length"][numbers]
         for number, logprobs in result.logprobs.items():
             if alive[number]:
                 entries.requests[number].logprobs.append(logprobs)

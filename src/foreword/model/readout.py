@@ -35,11 +35,11 @@ def logit_rows(batch: Batch) -> LogitRows:
     entries = batch.entries
     ends = batch.query_starts[1:].astype(np.int64)
     reports = entries.facts["reports_prompt"] & (entries.starts < entries.facts["num_prompt_tokens"] - 1)
-    firsts = np.where(reports, batch.query_starts[:-1], ends - entries.samples)
-    counts = ends - firsts
-    row_ends = np.cumsum(counts)
-    rows = np.arange(counts.sum()) + np.repeat(ends - row_ends, counts)
-    return LogitRows(rows, row_ends)
+    counts = entries.samples.astype(np.int64)
+    if reports.any():
+        counts[reports] = (ends - batch.query_starts[:-1])[reports]
+    row_ends = counts.cumsum()
+    return LogitRows(np.arange(counts.sum()) + (ends - row_ends).repeat(counts), row_ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,8 @@ class Taken:
         """All of it as one [n] int32 tensor; n may be 0."""
         parts = [report.packed() for _, report in self.prompts]
         parts += [] if self.drawn is None else [self.drawn.packed()]
+        if len(parts) == 1:
+            return parts[0]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
 
     def read(self, packed: Int32s) -> BatchResult:

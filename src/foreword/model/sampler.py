@@ -86,7 +86,8 @@ class Drawn:
 
     def packed(self) -> Tensor:
         """All of it as one [n] int32 tensor."""
-        return torch.cat([as_int32(self.token_ids), *(report.packed() for _, report in self.reports)])
+        token_ids = as_int32(self.token_ids)
+        return torch.cat([token_ids, *(report.packed() for _, report in self.reports)]) if self.reports else token_ids
 
     def read(self, packed: Int32s) -> tuple[Int32s, dict[int, TokenLogprobs]]:
         """Tokens [rows], a view, and reports by row, from `packed` as it reached the host."""
