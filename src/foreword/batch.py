@@ -40,7 +40,8 @@ PROGRESS = np.dtype(
         ("last_token", np.int64),  # 0 if it is expected
         ("source", np.int64),  # number of the entry in the step before whose token is expected; -1 for none
         ("is_new", np.bool_),  # has no token since it was admitted
-    ]
+    ],
+    align=True,
 )
 """How far a running request is."""
 

@@ -151,7 +151,8 @@ FACTS = np.dtype(
         ("samples_by_tokens", np.bool_),
         ("reports", np.bool_),  # log probabilities of sampled tokens
         ("reports_prompt", np.bool_),
-    ]
+    ],
+    align=True,
 )
 """What each step asks of every request, and never changes: a record, so that one operation asks it of all."""
 FactRows = npt.NDArray[np.void]

@@ -86,8 +86,8 @@ class RunningRows:
 
     def entries(self, rows: Int64Array, starts: Int64Array, ends: Int64Array) -> Entries:
         """Shares of a step for requests in these rows, as they stand now."""
-        requests: list[Request] = self._requests[rows].tolist()
-        return Entries(requests, rows, starts, ends, self.progress[rows], self.facts[rows])
+        requests: list[Request] = self._requests.take(rows).tolist()
+        return Entries(requests, rows, starts, ends, self.progress.take(rows), self.facts.take(rows))
 
     def still_run(self, entries: Entries) -> BoolArray:
         """Which requests have not left since these entries were made, [entries]."""

@@ -331,7 +331,7 @@ class Scheduler:
         if len(numbers) < len(entries):
             requests = [requests[number] for number in numbers.tolist()]
         lengths = entries.ends[numbers] + 1
-        before = running.progress[rows]
+        before = running.progress.take(rows)
         ends = running.record(rows, lengths, token_ids)
         ends |= lengths >= entries.facts["max_length"][numbers]
         for number, logprobs in result.logprobs.items():
@@ -359,7 +359,7 @@ class Scheduler:
         They do if a step is planned behind it, or if a request of it has left: its blocks are free, and cached as if
         they were computed, the one that a token known since has filled among them.
         """
-        alive, progress = self._running.still_run(entries), self._running.progress[entries.rows]
+        alive, progress = self._running.still_run(entries), self._running.progress.take(entries.rows)
         return bool((~alive | (progress["num_computed"] == entries.ends)).any())
 
     def _finish_if_due(self, request: Request, token_id: int) -> None:

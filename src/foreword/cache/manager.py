@@ -280,6 +280,8 @@ class KVCacheManager:
     def _cache_filled(self, rows: IntArray, ends: IntArray) -> None:
         """Index what these rows fill, but not a block whose last token is not known yet."""
         known = [len(self._sequences[row]) >= end for row, end in zip(rows.tolist(), ends.tolist(), strict=True)]
+        if not any(known):
+            return
         if not all(known):
             rows, ends = rows[known], ends[known]
         self._coordinator.cache_blocks_each(rows, self._sequences.__getitem__, ends)

@@ -72,7 +72,7 @@ class Sampled:
             return cls(entries.requests, entries.facts, entries.num_generated())
         samples = entries.samples
         requests = [entries.requests[number] for number in samples.nonzero()[0].tolist()]
-        return cls(requests, entries.facts[samples], entries.num_generated()[samples])
+        return cls(requests, entries.facts.compress(samples), entries.num_generated()[samples])
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ def _random_rows(asked: Sampled, vocab: int, put: Put) -> tuple[Tensor, Tensor] 
     rows = (asked.facts["temperature"] > 0).nonzero()[0]
     if not len(rows):
         return None
-    facts = asked.facts[rows]
+    facts = asked.facts.take(rows)
     top_k = facts["top_k"]
     options = np.stack(
         (

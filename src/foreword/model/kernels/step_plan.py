@@ -95,7 +95,7 @@ def plan_step(batch: Batch, block_size: int, rule: SharingRule | None) -> StepPl
     members = few.nonzero()[0]
     joined = None
     if rule is not None and len(members) > 1:
-        members, joined = _sort_by_blocks(batch, members, block_size, rule)
+        members, joined = sort_by_blocks(batch, members, block_size, rule)
     slots = lengths * num_chunks * few
     folds = _folds((~few).nonzero()[0], lengths, first_positions)
     shared = _shared(num_chunks[members], joined)
@@ -154,7 +154,7 @@ def _shared(num_chunks: Int64Array, joined: Int64Array | None) -> Int64Array:
     return items
 
 
-def _sort_by_blocks(
+def sort_by_blocks(
     batch: Batch, members: Int64Array, block_size: int, rule: SharingRule
 ) -> tuple[Int64Array, Int64Array | None]:
     """Members sorted by their tables, and how many whole chunks each shares with the next; None: not worth sorting."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.batch import IntArray
+from foreword.batch import Batch, IntArray
 from foreword.model.kernels.step_plan import CHUNK, StepPlan
 
 HEADER = 12
@@ -140,18 +140,10 @@ def lay_out(step: StepPlan, tile_queries: int, shape: PlanShape) -> HostPlan:
     """
     folds = step.items[: step.num_folds, 1:]
     items = _items(step, tile_queries)
-    num_queries, num_requests = len(step.merges), len(step.tables)
-    width = min(step.tables.shape[1], shape.table_width)
+    num_queries = len(step.merges)
     assert len(folds) == shape.num_folds
-    assert len(items) <= shape.num_items
     assert step.num_slots <= shape.num_slots
-    assert num_queries <= shape.num_queries
-    tables_at = shape.items + 4 * len(items)
-    data = np.zeros(tables_at + num_requests * width, np.int32)
-    data[NUM_FOLDS], data[NUM_ITEMS], data[NUM_QUERIES] = len(folds), len(items), num_queries
-    data[FOLDS], data[ITEMS], data[QUERIES], data[STARTS] = shape.folds, shape.items, shape.queries, shape.starts
-    data[TABLES], data[TABLE_WIDTH] = tables_at, width
-
+    data = _frame(shape, len(items), num_queries, step.tables)
     if len(folds):
         part = data[shape.folds : shape.queries].reshape(-1, 4)
         part[:, :3] = folds
@@ -162,12 +154,43 @@ def lay_out(step: StepPlan, tile_queries: int, shape: PlanShape) -> HostPlan:
     part[:num_queries, 0] = row + numbers
     part[:num_queries, 1] = position + numbers
     part[:num_queries, 2] = slot + numbers * num_chunks
-    part[num_queries:, 0] = np.arange(num_queries, shape.num_queries)  # rows behind the batch's own
-    part[num_queries:, 1] = UNUSED_POSITION
-    data[shape.starts : shape.starts + num_requests] = step.requests[:, 0]
-    data[shape.items : tables_at].reshape(-1, 4)[:] = items
-    data[tables_at:].reshape(num_requests, width)[:] = step.tables[:, :width]
+    data[shape.starts : shape.starts + len(step.tables)] = step.requests[:, 0]
+    data[shape.items :][: items.size].reshape(-1, 4)[:] = items
     return HostPlan(shape, data)
+
+
+def lay_out_alone(batch: Batch, shape: PlanShape) -> HostPlan:
+    """`lay_out` of a batch of single tokens that share no KV: of most decoding steps, in less than half the time."""
+    num_chunks = batch.positions // CHUNK + 1
+    ends = num_chunks.cumsum()
+    assert ends[-1] <= shape.num_slots
+    chunk, request = (np.arange(num_chunks.max())[:, None] < num_chunks).nonzero()
+    data = _frame(shape, len(chunk), batch.num_tokens, batch.block_tables)
+    rows = np.arange(batch.num_tokens)
+    queries = data[shape.queries :][: 4 * len(rows)].reshape(-1, 4)
+    queries[:, 0], queries[:, 1], queries[:, 2] = rows, batch.positions, ends - num_chunks
+    data[shape.starts : shape.starts + len(rows)] = rows
+    items = data[shape.items :][: 4 * len(chunk)].reshape(-1, 4)
+    items[:, 0], items[:, 1], items[:, 2], items[:, 3] = request, chunk, request, 1
+    return HostPlan(shape, data)
+
+
+def _frame(shape: PlanShape, num_items: int, num_queries: int, tables: IntArray) -> IntArray:
+    """An array with header, padding and tables, its other parts still to be written."""
+    assert num_items <= shape.num_items
+    assert num_queries <= shape.num_queries
+    width = min(tables.shape[1], shape.table_width)
+    tables_at = shape.items + 4 * num_items
+    data = np.zeros(tables_at + len(tables) * width, np.int32)
+    data[NUM_FOLDS], data[NUM_ITEMS], data[NUM_QUERIES] = shape.num_folds, num_items, num_queries
+    data[FOLDS], data[ITEMS], data[QUERIES], data[STARTS] = shape.folds, shape.items, shape.queries, shape.starts
+    data[TABLES], data[TABLE_WIDTH] = tables_at, width
+    if num_queries < shape.num_queries:  # rows behind the batch's own
+        padding = data[shape.queries : shape.starts].reshape(-1, 4)[num_queries:]
+        padding[:, 0] = np.arange(num_queries, shape.num_queries)
+        padding[:, 1] = UNUSED_POSITION
+    data[tables_at:].reshape(len(tables), width)[:] = tables[:, :width]
+    return data
 
 
 def _items(step: StepPlan, tile_queries: int) -> IntArray:
