@@ -262,6 +262,28 @@ class Scheduler:
         """Where a request runs."""
         return int(self.manager.handles([request.request_id])[0])
 
+    # -------------------------------------------------------------- simulation
+
+    def num_steady_steps(self) -> int:
+        """How many next steps only add a token to each running request, if none arrives and no token ends one.
+
+        Nothing else changes: no request is admitted, and no block is taken or filled.
+        """
+        if self.states is not None or len(self._waiting) or len(self._running) > self.config.max_num_batched_tokens:
+            return 0
+        most = self._running.num_steady_steps()
+        return most and min(most, self.manager.num_quiet_tokens(self._running.order))
+
+    def num_computed_tokens(self) -> Int64Array:
+        """Of each running request, in service order."""
+        counts: Int64Array = self._running.progress["num_computed"][self._running.order]
+        return counts
+
+    def skip(self, num_steps: int) -> None:
+        """As so many of `num_steady_steps`, which sample token 0."""
+        self.manager.allocate_running_slots(self._running.order, self.num_computed_tokens() + num_steps)
+        self._running.skip(num_steps)
+
     # -------------------------------------------------------------- coalescing
 
     @property

@@ -264,6 +264,10 @@ class KVCacheManager:
         self._num_slots[handles] = num_tokens
         return served
 
+    def num_quiet_tokens(self, handles: IntArray) -> int:
+        """By how many tokens all these requests can grow without taking, giving up or filling a block."""
+        return max(0, int((self._quiet_until[handles] - self._num_slots[handles]).min()))
+
     def _allocate_busy(self, rows: IntArray, ends: IntArray) -> int:
         """Take, give up and index blocks for the first rows for which there are enough; returns their number."""
         starts = self._num_slots[rows]

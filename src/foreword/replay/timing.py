@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from foreword.batch import BatchResult, Entries
+from foreword.batch import BatchResult, Entries, Int64Array
 from foreword.cache import KVCacheManager, RadixIndex, TokenSequence
 from foreword.config import SchedulerConfig
 from foreword.errors import ConfigError
@@ -24,6 +24,7 @@ from foreword.request import Request, SamplingParams
 from foreword.scheduler import Scheduler
 
 Routing = Literal["round_robin", "least_loaded", "prefix_aware"]
+Seconds = npt.NDArray[np.float64]
 PARAMS = SamplingParams()
 
 
@@ -69,11 +70,19 @@ class StepCost:
     def seconds(self, entries: Entries) -> float:
         """Of one step."""
         lengths = entries.ends - entries.starts
-        num_tokens, num_seen = int(lengths.sum()), int(entries.ends.sum())
-        num_pairs = int((lengths * (entries.starts + entries.ends + 1) // 2).sum())
+        pairs = lengths * (entries.starts + entries.ends + 1) // 2
+        return float(self._seconds(int(lengths.sum()), entries.ends.sum(), pairs.sum()))
+
+    def seconds_of_decoding(self, num_computed: Int64Array, num_steps: int) -> Seconds:
+        """Of consecutive steps that compute one token of each request, [num_steps]."""
+        num_seen = int(num_computed.sum()) + len(num_computed) * np.arange(1, num_steps + 1)
+        return self._seconds(len(num_computed), num_seen, num_seen)
+
+    def _seconds(self, num_tokens: int, num_seen: Int64Array, num_pairs: Int64Array) -> Seconds:
         flops = num_tokens * self.flops_per_token + num_pairs * self.flops_per_pair
         num_bytes = self.weight_bytes + num_seen * self.kv_bytes_per_token
-        return max(flops / self.flops_per_s, num_bytes / self.bytes_per_s) + self.overhead_s
+        seconds: Seconds = np.maximum(flops / self.flops_per_s, num_bytes / self.bytes_per_s) + self.overhead_s
+        return seconds
 
 
 class SimulatedRunner:
@@ -91,6 +100,18 @@ class SimulatedRunner:
         self.now += seconds
         self.busy_s += seconds
         return BatchResult(np.zeros(len(entries), np.int64))
+
+    def run_decoding(self, num_computed: Int64Array, most: int, moment: float) -> int:
+        """Steps that compute one token of each request, at most so many; none begins at `moment` or later.
+
+        Returns how many.
+        """
+        seconds = self.cost.seconds_of_decoding(num_computed, most)
+        times = np.cumsum(np.append(self.now, seconds))
+        num_steps = int(times[:-1].searchsorted(moment))
+        self.now = float(times[num_steps])
+        self.busy_s = float(np.cumsum(np.append(self.busy_s, seconds[:num_steps]))[-1])
+        return num_steps
 
 
 class Replica:
@@ -123,8 +144,18 @@ class Replica:
 
     def run_until(self, moment: float) -> None:
         """Run steps until the clock has reached `moment`, or nothing is left to do."""
-        while self.runner.now < moment and self.step():
+        while self.runner.now < moment and (self._skip(moment) or self.step()):
             pass
+
+    def _skip(self, moment: float) -> bool:
+        """Many steps at once, where nothing is decided; False, and no change, if the next one must be planned."""
+        most = self.scheduler.num_steady_steps()
+        if most < 1:
+            return False
+        num_steps = self.runner.run_decoding(self.scheduler.num_computed_tokens(), most, moment)
+        self.scheduler.skip(num_steps)
+        self.num_generated += num_steps * self.scheduler.num_running
+        return True
 
     def step(self) -> bool:
         """One step; False, and no change, if there is nothing to do."""
