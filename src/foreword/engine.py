@@ -17,10 +17,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -42,30 +42,12 @@ from foreword.errors import (
     PromptTooLongError,
     RequestTooLargeError,
 )
-from foreword.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from foreword.outputs import OpenTextStream, Outputs
+from foreword.request import Request, RequestOutput, SamplingParams
 from foreword.running import Computed, LaunchingRunner, PendingStep, Runner
 from foreword.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-
-class TextStep(Protocol):
-    """What pushing tokens into a text stream gave."""
-
-    @property
-    def new_text(self) -> str: ...
-    @property
-    def stop(self) -> str | None: ...
-
-
-class TextStream(Protocol):
-    """Turns one output's tokens into text as they arrive, and watches for stop strings."""
-
-    def push(self, token_ids: Sequence[int]) -> TextStep: ...
-    def finish(self) -> str: ...
-
-
-OpenTextStream = Callable[[SamplingParams], TextStream]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +66,6 @@ class BlockKeys:
     hash_fn: HashFunction = sha256
     root: BlockHash = field(default_factory=chain_root)
     """Stands for the model; `chain_root` makes it."""
-
-
-@dataclass(slots=True)
-class _Answer:
-    """One continuation, as it is computed and as the caller sees it."""
-
-    request: Request
-    completion: CompletionOutput
-    stream: TextStream | None
-    num_read: int = 0
-    """Tokens that went into the stream."""
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """One prompt and its n continuations."""
-
-    output: RequestOutput
-    answers: list[_Answer]
-    is_told: bool = False
-    """Whether the output says what is known of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +102,12 @@ class Engine:
         self.limits = limits
         self._runner = runner
         self._launcher = runner if isinstance(runner, LaunchingRunner) else None
-        self._open_text_stream = open_text_stream
+        self._outputs = Outputs(open_text_stream, scheduler.finish)
         self._keys = keys or BlockKeys()
         self._clock = clock
         self._seed = seed
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
         """In the order of launching; between steps at most one."""
-        self._groups: dict[str, _Group] = {}
-        self._group_of: dict[Request, _Group] = {}
         self._num_added = 0
         self.num_computed_tokens = 0
         """Tokens that went through the model since the engine started."""
@@ -161,24 +120,12 @@ class Engine:
         Raises InvalidRequestError (nothing is queued then) when the request can never be served.
         """
         for own_id in (request_id, *_continuation_ids(request_id, params.n)):
-            if own_id in self._groups or own_id in self.scheduler:
+            if own_id in self._outputs or own_id in self.scheduler:
                 raise InvalidRequestError(f"request id {own_id!r} is in use; give each request its own")
         max_tokens = self._validate(prompt, params)
         requests = self._continuations(request_id, prompt, params, max_tokens)
-        completions = [
-            CompletionOutput(
-                index,
-                token_ids=request.output_token_ids,
-                logprobs=None if params.logprobs is None else request.logprobs,
-            )
-            for index, request in enumerate(requests)
-        ]
-        output = RequestOutput(request_id, prompt.text, prompt.token_ids.tolist(), completions, requests[0].metrics)
-        streams = [None if self._open_text_stream is None else self._open_text_stream(params) for _ in requests]
-        group = _Group(output, list(map(_Answer, requests, completions, streams)))
-        self._groups[request_id] = group
+        output = self._outputs.open(request_id, prompt.text, prompt.token_ids.tolist(), requests)
         for request in requests:
-            self._group_of[request] = group
             self.scheduler.add(request)
         return output
 
@@ -229,7 +176,7 @@ class Engine:
                     f"token id {token_id} in logit_bias or stop_token_ids is out of range; the model's ids are 0 to "
                     f"{self.limits.vocab_size - 1}"
                 )
-        if params.stop and self._open_text_stream is None:
+        if params.stop and not self._outputs.have_text:
             raise InvalidRequestError(
                 f"stop={params.stop!r} needs a tokenizer, and this model has none; use stop_token_ids"
             )
@@ -258,16 +205,16 @@ class Engine:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request at once, its blocks freed; returns its final output, None if it is unknown."""
-        group = self._groups.get(request_id)
-        if group is None:
+        if request_id not in self._outputs:
             return None
-        self.scheduler.abort(answer.request.request_id for answer in group.answers)
-        self._collect(group)
-        return group.output
+        requests = self._outputs.requests_of(request_id)
+        self.scheduler.abort(request.request_id for request in requests)
+        [output] = self._outputs.collect(requests)
+        return output
 
     def abort_all(self) -> None:
         """End every unfinished request."""
-        for request_id in list(self._groups):
+        for request_id in self._outputs.request_ids():
             self.abort_request(request_id)
 
     def explain(self, prompt: Prompt) -> LookupExplanation:
@@ -285,7 +232,7 @@ class Engine:
     # -------------------------------------------------------------------- step
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._groups)
+        return len(self._outputs) > 0
 
     def step(self) -> list[RequestOutput]:
         """Run one batch. Returns the requests that got tokens or ended, in order of arrival.
@@ -299,7 +246,7 @@ class Engine:
         batch = self._plan_behind()
         if batch is not None:
             self._launch(batch)
-            return self._collect_all(self._settle())
+            return self._outputs.collect(self._settle())
         moved = self._settle()
         try:
             batch = self._plan()
@@ -309,16 +256,16 @@ class Engine:
                 if not moved and self._in_flight[0][1].is_ready():
                     moved += self._settle()
         except BaseException:
-            self._collect_all(moved)  # their outputs are up to date, though nobody is told
+            self._outputs.collect(moved)  # their outputs are up to date, though nobody is told
             raise
-        return self._collect_all(moved)
+        return self._outputs.collect(moved)
 
     def _plan(self) -> Batch | None:
         """The next batch, when all tokens are known."""
         try:
             return self.scheduler.schedule()
         except BaseException:
-            self._collect_all(self.scheduler.give_up())
+            self._outputs.collect(self.scheduler.give_up())
             raise
 
     def _plan_behind(self) -> Batch | None:
@@ -329,9 +276,9 @@ class Engine:
             return self.scheduler.schedule_behind(self._in_flight[0][0].entries)
         except BaseException:
             try:
-                self._collect_all(self._settle())
+                self._outputs.collect(self._settle())
             finally:
-                self._collect_all(self.scheduler.give_up())
+                self._outputs.collect(self.scheduler.give_up())
                 self.manager.reset_prefix_cache()  # a request may have left with a token that nobody will compute
             raise
 
@@ -340,7 +287,7 @@ class Engine:
             pending = Computed(self._runner.execute(batch)) if self._launcher is None else self._launcher.launch(batch)
             self._in_flight.append((batch, pending))
         except BaseException as error:
-            self._collect_all(self._settle())  # what is left to give up is this batch
+            self._outputs.collect(self._settle())  # what is left to give up is this batch
             self._drop_what_rests_on(batch)
             self._give_up(batch, error)
 
@@ -360,7 +307,7 @@ class Engine:
             self._give_up(batch, error)
         moved = self._record(batch, result)
         if interrupt is not None:
-            self._collect_all(moved)
+            self._outputs.collect(moved)
             raise interrupt
         return moved
 
@@ -379,12 +326,12 @@ class Engine:
         while self._in_flight:
             with suppress(Exception):
                 self._in_flight.popleft()[1].result()
-        self._collect_all(self.scheduler.give_up())
+        self._outputs.collect(self.scheduler.give_up())
         self.manager.reset_prefix_cache()
 
     def _give_up(self, batch: Batch, error: BaseException) -> NoReturn:
         """End the requests of a batch that failed, and raise why."""
-        self._collect_all(self.scheduler.fail(batch))
+        self._outputs.collect(self.scheduler.fail(batch))
         if not isinstance(error, Exception):
             raise error
         names = ", ".join(request.request_id for request in batch.entries.requests[:4])
@@ -410,71 +357,13 @@ class Engine:
         """Let what is cached of this prompt be evicted like everything else."""
         self.manager.unpin_prefix(self._sequence("", prompt))
 
-    # ----------------------------------------------------------------- outputs
-
-    def _collect_all(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """Bring the outputs of these requests up to date, as far as they are not finished."""
-        groups = dict.fromkeys(map(self._group_of.get, requests))
-        return [self._collect(group) for group in groups if group is not None]
-
-    def _collect(self, group: _Group) -> RequestOutput:
-        """Tokens and log probabilities are in the output since they were recorded; the rest follows here."""
-        output, is_finished = group.output, True
-        for answer in group.answers:
-            if answer.completion.finish_reason is None:
-                if answer.stream is not None:
-                    self._read(answer, answer.stream)
-                if answer.request.finish_reason is None:
-                    is_finished = False
-                else:
-                    self._end(answer)
-        if is_finished or not group.is_told:
-            self._tell_of_prompt(group)
-        if is_finished:
-            output.metrics.finished_time = max(a.request.metrics.finished_time or 0.0 for a in group.answers)
-            del self._groups[output.request_id]
-            for answer in group.answers:
-                del self._group_of[answer.request]
-        return output
-
-    def _read(self, answer: _Answer, stream: TextStream) -> None:
-        """Turn new tokens into text, and end the request if they complete a stop string."""
-        request, completion = answer.request, answer.completion
-        new_tokens = request.output_token_ids[answer.num_read :]
-        if not new_tokens:
-            return
-        answer.num_read += len(new_tokens)
-        step = stream.push(new_tokens)
-        completion.text += step.new_text
-        if step.stop is not None:  # also when the same token ended the request for another reason
-            request.stop_reason = step.stop
-            if request.finish_reason is None:
-                self.scheduler.finish(request.request_id, "stop")
-            request.finish_reason = "stop"
-
-    def _end(self, answer: _Answer) -> None:
-        request, completion = answer.request, answer.completion
-        if answer.stream is not None:
-            completion.text += answer.stream.finish()
-        completion.finish_reason = request.finish_reason
-        completion.stop_reason = request.stop_reason
-
-    def _tell_of_prompt(self, group: _Group) -> None:
-        """What the first continuation's admission found, and the prompt's log probabilities."""
-        first, output = group.answers[0].request, group.output
-        output.num_cached_tokens = first.num_cached_tokens
-        output.explanation = first.explanation
-        if first.params.prompt_logprobs is not None:
-            output.prompt_logprobs = [None, *first.prompt_logprobs]
-        group.is_told = bool(first.output_token_ids)
-
     def check_integrity(self) -> None:
         """Raise AssertionError if any room contradicts another."""
         self.scheduler.check_integrity()
         unfinished = {
             request.request_id
-            for group in self._groups.values()
-            for request in (answer.request for answer in group.answers)
+            for request_id in self._outputs.request_ids()
+            for request in self._outputs.requests_of(request_id)
             if request.finish_reason is None
         }
         assert len(self.scheduler) == len(unfinished), "scheduler and engine disagree on what is unfinished"
