@@ -11,7 +11,6 @@ difference. Prefill, chunked prefill, decoding and resuming after preemption are
 
 from __future__ import annotations
 
-import bisect
 import logging
 import time
 from collections.abc import Iterable
@@ -20,9 +19,10 @@ import numpy as np
 
 from foreword.batch import Batch, BatchResult, Entries, Int64Array, build_batch
 from foreword.cache import KVCacheManager, PrefixHit, StateCheckpoints
+from foreword.coalescing import Coalescing
 from foreword.config import SchedulerConfig
 from foreword.errors import ConfigError
-from foreword.queues import InFlightPrefixes, Queue, SortKey
+from foreword.queues import Queue, SortKey
 from foreword.request import FinishReason, Request, RequestStatus
 from foreword.rows import RunningRows
 
@@ -53,11 +53,15 @@ class Scheduler:
             )
         self._waiting = Queue()
         self._running = RunningRows()
-        self._in_flight = InFlightPrefixes()
-        self._awaited: dict[str, int] = {}
+        self._coalescing = self._make_coalescing()
         self._keys: dict[str, SortKey] = {}
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
+
+    def _make_coalescing(self) -> Coalescing:
+        enabled = self.config.coalesce_in_flight and self.manager.enable_prefix_caching
+        states = self.states if self._saves_states else None
+        return Coalescing(self.manager, states, self._num_computed_of, enabled=enabled)
 
     # ------------------------------------------------------------------ intake
 
@@ -224,12 +228,12 @@ class Scheduler:
         for request in list(self._waiting):
             if not budget or len(self._running) >= self.config.max_num_seqs:
                 break
-            if self._is_awaiting(request):
+            if self._coalescing.still_waits(request):
                 continue
             hit = self.manager.get_computed_blocks(
                 request.sequence, skip_reading=request.skips_cache, resumed=request.num_preemptions > 0
             )
-            if self._awaits_in_flight(request, hit):
+            if self._coalescing.must_wait(request, hit):
                 continue
             end = self._end(request, hit.num_tokens, budget)
             if end == hit.num_tokens:
@@ -251,16 +255,15 @@ class Scheduler:
             request.metrics.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
             request.explanation = self.manager.explanation_of(request.request_id)
-        # Blocks can be hit from the step that fills them; states only afterwards.
-        pending = hit.num_tokens if self._saves_states else end
-        if self._coalesces and pending < len(request):
-            keys = request.sequence.block_hashes()[pending // self.manager.block_size :]
-            self._in_flight.open(request.request_id, keys)
+        self._coalescing.begin(request, hit, end)
         return row
 
     def _row_of(self, request: Request) -> int:
         """Where a request runs."""
         return int(self.manager.handles([request.request_id])[0])
+
+    def _num_computed_of(self, request: Request) -> int:
+        return int(self._running.progress["num_computed"][self._row_of(request)])
 
     # -------------------------------------------------------------- simulation
 
@@ -283,60 +286,6 @@ class Scheduler:
         """As so many of `num_steady_steps`, which sample token 0."""
         self.manager.allocate_running_slots(self._running.order, self.num_computed_tokens() + num_steps)
         self._running.skip(num_steps)
-
-    # -------------------------------------------------------------- coalescing
-
-    @property
-    def _coalesces(self) -> bool:
-        return self.config.coalesce_in_flight and self.manager.enable_prefix_caching
-
-    def _awaits_in_flight(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether the first block that `hit` lacks is being computed by a running request."""
-        if not self._coalesces or not len(self._in_flight) or request.skips_cache:
-            return False
-        keys = request.sequence.block_hashes()
-        missing = hit.num_shared_tokens // self.manager.block_size
-        if missing == len(keys) or keys[missing] not in self._in_flight:
-            return False
-        if self._saves_states and not self._awaits_state(request, hit, missing):
-            return False
-        self._awaited[request.request_id] = missing
-        return True
-
-    def _awaits_state(self, request: Request, hit: PrefixHit, missing: int) -> bool:
-        """Whether the request that computes block `missing` saves a state that this one could hit.
-
-        If it does not yet, but will pass the place where the two part, it is asked to.
-        """
-        assert self.states is not None
-        keys, size = request.sequence.block_hashes(), self.manager.block_size
-        owner_id = self._in_flight.owner_of(keys[missing])
-        assert owner_id is not None
-        owner = self._requests[owner_id]
-        shared = missing
-        while shared < len(keys) and self._in_flight.owner_of(keys[shared]) == owner_id:
-            shared += 1
-        junction = self.states.align(min(shared * size, len(request) - 1))
-        num_computed = int(self._running.progress["num_computed"][self._row_of(owner)])
-        start = max(hit.num_tokens, num_computed)
-        if self.states.next_after(owner.state_positions, start) <= junction:
-            return True
-        if junction <= max(hit.num_tokens, owner.num_scheduled_tokens):
-            return False
-        bisect.insort(owner.state_positions, junction)
-        self.manager.save_states_at(owner_id, [junction])
-        return True
-
-    def _is_awaiting(self, request: Request) -> bool:
-        """Whether the block it was last seen waiting for is still neither cached nor given up."""
-        block = self._awaited.get(request.request_id)
-        if block is None:
-            return False
-        in_flight = request.sequence.block_hashes()[block] in self._in_flight
-        if in_flight and not self.manager.is_cached(request.sequence, block):
-            return True
-        del self._awaited[request.request_id]
-        return False
 
     # ------------------------------------------------------------------ commit
 
@@ -371,7 +320,7 @@ class Scheduler:
 
     def _note_first_token(self, request: Request) -> None:
         """Of its stay: what others wait for is computed."""
-        self._in_flight.close(request.request_id)
+        self._coalescing.end(request)
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = time.monotonic()
 
@@ -420,9 +369,9 @@ class Scheduler:
                 computed = int(max(progress["num_computed"], progress["num_shared"]))
             self.manager.forget_uncomputed(request_id, computed)
             self.manager.free(request_id)
-        self._waiting, self._running, self._in_flight = Queue(), RunningRows(), InFlightPrefixes()
-        for table in (self._awaited, self._keys, self._requests):
-            table.clear()
+        self._waiting, self._running, self._coalescing = Queue(), RunningRows(), self._make_coalescing()
+        self._keys.clear()
+        self._requests.clear()
         for request in requests:
             self._end_life(request, "abort")
         return requests
@@ -444,7 +393,7 @@ class Scheduler:
             self._release(request)
         else:
             self._waiting.remove(key)
-        self._awaited.pop(request_id, None)
+        self._coalescing.stop_waiting(request)
         self._end_life(request, reason)
 
     def _end_life(self, request: Request, reason: FinishReason) -> None:
@@ -464,7 +413,7 @@ class Scheduler:
         logger.info("preempted %s: no free blocks", request.request_id)
 
     def _release(self, request: Request) -> None:
-        self._in_flight.close(request.request_id)
+        self._coalescing.end(request)
         self.manager.free(request.request_id)
 
     def check_integrity(self) -> None:
@@ -480,5 +429,4 @@ class Scheduler:
         assert progress["num_tokens"].tolist() == [len(request) for request in running]
         assert (progress["num_computed"] <= progress["num_tokens"]).all()
         assert (progress["source"] == -1).all(), "a token is still expected"
-        assert set(self._awaited) <= {r.request_id for r in waiting}
-        assert self._in_flight.owner_ids() <= {r.request_id for r in running}, "a prefix waits for nobody's step"
+        self._coalescing.check_integrity(waiting, running)
