@@ -50,6 +50,8 @@ class _Group:
     answers: list[_Answer]
     is_told: bool = False
     """Whether the output says what is known of the prompt."""
+    quiet: Request | None = None
+    """The only continuation, if until it ends its output needs nothing but its tokens."""
 
 
 class Outputs:
@@ -99,7 +101,11 @@ class Outputs:
     def collect(self, requests: Iterable[Request]) -> list[RequestOutput]:
         """Bring the outputs of these requests up to date, as far as they are not finished."""
         groups = dict.fromkeys(map(self._group_of.get, requests))
-        return [self._collect(group) for group in groups if group is not None]
+        return [
+            self._collect(group) if group.quiet is None or group.quiet.finish_reason is not None else group.output
+            for group in groups
+            if group is not None
+        ]
 
     def _collect(self, group: _Group) -> RequestOutput:
         """Tokens and log probabilities are in the output since they were recorded; the rest follows here."""
@@ -151,3 +157,5 @@ class Outputs:
         if first.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *first.prompt_logprobs]
         group.is_told = bool(first.output_token_ids)
+        if group.is_told and len(group.answers) == 1 and group.answers[0].stream is None:
+            group.quiet = first
