@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from foreword.batch import Batch
+from foreword.batch import NO_ENTRIES, Batch
 from foreword.model.kernels.cpu_attention import CpuAttention
 from foreword.model.kernels.reference import AttentionOptions
 from foreword.model.kernels.select import AttentionKernel, ReferenceAttention
@@ -97,7 +97,7 @@ class Case:
         self.query = torch.randn(num_tokens, heads[0], dim).bfloat16()
         self.options = AttentionOptions(dim**-0.5)
         self.batch = Batch(
-            entries=(),
+            entries=NO_ENTRIES,
             token_ids=np.zeros(num_tokens, np.int32),
             positions=np.concatenate([np.arange(start, end, dtype=np.int32) for start, end in spans]),
             query_starts=np.cumsum([0, *(end - start for start, end in spans)], dtype=np.int32),

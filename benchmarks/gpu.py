@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foreword import LLM, SamplingParams
-from foreword.batch import Batch
+from foreword.batch import NO_ENTRIES, Batch
 from foreword.config import ModelConfig
 from foreword.model.device_runner import DeviceRunner
 from foreword.model.kernels.reference import AttentionOptions
@@ -366,7 +366,7 @@ def _attention(bench: Bench, context: int, *, share: bool, copies: bool) -> Call
         keys, values = keys.repeat(requests, 1, 1, 1), values.repeat(requests, 1, 1, 1)
         tables += count * np.arange(requests, dtype=np.int32)[:, None]
     batch = Batch(
-        entries=(),
+        entries=NO_ENTRIES,
         token_ids=np.zeros(requests, np.int32),
         positions=np.full(requests, context - 1, np.int32),
         query_starts=np.arange(requests + 1, dtype=np.int32),

@@ -117,7 +117,7 @@ def build(folder: str, batch: int, length: int) -> Engine:
 def watch_parts(clock: Clock, engine: Engine) -> None:
     clock.watch("next step planned: requests, blocks, batch", engine.scheduler, "schedule_behind")
     clock.watch("tokens recorded", engine.scheduler, "commit")
-    clock.watch("outputs", engine, "_collect_all")
+    clock.watch("outputs", engine._outputs, "collect")
     clock.watch("attention planned", DecodeGraphs, "_plans")
     clock.watch("rows: tokens, positions, slots", DecodeGraphs, "_row_array")
     clock.watch("sampling planned", Readout, "make")

@@ -84,7 +84,7 @@ class Clock:
 def watch_parts(clock: Clock, llm: LLM) -> None:
     clock.watch("scheduling and batch building", llm.engine.scheduler, "schedule")
     clock.watch("scheduling and batch building", Scheduler, "commit")
-    clock.watch("outputs", llm.engine, "_collect_all")
+    clock.watch("outputs", llm.engine._outputs, "collect")
     clock.watch("batch to tensors", storage.KVStorage, "slot_mapping")
     clock.watch("attention", storage.KVStorage, "write")
     clock.watch("sampling", readout.Readout, "take")

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from foreword.batch import Batch, BatchEntry, BatchResult, Sample
+from foreword.batch import Batch, BatchEntry, BatchResult, Int64Array
 from foreword.cache import CacheLedger, EventLog, EvictionPolicy, KVCacheManager, PinnedPolicy, make_index, make_policy
 from foreword.config import SchedulerConfig
 from foreword.engine import BlockKeys, Engine, ModelLimits, Prompt
@@ -63,7 +63,7 @@ class HashRunner:
         """Called before a batch is computed; may raise, as a model may."""
         self._scrap_slot = num_blocks * block_size
         self._slots: npt.NDArray[np.uint64] = np.zeros(self._scrap_slot + 1, np.uint64)
-        self._samples: list[Sample | None] = []
+        self._samples: Int64Array = np.empty(0, np.int64)
         """Of the last batch."""
 
     def execute(self, batch: Batch) -> BatchResult:
@@ -71,7 +71,7 @@ class HashRunner:
 
     def plan(self, batch: Batch) -> list[tuple[int, int] | None]:
         """Seed and number of tokens before, of each entry that samples; what a device's runner also takes at launch."""
-        return [(e.request.seed, e.request.num_output_tokens) if e.samples else None for e in batch.entries]
+        return [(e.request.seed, e.end - e.request.num_prompt_tokens) if e.samples else None for e in batch.entries]
 
     def compute(self, batch: Batch, draws: list[tuple[int, int] | None]) -> BatchResult:
         """What was planned; tokens that the batch expects are those that the last one sampled."""
@@ -81,12 +81,12 @@ class HashRunner:
         token_ids = batch.token_ids.copy()
         for number, source in batch.expected.tolist():
             assert token_ids[number] == 0, "an expected token cannot be known"
-            sample = self._samples[source]
-            assert sample is not None
-            token_ids[number] = sample.token_id
+            assert self._samples[source] >= 0, "it was not sampled"
+            token_ids[number] = self._samples[source]
         rows = zip(batch.entries, draws, strict=True)
-        self._samples = [self._compute(batch, token_ids, row, entry, draw) for row, (entry, draw) in enumerate(rows)]
-        return BatchResult(list(self._samples))
+        sampled = [self._compute(batch, token_ids, row, entry, draw) for row, (entry, draw) in enumerate(rows)]
+        self._samples = np.array(sampled, np.int64)
+        return BatchResult(self._samples)
 
     def _copy_blocks(self, batch: Batch) -> None:
         blocks = self._slots[: self._scrap_slot].reshape(-1, self.block_size)
@@ -95,7 +95,8 @@ class HashRunner:
 
     def _compute(
         self, batch: Batch, token_ids: npt.NDArray[np.int32], row: int, entry: BatchEntry, draw: tuple[int, int] | None
-    ) -> Sample | None:
+    ) -> int:
+        """The entry's token; -1 for none."""
         request = entry.request
         table = batch.block_tables[row].astype(np.int64)
         own = slice(batch.query_starts[row], batch.query_starts[row + 1])
@@ -109,8 +110,8 @@ class HashRunner:
             self._slots[slot] = value
             context = (context + value * _WEIGHT_LIST[position]) & _MASK
         if draw is None:
-            return None
-        return Sample(_next_token(self._context(table, entry.end), *draw, self.vocab_size))
+            return -1
+        return _next_token(self._context(table, entry.end), *draw, self.vocab_size)
 
     def _slot(self, table: npt.NDArray[np.int64], position: int) -> int:
         return int(table[position // self.block_size]) * self.block_size + position % self.block_size

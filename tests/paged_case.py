@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.batch import Batch
+from foreword.batch import NO_ENTRIES, Batch
 from foreword.model.kernels.reference import AttentionOptions
 from foreword.model.kernels.select import AttentionKernel
 
@@ -66,7 +66,7 @@ class Case:
             self.key_blocks[blocks, offsets] = self.keys[row]
             self.value_blocks[blocks, offsets] = self.values[row]
         self.batch = Batch(
-            entries=(),
+            entries=NO_ENTRIES,
             token_ids=np.zeros(sum(end - start for start, end in spans), np.int32),
             positions=np.concatenate([np.arange(start, end, dtype=np.int32) for start, end in spans]),
             query_starts=np.cumsum([0, *(end - start for start, end in spans)], dtype=np.int32),

@@ -74,8 +74,8 @@ def prompt_of(token_ids: list[int]) -> Prompt:
 def test_the_next_batch_is_launched_before_the_last_ones_outputs_are_made() -> None:
     world, runner = late_engine()
     made: list[str] = runner.log
-    collect = world.engine._collect_all
-    world.engine._collect_all = lambda requests: made.append("outputs") or collect(requests)  # type: ignore[method-assign,func-returns-value]
+    collect = world.engine._outputs.collect
+    world.engine._outputs.collect = lambda requests: made.append("outputs") or collect(requests)  # type: ignore[method-assign,func-returns-value]
     world.add("one", [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True, seed=1))
     lengths = []
     while world.engine.has_unfinished_requests():

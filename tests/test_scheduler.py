@@ -9,10 +9,10 @@ import pytest
 
 from foreword.batch import Batch
 from foreword.cache import hash_blocks, sha256
+from foreword.coalescing import InFlightPrefixes
 from foreword.engine import Prompt
 from foreword.errors import CacheBusyError, EngineError
 from foreword.request import RequestOutput, SamplingParams
-from foreword.scheduler import InFlightPrefixes
 from hash_runner import HashEngine, expected_answer
 
 VOCAB_SIZE = 50

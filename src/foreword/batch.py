@@ -16,7 +16,7 @@ A batch that is planned while the one before it is computed has tokens that only
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -24,10 +24,26 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import NULL_BLOCK
-from foreword.request import Request, TokenLogprobs
+from foreword.request import FACTS, FactRows, Request, TokenLogprobs
 
 IntArray = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 NONE_EXPECTED: IntArray = np.empty((0, 2), np.int32)
+
+PROGRESS = np.dtype(
+    [
+        ("stay", np.int64),  # which request it is, and since which admission; 0 for none
+        ("num_tokens", np.int64),  # of prompt and answer, one that is expected included
+        ("num_computed", np.int64),  # leading tokens whose KV is in this request's blocks
+        ("num_shared", np.int64),  # leading tokens whose KV was in the hit blocks at admission; never written by it
+        ("last_token", np.int64),  # 0 if it is expected
+        ("source", np.int64),  # number of the entry in the step before whose token is expected; -1 for none
+        ("is_new", np.bool_),  # has no token since it was admitted
+    ],
+    align=True,
+)
+"""How far a running request is."""
 
 
 class BatchEntry(NamedTuple):
@@ -36,21 +52,63 @@ class BatchEntry(NamedTuple):
     request: Request
     start: int
     end: int
+    samples: bool
+    """Whether this step reaches the end of the sequence, so that a next token follows."""
 
-    @property
-    def samples(self) -> bool:
-        """Whether this step reaches the end of the sequence, so that a next token follows.
 
-        To be asked before that token is appended or expected.
-        """
-        return self.end == len(self.request)
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """All shares of a step, as columns; iterating gives them one by one."""
+
+    requests: list[Request]
+    rows: Int64Array
+    """Where the scheduler keeps them."""
+    starts: Int64Array
+    ends: Int64Array
+    progress: npt.NDArray[np.void]
+    """[entries] PROGRESS, as it was when the step was planned."""
+    facts: FactRows
+    """[entries]"""
+    samples: BoolArray = field(init=False)
+    """[entries]: which reach the ends of their sequences."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", self.ends == self.progress["num_tokens"])
+
+    @classmethod
+    def of_prompts(cls, requests: Sequence[Request]) -> Entries:
+        """Requests that nobody scheduled, each computed as a whole."""
+        lengths = np.array([len(request) for request in requests], np.int64)
+        progress = np.zeros(len(requests), PROGRESS)
+        progress["num_tokens"] = lengths
+        facts = np.array([request.facts for request in requests], FACTS)
+        return cls(list(requests), np.arange(len(requests)), np.zeros_like(lengths), lengths, progress, facts)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __getitem__(self, number: int) -> BatchEntry:
+        start, end = int(self.starts[number]), int(self.ends[number])
+        return BatchEntry(self.requests[number], start, end, bool(self.samples[number]))
+
+    def __iter__(self) -> Iterator[BatchEntry]:
+        columns = (self.starts.tolist(), self.ends.tolist(), self.samples.tolist())
+        return map(BatchEntry, self.requests, *columns)
+
+    def num_generated(self) -> Int64Array:
+        """How many tokens of its answer each has when this step is computed, if it samples then; [entries]."""
+        counts: Int64Array = self.ends - self.facts["num_prompt_tokens"]
+        return counts
+
+
+NO_ENTRIES = Entries.of_prompts([])
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Arrays of one step over `num_tokens` tokens of `len(entries)` requests."""
 
-    entries: tuple[BatchEntry, ...]
+    entries: Entries
     token_ids: IntArray
     """[num_tokens]"""
     positions: IntArray
@@ -79,56 +137,56 @@ class Batch:
     def of_group(self, group_id: int, null_block: int) -> Batch:
         """The batch as one group's layers see it, with `null_block` for what the group has given up."""
         tables = self.group_tables[group_id]
-        return replace(self, group_tables=(np.where(tables == NULL_BLOCK, np.int32(null_block), tables),))
-
-
-class Sample(NamedTuple):
-    """What a step gave one request."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
+        given_up = tables == NULL_BLOCK
+        if not given_up.any():
+            return self if len(self.group_tables) == 1 else replace(self, group_tables=(tables,))
+        return replace(self, group_tables=(np.where(given_up, np.int32(null_block), tables),))
 
 
 @dataclass(slots=True)
 class BatchResult:
     """Results in the order of the batch's entries."""
 
-    samples: list[Sample | None]
-    """None for a request whose prompt is not computed to its end yet."""
+    token_ids: Int64Array
+    """[entries]; any for those that do not sample."""
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """Entry number -> log probabilities of its token, where they were asked for."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Entry number -> log probabilities of the prompt tokens that follow the computed positions."""
 
 
-def build_batch(
-    entries: Sequence[BatchEntry],
-    group_tables: Sequence[IntArray],
-    copies: IntArray,
-    sources: Mapping[str, int] | None = None,
-) -> Batch:
-    """Lay the entries end to end; each group's table [entries, longest] in the same order.
-
-    `sources`: requests whose last token is expected, and the entries of the batch before that sample them.
-    """
-    starts = np.array([entry.start for entry in entries], np.int32)
-    lengths = np.array([entry.end for entry in entries], np.int32) - starts
+def build_batch(entries: Entries, group_tables: Sequence[IntArray], copies: IntArray) -> Batch:
+    """Lay the entries end to end; each group's table [entries, longest] in the same order."""
+    starts = entries.starts.astype(np.int32)
+    lengths = entries.ends.astype(np.int32) - starts
     query_starts = np.zeros(len(entries) + 1, np.int32)
     np.cumsum(lengths, out=query_starts[1:])
     return Batch(
-        entries=tuple(entries),
-        token_ids=np.concatenate([e.request.sequence.tokens_between(e.start, e.end) for e in entries]),
-        positions=np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], lengths),
+        entries=entries,
+        token_ids=_token_ids(entries, lengths, query_starts),
+        positions=np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1]).repeat(lengths),
         query_starts=query_starts,
         group_tables=tuple(group_tables),
-        write_from=np.array([entry.request.num_shared_tokens for entry in entries], np.int32),
+        write_from=entries.progress["num_shared"].astype(np.int32),
         copies=copies,
-        expected=_expected(entries, query_starts, sources or {}),
+        expected=_expected(entries, query_starts),
     )
 
 
-def _expected(entries: Sequence[BatchEntry], query_starts: IntArray, sources: Mapping[str, int]) -> IntArray:
-    if not sources:
+def _token_ids(entries: Entries, lengths: IntArray, query_starts: IntArray) -> IntArray:
+    token_ids = np.empty(query_starts[-1], np.int32)
+    token_ids[query_starts[:-1]] = entries.progress["last_token"]
+    for number in (~entries.samples | (lengths > 1)).nonzero()[0].tolist():
+        request, start, end, _ = entries[number]
+        token_ids[query_starts[number] : query_starts[number + 1]] = request.sequence.token_ids[start:end]
+    return token_ids
+
+
+def _expected(entries: Entries, query_starts: IntArray) -> IntArray:
+    sources = entries.progress["source"]
+    expecting = (sources >= 0).nonzero()[0]
+    if not len(expecting):
         return NONE_EXPECTED
-    source_of = [sources.get(entry.request.request_id) for entry in entries]
-    rows = [row for row, source in enumerate(source_of) if source is not None]
-    from_entries = [source for source in source_of if source is not None]
-    return np.stack((query_starts[1:][rows] - 1, np.array(from_entries, np.int32)), axis=1)
+    expected = np.empty((len(expecting), 2), np.int32)
+    expected[:, 0], expected[:, 1] = query_starts[expecting + 1] - 1, sources[expecting]
+    return expected

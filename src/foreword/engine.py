@@ -17,10 +17,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -42,30 +42,12 @@ from foreword.errors import (
     PromptTooLongError,
     RequestTooLargeError,
 )
-from foreword.request import CompletionOutput, Request, RequestOutput, RequestStatus, SamplingParams
+from foreword.outputs import OpenTextStream, Outputs
+from foreword.request import Request, RequestOutput, SamplingParams
 from foreword.running import Computed, LaunchingRunner, PendingStep, Runner
 from foreword.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-
-class TextStep(Protocol):
-    """What pushing tokens into a text stream gave."""
-
-    @property
-    def new_text(self) -> str: ...
-    @property
-    def stop(self) -> str | None: ...
-
-
-class TextStream(Protocol):
-    """Turns one output's tokens into text as they arrive, and watches for stop strings."""
-
-    def push(self, token_ids: Sequence[int]) -> TextStep: ...
-    def finish(self) -> str: ...
-
-
-OpenTextStream = Callable[[SamplingParams], TextStream]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +66,6 @@ class BlockKeys:
     hash_fn: HashFunction = sha256
     root: BlockHash = field(default_factory=chain_root)
     """Stands for the model; `chain_root` makes it."""
-
-
-@dataclass(slots=True)
-class _Group:
-    """One prompt and its n continuations."""
-
-    output: RequestOutput
-    requests: list[Request]
-    streams: list[TextStream | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +101,13 @@ class Engine:
         self.manager = scheduler.manager
         self.limits = limits
         self._runner = runner
-        self._open_text_stream = open_text_stream
+        self._launcher = runner if isinstance(runner, LaunchingRunner) else None
+        self._outputs = Outputs(open_text_stream, scheduler.finish)
         self._keys = keys or BlockKeys()
         self._clock = clock
         self._seed = seed
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
         """In the order of launching; between steps at most one."""
-        self._groups: dict[str, _Group] = {}
-        self._group_of: dict[str, _Group] = {}
         self._num_added = 0
         self.num_computed_tokens = 0
         """Tokens that went through the model since the engine started."""
@@ -148,22 +120,12 @@ class Engine:
         Raises InvalidRequestError (nothing is queued then) when the request can never be served.
         """
         for own_id in (request_id, *_continuation_ids(request_id, params.n)):
-            if own_id in self._groups or own_id in self._group_of:
+            if own_id in self._outputs or own_id in self.scheduler:
                 raise InvalidRequestError(f"request id {own_id!r} is in use; give each request its own")
         max_tokens = self._validate(prompt, params)
         requests = self._continuations(request_id, prompt, params, max_tokens)
-        output = RequestOutput(
-            request_id,
-            prompt.text,
-            prompt.token_ids.tolist(),
-            [CompletionOutput(index, logprobs=None if params.logprobs is None else []) for index in range(params.n)],
-            requests[0].metrics,
-        )
-        streams = [None if self._open_text_stream is None else self._open_text_stream(params) for _ in requests]
-        group = _Group(output, requests, streams)
-        self._groups[request_id] = group
+        output = self._outputs.open(request_id, prompt.text, prompt.token_ids.tolist(), requests)
         for request in requests:
-            self._group_of[request.request_id] = group
             self.scheduler.add(request)
         return output
 
@@ -214,7 +176,7 @@ class Engine:
                     f"token id {token_id} in logit_bias or stop_token_ids is out of range; the model's ids are 0 to "
                     f"{self.limits.vocab_size - 1}"
                 )
-        if params.stop and self._open_text_stream is None:
+        if params.stop and not self._outputs.have_text:
             raise InvalidRequestError(
                 f"stop={params.stop!r} needs a tokenizer, and this model has none; use stop_token_ids"
             )
@@ -243,16 +205,16 @@ class Engine:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request at once, its blocks freed; returns its final output, None if it is unknown."""
-        group = self._groups.get(request_id)
-        if group is None:
+        if request_id not in self._outputs:
             return None
-        self.scheduler.abort(request.request_id for request in group.requests)
-        self._collect(group)
-        return group.output
+        requests = self._outputs.requests_of(request_id)
+        self.scheduler.abort(request.request_id for request in requests)
+        [output] = self._outputs.collect(requests)
+        return output
 
     def abort_all(self) -> None:
         """End every unfinished request."""
-        for request_id in list(self._groups):
+        for request_id in self._outputs.request_ids():
             self.abort_request(request_id)
 
     def explain(self, prompt: Prompt) -> LookupExplanation:
@@ -270,7 +232,7 @@ class Engine:
     # -------------------------------------------------------------------- step
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._groups)
+        return len(self._outputs) > 0
 
     def step(self) -> list[RequestOutput]:
         """Run one batch. Returns the requests that got tokens or ended, in order of arrival.
@@ -284,7 +246,7 @@ class Engine:
         batch = self._plan_behind()
         if batch is not None:
             self._launch(batch)
-            return self._collect_all(self._settle())
+            return self._outputs.collect(self._settle())
         moved = self._settle()
         try:
             batch = self._plan()
@@ -294,16 +256,16 @@ class Engine:
                 if not moved and self._in_flight[0][1].is_ready():
                     moved += self._settle()
         except BaseException:
-            self._collect_all(moved)  # their outputs are up to date, though nobody is told
+            self._outputs.collect(moved)  # their outputs are up to date, though nobody is told
             raise
-        return self._collect_all(moved)
+        return self._outputs.collect(moved)
 
     def _plan(self) -> Batch | None:
         """The next batch, when all tokens are known."""
         try:
             return self.scheduler.schedule()
         except BaseException:
-            self._collect_all(self.scheduler.give_up())
+            self._outputs.collect(self.scheduler.give_up())
             raise
 
     def _plan_behind(self) -> Batch | None:
@@ -314,20 +276,18 @@ class Engine:
             return self.scheduler.schedule_behind(self._in_flight[0][0].entries)
         except BaseException:
             try:
-                self._collect_all(self._settle())
+                self._outputs.collect(self._settle())
             finally:
-                self._collect_all(self.scheduler.give_up())
+                self._outputs.collect(self.scheduler.give_up())
                 self.manager.reset_prefix_cache()  # a request may have left with a token that nobody will compute
             raise
 
     def _launch(self, batch: Batch) -> None:
         try:
-            if isinstance(self._runner, LaunchingRunner):
-                self._in_flight.append((batch, self._runner.launch(batch)))
-            else:
-                self._in_flight.append((batch, Computed(self._runner.execute(batch))))
+            pending = Computed(self._runner.execute(batch)) if self._launcher is None else self._launcher.launch(batch)
+            self._in_flight.append((batch, pending))
         except BaseException as error:
-            self._collect_all(self._settle())  # what is left to give up is this batch
+            self._outputs.collect(self._settle())  # what is left to give up is this batch
             self._drop_what_rests_on(batch)
             self._give_up(batch, error)
 
@@ -347,7 +307,7 @@ class Engine:
             self._give_up(batch, error)
         moved = self._record(batch, result)
         if interrupt is not None:
-            self._collect_all(moved)
+            self._outputs.collect(moved)
             raise interrupt
         return moved
 
@@ -357,32 +317,24 @@ class Engine:
         for number, logprobs in result.prompt_logprobs.items():
             entry = batch.entries[number]  # a resumed request computes the same positions again
             entry.request.prompt_logprobs[entry.start :] = logprobs
-        self.scheduler.commit(batch.entries, result.samples)
-        return [
-            entry.request for entry, sample in zip(batch.entries, result.samples, strict=True) if sample is not None
-        ]
+        return self.scheduler.commit(batch.entries, result)
 
     def _drop_what_rests_on(self, failed: Batch) -> None:
-        """If others use what a failed batch should have computed, end all requests and trust nothing that is cached.
-
-        They do if a batch is planned behind it, or if a request of it has left: its blocks are free, and cached as
-        if they were computed, the one that a token known since has filled among them.
-        """
-        left = any(entry.request.status is not RequestStatus.RUNNING for entry in failed.entries)
-        if not left and not self.scheduler.is_behind_planned(failed.entries):
+        """If others use what a failed batch should have computed, end all requests and trust nothing that is cached."""
+        if not self.scheduler.others_rely_on(failed.entries):
             return
         while self._in_flight:
             with suppress(Exception):
                 self._in_flight.popleft()[1].result()
-        self._collect_all(self.scheduler.give_up())
+        self._outputs.collect(self.scheduler.give_up())
         self.manager.reset_prefix_cache()
 
     def _give_up(self, batch: Batch, error: BaseException) -> NoReturn:
         """End the requests of a batch that failed, and raise why."""
-        self._collect_all(self.scheduler.fail(batch))
+        self._outputs.collect(self.scheduler.fail(batch))
         if not isinstance(error, Exception):
             raise error
-        names = ", ".join(entry.request.request_id for entry in batch.entries[:4])
+        names = ", ".join(request.request_id for request in batch.entries.requests[:4])
         raise EngineError(
             f"computing a batch of {len(batch.entries)} requests ({names}) failed: {type(error).__name__}: {error}"
         ) from error
@@ -405,62 +357,13 @@ class Engine:
         """Let what is cached of this prompt be evicted like everything else."""
         self.manager.unpin_prefix(self._sequence("", prompt))
 
-    def _collect_all(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """Bring the outputs of these requests up to date, as far as they are not finished."""
-        owners = ((request, self._group_of.get(request.request_id)) for request in requests)
-        groups = {
-            id(group): group
-            for request, group in owners
-            if group is not None and request in group.requests  # and not a later one of that name
-        }
-        return [self._collect(group) for group in groups.values()]
-
-    def _collect(self, group: _Group) -> RequestOutput:
-        output, is_finished = group.output, True
-        for completion, request, stream in zip(output.outputs, group.requests, group.streams, strict=True):
-            if completion.finish_reason is None:
-                self._update(completion, request, stream)
-                is_finished &= completion.finish_reason is not None
-        first = group.requests[0]
-        output.num_cached_tokens = first.num_cached_tokens
-        output.explanation = first.explanation
-        if first.params.prompt_logprobs is not None:
-            output.prompt_logprobs = [None, *first.prompt_logprobs]
-        if is_finished:
-            output.metrics.finished_time = max(r.metrics.finished_time or 0.0 for r in group.requests)
-            del self._groups[output.request_id]
-            for request in group.requests:
-                del self._group_of[request.request_id]
-        return output
-
-    def _update(self, completion: CompletionOutput, request: Request, stream: TextStream | None) -> None:
-        """Move new tokens into the output, and end the request if they complete a stop string."""
-        start = request.num_prompt_tokens + len(completion.token_ids)
-        new_tokens: list[int] = request.sequence.token_ids[start:].tolist()
-        completion.token_ids += new_tokens
-        if completion.logprobs is not None:
-            completion.logprobs += request.logprobs[len(completion.logprobs) :]
-        if stream is not None and new_tokens:
-            step = stream.push(new_tokens)
-            completion.text += step.new_text
-            if step.stop is not None:  # also when the same token ended the request for another reason
-                request.stop_reason = step.stop
-                if request.finish_reason is None:
-                    self.scheduler.finish(request.request_id, "stop")
-                request.finish_reason = "stop"
-        if request.finish_reason is not None:
-            if stream is not None:
-                completion.text += stream.finish()
-            completion.finish_reason = request.finish_reason
-            completion.stop_reason = request.stop_reason
-
     def check_integrity(self) -> None:
         """Raise AssertionError if any room contradicts another."""
         self.scheduler.check_integrity()
         unfinished = {
             request.request_id
-            for group in self._groups.values()
-            for request in group.requests
+            for request_id in self._outputs.request_ids()
+            for request in self._outputs.requests_of(request_id)
             if request.finish_reason is None
         }
         assert len(self.scheduler) == len(unfinished), "scheduler and engine disagree on what is unfinished"

@@ -138,6 +138,27 @@ class SamplingParams:
                 raise InvalidRequestError(f"stop string {text!r} is not a text")
 
 
+FACTS = np.dtype(
+    [
+        ("num_prompt_tokens", np.int64),
+        ("max_length", np.int64),  # of prompt and answer, all limits considered
+        ("temperature", np.float64),
+        ("top_k", np.int64),
+        ("min_p", np.float64),
+        ("top_p", np.float64),
+        ("seed", np.uint64),
+        ("changes_logits", np.bool_),
+        ("samples_by_tokens", np.bool_),
+        ("reports", np.bool_),  # log probabilities of sampled tokens
+        ("reports_prompt", np.bool_),
+    ],
+    align=True,
+)
+"""What each step asks of every request, and never changes: a record, so that one operation asks it of all."""
+FactRows = npt.NDArray[np.void]
+"""FACTS"""
+
+
 def _check(name: str, value: object, ok: bool, remedy: str) -> None:
     if not ok:
         raise InvalidRequestError(f"{name}={value!r} is out of range; {remedy}")
@@ -196,6 +217,8 @@ class Request:
         self.request_id = sequence.request_id
         self.sequence = sequence
         """Prompt and generated tokens."""
+        self.output_token_ids = sequence.generated
+        """Generated tokens; the sequence's own list."""
         self.num_prompt_tokens = len(sequence)
         self.params = params
         self.max_tokens = max_tokens
@@ -209,6 +232,20 @@ class Request:
         self.changes_logits = bool(self.samples_by_tokens or params.logit_bias or params.min_tokens)
         """Whether it may be sampled from other logits than the model's."""
         self.seed = seed
+        self.facts = (
+            self.num_prompt_tokens,
+            self.num_prompt_tokens + max_tokens,
+            params.temperature,
+            min(params.top_k, 2**31),
+            params.min_p,
+            params.top_p,
+            int(seed) & (2**64 - 1),
+            self.changes_logits,
+            self.samples_by_tokens,
+            params.logprobs is not None,
+            params.prompt_logprobs is not None,
+        )
+        """A record of FACTS."""
         self.priority = priority
         self.message_ends = message_ends
         """Numbers of prompt tokens behind which a message ends; later prompts may begin alike up to there."""
@@ -220,12 +257,8 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         """The stop token id or stop string that ended it, if any."""
-        self.num_computed_tokens = 0
-        """Leading tokens whose KV is in this request's blocks."""
         self.num_scheduled_tokens = 0
-        """`num_computed_tokens` after the step that runs."""
-        self.num_shared_tokens = 0
-        """Leading tokens whose KV was in the hit blocks at admission; never written by this request."""
+        """How many of its tokens are computed after the step that is planned; only where layers are recurrent."""
         self.num_cached_tokens = 0
         """Prompt tokens that were hit at the first admission."""
         self.explanation: LookupExplanation | None = None
@@ -241,12 +274,6 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.sequence) - self.num_prompt_tokens
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        """Generated tokens (a copy)."""
-        token_ids: list[int] = self.sequence.token_ids[self.num_prompt_tokens :].tolist()
-        return token_ids
 
     @property
     def skips_cache(self) -> bool:

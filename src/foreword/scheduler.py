@@ -11,24 +11,25 @@ difference. Prefill, chunked prefill, decoding and resuming after preemption are
 
 from __future__ import annotations
 
-import bisect
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
-from foreword.batch import Batch, BatchEntry, Sample, build_batch
+from foreword.batch import Batch, BatchResult, Entries, Int64Array, build_batch
 from foreword.cache import KVCacheManager, PrefixHit, StateCheckpoints
+from foreword.coalescing import Coalescing
 from foreword.config import SchedulerConfig
 from foreword.errors import ConfigError
-from foreword.queues import InFlightPrefixes, Queue, SortKey
+from foreword.queues import Queue, SortKey
 from foreword.request import FinishReason, Request, RequestStatus
+from foreword.rows import RunningRows
 
 logger = logging.getLogger(__name__)
 
-IntArray = npt.NDArray[np.int64]
+Spans = tuple[Int64Array, Int64Array, Int64Array]
+"""Rows, and from where to where each computes."""
 
 
 class Scheduler:
@@ -51,12 +52,16 @@ class Scheduler:
                 "between places where a recurrent state can be saved; raise it, or lower state_block_size"
             )
         self._waiting = Queue()
-        self._running = Queue()
-        self._in_flight = InFlightPrefixes()
-        self._awaited: dict[str, int] = {}
+        self._running = RunningRows()
+        self._coalescing = self._make_coalescing()
         self._keys: dict[str, SortKey] = {}
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
+
+    def _make_coalescing(self) -> Coalescing:
+        enabled = self.config.coalesce_in_flight and self.manager.enable_prefix_caching
+        states = self.states if self._saves_states else None
+        return Coalescing(self.manager, states, self._num_computed_of, enabled=enabled)
 
     # ------------------------------------------------------------------ intake
 
@@ -96,7 +101,7 @@ class Scheduler:
         """
         return self._batch(self.schedule_entries())
 
-    def schedule_behind(self, before: Sequence[BatchEntry]) -> Batch | None:
+    def schedule_behind(self, before: Entries) -> Batch | None:
         """The step after one that is being computed, whose tokens are not known yet; None if they must be.
 
         Every request that may go on is planned as if it did: a token is expected, and the batch says where it will
@@ -104,73 +109,82 @@ class Scheduler:
         before comes first. A step must be known when a request would be preempted, which throws away its token, when
         sampling looks at the tokens before, and when recurrent states are saved at places that depend on them.
         """
-        if self.states is not None or any(entry.request.samples_by_tokens for entry in before):
+        if self.states is not None or before.facts["samples_by_tokens"].any():
             return None
-        sources = self._expect(before)
-        planned = self._plan_running(self.config.max_num_batched_tokens)
-        growth = self._growth(planned)
-        if not self.manager.has_blocks_for(*growth):
-            self._stop_expecting(before)
+        self._running.expect(before)
+        rows, starts, ends = self._plan_running(self.config.max_num_batched_tokens)
+        if not self.manager.has_blocks_for(rows, ends):
+            self._running.stop_expecting(before)
             return None
         self.manager.begin_step()
-        batch = self._batch(self._serve(planned, growth), sources)
+        batch = self._batch(self._serve((rows, starts, ends)))
         if batch is None:  # all of them end, or wait for blocks
-            self._stop_expecting(before)
+            self._running.stop_expecting(before)
         return batch
 
-    def _batch(self, entries: list[BatchEntry], sources: Mapping[str, int] | None = None) -> Batch | None:
-        if not entries:
+    def _batch(self, entries: Entries) -> Batch | None:
+        if not len(entries):
             return None
-        tables = self.manager.group_block_tables([entry.request.request_id for entry in entries])
-        return build_batch(entries, [own for own, _ in tables], self.manager.take_copies(), sources)
+        tables = self.manager.group_block_tables(entries.rows)
+        return build_batch(entries, [own for own, _ in tables], self.manager.take_copies())
 
-    def schedule_entries(self) -> list[BatchEntry]:
+    def schedule_entries(self) -> Entries:
         """Who computes what in the next step; empty if there is nothing to do. Allocates the step's blocks.
 
         For callers that run nothing, such as a simulation: `schedule` decides by this, and adds the arrays
         of token ids and block tables. Blocks to copy are left for the manager's `take_copies`.
         """
         self.manager.begin_step()
-        planned = self._plan_running(self.config.max_num_batched_tokens)
-        entries = self._serve(planned, self._growth(planned))
-        if not entries:
+        entries = self._serve(self._plan_running(self.config.max_num_batched_tokens))
+        if not len(entries):
             # The first in line can always run: a request that would not fit into the empty pool is
             # refused before it gets here, and preemption ends at the first running request.
             assert not self._requests, "requests are left, but none of them can run"
         return entries
 
-    def _serve(self, planned: list[BatchEntry], growth: tuple[IntArray, IntArray]) -> list[BatchEntry]:
+    def _serve(self, planned: Spans) -> Entries:
         """Blocks for what the running requests plan, as far as there are; then waiting requests, if there were."""
-        served = self.manager.allocate_running_slots(*growth)
-        if served < len(planned):
-            return self._schedule_while_short(planned, served)
-        budget = self.config.max_num_batched_tokens - sum(entry.end - entry.start for entry in planned)
-        self._admit_waiting(planned, budget)
-        return planned
+        rows, starts, ends = planned
+        served = self.manager.allocate_running_slots(rows, ends)
+        if served < len(rows):
+            kept = self._find_room(rows, ends, served)
+            return self._running.entries(rows[kept], starts[kept], ends[kept])
+        if len(self._waiting):
+            admitted = self._admit_waiting(self.config.max_num_batched_tokens - int((ends - starts).sum()))
+            rows, starts, ends = (np.append(own, new) for own, new in zip(planned, admitted.T, strict=True))
+        return self._running.entries(rows, starts, ends)
 
-    def _growth(self, planned: Sequence[BatchEntry]) -> tuple[IntArray, IntArray]:
-        """The manager's numbers of these requests, and up to where each computes."""
-        handles = self.manager.handles(entry.request.request_id for entry in planned)
-        return handles, np.array([entry.end for entry in planned], np.int64)
-
-    def _plan_running(self, budget: int) -> list[BatchEntry]:
+    def _plan_running(self, budget: int) -> Spans:
         """What the running requests compute next if there are blocks for all of it."""
-        entries: list[BatchEntry] = []
-        for request in self._running:
+        rows = self._running.order
+        starts = self._running.progress["num_computed"][rows]
+        if self.states is None:
+            wanted = self._running.progress["num_tokens"][rows] - starts
+            np.minimum(wanted, self.config.long_prefill_token_threshold or budget, out=wanted)
+            left = budget + wanted - wanted.cumsum()  # for this row, if those before it got what they want
+            ends = starts + np.minimum(wanted, np.maximum(left, 0))
+        else:
+            ends = self._cut_at_states(rows, starts, budget)
+        computing = ends > starts
+        return (rows, starts, ends) if computing.all() else (rows[computing], starts[computing], ends[computing])
+
+    def _cut_at_states(self, rows: Int64Array, starts: Int64Array, budget: int) -> Int64Array:
+        """Up to where each row computes where layers are recurrent, at most `budget` tokens in all."""
+        ends = starts.copy()
+        for at, row in enumerate(rows.tolist()):
             if not budget:
                 break
-            start = request.num_computed_tokens
+            request, start = self._running[row], int(starts[at])
             end = self._end(request, start, budget)
-            if end == start:
-                continue
-            self._save_answer_state(request, end)
-            request.num_scheduled_tokens = end
-            entries.append(BatchEntry(request, start, end))
-            budget -= end - start
-        return entries
+            if end > start:
+                request.num_scheduled_tokens = end
+                self._save_answer_state(request, end)
+                ends[at] = end
+                budget -= end - start
+        return ends
 
     def _end(self, request: Request, start: int, budget: int) -> int:
-        """Up to where a request computes in this step, from `start`; `start` if it had better wait."""
+        """Up to where a request whose tokens are known computes in this step; `start` if it had better wait."""
         end = min(len(request), start + min(budget, self.config.long_prefill_token_threshold or budget))
         if self.states is None:
             return end
@@ -191,165 +205,133 @@ class Scheduler:
     def _saves_states(self) -> bool:
         return self.states is not None and self.manager.enable_prefix_caching
 
-    def _schedule_while_short(self, entries: list[BatchEntry], served: int) -> list[BatchEntry]:
-        """The entries that can run, when the first `served` have their slots and the next lacks blocks."""
-        running = entries[:served]
-        for entry in entries[served:]:
-            request = entry.request
+    def _find_room(self, rows: Int64Array, ends: Int64Array, served: int) -> list[int]:
+        """Which of these rows can run, when the first `served` have their slots and the next lacks blocks."""
+        kept = list(range(served))
+        requests = [self._running[row] for row in rows.tolist()]
+        for number in range(served, len(rows)):
+            request = requests[number]
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted a moment ago, for one before it
-            while self.manager.allocate_slots(request.sequence, entry.end) is None:
+            while self.manager.allocate_slots(request.sequence, int(ends[number])) is None:
                 victim = self._running.last()
                 self._preempt(victim)
                 if victim is request:
                     break
             else:
-                running.append(entry)
-        return running
+                kept.append(number)
+        return kept
 
-    def _admit_waiting(self, entries: list[BatchEntry], budget: int) -> None:
+    def _admit_waiting(self, budget: int) -> Int64Array:
+        """Let waiting requests run; for each its row, and from where to where it computes, [admitted, 3]."""
+        spans: list[tuple[int, int, int]] = []
         for request in list(self._waiting):
             if not budget or len(self._running) >= self.config.max_num_seqs:
                 break
-            if self._is_awaiting(request):
+            if self._coalescing.still_waits(request):
                 continue
             hit = self.manager.get_computed_blocks(
                 request.sequence, skip_reading=request.skips_cache, resumed=request.num_preemptions > 0
             )
-            if self._awaits_in_flight(request, hit):
+            if self._coalescing.must_wait(request, hit):
                 continue
             end = self._end(request, hit.num_tokens, budget)
             if end == hit.num_tokens:
                 break  # no room for a whole cell of recurrent layers
             if self.manager.allocate_slots(request.sequence, end, hit, save_states_at=request.state_positions) is None:
                 break
-            self._start(request, hit, end)
-            entries.append(BatchEntry(request, hit.num_tokens, end))
+            spans.append((self._start(request, hit, end), hit.num_tokens, end))
             budget -= end - hit.num_tokens
+        return np.array(spans, np.int64).reshape(-1, 3)
 
-    def _start(self, request: Request, hit: PrefixHit, end: int) -> None:
-        key = self._keys[request.request_id]
+    def _start(self, request: Request, hit: PrefixHit, end: int) -> int:
+        """The row in which a request that was admitted runs."""
+        key, row = self._keys[request.request_id], self._row_of(request)
         self._waiting.remove(key)
-        self._running.add(key, request)
+        self._running.add(key, row, request, hit.num_tokens, hit.num_shared_tokens)
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = hit.num_tokens
         request.num_scheduled_tokens = end
-        request.num_shared_tokens = hit.num_shared_tokens
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
             request.explanation = self.manager.explanation_of(request.request_id)
-        # Blocks can be hit from the step that fills them; states only afterwards.
-        pending = hit.num_tokens if self._saves_states else end
-        if self._coalesces and pending < len(request):
-            keys = request.sequence.block_hashes()[pending // self.manager.block_size :]
-            self._in_flight.open(request.request_id, keys)
+        self._coalescing.begin(request, hit, end)
+        return row
 
-    # -------------------------------------------------------------- coalescing
+    def _row_of(self, request: Request) -> int:
+        """Where a request runs."""
+        return int(self.manager.handles([request.request_id])[0])
 
-    @property
-    def _coalesces(self) -> bool:
-        return self.config.coalesce_in_flight and self.manager.enable_prefix_caching
+    def _num_computed_of(self, request: Request) -> int:
+        return int(self._running.progress["num_computed"][self._row_of(request)])
 
-    def _awaits_in_flight(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether the first block that `hit` lacks is being computed by a running request."""
-        if not self._coalesces or not len(self._in_flight) or request.skips_cache:
-            return False
-        keys = request.sequence.block_hashes()
-        missing = hit.num_shared_tokens // self.manager.block_size
-        if missing == len(keys) or keys[missing] not in self._in_flight:
-            return False
-        if self._saves_states and not self._awaits_state(request, hit, missing):
-            return False
-        self._awaited[request.request_id] = missing
-        return True
+    # -------------------------------------------------------------- simulation
 
-    def _awaits_state(self, request: Request, hit: PrefixHit, missing: int) -> bool:
-        """Whether the request that computes block `missing` saves a state that this one could hit.
+    def num_steady_steps(self) -> int:
+        """How many next steps only add a token to each running request, if none arrives and no token ends one.
 
-        If it does not yet, but will pass the place where the two part, it is asked to.
+        Nothing else changes: no request is admitted, and no block is taken or filled.
         """
-        assert self.states is not None
-        keys, size = request.sequence.block_hashes(), self.manager.block_size
-        owner_id = self._in_flight.owner_of(keys[missing])
-        assert owner_id is not None
-        owner = self._requests[owner_id]
-        shared = missing
-        while shared < len(keys) and self._in_flight.owner_of(keys[shared]) == owner_id:
-            shared += 1
-        junction = self.states.align(min(shared * size, len(request) - 1))
-        start = max(hit.num_tokens, owner.num_computed_tokens)
-        if self.states.next_after(owner.state_positions, start) <= junction:
-            return True
-        if junction <= max(hit.num_tokens, owner.num_scheduled_tokens):
-            return False
-        bisect.insort(owner.state_positions, junction)
-        self.manager.save_states_at(owner_id, [junction])
-        return True
+        if self.states is not None or len(self._waiting) or len(self._running) > self.config.max_num_batched_tokens:
+            return 0
+        most = self._running.num_steady_steps()
+        return most and min(most, self.manager.num_quiet_tokens(self._running.order))
 
-    def _is_awaiting(self, request: Request) -> bool:
-        """Whether the block it was last seen waiting for is still neither cached nor given up."""
-        block = self._awaited.get(request.request_id)
-        if block is None:
-            return False
-        in_flight = request.sequence.block_hashes()[block] in self._in_flight
-        if in_flight and not self.manager.is_cached(request.sequence, block):
-            return True
-        del self._awaited[request.request_id]
-        return False
+    def num_computed_tokens(self) -> Int64Array:
+        """Of each running request, in service order."""
+        counts: Int64Array = self._running.progress["num_computed"][self._running.order]
+        return counts
+
+    def skip(self, num_steps: int) -> None:
+        """As so many of `num_steady_steps`, which sample token 0."""
+        self.manager.allocate_running_slots(self._running.order, self.num_computed_tokens() + num_steps)
+        self._running.skip(num_steps)
 
     # ------------------------------------------------------------------ commit
 
-    def _expect(self, entries: Sequence[BatchEntry]) -> dict[str, int]:
-        """Count a step as computed; request id -> number of the entry whose token is expected.
+    def commit(self, entries: Entries, result: BatchResult) -> list[Request]:
+        """Record that a step was computed: append sampled tokens, finish what a token or length ends.
 
-        A request that ends with its token for its length expects none, and so has nothing more to compute.
+        Returns the requests that got tokens; those that have left while the step ran get none.
         """
-        sources = {}
-        for number, entry in enumerate(entries):
-            request = entry.request
-            if request.status is not RequestStatus.RUNNING:
-                continue
-            request.num_computed_tokens = end = entry.end
-            if end == len(request) and end - request.num_prompt_tokens + 1 < request.max_tokens:
-                request.sequence.expect()
-                sources[request.request_id] = number
-        return sources
+        running, alive = self._running, self._running.still_run(entries)
+        running.progress["num_computed"][entries.rows[alive]] = entries.ends[alive]
+        numbers = (alive & entries.samples).nonzero()[0]
+        rows, token_ids = entries.rows[numbers], result.token_ids[numbers]
+        requests = entries.requests
+        if len(numbers) < len(entries):
+            requests = [requests[number] for number in numbers.tolist()]
+        lengths = entries.ends[numbers] + 1
+        before = running.progress.take(rows)
+        ends = running.record(rows, lengths, token_ids)
+        ends |= lengths >= entries.facts["max_length"][numbers]
+        for number, logprobs in result.logprobs.items():
+            if alive[number]:
+                entries.requests[number].logprobs.append(logprobs)
+        for at in before["is_new"].nonzero()[0].tolist():
+            self._note_first_token(requests[at])
+        for at in ends.nonzero()[0].tolist():
+            self._finish_if_due(requests[at], int(token_ids[at]))
+        filled = (before["source"] >= 0) & (lengths % self.manager.block_size == 0)
+        if filled.any():
+            filled &= running.still_run(entries)[numbers]
+            self.manager.cache_known_blocks(rows[filled])
+        return requests
 
-    def _stop_expecting(self, entries: Sequence[BatchEntry]) -> None:
-        """Undo `_expect`."""
-        for entry in entries:
-            if entry.request.status is RequestStatus.RUNNING:
-                entry.request.num_computed_tokens = entry.start
-                entry.request.sequence.stop_expecting()
+    def _note_first_token(self, request: Request) -> None:
+        """Of its stay: what others wait for is computed."""
+        self._coalescing.end(request)
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = time.monotonic()
 
-    def commit(self, entries: Sequence[BatchEntry], samples: Sequence[Sample | None]) -> None:
-        """Record that a step was computed: append sampled tokens, finish what a token or length ends."""
-        filled, block_size = [], self.manager.block_size
-        for entry, sample in zip(entries, samples, strict=True):
-            request = entry.request
-            if request.status is not RequestStatus.RUNNING:
-                continue  # aborted while the step ran
-            request.num_computed_tokens = entry.end
-            if sample is None:
-                continue
-            self._in_flight.close(request.request_id)
-            sequence = request.sequence
-            was_expected = sequence.expects_token
-            sequence.append(sample.token_id)
-            if sample.logprobs is not None:
-                request.logprobs.append(sample.logprobs)
-            if request.metrics.first_token_time is None:
-                request.metrics.first_token_time = time.monotonic()
-            self._finish_if_due(request, sample.token_id)
-            if was_expected and not len(sequence) % block_size and request.status is RequestStatus.RUNNING:
-                filled.append(request.request_id)
-        if filled:
-            self.manager.cache_known_blocks(filled)
+    def others_rely_on(self, entries: Entries) -> bool:
+        """Whether others use what this step, which is not committed, should compute.
 
-    def is_behind_planned(self, entries: Sequence[BatchEntry]) -> bool:
-        """Whether a step is planned behind this one, which is not committed."""
-        return any(entry.request.num_computed_tokens == entry.end for entry in entries)
+        They do if a step is planned behind it, or if a request of it has left: its blocks are free, and cached as if
+        they were computed, the one that a token known since has filled among them.
+        """
+        alive, progress = self._running.still_run(entries), self._running.progress.take(entries.rows)
+        return bool((~alive | (progress["num_computed"] == entries.ends)).any())
 
     def _finish_if_due(self, request: Request, token_id: int) -> None:
         num_tokens = request.num_output_tokens
@@ -362,12 +344,15 @@ class Scheduler:
 
     def fail(self, batch: Batch) -> list[Request]:
         """Give up a batch that could not be computed: its requests end, their uncomputed blocks are forgotten."""
-        failed = [entry for entry in batch.entries if entry.request.status is RequestStatus.RUNNING]
-        for entry in failed:
-            num_computed = max(entry.start, entry.request.num_shared_tokens)
-            self.manager.forget_uncomputed(entry.request.request_id, num_computed)
-        self.abort([entry.request.request_id for entry in failed])
-        return [entry.request for entry in failed]
+        entries = batch.entries
+        computed = np.maximum(entries.starts, entries.progress["num_shared"])
+        failed = []
+        for number in self._running.still_run(entries).nonzero()[0].tolist():
+            request = entries.requests[number]
+            failed.append(request)
+            self.manager.forget_uncomputed(request.request_id, int(computed[number]))
+        self.abort([request.request_id for request in failed])
+        return failed
 
     def give_up(self) -> list[Request]:
         """After an error or interrupt inside `schedule`: end all requests, keep nothing that was not computed.
@@ -375,19 +360,18 @@ class Scheduler:
         Blocks are indexed when they are allocated, so what this step was going to fill must be forgotten.
         """
         requests = list(self._requests.values())
-        for request in requests:
-            request.sequence.stop_expecting()
         self.manager.take_copies()
         for request_id in self.manager.held_request_ids():
             request = self._requests[request_id]
             computed = 0  # admitted, but not started: what it hit is not known here
             if request.status is RequestStatus.RUNNING:
-                computed = max(request.num_computed_tokens, request.num_shared_tokens)
+                progress = self._running.progress[self._row_of(request)]
+                computed = int(max(progress["num_computed"], progress["num_shared"]))
             self.manager.forget_uncomputed(request_id, computed)
             self.manager.free(request_id)
-        self._waiting, self._running, self._in_flight = Queue(), Queue(), InFlightPrefixes()
-        for table in (self._awaited, self._keys, self._requests):
-            table.clear()
+        self._waiting, self._running, self._coalescing = Queue(), RunningRows(), self._make_coalescing()
+        self._keys.clear()
+        self._requests.clear()
         for request in requests:
             self._end_life(request, "abort")
         return requests
@@ -409,7 +393,7 @@ class Scheduler:
             self._release(request)
         else:
             self._waiting.remove(key)
-        self._awaited.pop(request_id, None)
+        self._coalescing.stop_waiting(request)
         self._end_life(request, reason)
 
     def _end_life(self, request: Request, reason: FinishReason) -> None:
@@ -423,14 +407,13 @@ class Scheduler:
         self._running.remove(key)
         self._release(request)
         request.status = RequestStatus.WAITING
-        request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(key, request)
         logger.info("preempted %s: no free blocks", request.request_id)
 
     def _release(self, request: Request) -> None:
-        self._in_flight.close(request.request_id)
+        self._coalescing.end(request)
         self.manager.free(request.request_id)
 
     def check_integrity(self) -> None:
@@ -440,6 +423,10 @@ class Scheduler:
         assert {r.request_id for r in running} | {r.request_id for r in waiting} == set(self._requests)
         assert len(running) + len(waiting) == len(self._requests), "a request is queued twice"
         assert set(self.manager.held_request_ids()) == {r.request_id for r in running}, "a holding leaked"
-        assert all(r.num_computed_tokens <= len(r) for r in running)
-        assert set(self._awaited) <= {r.request_id for r in waiting}
-        assert self._in_flight.owner_ids() <= {r.request_id for r in running}, "a prefix waits for nobody's step"
+        rows = self._running.order
+        progress = self._running.progress[rows]
+        assert rows.tolist() == [self._row_of(request) for request in running], "a request is in another's row"
+        assert progress["num_tokens"].tolist() == [len(request) for request in running]
+        assert (progress["num_computed"] <= progress["num_tokens"]).all()
+        assert (progress["source"] == -1).all(), "a token is still expected"
+        self._coalescing.check_integrity(waiting, running)

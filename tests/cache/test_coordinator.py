@@ -473,7 +473,7 @@ def test_one_call_for_a_batch_does_what_single_calls_do(kind):
                 assert many.allocate_running_slots(handles, ends) == served
             assert many.free_block_ids().tolist() == one.free_block_ids().tolist()
             for (ids, lengths), (ids_one, lengths_one) in zip(
-                many.group_block_tables(names), one.group_block_tables(names), strict=True
+                many.group_block_tables(handles), one.group_block_tables(one.handles(names)), strict=True
             ):
                 assert lengths.tolist() == lengths_one.tolist()
                 for row, length in enumerate(lengths.tolist()):

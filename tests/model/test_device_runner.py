@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fake_device import FakeDevice
-from foreword.batch import Batch, BatchEntry, BatchResult
+from foreword.batch import Batch, BatchResult, Entries
 from foreword.config import ModelConfig
 from foreword.engine import Engine
 from foreword.model.decode_graphs import DECODE_SIZES, padded_size
@@ -410,9 +410,9 @@ def test_the_host_plans_and_queues_a_step_before_it_waits_for_the_one_before(
     log, scheduler = setup.device.log, setup.engine.scheduler
     batch = scheduler._batch
 
-    def watched(entries: list[BatchEntry], *rest: Any) -> Batch | None:
-        log.extend(["schedule"] * bool(entries))
-        return batch(entries, *rest)
+    def watched(entries: Entries) -> Batch | None:
+        log.extend(["schedule"] * (len(entries) > 0))
+        return batch(entries)
 
     scheduler._batch = watched  # type: ignore[method-assign]
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -436,7 +436,7 @@ def test_at_most_two_steps_are_launched_and_not_read(plain_model: Callable[[str]
     with pytest.raises(AssertionError, match="was not read"):
         setup.runner.launch(second)
     result: BatchResult = pending.result()
-    assert result.samples[0] is not None
+    assert 0 <= result.token_ids[0] < 320
 
 
 def test_constraints_hold_on_a_device(plain_model: Callable[[str], LoadedModel]) -> None:

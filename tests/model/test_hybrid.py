@@ -302,8 +302,8 @@ def test_blocks_that_a_group_needs_end_a_hit_when_they_are_evicted_and_no_others
                 assert batch is not None
                 entries = batch.group_tables[group][0].tolist()
                 held.update({number: block for number, block in enumerate(entries) if block != NULL_BLOCK})
-                engine.scheduler.commit(batch.entries, engine._runner.execute(batch).samples)
-                engine._collect_all([batch.entries[0].request])
+                engine.scheduler.commit(batch.entries, engine._runner.execute(batch))
+                engine._outputs.collect(batch.entries.requests)
             if engine.manager.has_one_full_group:
                 return
             most = longest_hit(engine, 45, 45)

@@ -90,11 +90,11 @@ def test_reports_of_several_rows_are_those_of_each_row() -> None:
 @pytest.mark.parametrize("num_seeds", [1, FEW_SEEDS - 1, FEW_SEEDS, 1000])
 def test_uniform_numbers_are_numpys_philox(num_seeds: int) -> None:
     rng = np.random.default_rng(num_seeds)
-    seeds = [int(seed) for seed in rng.integers(0, 2**63, num_seeds)]
-    steps = [int(step) for step in rng.integers(0, 10**6, num_seeds)]
-    seeds[0], steps[0] = -1, 2**40
+    seeds = rng.integers(0, 2**63, num_seeds).astype(np.uint64)
+    steps = rng.integers(0, 10**6, num_seeds)
+    seeds[0], steps[0] = 2**64 - 1, 2**40
     expected = [
-        (int(np.random.Philox(key=seed & (2**64 - 1), counter=step).random_raw()) >> 11) / 2**53
-        for seed, step in zip(seeds, steps, strict=True)
+        (int(np.random.Philox(key=seed, counter=step).random_raw()) >> 11) / 2**53
+        for seed, step in zip(seeds.tolist(), steps.tolist(), strict=True)
     ]
     assert uniform_numbers(seeds, steps).tolist() == expected

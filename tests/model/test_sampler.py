@@ -10,11 +10,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from foreword.batch import Sample
 from foreword.cache import TokenSequence
 from foreword.errors import InvalidRequestError
 from foreword.model.loader import LoadedModel
-from foreword.model.sampler import sample
+from foreword.model.sampler import Sample, sample
 from foreword.request import Request, RequestOutput, SamplingParams
 from tiny_models import TinyModels, add, build_engine, complete, drain, greedy, random_tokens
 

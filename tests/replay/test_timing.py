@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from foreword.batch import BatchResult
 from foreword.cache import KVCacheManager, RadixIndex
 from foreword.cli import main
 from foreword.config import SchedulerConfig
@@ -47,12 +46,13 @@ class RecordingRunner(SimulatedRunner):
 
     def execute(self, batch):
         """As the engine calls its runner."""
-        return BatchResult(self.run(batch.entries))
+        return self.run(batch.entries)
 
 
 @pytest.mark.parametrize("policy", ["lru", "value"])
 @pytest.mark.parametrize("num_blocks", [60, 200, 2000])
-def test_every_step_decides_as_the_engine_does_on_the_same_requests(num_blocks, policy):
+def test_every_step_decides_as_the_engine_does_on_the_same_requests(num_blocks, policy, monkeypatch):
+    monkeypatch.setattr(Scheduler, "num_steady_steps", lambda _: 0)
     trace = recorded(chat(np.random.default_rng(1), 150), spacing_s=0.005)
     trace = [each for each in trace if len(each.keys) < 50]
 
@@ -82,6 +82,26 @@ def test_every_step_decides_as_the_engine_does_on_the_same_requests(num_blocks, 
     assert replica.runner.now == pytest.approx(runner.now)
     assert replica.manager.free_block_ids().tolist() == manager.free_block_ids().tolist()
     assert replica.manager.stats.hits == manager.stats.hits > 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "value"])
+@pytest.mark.parametrize("num_blocks", [150, 2000])
+def test_steps_in_which_nothing_is_decided_can_be_taken_at_once(num_blocks, policy, monkeypatch):
+    trace = recorded(chat(np.random.default_rng(4), 200), spacing_s=0.05, block_tokens=16, seed=5)
+    options = TimingOptions(num_blocks, COST, num_replicas=2, eviction_policy=policy, scheduler=SMALL)
+    skipped = []
+
+    def skip(scheduler, num_steps, skip=Scheduler.skip):
+        skip(scheduler, num_steps)
+        scheduler.check_integrity()
+        skipped.append(num_steps)
+
+    monkeypatch.setattr(Scheduler, "skip", skip)
+    at_once = simulate_time(trace, options)
+    assert sum(skipped) > 300
+    assert max(skipped) > 5
+    monkeypatch.setattr(Scheduler, "num_steady_steps", lambda _: 0)
+    assert simulate_time(trace, options) == at_once
 
 
 def test_a_lone_request_takes_its_steps_and_no_more():

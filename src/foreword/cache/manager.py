@@ -243,16 +243,16 @@ class KVCacheManager:
         return new_ids
 
     def handles(self, request_ids: Iterable[str]) -> IntArray:
-        """Numbers that stand for held requests in `allocate_running_slots`, each valid until it is freed."""
+        """Numbers that stand for held requests, each valid until it is freed; small, as they are given again."""
         return np.fromiter(map(self._row_of.__getitem__, request_ids), np.int64)
 
     def allocate_running_slots(self, handles: IntArray, num_tokens: IntArray) -> int:
         """`allocate_slots` for many distinct held requests, in their order, up to the first that is short.
 
-        Request `handles[i]` gets room for `num_tokens[i]` tokens: no fewer than it has room for, and no
-        more than its sequence has. Returns how many were served, all of them from the front; for the others
-        nothing has changed. Blocks, counts and index are the same as after as many single calls, but one
-        comparison tells the requests that begin or fill a block; the others cost nothing more.
+        Request `handles[i]` gets room for `num_tokens[i]` tokens: no fewer than it has room for, and at most one more
+        than its sequence has, for a token that is expected. Returns how many were served, all of them from the front;
+        for the others nothing has changed. Blocks, counts and index are the same as after as many single calls, but
+        one comparison tells the requests that begin or fill a block; the others cost nothing more.
         """
         served = len(handles)
         busy = (num_tokens > self._quiet_until[handles]).nonzero()[0]
@@ -263,6 +263,10 @@ class KVCacheManager:
                 handles, num_tokens = handles[:served], num_tokens[:served]
         self._num_slots[handles] = num_tokens
         return served
+
+    def num_quiet_tokens(self, handles: IntArray) -> int:
+        """By how many tokens all these requests can grow without taking, giving up or filling a block."""
+        return max(0, int((self._quiet_until[handles] - self._num_slots[handles]).min()))
 
     def _allocate_busy(self, rows: IntArray, ends: IntArray) -> int:
         """Take, give up and index blocks for the first rows for which there are enough; returns their number."""
@@ -278,8 +282,10 @@ class KVCacheManager:
         return served
 
     def _cache_filled(self, rows: IntArray, ends: IntArray) -> None:
-        """Index what these rows fill, but not a block that ends in a token which is expected."""
-        known = [not self._sequences[row].expects_token for row in rows.tolist()]
+        """Index what these rows fill, but not a block whose last token is not known yet."""
+        known = [len(self._sequences[row]) >= end for row, end in zip(rows.tolist(), ends.tolist(), strict=True)]
+        if not any(known):
+            return
         if not all(known):
             rows, ends = rows[known], ends[known]
         self._coordinator.cache_blocks_each(rows, self._sequences.__getitem__, ends)
@@ -334,9 +340,8 @@ class KVCacheManager:
             stats.missed_tokens[explanation.reason] += explanation.num_missed_tokens
             stats.ghost_hits += explanation.num_ghost_tokens
 
-    def cache_known_blocks(self, request_ids: Iterable[str]) -> None:
+    def cache_known_blocks(self, handles: IntArray) -> None:
         """Index the blocks of these requests whose slots were allocated when their last token was expected."""
-        handles = self.handles(request_ids)
         self._coordinator.cache_blocks_each(handles, self._sequences.__getitem__, self._num_slots[handles])
 
     def save_states_at(self, request_id: str, positions: Iterable[int]) -> None:
@@ -435,10 +440,9 @@ class KVCacheManager:
         """
         return self._coordinator.tables.groups[group_id].gather(self.handles(request_ids))
 
-    def group_block_tables(self, request_ids: Sequence[str]) -> list[tuple[BlockIds, npt.NDArray[np.int32]]]:
+    def group_block_tables(self, handles: IntArray) -> list[tuple[BlockIds, npt.NDArray[np.int32]]]:
         """`block_tables` of every group."""
-        rows = self.handles(request_ids)
-        return [tables.gather(rows) for tables in self._coordinator.tables.groups]
+        return [tables.gather(handles) for tables in self._coordinator.tables.groups]
 
     def sink_block_ids(self) -> BlockIds:
         """Blocks that hold the groups' sinks, in the order of the groups; in no request's table (a copy)."""

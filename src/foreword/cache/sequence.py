@@ -24,22 +24,22 @@ from foreword.cache.hashing import (
 class TokenSequence:
     """An append-only array of token ids whose block keys are computed once each.
 
-    `len(sequence)` counts prompt and generated tokens, and a token that is expected: one that is being computed, with
-    0 in its place. Keys are those of blocks whose tokens are all known. `root` is `chain_root(fingerprint)` of the
-    model; sequences that share an index have the same hash function. Raises InvalidRequestError for media items that
-    overlap or do not lie inside `token_ids`.
+    `len(sequence)` counts prompt and generated tokens. `root` is `chain_root(fingerprint)` of the model; sequences that
+    share an index have the same hash function. Raises InvalidRequestError for media items that overlap or do not lie
+    inside `token_ids`.
     """
 
     __slots__ = (
         "__weakref__",
         "_hash_fn",
         "_hashes",
-        "_length",
+        "_num_gathered",
+        "_num_given",
         "_plain_hashes",
         "_tokens",
         "block_size",
-        "expects_token",
         "extra_keys",
+        "generated",
         "request_id",
         "root",
     )
@@ -60,52 +60,36 @@ class TokenSequence:
         self.root = root
         self._hash_fn = hash_fn
         self._tokens: TokenArray = as_token_array(token_ids)
-        self._length = len(self._tokens)
-        self.expects_token = False
-        """Whether the last token is one that is expected."""
+        self._num_given = self._num_gathered = len(self._tokens)
+        self.generated: list[int] = []
+        """Tokens behind those that were given; the list may be appended to."""
         self._hashes: list[BlockHash] = []
         if extra_keys.media:
-            extra_keys.check_media(self._length)
+            extra_keys.check_media(self._num_given)
         self._plain_hashes: list[BlockHash] = []
 
     def __len__(self) -> int:
-        return self._length
+        return self._num_given + len(self.generated)
 
     @property
     def token_ids(self) -> TokenArray:
-        """All tokens, [len(self)]; a view that is valid until the next `append`."""
-        return self._tokens[: self._length]
-
-    def tokens_between(self, start: int, end: int) -> TokenArray:
-        """Token ids number `start` to `end` (exclusive); a view as `token_ids` is."""
-        return self._tokens[start:end]
+        """All tokens, [len(self)]; a view that is valid until the next token."""
+        length, known = len(self), self._num_gathered
+        if known < length:
+            if length > len(self._tokens):
+                self._tokens = np.concatenate((self._tokens[:known], np.empty(max(64, length), np.int32)))
+            self._tokens[known:length] = self.generated[known - self._num_given :]
+            self._num_gathered = length
+        return self._tokens[:length]
 
     @property
     def num_full_blocks(self) -> int:
-        """Blocks whose tokens are all known."""
-        return (self._length - self.expects_token) // self.block_size
-
-    def expect(self) -> None:
-        """Count a token that will be appended; at most one at a time."""
-        assert not self.expects_token
-        self.append(0)
-        self.expects_token = True
-
-    def stop_expecting(self) -> None:
-        """No token will come, or it is not counted before it does."""
-        self._length -= self.expects_token
-        self.expects_token = False
+        """Blocks whose tokens are all there."""
+        return len(self) // self.block_size
 
     def append(self, token_id: int) -> None:
-        """Add one generated token, or say which the expected one is; amortised O(1)."""
-        length = self._length - self.expects_token
-        self.expects_token = False
-        try:
-            self._tokens[length] = token_id
-        except IndexError:
-            self._tokens = np.concatenate((self._tokens, np.empty(max(64, length), np.int32)))
-            self._tokens[length] = token_id
-        self._length = length + 1
+        """Add one generated token."""
+        self.generated.append(token_id)
 
     def block_hashes(self) -> list[BlockHash]:
         """Keys of all full blocks; only blocks that filled since the last call are hashed.
@@ -128,7 +112,7 @@ class TokenSequence:
             hashes += hash_blocks(
                 self._hash_fn,
                 hashes[-1] if known else self.root,
-                self._tokens[first : full * self.block_size],
+                self.token_ids[first : full * self.block_size],
                 self.block_size,
                 first,
                 extra_keys,

@@ -13,12 +13,13 @@ import bisect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.batch import Batch, IntArray
+from foreword.batch import NO_ENTRIES, Batch, IntArray
 from foreword.model.attention import ForwardContext, GroupStep
 from foreword.model.device import Device, Graph
 from foreword.model.experts import EXPERTS_NAME
@@ -76,6 +77,7 @@ class DecodeGraphs:
         self._device, self._runner, self._model, self._storage = device, runner, model, storage
         self._max_tokens = max_tokens
         self._num_groups = len(storage.layout.specs)
+        self._kernels = [runner.kernel_of(group_id) for group_id in range(self._num_groups)]
         self._graphs: dict[int, Graph] = {}
         self.sizes: list[int] = []
         """Ascending."""
@@ -131,7 +133,7 @@ class DecodeGraphs:
             rows = self._rows[: (3 + self._num_groups) * size].view(-1, size).long()
             token_ids, positions, offsets, *slots = rows.unbind()
             steps = {
-                group_id: GroupStep(slots[group_id], self._runner.kernel_of(group_id), plan.at(metadata))
+                group_id: GroupStep(slots[group_id], self._kernels[group_id], plan.at(metadata))
                 for group_id, (plan, metadata) in enumerate(plans)
             }
             context = ForwardContext(self._storage, steps)
@@ -146,7 +148,7 @@ class DecodeGraphs:
         zero = np.zeros(1, np.int32)
         scrap = np.full((1, 1), self._storage.scrap_block, np.int32)
         return Batch(
-            entries=(),
+            entries=NO_ENTRIES,
             token_ids=zero,
             positions=zero,
             query_starts=np.array([0, 1], np.int32),
@@ -172,8 +174,7 @@ class DecodeGraphs:
         return [self._plan_group(batch, group_id, size) for group_id in range(self._num_groups)]
 
     def _plan_group(self, batch: Batch, group_id: int, size: int) -> HostPlan:
-        kernel = self._runner.kernel_of(group_id)
-        assert isinstance(kernel, DeviceAttention)
         scrap, block_size = self._storage.scrap_block, self._storage.block_sizes[group_id]
         own = batch.of_group(group_id, scrap)
+        kernel = cast(DeviceAttention, self._kernels[group_id])  # or nothing would be recorded
         return kernel.lay_out_decoding(own, scrap, block_size, num_rows=size, max_tokens=self._max_tokens)

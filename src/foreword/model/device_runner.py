@@ -91,14 +91,16 @@ class ExpectedTokens:
 
     rows: Tensor
     """[3 + groups, padded tokens] int32, as the pass has it."""
-    places: Tensor
-    """[n] int64: their numbers in the pass."""
-    samples: Tensor
-    """[n] int64: their numbers among the sampled tokens."""
+    moves: Tensor | tuple[slice, slice]
+    """[2, n] int64: their numbers in the pass, and among the sampled tokens; or a run of each."""
 
     def fill(self, sampled: Tensor) -> None:
         """Queue their way into the pass, from the sampled tokens [rows] int64."""
-        self.rows[0].index_copy_(0, self.places, sampled[self.samples].int())
+        places, samples = self.moves
+        if isinstance(places, Tensor):
+            self.rows[0].index_copy_(0, places, sampled[samples].int())
+        else:
+            self.rows[0, places].copy_(sampled[samples])
 
 
 class DeviceRunner(ModelRunner):
@@ -216,16 +218,21 @@ class DeviceRunner(ModelRunner):
             return []
         passes: Sequence[DecodeStep | ForwardPass] = work if isinstance(work, list) else [work]
         most = self._pass_rows or batch.num_tokens
-        numbers, sources = batch.expected.T.astype(np.int64)
-        samples = np.searchsorted(self._launched[-1].taken.entries, sources)
-        cuts = np.searchsorted(numbers, [number * most for number in range(1, len(passes))])
-        return [
-            ExpectedTokens(one.rows, self._put(own - number * most), self._put(from_them))
-            for number, (one, own, from_them) in enumerate(
-                zip(passes, np.split(numbers, cuts), np.split(samples, cuts), strict=True)
-            )
-            if len(own)
-        ]
+        numbers, sources = batch.expected.T
+        pairs = np.empty((2, len(numbers)), np.int64)
+        pairs[0], pairs[1] = numbers, self._launched[-1].taken.entries.searchsorted(sources)
+        cuts = numbers.searchsorted([number * most for number in range(len(passes) + 1)]).tolist()
+        expected = []
+        for number, (one, first, last) in enumerate(zip(passes, cuts[:-1], cuts[1:], strict=True)):
+            if first < last:
+                own = pairs[:, first:last]
+                own[0] -= number * most
+                is_run = (own[:, 1:] - own[:, :-1] == 1).all()  # as long as nobody comes or goes
+                place, sample = own[:, 0].tolist()
+                count = last - first
+                runs = slice(place, place + count), slice(sample, sample + count)
+                expected.append(ExpectedTokens(one.rows, runs if is_run else self._put(own)))
+        return expected
 
     def _sampled(self) -> Tensor:
         """The tokens of the step launched last, on the device."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreword.batch import Batch, BatchEntry
+from foreword.batch import Batch, Entries
 from foreword.cache import TokenSequence
 from foreword.errors import ConfigError
 from foreword.model.device import CudaDevice, Device
@@ -105,7 +105,6 @@ def largest_step(layout: CacheLayout, storage: KVStorage, limits: RunnerLimits, 
         lengths[number] += more
         rest -= more
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=0, max_tokens=1)
-    entries = [BatchEntry(_request(number, length, params), 0, length) for number, length in enumerate(lengths)]
     starts = np.cumsum([0, *lengths], dtype=np.int32)
     positions = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], lengths)
     tables = tuple(
@@ -113,7 +112,7 @@ def largest_step(layout: CacheLayout, storage: KVStorage, limits: RunnerLimits, 
         for spec in layout.specs
     )
     return Batch(
-        entries=tuple(entries),
+        entries=Entries.of_prompts([_request(number, length, params) for number, length in enumerate(lengths)]),
         token_ids=np.zeros(int(starts[-1]), np.int32),
         positions=positions,
         query_starts=starts,

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from foreword.batch import Batch
+from foreword.batch import NO_ENTRIES, Batch
 from foreword.model.readout import Rows
 
 
@@ -32,7 +32,7 @@ def split_batch(batch: Batch, logit_rows: Rows, most: int) -> Iterator[tuple[Bat
         yield (
             replace(
                 batch,
-                entries=(),
+                entries=NO_ENTRIES,
                 token_ids=batch.token_ids[start:end],
                 positions=batch.positions[start:end],
                 query_starts=cuts.astype(np.int32),

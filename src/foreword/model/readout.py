@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foreword.batch import Batch, BatchResult
 from foreword.model.logprobs import Int32s, LogprobRows
-from foreword.model.sampler import Drawn, Put, SamplingPlan
+from foreword.model.sampler import Drawn, Put, Sampled, SamplingPlan
 
 Rows = npt.NDArray[np.int64]
 
@@ -28,23 +28,18 @@ class LogitRows:
     """[rows] ascending"""
     ends: Rows
     """[entries]: entry e has rows ends[e - 1] to ends[e] of `rows`."""
-    samples: npt.NDArray[np.bool_]
-    """[entries]: whether the last of them is sampled from."""
 
 
 def logit_rows(batch: Batch) -> LogitRows:
     """The last token of entries that sample, and every prompt token that an entry reports on."""
-    samples = np.array([entry.samples for entry in batch.entries], np.bool_)
+    entries = batch.entries
     ends = batch.query_starts[1:].astype(np.int64)
-    firsts = ends - samples
-    for number, entry in enumerate(batch.entries):
-        request = entry.request
-        if request.params.prompt_logprobs is not None and entry.start < request.num_prompt_tokens - 1:
-            firsts[number] = batch.query_starts[number]
-    counts = ends - firsts
-    row_ends = np.cumsum(counts)
-    rows = np.arange(counts.sum()) + np.repeat(ends - row_ends, counts)
-    return LogitRows(rows, row_ends, samples)
+    reports = entries.facts["reports_prompt"] & (entries.starts < entries.facts["num_prompt_tokens"] - 1)
+    counts = entries.samples.astype(np.int64)
+    if reports.any():
+        counts[reports] = (ends - batch.query_starts[:-1])[reports]
+    row_ends = counts.cumsum()
+    return LogitRows(np.arange(counts.sum()) + (ends - row_ends).repeat(counts), row_ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +62,8 @@ class Taken:
     """Results of a step on the device."""
 
     num_entries: int
-    entries: list[int]
-    """Numbers of the entries that got a token."""
+    entries: Rows
+    """Numbers of the entries that got a token, ascending."""
     drawn: Drawn | None
     prompts: list[tuple[int, LogprobRows]]
     """Number of an entry, and the reports of its prompt tokens."""
@@ -77,18 +72,20 @@ class Taken:
         """All of it as one [n] int32 tensor; n may be 0."""
         parts = [report.packed() for _, report in self.prompts]
         parts += [] if self.drawn is None else [self.drawn.packed()]
+        if len(parts) == 1:
+            return parts[0]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
 
     def read(self, packed: Int32s) -> BatchResult:
         """The step's results, from `packed` as it reached the host."""
-        result = BatchResult(samples=[None] * self.num_entries)
+        result = BatchResult(np.zeros(self.num_entries, np.int64))
         start = 0
         for number, report in self.prompts:
             result.prompt_logprobs[number] = report.read(packed[start : start + report.num_ints])
             start += report.num_ints
         if self.drawn is not None:
-            for number, sample in zip(self.entries, self.drawn.read(packed[start:]), strict=True):
-                result.samples[number] = sample
+            result.token_ids[self.entries], logprobs = self.drawn.read(packed[start:])
+            result.logprobs = {int(self.entries[row]): report for row, report in logprobs.items()}
         return result
 
 
@@ -97,7 +94,7 @@ class Readout:
     """The plan of what leaves a step."""
 
     num_entries: int
-    entries: list[int]
+    entries: Rows
     rows: Tensor | None
     """[len(entries)] int64: their rows of logits; None if those are all rows."""
     sampling: SamplingPlan | None
@@ -106,18 +103,16 @@ class Readout:
     @classmethod
     def make(cls, batch: Batch, asked: LogitRows, vocab: int, put: Put) -> Readout:
         """For logits [rows, vocab] of `asked`."""
-        entries: list[int] = asked.samples.nonzero()[0].tolist()
-        requests = [batch.entries[number].request for number in entries]
-        reporting = [
-            number for number, entry in enumerate(batch.entries) if entry.request.params.prompt_logprobs is not None
-        ]
+        samples = batch.entries.samples
+        entries = samples.nonzero()[0]
+        reporting = batch.entries.facts["reports_prompt"].nonzero()[0].tolist()
         firsts = np.append(0, asked.ends)
         prompts = (_prompt_rows(batch, number, int(firsts[number]), put) for number in reporting)
         return cls(
-            len(batch.entries),
+            len(samples),
             entries,
-            put(asked.ends[asked.samples] - 1) if len(entries) < len(asked.rows) else None,
-            SamplingPlan.make(requests, vocab, put) if requests else None,
+            put(asked.ends[samples] - 1) if len(entries) < len(asked.rows) else None,
+            SamplingPlan.make(Sampled.of(batch.entries), vocab, put) if len(entries) else None,
             [prompt for prompt in prompts if prompt is not None],
         )
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreword.batch import Batch, BatchResult
+from foreword.batch import NO_ENTRIES, Batch, BatchResult
 from foreword.cache import RecurrentSpec
 from foreword.model.attention import ForwardContext, GroupStep
 from foreword.model.kernels.on_device import DeviceAttention
@@ -123,6 +123,7 @@ class ModelRunner:
         self._storage = storage
         self._device = model.device
         self._plain_attention = ReferenceAttention()
+        self._is_device_attention = isinstance(model.kernel, DeviceAttention)
         self._sink_block_ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
         on_gpu = model.device.type != "cpu"
         if pass_rows is None and on_gpu and model.exact:
@@ -143,7 +144,7 @@ class ModelRunner:
         nothing = np.zeros(1, np.int32)
         self.forward(
             Batch(
-                entries=(),
+                entries=NO_ENTRIES,
                 token_ids=token_ids,
                 positions=np.arange(len(token_ids), dtype=np.int32),
                 query_starts=np.array([0, len(token_ids)], np.int32),
@@ -225,6 +226,6 @@ class ModelRunner:
     def kernel_of(self, group_id: int) -> AttentionKernel:
         """What attends in a group's layers. The CPU's compiled kernel counts on blocks without gaps between them."""
         kernel = self._model.kernel
-        if isinstance(kernel, DeviceAttention) or self._storage.is_contiguous(group_id):
+        if self._is_device_attention or self._storage.is_contiguous(group_id):
             return kernel
         return self._plain_attention

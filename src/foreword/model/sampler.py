@@ -15,25 +15,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreword.batch import Sample
+from foreword.batch import Entries, Int64Array
 from foreword.model.logprobs import Int32s, LogprobRows, as_int32
 from foreword.model.uniform import uniform_numbers
-from foreword.request import Request
+from foreword.request import FactRows, Request, TokenLogprobs
 
 Put = Callable[[npt.NDArray[Any]], Tensor]
 """Brings an array of the host to where the logits are, as a tensor of equal shape and type."""
-Entries = tuple[Tensor, Tensor]
+Changes = tuple[Tensor, Tensor]
 """Places in the flattened logits, [n] int64, no place twice; a float32 for each, [n]."""
 
 ROWS_AT_A_TIME = 64
 """Rows are sorted in float64; this bounds the memory that takes."""
+
+
+class Sample(NamedTuple):
+    """What one row gave."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sample]:
@@ -41,9 +48,31 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sample]:
 
     Log probabilities are those of the model itself, before penalties, bias and temperature.
     """
-    plan = SamplingPlan.make(requests, logits.shape[1], lambda array: torch.from_numpy(array).to(logits.device))
+    asked = Sampled.of(Entries.of_prompts(requests))
+    plan = SamplingPlan.make(asked, logits.shape[1], lambda array: torch.from_numpy(array).to(logits.device))
     drawn = plan.draw(logits)
-    return drawn.read(drawn.packed().cpu().numpy())
+    token_ids, logprobs = drawn.read(drawn.packed().cpu().numpy())
+    return [Sample(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids.tolist())]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Requests that are sampled, as columns."""
+
+    requests: list[Request]
+    facts: FactRows
+    """[rows]"""
+    num_generated: Int64Array
+    """[rows]: tokens of their answers so far, those that are expected included."""
+
+    @classmethod
+    def of(cls, entries: Entries) -> Sampled:
+        """Those of a step that sample."""
+        if entries.samples.all():
+            return cls(entries.requests, entries.facts, entries.num_generated())
+        samples = entries.samples
+        requests = [entries.requests[number] for number in samples.nonzero()[0].tolist()]
+        return cls(requests, entries.facts.compress(samples), entries.num_generated()[samples])
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +86,29 @@ class Drawn:
 
     def packed(self) -> Tensor:
         """All of it as one [n] int32 tensor."""
-        return torch.cat([as_int32(self.token_ids), *(report.packed() for _, report in self.reports)])
+        token_ids = as_int32(self.token_ids)
+        return torch.cat([token_ids, *(report.packed() for _, report in self.reports)]) if self.reports else token_ids
 
-    def read(self, packed: Int32s) -> list[Sample]:
-        """Samples in the order of rows, from `packed` as it reached the host."""
-        token_ids: list[int] = packed[: len(self.token_ids)].tolist()
-        samples = [Sample(token_id) for token_id in token_ids]
-        start = len(token_ids)
+    def read(self, packed: Int32s) -> tuple[Int32s, dict[int, TokenLogprobs]]:
+        """Tokens [rows], a view, and reports by row, from `packed` as it reached the host."""
+        start = len(self.token_ids)
+        logprobs: dict[int, TokenLogprobs] = {}
         for rows, report in self.reports:
             end = start + report.num_ints
-            for row, logprobs in zip(rows, report.read(packed[start:end]), strict=True):
-                samples[row] = Sample(token_ids[row], logprobs)
+            logprobs.update(zip(rows, report.read(packed[start:end]), strict=True))
             start = end
-        return samples
+        return packed[: len(self.token_ids)], logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
     """How the rows of a step are sampled; its tensors are where the logits are."""
 
-    repetition: Entries | None
+    repetition: Changes | None
     """Divisors (factors, where the logit is negative)."""
-    penalties: Entries | None
+    penalties: Changes | None
     """To subtract."""
-    biases: Entries | None
+    biases: Changes | None
     """To add."""
     constrained: tuple[Tensor, Tensor] | None
     """Rows [n] int64, and the tokens each may take, [n, vocab / 8 rounded up] uint8, lowest bit first."""
@@ -92,21 +120,22 @@ class SamplingPlan:
     """Rows that report log probabilities, twice, and of how many likeliest tokens."""
 
     @classmethod
-    def make(cls, requests: Sequence[Request], vocab: int, put: Put) -> SamplingPlan:
-        """The plan of a step in which row r of [rows, vocab] logits is that of `requests[r]`."""
+    def make(cls, asked: Sampled, vocab: int, put: Put) -> SamplingPlan:
+        """The plan of a step in which row r of [rows, vocab] logits is that of `asked.requests[r]`."""
 
-        def entries(found: Iterable[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]]) -> Entries | None:
+        def entries(found: Iterable[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]]) -> Changes | None:
             each = list(found)
             if not each:
                 return None
             places = np.concatenate([row * vocab + ids for row, ids, _ in each])
             return put(places), put(np.concatenate([values for *_, values in each]))
 
-        numbered = [(row, request) for row, request in enumerate(requests) if request.changes_logits]
+        changing = asked.facts["changes_logits"].nonzero()[0].tolist()
+        numbered = [(row, asked.requests[row]) for row in changing]
         forbidden = [
             row * vocab + np.array(sorted(request.stop_token_ids), np.int64)
             for row, request in numbered
-            if request.num_output_tokens < request.params.min_tokens and request.stop_token_ids
+            if asked.num_generated[row] < request.params.min_tokens and request.stop_token_ids
         ]
         return cls(
             repetition=entries(
@@ -116,8 +145,8 @@ class SamplingPlan:
             biases=entries((row, *_biases(request)) for row, request in numbered if request.params.logit_bias),
             constrained=_constraints(numbered, put),
             forbidden=put(np.concatenate(forbidden)) if forbidden else None,
-            random=_random_rows(requests, vocab, put),
-            reported=_reported(requests, put),
+            random=_random_rows(asked, vocab, put),
+            reported=_reported(asked, put),
         )
 
     def draw(self, logits: Tensor) -> Drawn:
@@ -189,30 +218,30 @@ def _constraints(numbered: Sequence[tuple[int, Request]], put: Put) -> tuple[Ten
     return put(np.array(rows, np.int64)), put(np.packbits(np.stack(masks), axis=1, bitorder="little"))
 
 
-def _random_rows(requests: Sequence[Request], vocab: int, put: Put) -> tuple[Tensor, Tensor] | None:
-    rows = [row for row, request in enumerate(requests) if request.params.temperature > 0]
-    if not rows:
+def _random_rows(asked: Sampled, vocab: int, put: Put) -> tuple[Tensor, Tensor] | None:
+    rows = (asked.facts["temperature"] > 0).nonzero()[0]
+    if not len(rows):
         return None
-    own = [requests[row] for row in rows]
-    params = [request.params for request in own]
-    options = np.array(
-        [
-            [p.temperature for p in params],
-            [p.top_k if 0 < p.top_k < vocab else vocab for p in params],
-            [p.min_p for p in params],
-            [p.top_p for p in params],
-            uniform_numbers([request.seed for request in own], [request.num_output_tokens for request in own]),
-        ],
-        np.float64,
+    facts = asked.facts.take(rows)
+    top_k = facts["top_k"]
+    options = np.stack(
+        (
+            facts["temperature"],
+            np.where((top_k > 0) & (top_k < vocab), top_k, vocab),
+            facts["min_p"],
+            facts["top_p"],
+            uniform_numbers(facts["seed"], asked.num_generated[rows]),
+        )
     )
-    return put(np.array(rows, np.int64)), put(options)
+    return put(rows), put(options)
 
 
-def _reported(requests: Sequence[Request], put: Put) -> list[tuple[list[int], Tensor, int]]:
+def _reported(asked: Sampled, put: Put) -> list[tuple[list[int], Tensor, int]]:
     rows_of: dict[int, list[int]] = {}
-    for row, request in enumerate(requests):
-        if request.params.logprobs is not None:
-            rows_of.setdefault(request.params.logprobs, []).append(row)
+    for row in asked.facts["reports"].nonzero()[0].tolist():
+        count = asked.requests[row].params.logprobs
+        assert count is not None
+        rows_of.setdefault(count, []).append(row)
     return [(rows, put(np.array(rows, np.int64)), count) for count, rows in rows_of.items()]
 
 

@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import torch
 
-from foreword.batch import Batch, IntArray
+from foreword.batch import NO_ENTRIES, Batch, IntArray
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
@@ -79,7 +79,7 @@ class _Check:
         lengths = [end - start for _, _, start, end in parts]
         rows = [row for row, *_ in parts]
         batch = Batch(
-            entries=(),
+            entries=NO_ENTRIES,
             token_ids=np.concatenate([ids[start:end] for _, ids, start, end in parts]),
             positions=np.concatenate([np.arange(start, end, dtype=np.int32) for _, _, start, end in parts]),
             query_starts=np.cumsum([0, *lengths], dtype=np.int32),

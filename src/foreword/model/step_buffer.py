@@ -8,6 +8,8 @@ needs it can plan with it at once:
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,20 @@ ALIGNMENT = 16
 FIRST_BYTES = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Memory of the host, as tensor and as array, and of the device."""
+
+    host: Tensor
+    bytes: npt.NDArray[np.uint8]
+    device: Tensor
+
+
+@functools.cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
 class StepBuffer:
     """Host memory and its twin on the device. Tensors from `put` are valid until `begin` is called again.
 
@@ -32,8 +48,8 @@ class StepBuffer:
         self._device = device
         self.num_uploads = 0
         """Copies from host to device so far."""
-        self._parts: list[tuple[Tensor, Tensor]] = []
-        """Host and device memory; more than one only in a step that needed more than any before."""
+        self._parts: list[_Part] = []
+        """More than one only in a step that needed more than any before."""
         self._used: list[int] = []
         self._grow(num_bytes)
 
@@ -45,7 +61,7 @@ class StepBuffer:
     def begin(self) -> None:
         """Start a new step."""
         if len(self._parts) > 1:  # one that is large enough for such a step
-            total = sum(len(host) for host, _ in self._parts)
+            total = sum(len(part.bytes) for part in self._parts)
             self._parts.clear()
             self._used.clear()
             self._grow(total)
@@ -53,27 +69,27 @@ class StepBuffer:
 
     def put(self, array: npt.NDArray[Any]) -> Tensor:
         """Take an array along; a tensor on the device that holds it after `upload`."""
-        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        dtype = _torch_dtype(array.dtype)
         if not array.size:
             return torch.empty(array.shape, dtype=dtype, device=self._device.torch_device)
-        if self._used[-1] + array.nbytes > len(self._parts[-1][0]):
-            self._grow(max(array.nbytes, 2 * len(self._parts[-1][0])))
-        host, device = self._parts[-1]
-        start = self._used[-1]
-        place = host.numpy()[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-        place[...] = array
-        self._used[-1] = -(-(start + array.nbytes) // ALIGNMENT) * ALIGNMENT
-        return device[start : start + array.nbytes].view(dtype).view(array.shape)
+        if self._used[-1] + array.nbytes > len(self._parts[-1].bytes):
+            self._grow(max(array.nbytes, 2 * len(self._parts[-1].bytes)))
+        part, start = self._parts[-1], self._used[-1]
+        end = start + array.nbytes
+        np.copyto(part.bytes[start:end].view(array.dtype).reshape(array.shape), array)
+        self._used[-1] = -(-end // ALIGNMENT) * ALIGNMENT
+        return part.device[start:end].view(dtype).view(array.shape)
 
     def upload(self) -> None:
         """Queue the copy of everything that was put in."""
-        for (host, device), used in zip(self._parts, self._used, strict=True):
+        for part, used in zip(self._parts, self._used, strict=True):
             if used:
-                self._device.copy(device[:used], host[:used])
+                self._device.copy(part.device[:used], part.host[:used])
                 self.num_uploads += 1
 
     def _grow(self, num_bytes: int) -> None:
         num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         device = torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch_device)
-        self._parts.append((self._device.host_buffer(num_bytes), device))
+        host = self._device.host_buffer(num_bytes)
+        self._parts.append(_Part(host, host.numpy(), device))
         self._used.append(0)

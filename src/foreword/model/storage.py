@@ -119,7 +119,8 @@ class KVStorage:
     def slot_mapping(self, batch: Batch, group_id: int) -> IntArray:
         """Slot of each token of a batch, [tokens]; a scrap slot where the KV is in a shared block already."""
         size = self.block_sizes[group_id]
-        request = np.repeat(np.arange(len(batch.query_starts) - 1), np.diff(batch.query_starts))
+        lengths = batch.query_starts[1:] - batch.query_starts[:-1]
+        request = np.arange(len(lengths)).repeat(lengths)
         block_ids = batch.group_tables[group_id][request, batch.positions // size]
         block_ids[batch.positions < batch.write_from[request]] = self.scrap_block
         slots: IntArray = block_ids * np.int32(size) + batch.positions % np.int32(size)

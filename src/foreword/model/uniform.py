@@ -6,8 +6,6 @@ Knows seeds and steps; knows nothing of requests or logits. Philox4x64-10 is fro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -16,39 +14,39 @@ Words = npt.NDArray[np.uint64]
 FEW_SEEDS = 16
 """Below it numpy's own generators take less time; the numbers are the same."""
 ROUNDS = 10
-MULTIPLIERS = (np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157))
-KEY_STEPS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B))
-_ALL = 2**64 - 1
+MULTIPLIERS = np.array([[0xD2E7470EE14C6C93], [0xCA5A826395121157]], np.uint64)
+KEY_STEPS = np.array([[0x9E3779B97F4A7C15], [0xBB67AE8584CAA73B]], np.uint64)
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 
-def uniform_numbers(seeds: Sequence[int], steps: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), [seeds]: each the first one of `np.random.Philox(key=seed, counter=step)`."""
+def uniform_numbers(seeds: Words, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) for seeds and steps [n], each the first of `np.random.Philox(key=seed, counter=step)`."""
     first = _few(seeds, steps) if len(seeds) < FEW_SEEDS else _many(seeds, steps)
     uniform: npt.NDArray[np.float64] = (first >> np.uint64(11)).astype(np.float64) / 2**53
     return uniform
 
 
-def _few(seeds: Sequence[int], steps: Sequence[int]) -> Words:
-    generators = [np.random.Philox(key=seed & _ALL, counter=step) for seed, step in zip(seeds, steps, strict=True)]
+def _few(seeds: Words, steps: npt.NDArray[np.int64]) -> Words:
+    pairs = zip(seeds.tolist(), steps.tolist(), strict=True)
+    generators = [np.random.Philox(key=seed, counter=step) for seed, step in pairs]
     return np.array([generator.random_raw() for generator in generators], np.uint64)
 
 
-def _many(seeds: Sequence[int], steps: Sequence[int]) -> Words:
-    key = [np.array([seed & _ALL for seed in seeds], np.uint64), np.zeros(len(seeds), np.uint64)]
-    # numpy counts up before it draws.
-    counter = [np.array(steps, np.uint64) + np.uint64(1), *(np.zeros(len(seeds), np.uint64) for _ in range(3))]
-    for number in range(ROUNDS):
-        if number:
-            key = [word + step for word, step in zip(key, KEY_STEPS, strict=True)]
-        high0, low0 = _product(MULTIPLIERS[0], counter[0])
-        high1, low1 = _product(MULTIPLIERS[1], counter[2])
-        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0]
-    return counter[0]
+def _many(seeds: Words, steps: npt.NDArray[np.int64]) -> Words:
+    nothing = np.zeros(len(seeds), np.uint64)
+    key = np.stack((seeds, nothing))
+    # The counter's words 0 and 2, and 1 and 3. numpy counts up before it draws.
+    even, odd = np.stack((steps.astype(np.uint64) + np.uint64(1), nothing)), np.zeros_like(key)
+    for _ in range(ROUNDS):
+        high, low = _product(MULTIPLIERS, even)
+        even, odd = high[::-1] ^ odd ^ key, low[::-1]
+        key += KEY_STEPS
+    first: Words = even[0]
+    return first
 
 
-def _product(left: np.uint64, right: Words) -> tuple[Words, Words]:
+def _product(left: Words, right: Words) -> tuple[Words, Words]:
     """Upper and lower 64 bits of 128-bit products."""
     left_low, left_high = left & _LOW, left >> _HALF
     right_low, right_high = right & _LOW, right >> _HALF

@@ -7,14 +7,14 @@ Sampled tokens are made up, so an answer is never part of a later prompt's hit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.batch import BatchEntry, Sample
+from foreword.batch import BatchResult, Entries, Int64Array
 from foreword.cache import KVCacheManager, RadixIndex, TokenSequence
 from foreword.config import SchedulerConfig
 from foreword.errors import ConfigError
@@ -24,8 +24,8 @@ from foreword.request import Request, SamplingParams
 from foreword.scheduler import Scheduler
 
 Routing = Literal["round_robin", "least_loaded", "prefix_aware"]
+Seconds = npt.NDArray[np.float64]
 PARAMS = SamplingParams()
-SAMPLE = Sample(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +67,22 @@ class StepCost:
             overhead_s=overhead_s,
         )
 
-    def seconds(self, entries: Sequence[BatchEntry]) -> float:
+    def seconds(self, entries: Entries) -> float:
         """Of one step."""
-        num_tokens = num_seen = num_pairs = 0
-        for entry in entries:
-            start, end = entry.start, entry.end
-            num_tokens += end - start
-            num_seen += end
-            num_pairs += (end - start) * (start + end + 1) // 2
+        lengths = entries.ends - entries.starts
+        pairs = lengths * (entries.starts + entries.ends + 1) // 2
+        return float(self._seconds(int(lengths.sum()), entries.ends.sum(), pairs.sum()))
+
+    def seconds_of_decoding(self, num_computed: Int64Array, num_steps: int) -> Seconds:
+        """Of consecutive steps that compute one token of each request, [num_steps]."""
+        num_seen = int(num_computed.sum()) + len(num_computed) * np.arange(1, num_steps + 1)
+        return self._seconds(len(num_computed), num_seen, num_seen)
+
+    def _seconds(self, num_tokens: int, num_seen: Int64Array, num_pairs: Int64Array) -> Seconds:
         flops = num_tokens * self.flops_per_token + num_pairs * self.flops_per_pair
         num_bytes = self.weight_bytes + num_seen * self.kv_bytes_per_token
-        return max(flops / self.flops_per_s, num_bytes / self.bytes_per_s) + self.overhead_s
+        seconds: Seconds = np.maximum(flops / self.flops_per_s, num_bytes / self.bytes_per_s) + self.overhead_s
+        return seconds
 
 
 class SimulatedRunner:
@@ -89,12 +94,24 @@ class SimulatedRunner:
         """Seconds since the recording began."""
         self.busy_s = 0.0
 
-    def run(self, entries: Sequence[BatchEntry]) -> list[Sample | None]:
+    def run(self, entries: Entries) -> BatchResult:
         """What a model would sample; always the same token."""
         seconds = self.cost.seconds(entries)
         self.now += seconds
         self.busy_s += seconds
-        return [SAMPLE if entry.samples else None for entry in entries]
+        return BatchResult(np.zeros(len(entries), np.int64))
+
+    def run_decoding(self, num_computed: Int64Array, most: int, moment: float) -> int:
+        """Steps that compute one token of each request, at most so many; none begins at `moment` or later.
+
+        Returns how many.
+        """
+        seconds = self.cost.seconds_of_decoding(num_computed, most)
+        times = np.cumsum(np.append(self.now, seconds))
+        num_steps = int(times[:-1].searchsorted(moment))
+        self.now = float(times[num_steps])
+        self.busy_s = float(np.cumsum(np.append(self.busy_s, seconds[:num_steps]))[-1])
+        return num_steps
 
 
 class Replica:
@@ -127,27 +144,36 @@ class Replica:
 
     def run_until(self, moment: float) -> None:
         """Run steps until the clock has reached `moment`, or nothing is left to do."""
-        while self.runner.now < moment and self.step():
+        while self.runner.now < moment and (self._skip(moment) or self.step()):
             pass
+
+    def _skip(self, moment: float) -> bool:
+        """Many steps at once, where nothing is decided; False, and no change, if the next one must be planned."""
+        most = self.scheduler.num_steady_steps()
+        if most < 1:
+            return False
+        num_steps = self.runner.run_decoding(self.scheduler.num_computed_tokens(), most, moment)
+        self.scheduler.skip(num_steps)
+        self.num_generated += num_steps * self.scheduler.num_running
+        return True
 
     def step(self) -> bool:
         """One step; False, and no change, if there is nothing to do."""
         entries = self.scheduler.schedule_entries()
-        if not entries:
+        if not len(entries):
             return False
         self.manager.take_copies()  # nothing is there to be copied
         began = self.runner.now
-        samples = self.runner.run(entries)
-        self.scheduler.commit(entries, samples)
-        for entry, sample in zip(entries, samples, strict=True):
-            self.num_generated += sample is not None
-            request_id = entry.request.request_id
-            if request_id in self.first_token:
-                continue
-            self.started.setdefault(request_id, began)
-            if sample is not None:
-                self.first_token[request_id] = self.runner.now
-                self.num_waiting_tokens -= entry.request.num_prompt_tokens
+        self.scheduler.commit(entries, self.runner.run(entries))
+        self.num_generated += int(entries.samples.sum())
+        for number in entries.progress["is_new"].nonzero()[0].tolist():
+            request = entries.requests[number]
+            if request.request_id in self.first_token:
+                continue  # it was preempted
+            self.started.setdefault(request.request_id, began)
+            if entries.samples[number]:
+                self.first_token[request.request_id] = self.runner.now
+                self.num_waiting_tokens -= request.num_prompt_tokens
         return True
 
 

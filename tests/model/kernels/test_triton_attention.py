@@ -17,8 +17,9 @@ pytest.importorskip("triton")
 from foreword.errors import ConfigError
 from foreword.model.kernels.reference import AttentionOptions
 from foreword.model.kernels.select import make_kernel
-from foreword.model.kernels.step_plan import FEW_QUERIES
+from foreword.model.kernels.step_plan import FEW_QUERIES, plan_step
 from foreword.model.kernels.triton_attention import TritonAttention
+from foreword.model.kernels.triton_plan import decoding_shape, lay_out, lay_out_alone
 from paged_case import Case, Shape, random_options, random_shape, random_spans, share_blocks
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -250,6 +251,16 @@ def decoding_case(ends: Sequence[int], shape: Shape, seed: int) -> Case:
 def padded_queries(case: Case, num_rows: int) -> Tensor:
     query = torch.cat(case.queries)
     return torch.cat((query, query.new_full((num_rows - len(query), *query.shape[1:]), torch.nan)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_single_tokens_that_share_nothing_have_the_plan_of_any_step(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ends = rng.integers(1, 1200, rng.integers(1, 12)).tolist()
+    batch = decoding_case(ends, Shape(1, 1, 16, 16, 16), seed).batch
+    shape = decoding_shape(len(ends) + int(rng.integers(0, 4)), 1200, 16)
+    expected = lay_out(plan_step(batch, 16, None), 16, shape)
+    assert np.array_equal(lay_out_alone(batch, shape).data, expected.data)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=SLOW)])

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from foreword.batch import Batch
-from foreword.model.kernels.step_plan import CHUNK, SHARED, SharingRule, StepPlan, plan_step
+from foreword.model.kernels.step_plan import CHUNK, SHARED, SharingRule, StepPlan, plan_step, sort_by_blocks
 
 
 @dataclass(slots=True)
@@ -64,12 +65,24 @@ class Sharing:
 
     def plan(self, batch: Batch, block_size: int) -> StepPlan:
         """What to do in a step."""
-        self._token_bytes = self._bytes_this_step or self._token_bytes
-        self._bytes_this_step = 0
-        rule = SharingRule(self._token_bytes)
+        rule = self._rule()
         step = plan_step(batch, block_size, rule if self._enabled else None)
         self._report.add(step, rule)
         return step
+
+    def plan_singles(self, batch: Batch, block_size: int) -> StepPlan | None:
+        """What to do in a step of single tokens; None: each reads the chunks of its own KV, there is no more to it."""
+        if self._enabled and batch.num_tokens > 1:
+            _, joined = sort_by_blocks(batch, np.arange(batch.num_tokens), block_size, self._rule())
+            if joined is not None:
+                return self.plan(batch, block_size)
+        self._report.num_steps += 1
+        return None
+
+    def _rule(self) -> SharingRule:
+        self._token_bytes = self._bytes_this_step or self._token_bytes
+        self._bytes_this_step = 0
+        return SharingRule(self._token_bytes)
 
     def note_layer(self, key_blocks: Tensor, value_blocks: Tensor) -> None:
         """A layer of this step reads these blocks [blocks, block size, heads, dim]."""

@@ -87,35 +87,43 @@ class StepPlan:
 
 def plan_step(batch: Batch, block_size: int, rule: SharingRule | None) -> StepPlan:
     """Cut a batch into items of work. Requests with equal leading blocks share items where `rule` says it pays."""
-    lengths = np.diff(batch.query_starts).astype(np.int64)
-    first_positions = batch.positions[batch.query_starts[:-1]].astype(np.int64)
+    rows = batch.query_starts[:-1]
+    lengths = (batch.query_starts[1:] - rows).astype(np.int64)
+    first_positions = batch.positions[rows].astype(np.int64)
     num_chunks = (first_positions + lengths + CHUNK - 1) // CHUNK
     few = lengths <= FEW_QUERIES
-    members = np.flatnonzero(few)
-    joined = np.zeros(max(0, len(members) - 1), np.int64)
+    members = few.nonzero()[0]
+    joined = None
     if rule is not None and len(members) > 1:
-        members, joined = _sort_by_blocks(batch, members, block_size, rule)
-    slots = np.where(few, lengths * num_chunks, 0)
-    first_slots = np.cumsum(slots) - slots
-    folds = _folds(np.flatnonzero(~few), lengths, first_positions)
+        members, joined = sort_by_blocks(batch, members, block_size, rule)
+    slots = lengths * num_chunks * few
+    folds = _folds((~few).nonzero()[0], lengths, first_positions)
     shared = _shared(num_chunks[members], joined)
-    queries = np.cumsum(np.concatenate(([0], lengths[members])))
+    counts = lengths[members]
+    queries = np.zeros(len(members) + 1, np.int64)
+    np.cumsum(counts, out=queries[1:])
+    of_first = shared[shared[:, 1] == 0]
+    group_sizes = of_first[:, 3] - of_first[:, 2]
     most = int((queries[shared[:, 3]] - queries[shared[:, 2]]).max()) if len(shared) else 0
-    merges = np.repeat(members, lengths[members])
-    numbers = np.arange(len(merges)) - np.repeat(queries[:-1], lengths[members])
+    merges = np.empty((int(queries[-1]), 2), np.int64)
+    merges[:, 0] = members.repeat(counts)
+    merges[:, 1] = np.arange(len(merges)) - queries[:-1].repeat(counts)
+    requests = np.empty((len(rows), 5), np.int64)
+    for column, values in enumerate((rows, lengths, first_positions, num_chunks, slots.cumsum() - slots)):
+        requests[:, column] = values
     return StepPlan(
         tables=np.ascontiguousarray(batch.block_tables, np.int32),
         block_size=block_size,
         num_tokens=batch.num_tokens,
-        requests=np.stack((batch.query_starts[:-1], lengths, first_positions, num_chunks, first_slots), 1),
-        items=np.ascontiguousarray(np.concatenate((folds, shared))),
+        requests=requests,
+        items=np.concatenate((folds, shared)) if len(folds) else shared,
         num_folds=len(folds),
-        members=members.astype(np.int64),
-        merges=np.ascontiguousarray(np.stack((merges, numbers), 1)),
+        members=members,
+        merges=merges,
         num_slots=int(slots.sum()),
         most_queries=most,
         num_chunks=int(num_chunks[members].sum()),
-        groups=tuple(size for size in (shared[:, 3] - shared[:, 2])[shared[:, 1] == 0].tolist() if size > 1),
+        groups=tuple(group_sizes[group_sizes > 1].tolist()),
     )
 
 
@@ -130,36 +138,40 @@ def _folds(rows: Int64Array, lengths: Int64Array, first_positions: Int64Array) -
     return np.array(items, np.int64).reshape(-1, 4)
 
 
-def _shared(num_chunks: Int64Array, joined: Int64Array) -> Int64Array:
-    """Items of members in order, chunk by chunk; `joined`: chunks that a member shares with the next."""
-    if not len(num_chunks):
-        return np.empty((0, 4), np.int64)
-    chunks = np.arange(num_chunks.max())[:, None]
+def _shared(num_chunks: Int64Array, joined: Int64Array | None) -> Int64Array:
+    """Items of members in order, chunk by chunk; `joined`: chunks that a member shares with the next, if any are."""
+    chunks = np.arange(num_chunks.max(initial=0))[:, None]
     present = chunks < num_chunks
-    begins, ends = present.copy(), present
-    begins[:, 1:] &= chunks >= joined
-    ends[:, :-1] &= chunks >= joined
-    chunk, first = np.nonzero(begins)
-    _, last = np.nonzero(ends)
-    return np.stack((np.full(len(chunk), SHARED), chunk, first, last + 1), 1)
+    begins = present
+    if joined is not None:
+        begins = present.copy()
+        begins[:, 1:] &= chunks >= joined
+        present[:, :-1] &= chunks >= joined  # from here on: where runs end
+    chunk, first = begins.nonzero()
+    items = np.empty((len(chunk), 4), np.int64)
+    items[:, 0], items[:, 1], items[:, 2] = SHARED, chunk, first
+    items[:, 3] = (first if joined is None else present.nonzero()[1]) + 1
+    return items
 
 
-def _sort_by_blocks(
+def sort_by_blocks(
     batch: Batch, members: Int64Array, block_size: int, rule: SharingRule
-) -> tuple[Int64Array, Int64Array]:
-    """Members sorted by their tables, and how many whole chunks each shares with the next."""
+) -> tuple[Int64Array, Int64Array | None]:
+    """Members sorted by their tables, and how many whole chunks each shares with the next; None: not worth sorting."""
     chunk_blocks = -(-CHUNK // block_size)
-    lengths = batch.positions[batch.query_starts[1:] - 1].astype(np.int64)[members] + 1
-    whole = lengths // CHUNK
-    tables = batch.block_tables[members]
-    unsorted = np.zeros(len(members) - 1, np.int64)
-    long = np.flatnonzero(whole)
+    whole = (batch.positions[batch.query_starts[1:] - 1][members].astype(np.int64) + 1) // CHUNK
+    long = whole.nonzero()[0]
     if len(long) < 2:
-        return members, unsorted
-    _, first_of_group = np.unique(tables[long, chunk_blocks - 1], return_index=True)
+        return members, None
+    ends = batch.block_tables[members[long], chunk_blocks - 1]
+    in_order = np.sort(ends)
+    if (in_order[1:] != in_order[:-1]).all():
+        return members, None
+    _, first_of_group = np.unique(ends, return_index=True)
     most_saved = int(whole[long].sum() - whole[long[first_of_group]].sum())
-    if len(first_of_group) == len(long) or not rule.pays(most_saved, tables.size):
-        return members, unsorted
+    tables = batch.block_tables[members]
+    if not rule.pays(most_saved, tables.size):
+        return members, None
     rows = tables.astype(">i4")
     order = np.array(sorted(range(len(members)), key=lambda row: rows[row].tobytes()), np.int64)
     tables, whole = tables[order], whole[order]

@@ -17,7 +17,14 @@ from foreword.model.kernels.step_plan import FOLD_QUERIES
 from foreword.model.kernels.triton_arguments import LayerArguments, tile_constants
 from foreword.model.kernels.triton_decode import attend_items, merge_chunks
 from foreword.model.kernels.triton_launch import on_device
-from foreword.model.kernels.triton_plan import HostPlan, TritonPlan, decoding_shape, fitting_shape, lay_out
+from foreword.model.kernels.triton_plan import (
+    HostPlan,
+    TritonPlan,
+    decoding_shape,
+    fitting_shape,
+    lay_out,
+    lay_out_alone,
+)
 from foreword.model.kernels.triton_prefill import attend_folds
 from foreword.model.kernels.triton_tile import LAUNCH, LOG2_E
 from foreword.model.kernels.triton_tuning import decode_sizes, prefill_sizes
@@ -62,8 +69,9 @@ class TritonAttention:
         per head and 256 tokens, and spends no time on those that are not there.
         """
         del scrap_block
-        step = self._sharing.plan(batch, block_size)
-        return lay_out(step, self._tile_queries, decoding_shape(num_rows, max_tokens, block_size))
+        shape = decoding_shape(num_rows, max_tokens, block_size)
+        step = self._sharing.plan_singles(batch, block_size)
+        return lay_out_alone(batch, shape) if step is None else lay_out(step, self._tile_queries, shape)
 
     def explain(self) -> str:
         """What was shared since the kernel was made."""

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.batch import IntArray
-from foreword.model.kernels.step_plan import CHUNK, FOLD, StepPlan
+from foreword.batch import Batch, IntArray
+from foreword.model.kernels.step_plan import CHUNK, StepPlan
 
 HEADER = 12
 NUM_FOLDS, NUM_ITEMS, NUM_QUERIES, FOLDS, ITEMS, QUERIES, STARTS, TABLES, TABLE_WIDTH = range(9)
@@ -124,7 +124,7 @@ def fitting_shape(step: StepPlan, tile_queries: int) -> PlanShape:
         num_tokens=step.num_tokens,
         num_requests=num_requests,
         table_width=width,
-        num_folds=int((step.items[:, 0] == FOLD).sum()),
+        num_folds=step.num_folds,
         num_items=len(_items(step, tile_queries)),
         num_queries=len(step.merges),
         num_slots=step.num_slots,
@@ -138,44 +138,74 @@ def lay_out(step: StepPlan, tile_queries: int, shape: PlanShape) -> HostPlan:
     `tile_queries`: most queries of an item, which changes no result. Tables are cut to the shape's width: what is
     behind a request's last token means nothing.
     """
-    folds = step.items[step.items[:, 0] == FOLD][:, 1:]
+    folds = step.items[: step.num_folds, 1:]
     items = _items(step, tile_queries)
-    num_queries, num_requests = len(step.merges), len(step.tables)
-    width = min(step.tables.shape[1], shape.table_width)
+    num_queries = len(step.merges)
     assert len(folds) == shape.num_folds
-    assert len(items) <= shape.num_items
     assert step.num_slots <= shape.num_slots
-    assert num_queries <= shape.num_queries
-    tables_at = shape.items + 4 * len(items)
-    data = np.zeros(tables_at + num_requests * width, np.int32)
-    data[[NUM_FOLDS, NUM_ITEMS, NUM_QUERIES]] = len(folds), len(items), num_queries
-    data[[FOLDS, ITEMS, QUERIES, STARTS]] = shape.folds, shape.items, shape.queries, shape.starts
-    data[[TABLES, TABLE_WIDTH]] = tables_at, width
-
-    requests, numbers = step.merges.T
-    part = data[shape.folds : shape.queries].reshape(-1, 4)
-    part[:, :3] = folds
-    part[:, 3] = step.requests[folds[:, 0], 2] + folds[:, 1]
+    data = _frame(shape, len(items), num_queries, step.tables)
+    if len(folds):
+        part = data[shape.folds : shape.queries].reshape(-1, 4)
+        part[:, :3] = folds
+        part[:, 3] = step.requests[folds[:, 0], 2] + folds[:, 1]
+    numbers = step.merges[:, 1]
+    row, _, position, num_chunks, slot = step.requests[step.merges[:, 0]].T
     part = data[shape.queries : shape.starts].reshape(-1, 4)
-    part[:num_queries, 0] = step.requests[requests, 0] + numbers
-    part[:num_queries, 1] = step.requests[requests, 2] + numbers
-    part[:num_queries, 2] = step.requests[requests, 4] + numbers * step.requests[requests, 3]
-    part[num_queries:, 0] = np.arange(num_queries, shape.num_queries)  # rows behind the batch's own
-    part[num_queries:, 1] = UNUSED_POSITION
-    data[shape.starts : shape.starts + num_requests] = step.requests[:, 0]
-    data[shape.items : tables_at].reshape(-1, 4)[:] = items
-    data[tables_at:].reshape(num_requests, width)[:] = step.tables[:, :width]
+    part[:num_queries, 0] = row + numbers
+    part[:num_queries, 1] = position + numbers
+    part[:num_queries, 2] = slot + numbers * num_chunks
+    data[shape.starts : shape.starts + len(step.tables)] = step.requests[:, 0]
+    data[shape.items :][: items.size].reshape(-1, 4)[:] = items
     return HostPlan(shape, data)
+
+
+def lay_out_alone(batch: Batch, shape: PlanShape) -> HostPlan:
+    """`lay_out` of a batch of single tokens that share no KV: of most decoding steps, in less than half the time."""
+    num_chunks = batch.positions // CHUNK + 1
+    ends = num_chunks.cumsum()
+    assert ends[-1] <= shape.num_slots
+    chunk, request = (np.arange(num_chunks.max())[:, None] < num_chunks).nonzero()
+    data = _frame(shape, len(chunk), batch.num_tokens, batch.block_tables)
+    rows = np.arange(batch.num_tokens)
+    queries = data[shape.queries :][: 4 * len(rows)].reshape(-1, 4)
+    queries[:, 0], queries[:, 1], queries[:, 2] = rows, batch.positions, ends - num_chunks
+    data[shape.starts : shape.starts + len(rows)] = rows
+    items = data[shape.items :][: 4 * len(chunk)].reshape(-1, 4)
+    items[:, 0], items[:, 1], items[:, 2], items[:, 3] = request, chunk, request, 1
+    return HostPlan(shape, data)
+
+
+def _frame(shape: PlanShape, num_items: int, num_queries: int, tables: IntArray) -> IntArray:
+    """An array with header, padding and tables, its other parts still to be written."""
+    assert num_items <= shape.num_items
+    assert num_queries <= shape.num_queries
+    width = min(tables.shape[1], shape.table_width)
+    tables_at = shape.items + 4 * num_items
+    data = np.zeros(tables_at + len(tables) * width, np.int32)
+    data[NUM_FOLDS], data[NUM_ITEMS], data[NUM_QUERIES] = shape.num_folds, num_items, num_queries
+    data[FOLDS], data[ITEMS], data[QUERIES], data[STARTS] = shape.folds, shape.items, shape.queries, shape.starts
+    data[TABLES], data[TABLE_WIDTH] = tables_at, width
+    if num_queries < shape.num_queries:  # rows behind the batch's own
+        padding = data[shape.queries : shape.starts].reshape(-1, 4)[num_queries:]
+        padding[:, 0] = np.arange(num_queries, shape.num_queries)
+        padding[:, 1] = UNUSED_POSITION
+    data[tables_at:].reshape(len(tables), width)[:] = tables[:, :width]
+    return data
 
 
 def _items(step: StepPlan, tile_queries: int) -> IntArray:
     """The items of chunks, [items, 4], with queries in place of members, cut into at most `tile_queries` queries."""
-    chunk, first, last = step.items[step.items[:, 0] != FOLD][:, 1:].T
-    starts = np.concatenate(([0], np.cumsum(step.requests[step.members, 1])))
+    _, chunk, first, last = step.items[step.num_folds :].T
+    starts = np.zeros(len(step.members) + 1, np.int64)
+    np.cumsum(step.requests[step.members, 1], out=starts[1:])
     begin, end = starts[first], starts[last]
-    pieces = -(-(end - begin) // tile_queries)
-    item = np.repeat(np.arange(len(pieces)), pieces)
-    number = np.arange(len(item)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    at = begin[item] + number * tile_queries
-    count = np.minimum(tile_queries, end[item] - at)
-    return np.stack((step.members[first][item], chunk[item], at, count), 1).astype(np.int32)
+    owner = step.members[first]
+    if step.most_queries > tile_queries:
+        pieces = -(-(end - begin) // tile_queries)
+        item = np.repeat(np.arange(len(pieces)), pieces)
+        number = np.arange(len(item)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        owner, chunk, end, begin = owner[item], chunk[item], end[item], begin[item] + number * tile_queries
+    items = np.empty((len(owner), 4), np.int32)
+    items[:, 0], items[:, 1], items[:, 2] = owner, chunk, begin
+    items[:, 3] = np.minimum(tile_queries, end - begin)
+    return items

@@ -1,0 +1,138 @@
+"""Prefixes that one running request computes for others, which wait for it instead of computing them again.
+
+Knows requests, keys of blocks and the cache manager; knows nothing of budgets or steps.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+
+from foreword.cache import BlockHash, KVCacheManager, PrefixHit, StateCheckpoints
+from foreword.request import Request
+
+
+class InFlightPrefixes:
+    """Blocks of prompts that admitted requests have still to compute.
+
+    A waiting request whose next missing block is here waits for it instead of computing it a second
+    time. Each key belongs to the request that computes it, and is dropped when that request has
+    computed its prompt or leaves.
+    """
+
+    def __init__(self) -> None:
+        self._owner_of: dict[BlockHash, str] = {}
+        self._keys_of: dict[str, Sequence[BlockHash]] = {}
+
+    def __contains__(self, key: BlockHash) -> bool:
+        return key in self._owner_of
+
+    def __len__(self) -> int:
+        return len(self._owner_of)
+
+    def open(self, request_id: str, keys: Sequence[BlockHash]) -> None:
+        self._keys_of[request_id] = keys
+        for key in keys:
+            self._owner_of.setdefault(key, request_id)
+
+    def owner_of(self, key: BlockHash) -> str | None:
+        """The request that computes a block."""
+        return self._owner_of.get(key)
+
+    def owner_ids(self) -> set[str]:
+        """Requests that have prefixes open."""
+        return set(self._keys_of)
+
+    def close(self, request_id: str) -> None:
+        for key in self._keys_of.pop(request_id, ()):
+            if self._owner_of.get(key) == request_id:
+                del self._owner_of[key]
+
+
+class Coalescing:
+    """Who waits for whose blocks."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        states: StateCheckpoints | None,
+        num_computed_of: Callable[[Request], int],
+        *,
+        enabled: bool,
+    ) -> None:
+        """`states`: where recurrent states are saved, None if they are not; `num_computed_of`: a running request's."""
+        self._manager, self._states, self._num_computed_of = manager, states, num_computed_of
+        self._enabled = enabled
+        self._in_flight = InFlightPrefixes()
+        self._owners: dict[str, Request] = {}
+        self._awaited: dict[str, int] = {}
+
+    def begin(self, request: Request, hit: PrefixHit, end: int) -> None:
+        """A request runs, from its hit to `end` in its first step; others may wait for the rest of its prompt."""
+        # Blocks can be hit from the step that fills them; states only afterwards.
+        pending = end if self._states is None else hit.num_tokens
+        if self._enabled and pending < len(request):
+            keys = request.sequence.block_hashes()[pending // self._manager.block_size :]
+            self._in_flight.open(request.request_id, keys)
+            self._owners[request.request_id] = request
+
+    def end(self, request: Request) -> None:
+        """It has computed its prompt, or runs no longer."""
+        if self._owners.pop(request.request_id, None) is not None:
+            self._in_flight.close(request.request_id)
+
+    def must_wait(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether the first block that `hit` lacks is being computed by a running request."""
+        if not self._enabled or not len(self._in_flight) or request.skips_cache:
+            return False
+        keys = request.sequence.block_hashes()
+        missing = hit.num_shared_tokens // self._manager.block_size
+        if missing == len(keys) or keys[missing] not in self._in_flight:
+            return False
+        if self._states is not None and not self._will_save_state(self._states, request, hit, missing):
+            return False
+        self._awaited[request.request_id] = missing
+        return True
+
+    def still_waits(self, request: Request) -> bool:
+        """Whether the block it was last seen waiting for is still neither cached nor given up."""
+        block = self._awaited.get(request.request_id)
+        if block is None:
+            return False
+        in_flight = request.sequence.block_hashes()[block] in self._in_flight
+        if in_flight and not self._manager.is_cached(request.sequence, block):
+            return True
+        del self._awaited[request.request_id]
+        return False
+
+    def stop_waiting(self, request: Request) -> None:
+        """It has left."""
+        self._awaited.pop(request.request_id, None)
+
+    def _will_save_state(self, states: StateCheckpoints, request: Request, hit: PrefixHit, missing: int) -> bool:
+        """Whether the request that computes block `missing` saves a state that this one could hit.
+
+        If it does not yet, but will pass the place where the two part, it is asked to.
+        """
+        keys, size = request.sequence.block_hashes(), self._manager.block_size
+        owner_id = self._in_flight.owner_of(keys[missing])
+        assert owner_id is not None
+        owner = self._owners[owner_id]
+        shared = missing
+        while shared < len(keys) and self._in_flight.owner_of(keys[shared]) == owner_id:
+            shared += 1
+        junction = states.align(min(shared * size, len(request) - 1))
+        start = max(hit.num_tokens, self._num_computed_of(owner))
+        if states.next_after(owner.state_positions, start) <= junction:
+            return True
+        if junction <= max(hit.num_tokens, owner.num_scheduled_tokens):
+            return False
+        bisect.insort(owner.state_positions, junction)
+        self._manager.save_states_at(owner_id, [junction])
+        return True
+
+    def check_integrity(self, waiting: Sequence[Request], running: Sequence[Request]) -> None:
+        """Raise AssertionError if somebody waits who is not queued, or for somebody who does not run."""
+        assert set(self._awaited) <= {request.request_id for request in waiting}
+        assert self._in_flight.owner_ids() == set(self._owners)
+        assert set(self._owners) <= {request.request_id for request in running}, "a prefix waits for nobody's step"

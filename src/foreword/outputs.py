@@ -1,0 +1,161 @@
+"""What callers see of their requests, kept up to date while these run.
+
+Knows requests, outputs and streams of text; knows neither queues nor batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from foreword.request import CompletionOutput, FinishReason, Request, RequestOutput, SamplingParams
+
+
+class TextStep(Protocol):
+    """What pushing tokens into a text stream gave."""
+
+    @property
+    def new_text(self) -> str: ...
+    @property
+    def stop(self) -> str | None: ...
+
+
+class TextStream(Protocol):
+    """Turns one output's tokens into text as they arrive, and watches for stop strings."""
+
+    def push(self, token_ids: Sequence[int]) -> TextStep: ...
+    def finish(self) -> str: ...
+
+
+OpenTextStream = Callable[[SamplingParams], TextStream]
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One continuation, as it is computed and as the caller sees it."""
+
+    request: Request
+    completion: CompletionOutput
+    stream: TextStream | None
+    num_read: int = 0
+    """Tokens that went into the stream."""
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """One prompt and its n continuations."""
+
+    output: RequestOutput
+    answers: list[_Answer]
+    is_told: bool = False
+    """Whether the output says what is known of the prompt."""
+    quiet: Request | None = None
+    """The only continuation, if until it ends its output needs nothing but its tokens."""
+
+
+class Outputs:
+    """The outputs of unfinished requests."""
+
+    def __init__(self, open_text_stream: OpenTextStream | None, finish: Callable[[str, FinishReason], None]) -> None:
+        """`open_text_stream`: None if there is no text; `finish` ends a request that completed a stop string."""
+        self._open_text_stream, self._finish = open_text_stream, finish
+        self._group_named: dict[str, _Group] = {}
+        self._group_of: dict[Request, _Group] = {}
+
+    def __len__(self) -> int:
+        return len(self._group_named)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._group_named
+
+    @property
+    def have_text(self) -> bool:
+        """Whether tokens become text."""
+        return self._open_text_stream is not None
+
+    def request_ids(self) -> list[str]:
+        """As callers named them."""
+        return list(self._group_named)
+
+    def requests_of(self, request_id: str) -> list[Request]:
+        """All continuations of an unfinished one."""
+        return [answer.request for answer in self._group_named[request_id].answers]
+
+    def open(
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], requests: Sequence[Request]
+    ) -> RequestOutput:
+        """The output of a prompt's continuations. Their tokens are in it as soon as the requests have them."""
+        answers = []
+        for index, request in enumerate(requests):
+            logprobs = None if request.params.logprobs is None else request.logprobs
+            completion = CompletionOutput(index, token_ids=request.output_token_ids, logprobs=logprobs)
+            stream = None if self._open_text_stream is None else self._open_text_stream(request.params)
+            answers.append(_Answer(request, completion, stream))
+        completions = [answer.completion for answer in answers]
+        output = RequestOutput(request_id, prompt, prompt_token_ids, completions, requests[0].metrics)
+        group = self._group_named[request_id] = _Group(output, answers)
+        self._group_of.update(dict.fromkeys(requests, group))
+        return output
+
+    def collect(self, requests: Iterable[Request]) -> list[RequestOutput]:
+        """Bring the outputs of these requests up to date, as far as they are not finished."""
+        groups = dict.fromkeys(map(self._group_of.get, requests))
+        return [
+            self._collect(group) if group.quiet is None or group.quiet.finish_reason is not None else group.output
+            for group in groups
+            if group is not None
+        ]
+
+    def _collect(self, group: _Group) -> RequestOutput:
+        """Tokens and log probabilities are in the output since they were recorded; the rest follows here."""
+        output, is_finished = group.output, True
+        for answer in group.answers:
+            if answer.completion.finish_reason is None:
+                if answer.stream is not None:
+                    self._read(answer, answer.stream)
+                if answer.request.finish_reason is None:
+                    is_finished = False
+                else:
+                    self._end(answer)
+        if is_finished or not group.is_told:
+            self._tell_of_prompt(group)
+        if is_finished:
+            output.metrics.finished_time = max(a.request.metrics.finished_time or 0.0 for a in group.answers)
+            del self._group_named[output.request_id]
+            for answer in group.answers:
+                del self._group_of[answer.request]
+        return output
+
+    def _read(self, answer: _Answer, stream: TextStream) -> None:
+        """Turn new tokens into text, and end the request if they complete a stop string."""
+        request, completion = answer.request, answer.completion
+        new_tokens = request.output_token_ids[answer.num_read :]
+        if not new_tokens:
+            return
+        answer.num_read += len(new_tokens)
+        step = stream.push(new_tokens)
+        completion.text += step.new_text
+        if step.stop is not None:  # also when the same token ended the request for another reason
+            request.stop_reason = step.stop
+            if request.finish_reason is None:
+                self._finish(request.request_id, "stop")
+            request.finish_reason = "stop"
+
+    def _end(self, answer: _Answer) -> None:
+        request, completion = answer.request, answer.completion
+        if answer.stream is not None:
+            completion.text += answer.stream.finish()
+        completion.finish_reason = request.finish_reason
+        completion.stop_reason = request.stop_reason
+
+    def _tell_of_prompt(self, group: _Group) -> None:
+        """What the first continuation's admission found, and the prompt's log probabilities."""
+        first, output = group.answers[0].request, group.output
+        output.num_cached_tokens = first.num_cached_tokens
+        output.explanation = first.explanation
+        if first.params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None, *first.prompt_logprobs]
+        group.is_told = bool(first.output_token_ids)
+        if group.is_told and len(group.answers) == 1 and group.answers[0].stream is None:
+            group.quiet = first

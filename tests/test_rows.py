@@ -1,0 +1,73 @@
+"""Rows of running requests: who stands where, what is expected, and who has left when a step is read."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from foreword.batch import Entries
+from foreword.cache import TokenSequence
+from foreword.request import Request, SamplingParams
+from foreword.rows import RunningRows
+
+
+def request(name: str, num_tokens: int, max_tokens: int = 5) -> Request:
+    sequence = TokenSequence(name, list(range(1, num_tokens + 1)), block_size=4)
+    return Request(sequence, SamplingParams(), max_tokens=max_tokens, stop_token_ids=frozenset({99}))
+
+
+def whole(rows: RunningRows) -> Entries:
+    """A step that computes everything known of everybody."""
+    progress = rows.progress[rows.order]
+    return rows.entries(rows.order, progress["num_computed"], progress["num_tokens"])
+
+
+def test_rows_are_listed_in_service_order_and_grow_with_their_number() -> None:
+    rows = RunningRows()
+    for row in range(40):
+        rows.add((0, -row), row, request(str(row), row + 1), 0, 0)
+    assert [own.request_id for own in rows] == [str(row) for row in reversed(range(40))]
+    assert rows.last().request_id == "0"
+    assert rows.progress["num_tokens"][:40].tolist() == list(range(1, 41))
+    rows.remove((0, -39))
+    assert rows.order.tolist() == list(reversed(range(39)))
+
+
+def test_an_expected_token_counts_and_can_be_taken_back() -> None:
+    rows = RunningRows()
+    rows.add((0, 0), 0, request("goes on", 6), 2, 0)
+    rows.add((0, 1), 1, request("ends", 3, max_tokens=1), 0, 0)
+    before = whole(rows)
+    rows.expect(before)
+    assert rows.progress["num_computed"][:2].tolist() == [6, 3]
+    assert rows.progress["num_tokens"][:2].tolist() == [7, 3], "who ends with its token for its length expects none"
+    assert rows.progress["source"][:2].tolist() == [0, -1]
+    rows.stop_expecting(before)
+    assert rows.progress["num_computed"][:2].tolist() == [2, 0]
+    assert rows.progress["num_tokens"][:2].tolist() == [6, 3]
+    assert (rows.progress["source"] == -1)[:2].all()
+
+
+def test_who_has_left_is_known_though_another_has_its_row() -> None:
+    rows = RunningRows()
+    first, second = request("first", 4), request("second", 4)
+    rows.add((0, 0), 3, first, 0, 0)
+    rows.add((0, 1), 5, second, 0, 0)
+    step = whole(rows)
+    rows.remove((0, 0))
+    rows.add((0, 2), 3, request("third", 4), 0, 0)
+    assert rows.still_run(step).tolist() == [False, True]
+    rows.remove((0, 1))
+    rows.add((0, 1), 5, second, 0, 0)
+    assert rows.still_run(step).tolist() == [False, False], "a second stay is another one"
+
+
+def test_tokens_are_recorded_where_they_belong_and_those_to_stop_at_are_told() -> None:
+    rows = RunningRows()
+    first, second = request("first", 4), request("second", 7)
+    rows.add((0, 0), 1, first, 0, 0)
+    rows.add((0, 1), 0, second, 0, 0)
+    assert rows.record(np.array([1, 0]), np.array([5, 8]), np.array([99, 7])).tolist() == [True, False]
+    assert (first.output_token_ids, second.output_token_ids) == ([99], [7])
+    assert second.sequence.token_ids.tolist() == [*range(1, 8), 7]
+    assert rows.progress["num_tokens"][:2].tolist() == [len(second), len(first)]
+    assert whole(rows).progress["last_token"].tolist() == [99, 7]
