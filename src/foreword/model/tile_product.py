@@ -4,7 +4,8 @@ Knows weights and rows; knows nothing of modules. oneDNN uses tiles too, but cut
 rows suggests, so a row's bits depend on its company (docs/decisions/0017-tiles.md). Here they do not. For a gated
 feed-forward network gate and up lie side by side in a panel, and the gate is computed before anything is written.
 
-    weights   panels of 32 columns; a panel: for 32 of k at a time two tiles; a tile: 16 pairs of k x 16 columns
+    weights   panels of 32 columns; a panel: for 32 of k at a time two tiles; a tile: 16 pairs of k x 16 columns;
+              12 bits each (`kernels/compact.py`)
     a unit    some rows x some panels, as many as stay in a core's cache; threads take units from a counter
 """
 
