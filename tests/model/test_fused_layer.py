@@ -61,6 +61,23 @@ def test_fused_layers_change_no_bit_of_an_answer(
         assert one.prompt_logprobs == two.prompt_logprobs
 
 
+def test_a_layer_that_gets_other_rows_than_it_was_handed_computes_their_norm(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a model adds something between its layers."""
+    config = ModelConfig(str(tiny_models.folder("qwen3")), dtype="float32")
+    models = [load_model(config)]
+    monkeypatch.setattr(loader, "fuse_layers", lambda *_: 0)
+    models.append(load_model(config))
+    answers = []
+    for model in models:
+        layer = model.module.get_submodule("model.layers.1")
+        layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] + 0.5, *inputs[1:]))
+        (output,) = complete(build_engine(model), [random_tokens(np.random.default_rng(3), 20)], greedy(4, logprobs=2))
+        answers.append(output.outputs[0].logprobs)
+    assert answers[0] == answers[1]
+
+
 def test_a_layer_that_is_watched_stays_as_it_is(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "fuse_layers", lambda *_: 0)
     model = load_model(ModelConfig(str(tiny_models.folder("qwen2"))))

@@ -38,7 +38,7 @@ _TURNED_PARTS = (1, 2, 4)
 def fuse_layers(module: nn.Module, layouts: Mapping[int, LayerLayout]) -> int:
     """Take over what layers of `module` can be; to be called when it is fused and packed. Returns how many."""
     known: dict[tuple[Any, ...], bool] = {}
-    count = 0
+    fused: dict[int, FusedForward] = {}
     with torch.inference_mode():
         for layer, attention in _candidates(module):
             layout = layouts.get(getattr(attention, "layer_idx", -1))
@@ -47,23 +47,35 @@ def fuse_layers(module: nn.Module, layouts: Mapping[int, LayerLayout]) -> int:
                 continue
             forward = _fused_forward(layer, parts, layout, known)
             if forward is not None:
-                layer.forward = forward
-                count += 1
-    logger.debug("%d decoder layers fused", count)
-    return count
+                layer.forward = fused[forward.layer] = forward
+    for index, forward in fused.items():
+        forward.following = fused.get(index + 1)
+    logger.debug("%d decoder layers fused", len(fused))
+    return len(fused)
 
 
 class FusedForward:
-    """What a layer's `forward` is replaced by."""
+    """What a layer's `forward` is replaced by.
+
+    Its last sum and the next layer's first norm are one pass over the rows, whose norm is handed to the next layer. A
+    layer that is given other rows than these computes its norm itself.
+    """
 
     def __init__(
         self, parts: _LayerParts, rotary: RotaryKernel, options: AttentionOptions, plain: Callable[..., Any]
     ) -> None:
+        self.layer: int = parts.attention.layer_idx  # type: ignore[assignment]
+        self.following: FusedForward | None = None
+        """The next layer, if it is fused."""
         self._parts = parts
-        self._layer: int = parts.attention.layer_idx  # type: ignore[assignment]
         self._rotary = rotary
         self._options = options
         self._plain = plain
+        self._handed: tuple[Tensor, Tensor] | None = None
+        """What the layer before has returned, and its norm."""
+        # What modules do around `forward` costs as much as small products' hand-over to threads.
+        self._project, self._output = parts.project.forward, parts.output.forward
+        self._network = parts.network.forward
 
     def __call__(
         self,
@@ -75,19 +87,26 @@ class FusedForward:
     ) -> Tensor:
         """[1, rows, width] to the same; `others` are what models pass and a served layer has no use for."""
         storage = forward_context.storage
-        blocks = storage.keys[self._layer], storage.values[self._layer]
+        blocks = storage.keys[self.layer], storage.values[self.layer]
         if not (blocks[0].is_contiguous() and blocks[1].is_contiguous()):
             output: Tensor = self._plain(
                 hidden_states, position_embeddings=position_embeddings, forward_context=forward_context, **others
             )
             return output
-        parts = self._parts
-        step = forward_context.steps[storage.group_of[self._layer]]
-        projected = parts.project(parts.norms[0](hidden_states[0]))
-        queries = self._rotary(projected, position_embeddings, step.slots, blocks)
+        step = forward_context.steps[storage.group_of[self.layer]]
+        first, second = self._parts.norms
+        x, (handed, self._handed) = hidden_states[0], (self._handed, None)
+        normed = handed[1] if handed is not None and handed[0] is hidden_states else first.forward(x)
+        queries = self._rotary(self._project(normed), position_embeddings, step.slots, blocks)
         mixed = step.kernel.attend(queries, *blocks, step.plan, self._options)
-        total, normed = parts.norms[1].of_sum(hidden_states[0], parts.output(mixed.flatten(1)))
-        output = total[None] + parts.network(normed[None])
+        total, normed = second.of_sum(x, self._output(mixed.flatten(1)))
+        added = self._network(normed[None])
+        if self.following is None:
+            last: Tensor = total[None] + added
+            return last
+        total, normed = self.following._parts.norms[0].of_sum(total, added[0])
+        output = total[None]
+        self.following._handed = output, normed
         return output
 
 
