@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from foreword.model.attention import ForwardContext, GroupStep
-from foreword.model.fused import FusedNorm, ProductPart
+from foreword.model.fused import FusedGate, FusedNorm, ProductPart
 from foreword.model.kernels.reference import AttentionOptions
 from foreword.model.layout import LayerLayout
 from foreword.model.rotary import HeadNorm, HeadShapes, RotaryKernel
@@ -75,7 +75,10 @@ class FusedForward:
         """What the layer before has returned, and its norm."""
         # What modules do around `forward` costs as much as small products' hand-over to threads.
         self._project, self._output = parts.project.forward, parts.output.forward
-        self._network = parts.network.forward
+        network = parts.network.forward
+        flat = type(parts.network) is FusedGate
+        self._network: Callable[[Tensor], Tensor] = network if flat else lambda rows: network(rows[None])[0]
+        """[rows, width] to the same."""
 
     def __call__(
         self,
@@ -100,11 +103,10 @@ class FusedForward:
         queries = self._rotary(self._project(normed), position_embeddings, step.slots, blocks)
         mixed = step.kernel.attend(queries, *blocks, step.plan, self._options)
         total, normed = second.of_sum(x, self._output(mixed.flatten(1)))
-        added = self._network(normed[None])
+        added = self._network(normed)
         if self.following is None:
-            last: Tensor = total[None] + added
-            return last
-        total, normed = self.following._parts.norms[0].of_sum(total, added[0])
+            return (total + added)[None]
+        total, normed = self.following._parts.norms[0].of_sum(total, added)
         output = total[None]
         self.following._handed = output, normed
         return output

@@ -5,6 +5,7 @@ Knows plans and bytes; knows no kernel.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,7 +87,8 @@ class Sharing:
 
     def note_layer(self, key_blocks: Tensor, value_blocks: Tensor) -> None:
         """A layer of this step reads these blocks [blocks, block size, heads, dim]."""
-        self._bytes_this_step += (key_blocks[0, 0].numel() + value_blocks[0, 0].numel()) * key_blocks.dtype.itemsize
+        of_token = math.prod(key_blocks.shape[2:]) + math.prod(value_blocks.shape[2:])
+        self._bytes_this_step += of_token * key_blocks.dtype.itemsize
 
     def explain(self) -> str:
         """What was shared since the kernel was made."""
