@@ -602,3 +602,19 @@ def test_a_stream_shows_everything_though_others_step_the_engine_in_between(llm:
         llm.generate(token_prompt(prompt_of(5, 1)), greedy(9))
     assert seen[-1] == 6
     assert output.finished
+
+
+def test_a_folder_that_is_not_there_is_named_before_torch_is_imported() -> None:
+    code = """
+import sys
+from foreword import LLM
+try:
+    LLM("./nowhere")
+except Exception as error:
+    print(error)
+print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    message, imported = done.stdout.splitlines()
+    assert "./nowhere" in message
+    assert imported == "False"
