@@ -169,6 +169,38 @@ def test_a_step_that_fails_late_leaves_no_uncomputed_block_in_the_cache(rests_on
     assert output.num_cached_tokens == (8 if rests_on_it == "nothing" else 0)
 
 
+def test_a_step_of_many_requests_that_fails_under_another_is_told_as_what_it_is() -> None:
+    """So many that their rows are beyond those that a scheduler begins with."""
+    world, runner = late_engine(num_blocks=400, max_num_seqs=40, max_num_batched_tokens=400)
+    params = SamplingParams(max_tokens=6, ignore_eos=True, seed=1)
+    outputs = [world.engine.add_request(str(number), prompt_of([number, 1, number]), params) for number in range(30)]
+    world.step()
+    runner.fail_at = 1
+    with pytest.raises(EngineError, match="device-side assert"):
+        world.step()
+    world.engine.check_integrity()
+    assert {output.outputs[0].finish_reason for output in outputs} == {"abort"}
+    again = world.engine.add_request("again", prompt_of([1, 2, 3]), params)
+    world.drain()
+    expected = expected_answer([1, 2, 3], params, seed=1, vocab_size=VOCAB_SIZE, max_model_len=512)
+    assert again.outputs[0].token_ids == expected[0]
+
+
+def test_aborting_a_request_spares_one_that_has_the_id_of_a_continuation_that_ended() -> None:
+    world, _ = late_engine()
+    params = SamplingParams(n=2, max_tokens=60, seed=0, stop_token_ids=(1, 2, 3, 4))
+    first = world.engine.add_request("one", prompt_of([1, 2, 3]), params)
+    while not any(completion.finished for completion in first.outputs):
+        world.step()
+    [ended] = [completion.index for completion in first.outputs if completion.finished]
+    second = world.engine.add_request(f"one#{ended}", prompt_of([5, 6]), SamplingParams(max_tokens=5, seed=1))
+    world.engine.abort_request("one")
+    assert first.finished
+    for _ in range(7):
+        world.step()
+    assert (second.outputs[0].finish_reason, len(second.outputs[0].token_ids)) == ("length", 5)
+
+
 def test_a_launch_that_fails_behind_a_step_ends_its_requests_alone() -> None:
     """What the step in flight computed is kept, and its tokens are told."""
     world, runner = late_engine()

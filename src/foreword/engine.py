@@ -208,7 +208,8 @@ class Engine:
         if request_id not in self._outputs:
             return None
         requests = self._outputs.requests_of(request_id)
-        self.scheduler.abort(request.request_id for request in requests)
+        # A continuation that has ended may have left its id to another request.
+        self.scheduler.abort([request.request_id for request in requests if request.finish_reason is None])
         [output] = self._outputs.collect(requests)
         return output
 

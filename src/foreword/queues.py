@@ -35,6 +35,3 @@ class Queue:
     def remove(self, key: SortKey) -> None:
         at = bisect.bisect_left(self._keys, key)
         del self._keys[at], self._requests[at]
-
-    def last(self) -> Request:
-        return self._requests[-1]

@@ -79,6 +79,14 @@ class RunningRows:
         self.progress["stay"][row] = 0
         self._requests[row] = self._answers[row] = self._stop_ids[row] = None
 
+    def clear(self) -> None:
+        """Nobody runs any longer. Entries made before stay valid: `still_run` says that all of theirs have left."""
+        self._keys.clear()
+        self.order = np.empty(0, np.int64)
+        self.progress["stay"] = 0
+        for column in (self._requests, self._answers, self._stop_ids):
+            column.fill(None)
+
     def last(self) -> Request:
         return self[int(self.order[-1])]
 

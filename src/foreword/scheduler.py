@@ -369,7 +369,8 @@ class Scheduler:
                 computed = int(max(progress["num_computed"], progress["num_shared"]))
             self.manager.forget_uncomputed(request_id, computed)
             self.manager.free(request_id)
-        self._waiting, self._running, self._coalescing = Queue(), RunningRows(), self._make_coalescing()
+        self._running.clear()  # kept, as steps that are still to be failed refer to its rows
+        self._waiting, self._coalescing = Queue(), self._make_coalescing()
         self._keys.clear()
         self._requests.clear()
         for request in requests:

@@ -116,6 +116,12 @@ def test_only_weights_that_fill_tiles_are_taken() -> None:
     assert PackedLinear(random(5, 61).bfloat16(), None)(random(3, 61).bfloat16()).shape == (3, 5)
 
 
+@pytest.mark.parametrize("rows", [torch.ones(2, 64), torch.ones(2, 63).bfloat16(), torch.ones(2, 64).half()])
+def test_rows_of_another_type_or_width_are_refused_and_not_read_as_what_they_are_not(rows: Tensor) -> None:
+    with pytest.raises(RuntimeError, match="rows are"):
+        PackedLinear(random(48, 64).bfloat16(), None)(rows)
+
+
 def any_bits(*shape: int) -> Tensor:
     """Weights with every exponent there is, infinities and NaN among them."""
     bits = torch.randint(-(2**15), 2**15, shape, generator=torch.Generator().manual_seed(0)).to(torch.int16)

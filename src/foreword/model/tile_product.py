@@ -116,7 +116,11 @@ class TileProduct:
         return flat[self._columns()]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """The product, with the bias, in the type of `rows`. One thread at a time."""
+        """The product of bfloat16 rows, with the bias. One thread at a time. Raises RuntimeError, as torch's does."""
+        if rows.dtype != torch.bfloat16 or rows.shape[-1] != self.in_features:
+            raise RuntimeError(
+                f"rows are {rows.dtype} of {rows.shape[-1]}, but the weight is torch.bfloat16 for {self.in_features}"
+            )
         rows = rows.contiguous()
         a, num_threads = self._arguments, torch.get_num_threads()
         output = rows.new_empty(*rows.shape[:-1], int(a[WIDTH]))
