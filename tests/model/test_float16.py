@@ -74,8 +74,10 @@ def test_auto_widens_a_float16_checkpoint_on_cpu_where_that_is_faster(tiny_model
     assert _dtype(options, model.config, torch.device("cuda")) == torch.float16
 
 
-def test_a_weight_beyond_float16_is_refused_by_its_name(tiny_models: TinyModels, tmp_path: Path) -> None:
-    folder = copy_of(tiny_models.folder("llama"), tmp_path / "large")
+@pytest.mark.parametrize("said", ["bfloat16", "float16"])
+def test_a_weight_beyond_float16_is_refused_by_its_name(tiny_models: TinyModels, tmp_path: Path, said: str) -> None:
+    """Whatever type its config says that the file has."""
+    folder = copy_of(tiny_models.folder("llama"), tmp_path / "large", dtype=said)
     weights = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     weights[name][3, 5] = 7e4

@@ -139,12 +139,15 @@ def test_no_bit_of_a_weight_is_lost(weight: Tensor) -> None:
 
 @pytest.mark.parametrize("inputs", [32, 96, 1312])
 @pytest.mark.parametrize("num_rows", [1, 20, 64, 100])
-def test_exceptions_take_part_in_products_as_other_weights_do(inputs: int, num_rows: int) -> None:
+def test_exceptions_take_part_in_products_as_other_weights_do(
+    inputs: int, num_rows: int, caplog: pytest.LogCaptureFixture
+) -> None:
     weight = any_bits(45, inputs)
     exponent = (weight.view(torch.int16) >> 7) & 255
     weight[(exponent == 255) | (exponent == 0)] = 3.0  # tiles take no denormal numbers, and infinities spread
     product = TileProduct(weight, None)
     assert product.num_exceptions > weight.numel() // 2
+    assert "unusual exponents" in caplog.text
     chosen = torch.randint(inputs, (num_rows,), generator=torch.Generator().manual_seed(1))
     assert torch.equal(product(torch.eye(inputs)[chosen].bfloat16()), weight.T[chosen])
 

@@ -11,6 +11,7 @@ feed-forward network gate and up lie side by side in a panel, and the gate is co
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import numpy as np
@@ -45,6 +46,10 @@ from foreword.model.kernels.tile_worker import (
 )
 from foreword.model.kernels.tiles import PANEL, STEP
 
+logger = logging.getLogger(__name__)
+
+MANY_EXCEPTIONS = 1 / 32
+"""Share of a layer's weights from which a person is told; at twice as many they take as much memory as bfloat16."""
 ALONE_OPERATIONS = 1 << 19
 """A product of fewer multiplications is done by the calling thread: waking the others takes longer."""
 
@@ -64,6 +69,12 @@ class TileProduct:
         order[place] = torch.arange(self.out_features)
         bits = weight.detach().contiguous().view(torch.uint16).numpy()
         self._panels = compact.compact(bits, order.numpy(), torch.get_num_threads())
+        if self.num_exceptions > MANY_EXCEPTIONS * weight.numel():
+            logger.warning(
+                "%d of %d weights of a layer have unusual exponents: it takes more memory and time than others",
+                self.num_exceptions,
+                weight.numel(),
+            )
         self._bias = torch.zeros(self._num_panels * PANEL)
         if bias is not None:
             self._bias[place] = bias.float()

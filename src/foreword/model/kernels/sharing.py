@@ -81,6 +81,7 @@ class Sharing:
         return None
 
     def _rule(self) -> SharingRule:
+        """By the KV of the last step; the first call in a step begins to count anew, more of them change nothing."""
         self._token_bytes = self._bytes_this_step or self._token_bytes
         self._bytes_this_step = 0
         return SharingRule(self._token_bytes)

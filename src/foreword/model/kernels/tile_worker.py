@@ -206,7 +206,11 @@ def _sums_of(a: Any, scratch: int, block: int, number: int) -> Any:
 
 @inlined
 def _multiply_block(a: Any, scratch: int, row: int, block: int, panels: tuple[int, int], part: tuple[int, int]) -> None:
-    """32 rows by expanded panels. The rows of one panel are ended beside the product with the next."""
+    """32 rows by expanded panels. The rows of one panel are ended beside the product with the next.
+
+    Of the first panel's neighbour before it nothing is read or written, since no row waits; lines ahead are only asked
+    for, which is safe wherever they are.
+    """
     stride, num_steps, waiting = a[ROW_BYTES], part[1] - part[0], 0
     x = a[ROWS] + row * stride + part[0] * 64
     for panel in range(panels[0], panels[1]):
