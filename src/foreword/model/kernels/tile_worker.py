@@ -61,7 +61,7 @@ _CONFIG, _STAGED, _SUMS = 0, 64, 256
 _EXPANDED = _SUMS + UNIT_ROWS // BLOCK_ROWS * MOST_PANELS * _SUMS_BYTES
 SCRATCH_BYTES = _EXPANDED + MOST_PANELS * MOST_STEPS * _WEIGHTS_BYTES
 
-(_begin_16, _go_on_16, _multiply_16, _end_16), (_begin_32, _go_on_32, _multiply_32, _end_32) = (
+(_begin_16, _, _multiply_16, _end_16), (_begin_32, _go_on_32, _multiply_32, _end_32) = (
     tiles.product_16,
     tiles.product_32,
 )
