@@ -173,6 +173,9 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy, as gpu.py decodes (default)")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone on stdout")
     args = parser.parse_args()
+    for name in ("batch", "context", "steps"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} is too few; use at least 1")
     report = run(args.batch, args.context, args.steps, args.temperature)
     title = f"host time of a decoding step of {args.batch} requests, without a GPU: {report['host_ms']:.2f} ms"
     table = Table(box=SIMPLE_HEAD, title=title)

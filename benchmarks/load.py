@@ -102,6 +102,11 @@ def main() -> int:
     parser.add_argument("--against", type=Path, metavar="SRC")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds} is too few; run at least 1")
+    for folder in (args.model, args.against):
+        if folder is not None and not folder.is_dir():
+            parser.error(f"{str(folder)!r} is no folder; name one that exists")
     with checkpoint(args.model) as folder:
         result = report(measure(folder, args.rounds, args.against))
     if not args.json:

@@ -114,6 +114,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    for name in ("repeats", "threads"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} is too few; use at least 1")
     if args.measure:
         print(json.dumps(measure(args.repeats, args.threads)))
         return 0
