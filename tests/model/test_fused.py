@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from foreword.model.fused import FusedGate, FusedNorm, ProductPart, fuse
 from foreword.model.kernels.rows import ADD_ONE, ROUND_NORM
 from foreword.model.packed import can_pack
-from foreword.model.row_kernels import ALONE_ELEMENTS, RowKernels
+from foreword.model.row_kernels import ALONE_ELEMENTS, Norm, RowKernels
 from tiny_models import TinyModels
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed products here")
@@ -45,7 +45,7 @@ def test_the_norm_is_that_of_exact_arithmetic(kernels: RowKernels, dtype: torch.
     x, weight = random(2, 9, 96, dtype=dtype, scale=3.0), random(96, dtype=dtype, seed=1)
     exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-3).sqrt()
     exact *= weight.double() + (1.0 if form == ADD_ONE else 0.0)
-    found = kernels.rms_norm(x, weight, 1e-3, form)
+    found = kernels.rms_norm(x, Norm(weight, 1e-3, form))
     torch.testing.assert_close(found.double(), exact, rtol=TOLERANCE[dtype], atol=1e-6)
 
 
@@ -62,7 +62,7 @@ def test_the_gate_is_that_of_exact_arithmetic(kernels: RowKernels, dtype: torch.
 def test_what_is_not_a_number_stays_that(kernels: RowKernels, dtype: torch.dtype) -> None:
     x = torch.full((1, 32), torch.nan, dtype=dtype)
     assert kernels.silu_gate(x).isnan().all()
-    assert kernels.rms_norm(x, torch.ones(32, dtype=dtype), 1e-6, 0).isnan().all()
+    assert kernels.rms_norm(x, Norm(torch.ones(32, dtype=dtype), 1e-6, 0)).isnan().all()
 
 
 @pytest.mark.usefixtures("num_threads")
@@ -73,16 +73,17 @@ def test_a_row_has_the_same_bits_alone_and_among_more_than_one_thread_takes(
     width = 512
     rows = random(ALONE_ELEMENTS // width + 37, 2 * width, dtype=dtype)
     weight = random(2 * width, dtype=dtype, seed=1)
-    gates, norms = kernels.silu_gate(rows), kernels.rms_norm(rows, weight, 1e-6, ROUND_NORM)
+    norm = Norm(weight, 1e-6, ROUND_NORM)
+    gates, norms = kernels.silu_gate(rows), kernels.rms_norm(rows, norm)
     for row in range(0, len(rows), 11):
         assert torch.equal(kernels.silu_gate(rows[row : row + 1]), gates[row : row + 1])
-        assert torch.equal(kernels.rms_norm(rows[row : row + 1], weight, 1e-6, ROUND_NORM), norms[row : row + 1])
+        assert torch.equal(kernels.rms_norm(rows[row : row + 1], norm), norms[row : row + 1])
 
 
 # ------------------------------------------------------------------------------------------- modules
 
 
-class Norm(nn.Module):
+class PlainNorm(nn.Module):
     """A root-mean-square norm that nobody has seen before."""
 
     def __init__(self, width: int, dtype: torch.dtype, *, centre: bool = False) -> None:
@@ -113,21 +114,21 @@ class Gated(nn.Module):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_is_known_by_its_formula_and_keeps_its_weight(dtype: torch.dtype) -> None:
-    module = nn.Sequential(Norm(64, dtype), Norm(64, dtype, centre=True), Norm(60, dtype))
+    module = nn.Sequential(PlainNorm(64, dtype), PlainNorm(64, dtype, centre=True), PlainNorm(60, dtype))
     weight = random(64, dtype=dtype, seed=3)
     module[0].weight.copy_(weight)
     expected = module[0](random(5, 64, dtype=dtype))
     fuse(module)
     assert isinstance(module[0], FusedNorm)
     assert torch.equal(module[0].weight, weight)
-    assert isinstance(module[1], Norm), "it subtracts the mean first"
-    assert isinstance(module[2], Norm), "60 is not whole vectors"
+    assert isinstance(module[1], PlainNorm), "it subtracts the mean first"
+    assert isinstance(module[2], PlainNorm), "60 is not whole vectors"
     torch.testing.assert_close(module[0](random(5, 64, dtype=dtype)), expected, rtol=TOLERANCE[dtype], atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_norm_kept_in_float32_takes_rows_of_another_type(dtype: torch.dtype) -> None:
-    module = nn.Sequential(Norm(64, torch.float32))
+    module = nn.Sequential(PlainNorm(64, torch.float32))
     rows = random(5, 64, dtype=dtype)
     expected = module[0](rows)
     fuse(module)
@@ -147,10 +148,10 @@ def test_a_gated_network_is_known_by_its_formula_whatever_its_parts_are_called(d
 
 
 def test_a_module_that_is_watched_stays_as_it_is() -> None:
-    module = nn.Sequential(Norm(64, torch.float32))
+    module = nn.Sequential(PlainNorm(64, torch.float32))
     module[0].register_forward_hook(lambda *_: None)
     fuse(module)
-    assert isinstance(module[0], Norm)
+    assert isinstance(module[0], PlainNorm)
 
 
 def test_layers_that_share_a_product_also_serve_inputs_of_their_own() -> None:

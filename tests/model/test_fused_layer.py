@@ -15,7 +15,8 @@ from foreword.model.fused_layer import FusedForward, fuse_layers
 from foreword.model.kernels.rows import ROUND_NORM
 from foreword.model.loader import load_model
 from foreword.model.packed import can_pack
-from foreword.model.rotary import HeadNorm, HeadShapes, RotaryKernel
+from foreword.model.rotary import HeadShapes, RotaryKernel
+from foreword.model.row_kernels import Norm
 from tiny_models import TinyModels, build_engine, complete, greedy, random_tokens
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed products here")
@@ -116,7 +117,7 @@ def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat((part * cosine + torch.cat((-high, low), -1) * sine, rest), -1)
 
 
-def normed(x: Tensor, norm: HeadNorm | None) -> Tensor:
+def normed(x: Tensor, norm: Norm | None) -> Tensor:
     if norm is None:
         return x
     wide = x.float()
@@ -135,7 +136,7 @@ def test_heads_are_normalised_turned_and_stored(
     dtype: torch.dtype, shapes: HeadShapes, with_norms: bool, num_rows: int
 ) -> None:
     norms = [
-        HeadNorm(random(shapes.key_dim, dtype=dtype, seed=n), 1e-5, ROUND_NORM) if with_norms else None for n in (1, 2)
+        Norm(random(shapes.key_dim, dtype=dtype, seed=n), 1e-5, ROUND_NORM) if with_norms else None for n in (1, 2)
     ]
     sizes = [shapes.query_heads * shapes.key_dim, shapes.kv_heads * shapes.key_dim, shapes.kv_heads * shapes.value_dim]
     projected = random(num_rows, sum(sizes), dtype=dtype)

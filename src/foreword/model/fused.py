@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from foreword.model.kernels.rows import ADD_ONE, ROUND_NORM
 from foreword.model.packed import PackedLinear, can_pack, stacked
-from foreword.model.row_kernels import RowKernels
+from foreword.model.row_kernels import Norm, RowKernels
 from foreword.model.tile_product import TileProduct
 
 logger = logging.getLogger(__name__)
@@ -55,18 +55,17 @@ class FusedNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self._plain: Callable[[Tensor], Tensor] = plain.forward
-        self.epsilon = epsilon
-        self.form = form
+        self.norm = Norm(self.weight, epsilon, form)
         self._kernels = kernels
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if hidden_states.dtype != self.weight.dtype:
             return self._plain(hidden_states)
-        return self._kernels.rms_norm(hidden_states, self.weight, self.epsilon, self.form)
+        return self._kernels.rms_norm(hidden_states, self.norm)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """x + y, and its norm."""
-        return self._kernels.add_norm(x, y, self.weight, self.epsilon, self.form)
+        return self._kernels.add_norm(x, y, self.norm)
 
 
 class FusedGate(nn.Module):
@@ -75,11 +74,13 @@ class FusedGate(nn.Module):
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, kernels: RowKernels) -> None:
         super().__init__()
         weight, bias = stacked([gate, up])
-        if TileProduct.can_take(weight):
-            self._gated: Callable[[Tensor], Tensor] = TileProduct(weight, bias, gated=True)
-        else:
+        self.tiles = TileProduct(weight, bias, gated=True) if TileProduct.can_take(weight) else None
+        """Gate and up, with what is made of them, where this processor has tiles for it."""
+        if self.tiles is None:
             product = PackedLinear(weight, bias)
-            self._gated = lambda x: kernels.silu_gate(product(x))
+            self._gated: Callable[[Tensor], Tensor] = lambda x: kernels.silu_gate(product(x))
+        else:
+            self._gated = self.tiles
         self.down = PackedLinear.stack([down])
 
     def forward(self, x: Tensor) -> Tensor:

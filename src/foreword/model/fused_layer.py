@@ -23,9 +23,12 @@ from torch import Tensor, nn
 
 from foreword.model.attention import ForwardContext, GroupStep
 from foreword.model.fused import FusedGate, FusedNorm, ProductPart
+from foreword.model.kernels.cpu_attention import CpuAttention
 from foreword.model.kernels.reference import AttentionOptions
+from foreword.model.layer_program import LayerProgram, Workspace
 from foreword.model.layout import LayerLayout
-from foreword.model.rotary import HeadNorm, HeadShapes, RotaryKernel
+from foreword.model.packed import PackedLinear
+from foreword.model.rotary import HeadShapes, RotaryKernel
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,7 @@ _TURNED_PARTS = (1, 2, 4)
 def fuse_layers(module: nn.Module, layouts: Mapping[int, LayerLayout]) -> int:
     """Take over what layers of `module` can be; to be called when it is fused and packed. Returns how many."""
     known: dict[tuple[Any, ...], bool] = {}
+    workspace = Workspace()
     fused: dict[int, FusedForward] = {}
     with torch.inference_mode():
         for layer, attention in _candidates(module):
@@ -45,11 +49,13 @@ def fuse_layers(module: nn.Module, layouts: Mapping[int, LayerLayout]) -> int:
             parts = None if layout is None else _LayerParts.of(layer, attention)
             if layout is None or parts is None:
                 continue
-            forward = _fused_forward(layer, parts, layout, known)
+            forward = _fused_forward(layer, parts, layout, known, workspace)
             if forward is not None:
                 layer.forward = fused[forward.layer] = forward
     for index, forward in fused.items():
-        forward.following = fused.get(index + 1)
+        following = forward.following = fused.get(index + 1)
+        if following is not None and following.program is not None and forward.program is not None:
+            forward.program.hand_to(following.program)
     logger.debug("%d decoder layers fused", len(fused))
     return len(fused)
 
@@ -62,12 +68,19 @@ class FusedForward:
     """
 
     def __init__(
-        self, parts: _LayerParts, rotary: RotaryKernel, options: AttentionOptions, plain: Callable[..., Any]
+        self,
+        parts: _LayerParts,
+        rotary: RotaryKernel,
+        options: AttentionOptions,
+        plain: Callable[..., Any],
+        workspace: Workspace,
     ) -> None:
         self.layer: int = parts.attention.layer_idx  # type: ignore[assignment]
         self.following: FusedForward | None = None
         """The next layer, if it is fused."""
         self._parts = parts
+        self.program = parts.program(rotary, options, workspace)
+        """The same, for rows of bfloat16 and the CPU's own attention; None where products are another library's."""
         self._rotary = rotary
         self._options = options
         self._plain = plain
@@ -97,6 +110,8 @@ class FusedForward:
             )
             return output
         step = forward_context.steps[storage.group_of[self.layer]]
+        if self.program is not None and hidden_states.dtype == torch.bfloat16 and type(step.kernel) is CpuAttention:
+            return self.program(hidden_states, position_embeddings, step.slots, blocks, step.kernel, step.plan)
         first, second = self._parts.norms
         x, (handed, self._handed) = hidden_states[0], (self._handed, None)
         normed = handed[1] if handed is not None and handed[0] is hidden_states else first.forward(x)
@@ -119,7 +134,7 @@ class _LayerParts:
     attention: nn.Module
     norms: tuple[FusedNorm, FusedNorm]
     """Before attention, and before the feed-forward network."""
-    project: nn.Module
+    project: PackedLinear
     output: nn.Module
     network: nn.Module
     head_norms: tuple[FusedNorm | None, FusedNorm | None]
@@ -167,15 +182,25 @@ class _LayerParts:
 
     def rotary(self, shapes: HeadShapes) -> RotaryKernel:
         """The pass from projections to attention."""
-        query, key = [HeadNorm(norm.weight, norm.epsilon, norm.form) if norm else None for norm in self.head_norms]
-        return RotaryKernel(shapes, query, key)
+        return RotaryKernel(shapes, *(None if norm is None else norm.norm for norm in self.head_norms))
+
+    def program(self, rotary: RotaryKernel, options: AttentionOptions, workspace: Workspace) -> LayerProgram | None:
+        """None if a part has no operation for it."""
+        if type(self.network) is not FusedGate or self.norms[0].weight.dtype != torch.bfloat16:
+            return None
+        output = self.output.tiles if type(self.output) is PackedLinear else None
+        products = self.project.tiles, output, self.network.tiles, self.network.down.tiles
+        if any(product is None for product in products):
+            return None
+        first, second = (norm.norm for norm in self.norms)
+        return LayerProgram((first, second), products, rotary, options, workspace)  # type: ignore[arg-type]
 
     def make(self) -> tuple[Any, ...]:
         """What layers have in common for which one full trial is enough."""
         modules = (*self.norms, self.network, self.attention, *self.head_norms)
         return (
             *(type(module) for module in modules),
-            *(getattr(module, "form", None) for module in modules),
+            *(getattr(getattr(module, "norm", None), "form", None) for module in modules),
             self.widths,
             self.norms[0].weight.shape,
             self.norms[0].weight.dtype,
@@ -244,7 +269,11 @@ class _Trial:
 
 
 def _fused_forward(
-    layer: nn.Module, parts: _LayerParts, layout: LayerLayout, known: dict[tuple[Any, ...], bool]
+    layer: nn.Module,
+    parts: _LayerParts,
+    layout: LayerLayout,
+    known: dict[tuple[Any, ...], bool],
+    workspace: Workspace,
 ) -> FusedForward | None:
     """The layer's `forward` as the formula, if that is what it computes.
 
@@ -267,7 +296,7 @@ def _fused_forward(
         output = _run(layer if whole else parts.attention, x if whole else parts.norms[0](x), turns, original)
         if output is None or original.options is None:
             continue
-        forward = FusedForward(parts, rotary, original.options, layer.forward)
+        forward = FusedForward(parts, rotary, original.options, layer.forward, workspace)
         if whole:
             found = forward(x, position_embeddings=turns, forward_context=ours.context)
             known[make] = torch.equal(found, output)

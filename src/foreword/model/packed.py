@@ -36,8 +36,9 @@ class PackedLinear(nn.Module):
         """`weight` [out_features, in_features], `bias` [out_features]."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._tiles = TileProduct(weight, bias) if TileProduct.can_take(weight) else None
-        if self._tiles is None:
+        self.tiles = TileProduct(weight, bias) if TileProduct.can_take(weight) else None
+        """The product, where this processor has tiles for it."""
+        if self.tiles is None:
             # Neither parameter nor buffer: an opaque tensor can be neither moved nor cast.
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
@@ -50,12 +51,12 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """[out_features, in_features]: a plain copy, made on every access, for models that compute with it."""
-        plain: Tensor = self._packed.to_dense() if self._tiles is None else self._tiles.weight
+        plain: Tensor = self._packed.to_dense() if self.tiles is None else self.tiles.weight
         return plain
 
     def forward(self, input: Tensor) -> Tensor:
-        if self._tiles is not None:
-            return self._tiles(input)
+        if self.tiles is not None:
+            return self.tiles(input)
         output: Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
         return output
 

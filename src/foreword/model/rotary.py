@@ -11,31 +11,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numba import carray
 from torch import Tensor
 
 from foreword.model.kernels import rows, simd
 from foreword.model.kernels.cpu_layout import source_digest
 from foreword.model.kernels.simd import LANES
-from foreword.model.kernels.team import Team, native_worker
+from foreword.model.kernels.team import Operation, native_worker
+from foreword.model.row_kernels import Norm
 
 ALONE_ELEMENTS = 1 << 16
 """Work on fewer elements is done by the calling thread: waking the others takes longer."""
-UNIT_ROWS = 16
-(ROWS, COSINE, SINE, QUERY, KEYS, VALUES, SLOTS, NUM_ROWS, NUM_SLOTS, COUNTER) = range(10)
-(QUERY_HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, TURNED, ITEM_BYTES) = range(10, 16)
+UNIT_ROWS = 4
+(ROWS, COSINE, SINE, QUERY, KEYS, VALUES, SLOTS, NUM_ROWS, NUM_SLOTS, ITEM_BYTES) = range(10)
+(QUERY_HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, TURNED, COUNTER) = range(10, 16)
 (QUERY_NORM, QUERY_EPSILON, QUERY_FORM, KEY_NORM, KEY_EPSILON, KEY_FORM, NUM_ARGUMENTS) = range(16, 23)
 """int64 each: addresses, and counts. A norm's weight is 0 where there is none; epsilons are addresses of float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorm:
-    """A root-mean-square norm of each head; see `rows.py` for its form."""
-
-    weight: Tensor
-    epsilon: float
-    form: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +96,13 @@ def _compile_worker() -> Any:
 class RotaryKernel:
     """The pass for heads of one kind. One thread at a time."""
 
-    def __init__(self, shapes: HeadShapes, query_norm: HeadNorm | None, key_norm: HeadNorm | None) -> None:
-        self._shapes = shapes
+    def __init__(self, shapes: HeadShapes, query_norm: Norm | None, key_norm: Norm | None) -> None:
+        self.shapes = shapes
         self._norms = query_norm, key_norm
-        self._team = Team(_compile_worker())
-        self._counter = np.zeros(8, np.int64)
         self._epsilons = np.array([norm.epsilon if norm else 0.0 for norm in self._norms], np.float32)
-        a = self._arguments = np.zeros(NUM_ARGUMENTS, np.int64)
-        a[COUNTER] = self._counter.ctypes.data
-        self._address = a.ctypes.data
+        self.operation = Operation(_compile_worker(), NUM_ARGUMENTS + 16)  # the last: the counter, in its own line
+        a = self.operation.arguments
+        a[COUNTER] = self.operation.address + 8 * (NUM_ARGUMENTS + 8)
         a[QUERY_HEADS], a[KV_HEADS] = shapes.query_heads, shapes.kv_heads
         a[KEY_DIM], a[VALUE_DIM], a[TURNED] = shapes.key_dim, shapes.value_dim, shapes.turned
         for number, norm in enumerate(self._norms):
@@ -129,18 +118,33 @@ class RotaryKernel:
         `projected` [rows, width] without gaps; `turns`: cosines and sines [1, rows, turned]; `slots` [tokens] int64;
         `blocks`: keys and values [blocks, block_size, kv_heads, dim] without gaps. All of one type but the slots.
         """
-        shapes, num_rows = self._shapes, len(projected)
-        cosine, sine = (turn.contiguous() for turn in turns)
-        slots = slots.contiguous()
-        output = projected.new_empty(num_rows, shapes.query_heads, shapes.key_dim)
-        a = self._arguments
-        a[ROWS], a[QUERY], a[ITEM_BYTES] = projected.data_ptr(), output.data_ptr(), projected.element_size()
-        a[COSINE], a[SINE] = cosine.data_ptr(), sine.data_ptr()
-        a[KEYS], a[VALUES], a[SLOTS] = blocks[0].data_ptr(), blocks[1].data_ptr(), slots.data_ptr()
-        a[NUM_ROWS], a[NUM_SLOTS] = num_rows, len(slots)
-        self._counter[0] = 0
-        if projected.numel() <= ALONE_ELEMENTS or torch.get_num_threads() == 1:
-            self._team.run_alone(self._address)
-        else:
-            self._team.run(self._address)
+        turns, slots = (turns[0].contiguous(), turns[1].contiguous()), slots.contiguous()
+        output = projected.new_empty(len(projected), self.shapes.query_heads, self.shapes.key_dim)
+        self.bind(projected.data_ptr(), len(projected), turns, slots, blocks, output.data_ptr())
+        self.operation.run(alone=projected.numel() <= ALONE_ELEMENTS)
         return output
+
+    def bind(
+        self,
+        projected: int,
+        num_rows: int,
+        turns: tuple[Tensor, Tensor],
+        slots: Tensor,
+        blocks: tuple[Tensor, Tensor],
+        queries: int,
+    ) -> None:
+        """As a call, with addresses of rows; tensors are without gaps, and the caller's to keep."""
+        a, (keys, values) = self.operation.arguments, blocks
+        a[: ITEM_BYTES + 1] = (
+            projected,
+            turns[0].data_ptr(),
+            turns[1].data_ptr(),
+            queries,
+            keys.data_ptr(),
+            values.data_ptr(),
+            slots.data_ptr(),
+            num_rows,
+            len(slots),
+            keys.element_size(),
+        )
+        a[NUM_ARGUMENTS + 8] = 0

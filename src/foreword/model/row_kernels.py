@@ -9,6 +9,7 @@ hand-over to the threads, and for silu in bfloat16 about 2 ns per element.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,13 @@ from torch import Tensor
 from foreword.model.kernels import rows, simd
 from foreword.model.kernels.cpu_layout import source_digest
 from foreword.model.kernels.simd import LANES
-from foreword.model.kernels.team import Team, native_worker
+from foreword.model.kernels.team import Operation, native_worker
 
 ALONE_ELEMENTS = 1 << 17
 """Work on fewer elements is done by the calling thread: waking the others takes longer."""
 UNIT_ELEMENTS = 1 << 14
-"""What a thread takes at a time."""
-(X, Y, WEIGHT, SUM, TARGET, NUM_ROWS, WIDTH, X_BYTES, EPSILON, FORM, UNIT_ROWS, COUNTER, NUM_ARGUMENTS) = range(13)
+"""What a thread takes at a time, at most."""
+(X, Y, SUM, TARGET, NUM_ROWS, UNIT_ROWS, WEIGHT, WIDTH, X_BYTES, EPSILON, FORM, COUNTER, NUM_ARGUMENTS) = range(13)
 """int64 each: addresses, and sizes in elements; X_BYTES between rows of X, and of Y."""
 BFLOAT16 = 4
 """Bit of FORM, beside those of norms: the type of all numbers; float32 without it."""
@@ -70,38 +71,71 @@ def _compile_worker() -> Any:
     return worker
 
 
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A root-mean-square norm."""
+
+    weight: Tensor
+    """[width]"""
+    epsilon: float
+    form: int
+    """ROUND_NORM, ADD_ONE."""
+
+
+class RowOperation(Operation):
+    """A norm, a norm of a sum, or a gate, of rows of one width and type."""
+
+    def __init__(self) -> None:
+        super().__init__(_compile_worker(), NUM_ARGUMENTS + 2)  # the last two: the counter and epsilon
+        self._epsilon = self.arguments[-1:].view(np.float32)
+        a = self.arguments
+        a[COUNTER], a[EPSILON] = self.address + 8 * NUM_ARGUMENTS, self.address + 8 * (NUM_ARGUMENTS + 1)
+
+    def set_norm(self, norm: Norm) -> None:
+        """Norms from now on; the caller keeps the weight."""
+        width, size, a = len(norm.weight), norm.weight.element_size(), self.arguments
+        self._epsilon[0] = norm.epsilon
+        a[WEIGHT], a[FORM] = norm.weight.data_ptr(), norm.form | (BFLOAT16 if size == 2 else 0)
+        a[WIDTH], a[X_BYTES] = width, width * size
+
+    def set_gate(self, width: int, dtype: torch.dtype) -> None:
+        """Gates from now on, of X and Y that lie side by side."""
+        a, size = self.arguments, dtype.itemsize
+        a[WEIGHT], a[FORM], a[WIDTH], a[X_BYTES] = 0, (BFLOAT16 if size == 2 else 0), width, 2 * width * size
+
+    def bind(self, x: int, y: int, total: int, target: int, num_rows: int) -> None:
+        """Addresses of rows [num_rows, width]: X and Y (0 in a plain norm), their sum (written), the result."""
+        a = self.arguments
+        unit = max(1, min(UNIT_ELEMENTS // int(a[WIDTH]), -(-num_rows // torch.get_num_threads())))
+        a[: UNIT_ROWS + 1] = x, y, total, target, num_rows, unit
+        a[NUM_ARGUMENTS] = 0  # the counter
+
+
 class RowKernels:
     """The operations on tensors. One thread at a time."""
 
     def __init__(self) -> None:
-        self._team = Team(_compile_worker())
-        self._arguments = np.zeros(NUM_ARGUMENTS + 2, np.int64)  # the last two: the counter and epsilon
-        self._epsilon = self._arguments[-1:].view(np.float32)
-        address = self._arguments.ctypes.data
-        self._arguments[COUNTER] = address + 8 * NUM_ARGUMENTS
-        self._arguments[EPSILON] = address + 8 * (NUM_ARGUMENTS + 1)
-        self._address = address
+        self._operation = RowOperation()
 
     @staticmethod
     def can_take(width: int, dtype: torch.dtype) -> bool:
         """Whether rows of this width and type are whole vectors of a known type."""
         return width % LANES == 0 and dtype in (torch.bfloat16, torch.float32)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, form: int) -> Tensor:
-        """Norm over the last size of `x` [..., width], scaled by `weight` [width]; `form`: ROUND_NORM, ADD_ONE."""
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """Of `x` [..., width]; the same shape."""
         x = x.contiguous()
         output = torch.empty_like(x)
-        self._epsilon[0] = epsilon
-        self._run((x.data_ptr(), 0, weight.data_ptr(), 0, output.data_ptr()), output, x.shape[-1], form)
+        self._operation.set_norm(norm)
+        self._run(x.data_ptr(), 0, 0, output)
         return output
 
-    def add_norm(self, x: Tensor, y: Tensor, weight: Tensor, epsilon: float, form: int) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x: Tensor, y: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """x + y, rounded to its type, and the norm of that; all of `x`'s shape."""
         x, y = x.contiguous(), y.contiguous()
         total, output = torch.empty_like(x), torch.empty_like(x)
-        self._epsilon[0] = epsilon
-        addresses = (x.data_ptr(), y.data_ptr(), weight.data_ptr(), total.data_ptr(), output.data_ptr())
-        self._run(addresses, output, x.shape[-1], form)
+        self._operation.set_norm(norm)
+        self._run(x.data_ptr(), y.data_ptr(), total.data_ptr(), output)
         return total, output
 
     def silu_gate(self, gate_up: Tensor) -> Tensor:
@@ -109,18 +143,10 @@ class RowKernels:
         gate_up = gate_up.contiguous()
         width = gate_up.shape[-1] // 2
         output = gate_up.new_empty(*gate_up.shape[:-1], width)
-        up = gate_up.data_ptr() + width * gate_up.element_size()
-        self._run((gate_up.data_ptr(), up, 0, 0, output.data_ptr()), output, 2 * width, 0)
+        self._operation.set_gate(width, gate_up.dtype)
+        self._run(gate_up.data_ptr(), gate_up.data_ptr() + width * gate_up.element_size(), 0, output)
         return output
 
-    def _run(self, addresses: tuple[int, int, int, int, int], output: Tensor, x_width: int, form: int) -> None:
-        width, size = output.shape[-1], output.element_size()
-        a = self._arguments
-        a[: TARGET + 1] = addresses
-        a[NUM_ROWS], a[WIDTH], a[X_BYTES] = output.numel() // width, width, x_width * size
-        a[FORM], a[UNIT_ROWS] = form | (BFLOAT16 if size == 2 else 0), max(1, UNIT_ELEMENTS // width)
-        a[NUM_ARGUMENTS] = 0  # the counter
-        if output.numel() <= ALONE_ELEMENTS:
-            self._team.run_alone(self._address)
-        else:
-            self._team.run(self._address)
+    def _run(self, x: int, y: int, total: int, output: Tensor) -> None:
+        self._operation.bind(x, y, total, output.data_ptr(), output.numel() // output.shape[-1])
+        self._operation.run(alone=output.numel() <= ALONE_ELEMENTS)

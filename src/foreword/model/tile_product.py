@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from foreword.model.kernels import compact, tiles
-from foreword.model.kernels.team import Team
+from foreword.model.kernels.team import Operation
 from foreword.model.kernels.tile_worker import (
     BIAS,
     COUNTERS,
@@ -60,9 +60,10 @@ class TileProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> None:
         """`weight` [out_features, in_features] bfloat16; `gated`: its first half is the gate, its second up."""
         assert tiles.has_tiles()  # which also asks the system to let this process use them
-        self._team = Team(compile_worker())
         self._gated = gated
         self.out_features, self.in_features = weight.shape
+        self.width = self.out_features // 2 if gated else self.out_features
+        """Of the result's rows."""
         self._num_panels = -(-self.out_features // PANEL)
         place = self._columns()
         order = torch.full((self._num_panels * PANEL,), -1)
@@ -79,19 +80,14 @@ class TileProduct:
         if bias is not None:
             self._bias[place] = bias.float()
         num_steps = self.in_features // STEP
-        self._arguments = np.zeros(NUM_ARGUMENTS + 16, np.int64)  # the last 16: two counters, in lines of their own
-        a = self._arguments
+        self.operation = Operation(compile_worker(), NUM_ARGUMENTS + 16)  # the last: two counters, in their own lines
+        a = self.operation.arguments
         a[WEIGHT], a[TABLE] = self._panels.steps.ctypes.data, self._panels.table.ctypes.data
         a[EXCEPTIONS], a[STARTS] = self._panels.exceptions.ctypes.data, self._panels.starts.ctypes.data
-        a[ROW_BYTES], a[BIAS], a[WIDTH] = (
-            2 * self.in_features,
-            self._bias.data_ptr(),
-            self.out_features // 2 if gated else self.out_features,
-        )
+        a[ROW_BYTES], a[BIAS], a[WIDTH] = 2 * self.in_features, self._bias.data_ptr(), self.width
         a[NUM_STEPS], a[NUM_PANELS], a[GATED] = num_steps, self._num_panels, gated
         a[PART_STEPS] = -(-num_steps // -(-num_steps // MOST_STEPS))
-        self._address = a.ctypes.data
-        a[COUNTERS] = self._address + 8 * NUM_ARGUMENTS
+        a[COUNTERS] = self.operation.address + 8 * NUM_ARGUMENTS
 
     @staticmethod
     def can_take(weight: Tensor) -> bool:
@@ -133,20 +129,20 @@ class TileProduct:
                 f"rows are {rows.dtype} of {rows.shape[-1]}, but the weight is torch.bfloat16 for {self.in_features}"
             )
         rows = rows.contiguous()
-        a, num_threads = self._arguments, torch.get_num_threads()
-        output = rows.new_empty(*rows.shape[:-1], int(a[WIDTH]))
+        output = rows.new_empty(*rows.shape[:-1], self.width)
         num_rows = rows.numel() // self.in_features
-        if not num_rows:
-            return output
-        a[ROWS], a[TARGET], a[NUM_ROWS] = rows.data_ptr(), output.data_ptr(), num_rows
+        if num_rows:
+            self.bind(rows.data_ptr(), num_rows, output.data_ptr())
+            self.operation.run(alone=num_rows * self.in_features * self.out_features < ALONE_OPERATIONS)
+        return output
+
+    def bind(self, rows: int, num_rows: int, target: int) -> None:
+        """Let the operation make [num_rows, width] at the address `target` of rows without gaps."""
+        a, num_threads = self.operation.arguments, torch.get_num_threads()
+        a[ROWS], a[TARGET], a[NUM_ROWS] = rows, target, num_rows
         a[GROUP] = min(MOST_PANELS, max(1, self._num_panels // (4 * num_threads)))
         a[SCRATCH] = _scratch(num_threads * SCRATCH_BYTES)
         a[NUM_ARGUMENTS:] = 0
-        if num_rows * self.in_features * self.out_features < ALONE_OPERATIONS:
-            self._team.run_alone(self._address)
-        else:
-            self._team.run(self._address)
-        return output
 
 
 _OF_THREAD = threading.local()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,10 +19,9 @@ from foreword.model.kernels.reference import AttentionOptions
 from foreword.model.kernels.sharing import Sharing
 from foreword.model.kernels.simd import HAS_BF16_DOT
 from foreword.model.kernels.step_plan import FOLD_QUERIES, Int64Array, StepPlan
-from foreword.model.kernels.team import Team
+from foreword.model.kernels.team import Operation, Program
 from foreword.model.kernels.tiles import has_tiles
 
-Float32Array = npt.NDArray[np.float32]
 ALONE_UNITS, ALONE_PARTIALS = 4, 512
 """Fewer items of a chunk times KV heads, or partial results to merge, are left to the calling thread: some 20 us."""
 
@@ -35,16 +33,66 @@ def fastest_mode() -> int:
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """A step's plan, and the kernel's arguments as far as they are the same for all layers."""
+    """A step's plan, and what it makes of the kernel's arguments."""
 
     step: StepPlan
     arguments: Int64Array
-    address: int
-    """Of the arguments."""
-    counters: Int64Array
-    """The threads' own, 0 before they begin."""
-    floats: Float32Array
-    """The layer's scale and soft-cap."""
+    """TABLES to NUM_MERGES."""
+
+
+class AttentionOperations:
+    """What a team does for one layer: items of work, and then the merging of partial results."""
+
+    def __init__(self) -> None:
+        worker, num_arguments = compile_worker(), layout.NUM_ARGUMENTS + 40  # behind: two floats, then counters
+        self.items, self.merges = Operation(worker, num_arguments), Operation(worker, num_arguments)
+        self._chunk = compile_chunk()
+        self._floats = self.items.arguments[layout.NUM_ARGUMENTS :].view(np.float32)
+        self._counters = [one.arguments[layout.NUM_ARGUMENTS + 8 :] for one in (self.items, self.merges)]
+        for phase, one in enumerate((self.items, self.merges)):
+            a = one.arguments
+            a[layout.PHASE], a[layout.SELF] = phase, one.address
+            a[layout.COUNTERS] = one.address + 8 * (layout.NUM_ARGUMENTS + 8)
+            a[layout.FLOAT_OPTIONS] = self._floats.ctypes.data
+            a[layout.ATTEND_CHUNK] = self._chunk.address
+        self._layer: tuple[object, ...] = ()
+        self._plan: CpuPlan | None = None
+        self.token_bytes = 0
+        """KV of a token."""
+        self.shape = 0, 0, 0, 0, 0
+        """Mode, query heads of a KV head, KV heads, key dim, value dim."""
+
+    def set_layer(
+        self, blocks: tuple[Tensor, Tensor], num_heads: int, options: AttentionOptions, bfloat16: int
+    ) -> None:
+        """Keys and values [blocks, block_size, kv_heads, dim] without gaps; `bfloat16`: the mode of its products."""
+        assert options.scale > 0  # a row's peak is looked for before its scores are scaled
+        keys, values = blocks
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        self._layer = blocks, sinks
+        num_kv_heads, key_dim, value_dim = keys.shape[2], keys.shape[3], values.shape[3]
+        mode = layout.FLOATS if keys.dtype == torch.float32 else bfloat16
+        self.shape = mode, num_heads // num_kv_heads, num_kv_heads, key_dim, value_dim
+        self.token_bytes = num_kv_heads * (key_dim + value_dim) * keys.element_size()
+        a = self.items.arguments
+        a[layout.KEYS], a[layout.VALUES] = keys.data_ptr(), values.data_ptr()
+        a[layout.MODE : layout.VALUE_DIM + 1] = self.shape
+        a[layout.SINKS] = 0 if sinks is None else sinks.data_ptr()
+        a[layout.WINDOW], a[layout.LOCAL_CHUNK] = options.sliding_window or 0, options.local_chunk or 0
+        self._floats[:2] = options.scale, options.softcap or 0.0
+
+    def bind(self, query: tuple[int, int, int], output: int, plan: CpuPlan, memory: tuple[int, int, int, int]) -> None:
+        """`query`: address, bytes of a token, bytes of a head; `output`: address of [rows, heads, value_dim] in the
+        blocks' type; `memory`: PARTIAL_STATS to SCRATCH_BYTES.
+        """
+        self._plan = plan
+        a, b = self.items.arguments, self.merges.arguments
+        a[: layout.OUTPUT + 1] = *query, output
+        a[layout.TABLES : layout.NUM_MERGES + 1] = plan.arguments
+        a[layout.PARTIAL_STATS : layout.SCRATCH_BYTES + 1] = memory
+        b[: layout.SCRATCH_BYTES + 1] = a[: layout.SCRATCH_BYTES + 1]
+        for counters in self._counters:
+            counters[:] = 0
 
 
 class CpuAttention:
@@ -53,27 +101,28 @@ class CpuAttention:
     def __init__(self, *, share: bool = True, bfloat16: int | None = None) -> None:
         """`share`: two-phase attention; `bfloat16`: the mode of its products, by default the processor's fastest."""
         self._sharing = Sharing(enabled=share)
-        self._bfloat16 = fastest_mode() if bfloat16 is None else bfloat16
-        self._team = Team(compile_worker())
-        self._chunk = compile_chunk()
-        self._scratch: dict[tuple[object, ...], tuple[Int64Array, int, int]] = {}
+        self.bfloat16 = fastest_mode() if bfloat16 is None else bfloat16
+        self._operations = AttentionOperations()
+        self._both = Program((self._operations.items, self._operations.merges))
+        self._scratch: dict[tuple[int, ...], tuple[Int64Array, int, int]] = {}
         self._partials = torch.empty(0)
 
     def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> CpuPlan:
         """What to do in a step; serves every layer that uses the batch's block tables."""
         del scrap_block, device  # nothing outside a table is looked up, and this is the CPU
         step = self._sharing.plan(batch, block_size)
-        counters, floats = np.zeros(32, np.int64), np.zeros(2, np.float32)
-        a = np.zeros(layout.NUM_ARGUMENTS, np.int64)
-        a[layout.TABLES], a[layout.TABLE_WIDTH] = step.tables.ctypes.data, step.tables.shape[1]
-        a[layout.BLOCK_SIZE], a[layout.REQUESTS] = step.block_size, step.requests.ctypes.data
-        a[layout.ITEMS], a[layout.NUM_ITEMS] = step.items.ctypes.data, len(step.items)
-        a[layout.MEMBERS], a[layout.MERGES] = step.members.ctypes.data, step.merges.ctypes.data
-        a[layout.NUM_MERGES], a[layout.COUNTERS] = len(step.merges), counters.ctypes.data
-        address = a.ctypes.data
-        a[layout.FLOAT_OPTIONS], a[layout.SELF] = floats.ctypes.data, address
-        a[layout.ATTEND_CHUNK] = self._chunk.address
-        return CpuPlan(step, a, address, counters, floats)
+        arguments = (
+            step.tables.ctypes.data,
+            step.tables.shape[1],
+            step.block_size,
+            step.requests.ctypes.data,
+            step.items.ctypes.data,
+            len(step.items),
+            step.members.ctypes.data,
+            step.merges.ctypes.data,
+            len(step.merges),
+        )
+        return CpuPlan(step, np.array(arguments, np.int64))
 
     def explain(self) -> str:
         """What was shared since the kernel was made."""
@@ -83,59 +132,33 @@ class CpuAttention:
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: CpuPlan, options: AttentionOptions
     ) -> Tensor:
         """As `reference.paged_attention`, with a plan in place of tiles; the scale is positive."""
-        step, a, dtype = plan.step, plan.arguments, key_blocks.dtype
-        self._sharing.note_layer(key_blocks, value_blocks)
+        step, dtype, operations = plan.step, key_blocks.dtype, self._operations
         rows = query.to(dtype)
         if rows.stride(2) != 1:
             rows = rows.contiguous()
-        num_rows, num_heads, key_dim = rows.shape
-        num_kv_heads, value_dim, item_bytes = key_blocks.shape[2], value_blocks.shape[3], dtype.itemsize
-        output = rows.new_empty(num_rows, num_heads, value_dim)
+        num_rows, num_heads, _ = rows.shape
+        output = rows.new_empty(num_rows, num_heads, value_blocks.shape[3])
         if num_rows > step.num_tokens:
             output[step.num_tokens :] = 0
-        mode = layout.FLOATS if dtype == torch.float32 else self._bfloat16
-        assert options.scale > 0  # a row's peak is looked for before its scores are scaled
-        plan.floats[:] = options.scale, options.softcap or 0.0
-        sinks = None if options.sinks is None else options.sinks.float().contiguous()
-        a[: layout.LOCAL_CHUNK + 1] = (
-            rows.data_ptr(),
-            rows.stride(0) * item_bytes,
-            rows.stride(1) * item_bytes,
-            key_blocks.data_ptr(),
-            value_blocks.data_ptr(),
-            num_kv_heads,
-            num_heads // num_kv_heads,
-            key_dim,
-            value_dim,
-            mode,
-            output.data_ptr(),
-            0 if sinks is None else sinks.data_ptr(),
-            options.sliding_window or 0,
-            options.local_chunk or 0,
-        )
-        scratch, scratch_bytes = self._thread_memory(mode, num_heads, key_blocks, value_blocks, step)
-        num_partials = step.num_slots * num_heads
-        partials = self._partial_memory(num_partials * (layout.padded(value_dim, 32) + 2) + 16)
-        a[layout.PHASE : layout.SCRATCH_BYTES + 1] = (
-            0,
-            partials,
-            partials + layout.padded(num_partials * 8, 64),
-            scratch,
-            scratch_bytes,
-        )
-        plan.counters[:] = 0
-        self._run(plan.address, alone=step.num_folds == 0 and len(step.items) * num_kv_heads <= ALONE_UNITS)
-        if len(step.merges):
-            a[layout.PHASE] = 1
-            plan.counters[:] = 0
-            self._run(plan.address, alone=num_partials <= ALONE_PARTIALS)
+        operations.set_layer((key_blocks, value_blocks), num_heads, options, self.bfloat16)
+        place = rows.data_ptr(), rows.stride(0) * dtype.itemsize, rows.stride(1) * dtype.itemsize
+        self.bind(operations, place, output.data_ptr(), plan)
+        items_alone = step.num_folds == 0 and len(step.items) * key_blocks.shape[2] <= ALONE_UNITS
+        if items_alone or not len(step.merges):
+            operations.items.run(alone=items_alone)
+            operations.merges.run(alone=step.num_slots * num_heads <= ALONE_PARTIALS)
+        else:
+            self._both.run()
         return output.to(query.dtype)
 
-    def _run(self, arguments: int, *, alone: bool) -> None:
-        if alone:
-            self._team.run_alone(arguments)
-        else:
-            self._team.run(arguments)
+    def bind(self, operations: AttentionOperations, query: tuple[int, int, int], output: int, plan: CpuPlan) -> None:
+        """Let a layer's operations attend; the arguments are those of `AttentionOperations.bind`."""
+        _, num_groups, num_kv_heads, _, value_dim = operations.shape
+        self._sharing.note_layer(operations.token_bytes)
+        num_partials = plan.step.num_slots * num_groups * num_kv_heads
+        partials = self._partial_memory(num_partials * (layout.padded(value_dim, 32) + 2) + 16)
+        scratch = self._thread_memory(operations.shape, plan.step.most_queries)
+        operations.bind(query, output, plan, (partials, partials + layout.padded(num_partials * 8, 64), *scratch))
 
     def _partial_memory(self, num_floats: int) -> int:
         """Address of memory for partial results."""
@@ -143,18 +166,15 @@ class CpuAttention:
             self._partials = torch.empty(num_floats)
         return self._partials.data_ptr()
 
-    def _thread_memory(
-        self, mode: int, num_heads: int, key_blocks: Tensor, value_blocks: Tensor, plan: StepPlan
-    ) -> tuple[int, int]:
+    def _thread_memory(self, shape: tuple[int, int, int, int, int], most_queries: int) -> tuple[int, int]:
         """Address of scratch memory with the layout of its parts written into it, and its bytes per thread."""
-        num_kv_heads, key_dim, value_dim = *key_blocks.shape[2:], value_blocks.shape[3]
-        num_groups = num_heads // num_kv_heads
+        mode, num_groups, num_kv_heads, key_dim, value_dim = shape
         rows = FOLD_QUERIES * num_groups
-        most = max(rows, 1 << (plan.most_queries * num_groups).bit_length())
+        most = max(rows, 1 << (most_queries * num_groups).bit_length())
         num_threads = torch.get_num_threads()
-        key = (mode, num_groups, num_kv_heads, key_dim, value_dim, most, num_threads)
+        key = (*shape, most, num_threads)
         if key not in self._scratch:
-            token_bytes = num_kv_heads * max(key_dim, value_dim) * key_blocks.element_size()
+            token_bytes = num_kv_heads * max(key_dim, value_dim) * (4 if mode == layout.FLOATS else 2)
             *offsets, end = layout.scratch_layout(mode, key_dim, value_dim, token_bytes, (most, rows))
             memory = torch.zeros(num_threads, end // 8, dtype=torch.int64)  # torch aligns to whole vectors
             scratch = memory.numpy()

@@ -29,14 +29,14 @@ MOST_ROWS = 2 * TILE_ROWS
     QUERY,
     QUERY_TOKEN_BYTES,
     QUERY_HEAD_BYTES,
+    OUTPUT,
     KEYS,
     VALUES,
-    NUM_KV_HEADS,
+    MODE,
     NUM_GROUPS,
+    NUM_KV_HEADS,
     KEY_DIM,
     VALUE_DIM,
-    MODE,
-    OUTPUT,
     SINKS,  # float32 per head; 0: none
     WINDOW,  # 0: none
     LOCAL_CHUNK,  # 0: none
@@ -49,13 +49,13 @@ MOST_ROWS = 2 * TILE_ROWS
     MEMBERS,  # requests in the order that SHARED items speak of
     MERGES,  # [queries of members, 2]: request, query
     NUM_MERGES,
-    COUNTERS,  # threads, units of work, merges: shared by the threads, 0 at the start
-    FLOAT_OPTIONS,  # float32: scale, soft-cap (0: none)
-    PHASE,  # 0: items; 1: merge partial results
     PARTIAL_STATS,  # float32 [slots, heads, 2]: peak and sum
     PARTIAL_MIXED,  # float32 [slots, heads, padded value dim]
     SCRATCH,
     SCRATCH_BYTES,  # per thread
+    COUNTERS,  # threads, units of work, merges: shared by the threads, 0 at the start
+    FLOAT_OPTIONS,  # float32: scale, soft-cap (0: none)
+    PHASE,  # 0: items; 1: merge partial results
     SELF,  # address of the arguments
     ATTEND_CHUNK,  # address of `cpu_chunk.py`'s function
     NUM_ARGUMENTS,

@@ -5,11 +5,9 @@ Knows plans and bytes; knows no kernel.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from foreword.batch import Batch
 from foreword.model.kernels.step_plan import CHUNK, SHARED, SharingRule, StepPlan, plan_step, sort_by_blocks
@@ -86,10 +84,9 @@ class Sharing:
         self._bytes_this_step = 0
         return SharingRule(self._token_bytes)
 
-    def note_layer(self, key_blocks: Tensor, value_blocks: Tensor) -> None:
-        """A layer of this step reads these blocks [blocks, block size, heads, dim]."""
-        of_token = math.prod(key_blocks.shape[2:]) + math.prod(value_blocks.shape[2:])
-        self._bytes_this_step += of_token * key_blocks.dtype.itemsize
+    def note_layer(self, token_bytes: int) -> None:
+        """A layer of this step reads so much KV of a token."""
+        self._bytes_this_step += token_bytes
 
     def explain(self) -> str:
         """What was shared since the kernel was made."""

@@ -1,4 +1,4 @@
-"""Compiled functions, run by one thread or by all of torch's together.
+"""Compiled functions, run by one thread or by all of torch's together, one alone or several in turn.
 
 Knows addresses and threads; knows nothing of what is computed.
 """
@@ -9,62 +9,178 @@ import ctypes
 import functools
 import glob
 import os
+import platform
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
-from numba import cfunc, types
+from llvmlite import ir
+from numba import carray, cfunc, types
+from numba.core import cgutils
+
+from foreword.model.kernels import simd
+from foreword.model.kernels.cpu_layout import source_digest
 
 native_worker = cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")
 """Compiles `worker(arguments)`, what each thread runs, given an array of int64; once per machine.
 
 A worker mentions `source_digest()`, so that it is compiled anew when another file that takes part in it has changed.
 """
+(TABLE, NUM_OPERATIONS, ARRIVED, TEAM_SIZE, NUM_THREADS, GIVE_WAY, NUM_ARGUMENTS) = range(7)
+"""int64 each. TABLE: address of each worker and of its arguments; ARRIVED: address of a counter, 0 at the start;
+TEAM_SIZE: of the function that says how many threads there are, 0: NUM_THREADS; GIVE_WAY: of the one that lets others
+run."""
 
 
-class Team:
-    """Runs a worker. One thread at a time may ask.
+PATIENCE = 256
+"""How many times a thread looks whether it may go on before it lets others run."""
+
+
+class Operation:
+    """A worker and its arguments. One thread at a time may set and run it."""
+
+    def __init__(self, worker: Any, num_arguments: int) -> None:
+        """`worker`: what `native_worker` has made."""
+        self._worker = worker  # keeps the machine code
+        self.arguments = np.zeros(num_arguments, np.int64)
+        self.address: int = self.arguments.ctypes.data
+        """Of the arguments."""
+        self.worker_address: int = worker.address
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.worker_address)
+
+    def run(self, *, alone: bool = False) -> None:
+        """Once in each of torch's threads, or in the calling one `alone`; returns when all have returned."""
+        if alone or torch.get_num_threads() == 1:
+            self._call(self.address)
+        else:
+            _run_in_threads(self._call, self.worker_address, self.address)
+
+
+class Program:
+    """Operations that threads run one after the other: none begins before the one before has ended in all threads.
+
+    To wait for each other takes threads less than a microsecond, to be called anew from Python some thirty.
+    """
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self._operations = operations
+        self._table = np.array([(one.worker_address, one.address) for one in operations], np.int64)
+        self._whole = Operation(_compile_program(), NUM_ARGUMENTS + 16)  # the counter in a line of its own
+        a, openmp = self._whole.arguments, _gnu_openmp()
+        a[TABLE], a[NUM_OPERATIONS] = self._table.ctypes.data, len(operations)
+        a[ARRIVED] = self._whole.address + 8 * (NUM_ARGUMENTS + 8)
+        a[TEAM_SIZE] = 0 if openmp is None else _address_of(openmp.omp_get_num_threads)
+        a[GIVE_WAY] = _address_of(ctypes.CDLL(None).sched_yield)
+
+    def run(self) -> None:
+        """All of them, with the arguments that they have now."""
+        a = self._whole.arguments
+        a[NUM_THREADS], a[NUM_ARGUMENTS + 8] = torch.get_num_threads(), 0
+        self._whole.run()
+
+
+# -------------------------------------------------------------------------------------- compiled
+
+
+@simd._instructions("a", types.intp)
+def _load_shared(builder: Any, address: Any) -> Any:
+    """A 64-bit integer that threads change, and what they wrote to memory before."""
+    return builder.load_atomic(builder.inttoptr(address, simd.I64.as_pointer()), "acquire", 8)
+
+
+@simd._instructions("aa")
+def _call_worker(builder: Any, function: Any, arguments: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [simd.I64])
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [arguments])
+
+
+@simd._instructions("a", types.intp)
+def _call_for_number(builder: Any, function: Any) -> Any:
+    """What a C function without arguments returns, an int."""
+    kind = ir.FunctionType(simd.I32, [])
+    return builder.sext(builder.call(builder.inttoptr(function, kind.as_pointer()), []), simd.I64)
+
+
+@simd._instructions("")
+def _pause(builder: Any) -> None:
+    """Tell the processor that this thread waits."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        kind = ir.FunctionType(ir.VoidType(), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+
+
+@functools.cache
+def _compile_program() -> Any:
+    """What each thread of a program runs. Compiled once per machine and kept."""
+    digest = source_digest()
+
+    @native_worker  # type: ignore[untyped-decorator]
+    def worker(arguments: Any) -> None:
+        a = carray(arguments, NUM_ARGUMENTS)
+        if digest == 0:
+            return
+        num_threads = _call_for_number(a[TEAM_SIZE]) if a[TEAM_SIZE] != 0 else a[NUM_THREADS]
+        for number in range(a[NUM_OPERATIONS]):
+            entry = a[TABLE] + 16 * number
+            _call_worker(simd.load_int(entry), simd.load_int(entry + 8))
+            simd.fetch_add(a[ARRIVED], 1)
+            turns = 0
+            while _load_shared(a[ARRIVED]) < (number + 1) * num_threads:
+                _pause()
+                turns += 1
+                if turns % PATIENCE == 0:
+                    _call_for_number(a[GIVE_WAY])
+
+    return worker
+
+
+# -------------------------------------------------------------------------------------- threads
+
+
+def _run_in_threads(call: Callable[[int], None], worker: int, arguments: int) -> None:
+    """A worker, once in each of torch's threads.
 
     torch's own threads are used where torch brings GNU's OpenMP: a second pool beside it would compete with it,
     since threads that wait for work spin for a while. Elsewhere plain threads, woken for each call.
     """
+    num_threads, openmp = torch.get_num_threads(), _gnu_openmp()
+    if openmp is not None:
+        openmp.GOMP_parallel(worker, arguments, num_threads, 0)
+        return
+    with _POOL:
+        waiting = [_pool(num_threads).submit(call, arguments) for _ in range(num_threads - 1)]
+        call(arguments)
+        for one in waiting:
+            one.result()
 
-    def __init__(self, worker: Any) -> None:
-        """`worker`: what `native_worker` has made."""
-        self._worker = worker  # keeps the machine code
-        self._address: int = worker.address
-        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
-        self._parallel = _gnu_parallel()
-        self._pool: ThreadPoolExecutor | None = None
 
-    def run_alone(self, arguments: int) -> None:
-        """In the calling thread."""
-        self._call(arguments)
-
-    def run(self, arguments: int) -> None:
-        """Once in each of torch's threads; returns when all have returned."""
-        num_threads = torch.get_num_threads()
-        if num_threads == 1:
-            self._call(arguments)
-        elif self._parallel is not None:
-            self._parallel(self._address, arguments, num_threads, 0)
-        else:
-            self._pool = self._pool or ThreadPoolExecutor(num_threads)
-            waiting = [self._pool.submit(self._call, arguments) for _ in range(num_threads - 1)]
-            self._call(arguments)
-            for one in waiting:
-                one.result()
+_POOL = threading.Lock()
+"""Threads of two programs that share a pool would wait for each other."""
 
 
 @functools.cache
-def _gnu_parallel() -> ctypes._NamedFuncPointer | None:
-    """GNU OpenMP's entry point in the copy that torch has loaded; None if torch has another OpenMP."""
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads)
+
+
+@functools.cache
+def _gnu_openmp() -> ctypes.CDLL | None:
+    """GNU OpenMP, the copy that torch has loaded; None if torch has another OpenMP."""
     for path in glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libgomp*.so*")):
         try:
-            function = ctypes.CDLL(path).GOMP_parallel
+            library = ctypes.CDLL(path)
+            library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            library.GOMP_parallel.restype = None
+            _ = library.omp_get_num_threads
         except (OSError, AttributeError):
             continue
-        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        function.restype = None
-        return function
+        return library
     return None
+
+
+def _address_of(function: Any) -> int:
+    """Of a C function's machine code."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

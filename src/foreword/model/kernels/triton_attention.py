@@ -6,6 +6,8 @@ interpreter (TRITON_INTERPRET=1 before triton is imported), which is for tests.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 from torch import Tensor
@@ -82,7 +84,8 @@ class TritonAttention:
     ) -> Tensor:
         """As `reference.paged_attention`, with a plan in place of tiles. Blocks may have gaps between them."""
         dtype = key_blocks.dtype
-        self._sharing.note_layer(key_blocks, value_blocks)
+        of_token = math.prod(key_blocks.shape[2:]) + math.prod(value_blocks.shape[2:])
+        self._sharing.note_layer(of_token * dtype.itemsize)
         rows = query.to(dtype)
         if rows.stride(2) != 1:
             rows = rows.contiguous()
