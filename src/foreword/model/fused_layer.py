@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from foreword.model.attention import ForwardContext, GroupStep
 from foreword.model.fused import FusedGate, FusedNorm, ProductPart
-from foreword.model.kernels.cpu_attention import CpuAttention
 from foreword.model.kernels.reference import AttentionOptions
-from foreword.model.layer_program import LayerProgram, Workspace
+from foreword.model.layer_program import LayerChain, LayerOperations, Workspace
 from foreword.model.layout import LayerLayout
 from foreword.model.packed import PackedLinear
 from foreword.model.rotary import HeadShapes, RotaryKernel
@@ -41,7 +40,6 @@ _TURNED_PARTS = (1, 2, 4)
 def fuse_layers(module: nn.Module, layouts: Mapping[int, LayerLayout]) -> int:
     """Take over what layers of `module` can be; to be called when it is fused and packed. Returns how many."""
     known: dict[tuple[Any, ...], bool] = {}
-    workspace = Workspace()
     fused: dict[int, FusedForward] = {}
     with torch.inference_mode():
         for layer, attention in _candidates(module):
@@ -49,15 +47,51 @@ def fuse_layers(module: nn.Module, layouts: Mapping[int, LayerLayout]) -> int:
             parts = None if layout is None else _LayerParts.of(layer, attention)
             if layout is None or parts is None:
                 continue
-            forward = _fused_forward(layer, parts, layout, known, workspace)
+            forward = _fused_forward(layer, parts, layout, known)
             if forward is not None:
                 layer.forward = fused[forward.layer] = forward
     for index, forward in fused.items():
-        following = forward.following = fused.get(index + 1)
-        if following is not None and following.program is not None and forward.program is not None:
-            forward.program.hand_to(following.program)
+        forward.following = fused.get(index + 1)
     logger.debug("%d decoder layers fused", len(fused))
     return len(fused)
+
+
+def chain_layers(module: nn.Module, run: Callable[[Any], object]) -> None:
+    """Let fused layers that follow each other run as one program.
+
+    `run` runs the model, with what is to stand in for the context of a step. Where it does not, each layer is one.
+    """
+    neighbours = _Neighbours()
+    try:
+        run(neighbours)
+    except Exception:
+        logger.debug("what lies between the layers is not known", exc_info=True)
+        neighbours.chains.clear()
+    _put_in_chains(module, neighbours.chains)
+
+
+def unchain_layers(module: nn.Module) -> None:
+    """Let each layer run by itself."""
+    _put_in_chains(module, [])
+
+
+def _put_in_chains(module: nn.Module, chains: list[list[LayerOperations]]) -> None:
+    """Make programs of these chains, and of each layer that is in none."""
+    forwards = {
+        forward.operations: forward
+        for layer in module.modules()
+        if isinstance(forward := layer.forward, FusedForward) and forward.operations is not None
+    }
+    workspace, chained = Workspace(), {layer for chain in chains for layer in chain}
+    for layer in forwards:
+        workspace.widen(*layer.widths())
+    for layers in (*chains, *([layer] for layer in forwards if layer not in chained)):
+        chain = LayerChain(layers, workspace)
+        for layer in layers:
+            forwards[layer].chain = chain
+        following = forwards[layers[-1]].following
+        if following is not None and following.operations is not None:
+            layers[-1].hand_to(following.operations)
 
 
 class FusedForward:
@@ -73,14 +107,15 @@ class FusedForward:
         rotary: RotaryKernel,
         options: AttentionOptions,
         plain: Callable[..., Any],
-        workspace: Workspace,
     ) -> None:
         self.layer: int = parts.attention.layer_idx  # type: ignore[assignment]
         self.following: FusedForward | None = None
         """The next layer, if it is fused."""
         self._parts = parts
-        self.program = parts.program(rotary, options, workspace)
-        """The same, for rows of bfloat16 and the CPU's own attention; None where products are another library's."""
+        self.operations = parts.operations(rotary, options)
+        """None where products are another library's."""
+        self.chain: LayerChain | None = None
+        """In which this layer runs without Python, if it has operations."""
         self._rotary = rotary
         self._options = options
         self._plain = plain
@@ -102,7 +137,15 @@ class FusedForward:
         **others: Any,
     ) -> Tensor:
         """[1, rows, width] to the same; `others` are what models pass and a served layer has no use for."""
-        storage = forward_context.storage
+        if isinstance(forward_context, _Neighbours):
+            return forward_context.observe(self, hidden_states, position_embeddings)
+        chain, storage = self.chain, forward_context.storage
+        if chain is not None:
+            if chain.layers[0] is not self.operations:
+                if chain.has_run(forward_context):
+                    return chain.pass_on(hidden_states, position_embeddings)
+            elif chain.can_run(hidden_states, forward_context):
+                return chain(hidden_states, position_embeddings, forward_context)
         blocks = storage.keys[self.layer], storage.values[self.layer]
         if not (blocks[0].is_contiguous() and blocks[1].is_contiguous()):
             output: Tensor = self._plain(
@@ -110,8 +153,6 @@ class FusedForward:
             )
             return output
         step = forward_context.steps[storage.group_of[self.layer]]
-        if self.program is not None and hidden_states.dtype == torch.bfloat16 and type(step.kernel) is CpuAttention:
-            return self.program(hidden_states, position_embeddings, step.slots, blocks, step.kernel, step.plan)
         first, second = self._parts.norms
         x, (handed, self._handed) = hidden_states[0], (self._handed, None)
         normed = handed[1] if handed is not None and handed[0] is hidden_states else first.forward(x)
@@ -184,7 +225,7 @@ class _LayerParts:
         """The pass from projections to attention."""
         return RotaryKernel(shapes, *(None if norm is None else norm.norm for norm in self.head_norms))
 
-    def program(self, rotary: RotaryKernel, options: AttentionOptions, workspace: Workspace) -> LayerProgram | None:
+    def operations(self, rotary: RotaryKernel, options: AttentionOptions) -> LayerOperations | None:
         """None if a part has no operation for it."""
         if type(self.network) is not FusedGate or self.norms[0].weight.dtype != torch.bfloat16:
             return None
@@ -193,7 +234,8 @@ class _LayerParts:
         if any(product is None for product in products):
             return None
         first, second = (norm.norm for norm in self.norms)
-        return LayerProgram((first, second), products, rotary, options, workspace)  # type: ignore[arg-type]
+        layer: int = self.attention.layer_idx  # type: ignore[assignment]
+        return LayerOperations(layer, (first, second), products, rotary, options)  # type: ignore[arg-type]
 
     def make(self) -> tuple[Any, ...]:
         """What layers have in common for which one full trial is enough."""
@@ -218,6 +260,28 @@ def _candidates(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
 
 
 # ------------------------------------------------------------------------------------------- finding out
+
+
+class _Neighbours:
+    """Stands in for the context of a step in which layers compute nothing: it notes which are handed the result of the
+    one before, and the same rotary embeddings.
+    """
+
+    def __init__(self) -> None:
+        self.chains: list[list[LayerOperations]] = []
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def observe(self, forward: FusedForward, hidden_states: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        """What the layer is to return."""
+        follows = self._last is not None and self._last[0] is hidden_states and self._last[1] is turns[0]
+        self._last = None
+        result = torch.empty_like(hidden_states)
+        if forward.operations is not None:
+            if not follows:
+                self.chains.append([])
+            self.chains[-1].append(forward.operations)
+            self._last = result, turns[0]
+        return result
 
 
 @dataclass(slots=True)
@@ -269,11 +333,7 @@ class _Trial:
 
 
 def _fused_forward(
-    layer: nn.Module,
-    parts: _LayerParts,
-    layout: LayerLayout,
-    known: dict[tuple[Any, ...], bool],
-    workspace: Workspace,
+    layer: nn.Module, parts: _LayerParts, layout: LayerLayout, known: dict[tuple[Any, ...], bool]
 ) -> FusedForward | None:
     """The layer's `forward` as the formula, if that is what it computes.
 
@@ -296,7 +356,7 @@ def _fused_forward(
         output = _run(layer if whole else parts.attention, x if whole else parts.norms[0](x), turns, original)
         if output is None or original.options is None:
             continue
-        forward = FusedForward(parts, rotary, original.options, layer.forward, workspace)
+        forward = FusedForward(parts, rotary, original.options, layer.forward)
         if whole:
             found = forward(x, position_embeddings=turns, forward_context=ours.context)
             known[make] = torch.equal(found, output)

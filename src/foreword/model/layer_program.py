@@ -1,34 +1,55 @@
-"""A decoder layer as one program: threads run its ten operations without returning to Python in between.
+"""Decoder layers as one program: threads run the ten operations of each without returning to Python in between.
 
-Knows products, norms, heads and attention as operations, and the memory between them; knows no module. It exists for
-layers whose products are all `TileProduct`s; `fused_layer.py` says which layers compute this formula.
+Knows products, norms, heads and attention as operations, and the memory between them; knows no module. It is for
+layers whose products are all `TileProduct`s; `fused_layer.py` says which layers compute this formula, and which follow
+each other.
 
-A step of few rows is that short that handing ten operations to threads one by one takes a fifth of it: each time
-Python, whose code and data the operation before has driven from the caches, and threads that wake.
+In a step of few rows an operation takes 10 to 500 us. To be handed over one by one cost a quarter of such a step:
+Python ran each time with code and data that weights had driven from the caches, and threads had to be woken.
 
-    memory      written by                               read by
-    wide        project, heads, attention; later gate    heads, attention, output; later down
-    normed      norms                                    project, gate
-    added       output; later down                       the sums after them
-    total       the sum after attention                  the layer's last sum
+    memory    written by                                  read by
+    rows      a layer's last sum                          the next one's sum after attention
+    wide      project, heads, attention; later gate       heads, attention, output; later down
+    normed    norms                                       project, gate
+    added     output; later down                          the sums after them
+    total     the sum after attention                     the layer's last sum
 """
 
 from __future__ import annotations
 
-import ctypes
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from foreword.model.attention import ForwardContext
 from foreword.model.kernels.cpu_attention import AttentionOperations, CpuAttention, CpuPlan
 from foreword.model.kernels.reference import AttentionOptions
-from foreword.model.kernels.team import Program
+from foreword.model.kernels.team import Operation, Program
 from foreword.model.rotary import RotaryKernel
 from foreword.model.row_kernels import Norm, RowOperation
-from foreword.model.tile_product import TileProduct
+from foreword.model.storage import KVStorage
+from foreword.model.tile_product import TileProduct, scratch_bytes
 
 _ITEM_BYTES = 2
 _LINE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Addresses of the memory between operations, for some number of rows."""
+
+    num_rows: int
+    rows: int
+    wide: int
+    normed: int
+    added: int
+    total: int
+    scratch: int
+    """Of products."""
 
 
 class Workspace:
@@ -38,108 +59,174 @@ class Workspace:
         self.normed_of: Tensor | None = None
         """The rows whose norm, the next layer's first, lies in `normed`."""
         self._wide = self._narrow = 0
-        self._num_rows = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._addresses = 0, 0, 0, 0
+        self._places: Places | None = None
 
     def widen(self, wide: int, narrow: int) -> None:
         """There is a layer with rows of so many elements."""
-        self._wide, self._narrow, self._num_rows = max(self._wide, wide), max(self._narrow, narrow), 0
+        self._wide, self._narrow = max(self._wide, wide), max(self._narrow, narrow)
 
-    def addresses(self, num_rows: int) -> tuple[int, int, int, int]:
-        """Of `wide`, `normed`, `added` and `total` for so many rows."""
-        if num_rows != self._num_rows:
-            wide, narrow = (_in_lines(num_rows * width * _ITEM_BYTES) for width in (self._wide, self._narrow))
-            if self._memory.numel() < wide + 3 * narrow:
-                self._memory = torch.empty(wide + 3 * narrow, dtype=torch.uint8)
+    def places(self, num_rows: int) -> Places:
+        """The same object as long as nothing is moved."""
+        wide, narrow = (_in_lines(num_rows * width * _ITEM_BYTES) for width in (self._wide, self._narrow))
+        num_bytes = wide + 4 * narrow + scratch_bytes()
+        if self._places is None or num_rows != self._places.num_rows or self._memory.numel() < num_bytes:
+            if self._memory.numel() < num_bytes:
+                self._memory = torch.empty(num_bytes, dtype=torch.uint8)
             first = self._memory.data_ptr()
-            self._addresses = first, first + wide, first + wide + narrow, first + wide + 2 * narrow
-            self._num_rows, self.normed_of = num_rows, None
-        return self._addresses
+            narrows = (first + wide + number * narrow for number in range(4))
+            rows, normed, added, total = narrows
+            self._places = Places(num_rows, rows, first, normed, added, total, first + wide + 4 * narrow)
+            self.normed_of = None
+        return self._places
 
 
-class LayerProgram:
-    """One layer, for rows of bfloat16."""
+class LayerOperations:
+    """One layer's."""
 
     def __init__(
         self,
+        layer: int,
         norms: tuple[Norm, Norm],
         products: tuple[TileProduct, TileProduct, TileProduct, TileProduct],
         rotary: RotaryKernel,
         options: AttentionOptions,
-        workspace: Workspace,
     ) -> None:
         """`norms`: before attention and before the network; `products`: heads, output, gate and up, down."""
+        self.layer = layer
         self.first_norm = norms[0]
         self._project, self._output, self._gate, self._down = products
         self._rotary = rotary
         self._options = options
-        self._space = workspace
         self._norm, self._norm_of_sum, self._next_norm = (RowOperation() for _ in range(3))
         self._norm.set_norm(norms[0])
         self._norm_of_sum.set_norm(norms[1])
-        self.hand_to(self)  # the last layer's norm is nobody's
+        self._next_norm.set_norm(norms[0])  # if no layer follows, its result is nobody's
         self._attention = AttentionOperations()
-        self._keys: Tensor | None = None
         shapes = rotary.shapes
-        self._query_bytes = shapes.key_dim * _ITEM_BYTES, shapes.query_heads * shapes.key_dim * _ITEM_BYTES
+        self._query_bytes = shapes.query_heads * shapes.key_dim * _ITEM_BYTES
         self._mixed_bytes = shapes.query_heads * shapes.value_dim * _ITEM_BYTES
-        heads = self._project.width + shapes.query_heads * (shapes.key_dim + shapes.value_dim)
-        workspace.widen(max(heads + _LINE, self._gate.width), self._output.width)
-        self._program = Program(
-            (
-                self._norm,
-                self._project.operation,
-                rotary.operation,
-                self._attention.items,
-                self._attention.merges,
-                self._output.operation,
-                self._norm_of_sum,
-                self._gate.operation,
-                self._down.operation,
-                self._next_norm,
-            )
-        )
+        self._bound: tuple[Places, int, int, bool] | None = None
+        self._queries = self._mixed = 0
+        self._blocks: tuple[Tensor, Tensor] | None = None
+        self.operations: dict[str, Operation] = {
+            "norm": self._norm,
+            "project": self._project.operation,
+            "heads": rotary.operation,
+            "attention": self._attention.items,
+            "merge": self._attention.merges,
+            "output": self._output.operation,
+            "sum, norm": self._norm_of_sum,
+            "gate, up": self._gate.operation,
+            "down": self._down.operation,
+            "sum, next norm": self._next_norm,
+        }
 
-    def hand_to(self, following: LayerProgram) -> None:
-        """The layer's last sum is normalised for `following`, which is called next."""
+    def widths(self) -> tuple[int, int]:
+        """Elements of a row of `wide`, and of the others."""
+        heads = self._project.width + (self._query_bytes + self._mixed_bytes) // _ITEM_BYTES
+        return max(heads + _LINE, self._gate.width), self._output.width
+
+    def hand_to(self, following: LayerOperations) -> None:
+        """The layer's last sum is normalised for `following`, which runs next."""
         self._next_norm.set_norm(following.first_norm)
 
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        turns: tuple[Tensor, Tensor],
-        slots: Tensor,
-        blocks: tuple[Tensor, Tensor],
-        kernel: CpuAttention,
-        plan: CpuPlan,
-    ) -> Tensor:
-        """[1, rows, width] bfloat16 to the same; the others are as `RotaryKernel` and `CpuAttention` have them."""
-        space, x = self._space, hidden_states.contiguous()
-        num_rows, rows = x.shape[1], x.data_ptr()
-        result = torch.empty_like(x)
-        wide, normed, added, total = space.addresses(num_rows)
-        is_normed = space.normed_of is hidden_states
+    def set_storage(self, storage: KVStorage, kernel: CpuAttention) -> None:
+        """Where keys and values are from now on, in blocks without gaps."""
+        self._blocks = storage.keys[self.layer], storage.values[self.layer]
+        self._attention.set_layer(self._blocks, self._rotary.shapes.query_heads, self._options, kernel.bfloat16)
+
+    def bind_rows(self, places: Places, rows: int, result: int, *, is_normed: bool) -> None:
+        """Addresses of the layer's rows and of its result, and whether the norm of `rows` is in its place already."""
+        if self._bound == (places, rows, result, is_normed):
+            return
+        self._bound = places, rows, result, is_normed
+        num_rows, wide, normed, scratch = places.num_rows, places.wide, places.normed, places.scratch
+        self._queries = wide + _in_lines(num_rows * self._project.width * _ITEM_BYTES)
+        self._mixed = self._queries + num_rows * self._query_bytes
         self._norm.bind(rows, 0, 0, normed, 0 if is_normed else num_rows)
-        self._project.bind(normed, num_rows, wide)
-        queries = wide + _in_lines(num_rows * self._project.width * _ITEM_BYTES)
-        turns, slots = (turns[0].contiguous(), turns[1].contiguous()), slots.contiguous()
-        self._rotary.bind(wide, num_rows, turns, slots, blocks, queries)
-        head_bytes, query_bytes = self._query_bytes
-        mixed = queries + num_rows * query_bytes
-        if self._keys is not blocks[0]:
-            self._attention.set_layer(blocks, self._rotary.shapes.query_heads, self._options, kernel.bfloat16)
-            self._keys = blocks[0]
-        kernel.bind(self._attention, (queries, query_bytes, head_bytes), mixed, plan)
-        padding = num_rows - plan.step.num_tokens
-        if padding:
-            ctypes.memset(mixed + plan.step.num_tokens * self._mixed_bytes, 0, padding * self._mixed_bytes)
-        self._output.bind(mixed, num_rows, added)
-        self._norm_of_sum.bind(rows, added, total, normed, num_rows)
-        self._gate.bind(normed, num_rows, wide)
-        self._down.bind(wide, num_rows, added)
-        self._next_norm.bind(total, added, result.data_ptr(), normed, num_rows)
-        self._program.run()
+        self._project.bind(normed, num_rows, wide, scratch)
+        self._output.bind(self._mixed, num_rows, places.added, scratch)
+        self._norm_of_sum.bind(rows, places.added, places.total, normed, num_rows)
+        self._gate.bind(normed, num_rows, wide, scratch)
+        self._down.bind(wide, num_rows, places.added, scratch)
+        self._next_norm.bind(places.total, places.added, result, normed, num_rows)
+
+    def bind_step(self, turns: tuple[Tensor, Tensor], slots: Tensor, kernel: CpuAttention, plan: CpuPlan) -> None:
+        """What else there is in a step, as `RotaryKernel` and `CpuAttention` have it; to be called last.
+
+        Rows of padding attend to nothing: what they get is whatever lay there, and no other row sees it.
+        """
+        assert self._bound is not None
+        assert self._blocks is not None
+        places = self._bound[0]
+        self._rotary.bind(places.wide, places.num_rows, turns, slots, self._blocks, self._queries)
+        query = self._queries, self._query_bytes, self._rotary.shapes.key_dim * _ITEM_BYTES
+        kernel.bind(self._attention, query, self._mixed, plan)
+
+
+class BrokenChainError(Exception):
+    """A layer was given something else than the layer before has returned."""
+
+
+class LayerChain:
+    """Layers that follow each other, for rows of bfloat16. The first computes all; the others pass on its result."""
+
+    def __init__(self, layers: Sequence[LayerOperations], workspace: Workspace) -> None:
+        self.layers = layers
+        self._space = workspace
+        for layer, following in itertools.pairwise(layers):
+            layer.hand_to(following)
+        self.program = Program([one for layer in layers for one in layer.operations.values()])
+        self._storage: KVStorage | None = None
+        self._can_run = False
+        self._passed: tuple[Tensor, Tensor, ForwardContext] | None = None
+        """What the other layers of a step must be given: rows, cosines and the step itself."""
+
+    def can_run(self, rows: Tensor, context: ForwardContext) -> bool:
+        """Whether the program is for such rows, and for the blocks and the kernel of this step."""
+        storage = context.storage
+        if storage is not self._storage:
+            kernels = [context.steps[storage.group_of[layer.layer]].kernel for layer in self.layers]
+            blocks = [blocks[layer.layer] for layer in self.layers for blocks in (storage.keys, storage.values)]
+            self._can_run = all(one.is_contiguous() and one.dtype == torch.bfloat16 for one in blocks)
+            self._can_run &= all(type(kernel) is CpuAttention for kernel in kernels)
+            if self._can_run:
+                for layer, kernel in zip(self.layers, kernels, strict=True):
+                    layer.set_storage(storage, cast(CpuAttention, kernel))
+            self._storage = storage
+        return self._can_run and rows.dtype == torch.bfloat16
+
+    def has_run(self, context: ForwardContext) -> bool:
+        """Whether the first layer has computed all of them in this step."""
+        return self._passed is not None and self._passed[2] is context
+
+    def pass_on(self, hidden_states: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        """What another layer than the first returns. Raises BrokenChainError if it should have computed its own."""
+        assert self._passed is not None
+        if hidden_states is not self._passed[0] or turns[0] is not self._passed[1]:
+            raise BrokenChainError
+        return hidden_states
+
+    def __call__(self, hidden_states: Tensor, turns: tuple[Tensor, Tensor], context: ForwardContext) -> Tensor:
+        """[1, rows, width] after the last of the layers; `turns`: cosines and sines [1, rows, turned]."""
+        x, space = hidden_states.contiguous(), self._space
+        result = torch.empty_like(x)
+        self._passed = result, turns[0], context
+        turns = turns[0].contiguous(), turns[1].contiguous()
+        places = space.places(x.shape[1])
+        is_normed, last = space.normed_of is hidden_states, self.layers[-1]
+        for layer in self.layers:
+            first = layer is self.layers[0]
+            layer.bind_rows(
+                places,
+                x.data_ptr() if first else places.rows,
+                result.data_ptr() if layer is last else places.rows,
+                is_normed=is_normed or not first,
+            )
+            step = context.steps[context.storage.group_of[layer.layer]]
+            layer.bind_step(turns, step.slots, cast(CpuAttention, step.kernel), step.plan)
+        self.program.run()
         space.normed_of = result
         return result
 

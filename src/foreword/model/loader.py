@@ -23,8 +23,9 @@ from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.model.attention import ATTENTION_NAME, PROBE_NAME, ForwardContext, LayoutProbe
 from foreword.model.experts import EXPERTS_NAME
 from foreword.model.fused import ProductPart, fuse
-from foreword.model.fused_layer import fuse_layers
+from foreword.model.fused_layer import chain_layers, fuse_layers, unchain_layers
 from foreword.model.kernels.select import AttentionKernel, make_kernel
+from foreword.model.layer_program import BrokenChainError
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.packed import PackedLinear, pack_linears
 from foreword.model.recurrent import RecurrentForward, StateProbe, StepCache, cache_argument
@@ -85,16 +86,27 @@ class LoadedModel:
         cache: StepCache | DynamicCache,
     ) -> Tensor:
         """Logits [len(keep), vocab] of the rows `keep` of a flattened batch, [1, tokens] each."""
-        output = self.module(
-            input_ids=token_ids,
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=keep,
-            forward_context=context,
+        arguments = {
+            "input_ids": token_ids,
+            "position_ids": positions,
+            "use_cache": False,
+            "logits_to_keep": keep,
+            "forward_context": context,
             **({} if self.cache_argument is None else {self.cache_argument: cache}),
-        )
+        }
+        try:
+            output = self.module(**arguments)
+        except BrokenChainError:  # somebody has changed the model since it was loaded
+            unchain_layers(self.module)
+            output = self.module(**arguments)  # what was written to blocks is written again
         logits: Tensor = output.logits[0]
         return logits
+
+    def run_two_tokens(self, context: Any, cache: Any) -> None:
+        """Run the model on a batch that means nothing, with what stands in for the context of a step."""
+        positions = torch.arange(2, device=self.device)[None]
+        with torch.inference_mode():
+            self(torch.zeros_like(positions), positions, positions[0, :1], context, cache)
 
     def plan_layout(self, options: LayoutOptions) -> CacheLayout:
         """How this model's layers share blocks."""
@@ -147,6 +159,10 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
         fuse(module)
         pack_linears(module)
         fuse_layers(module, model.layers)
+        if model.states:
+            unchain_layers(module)
+        else:
+            chain_layers(module, lambda context: model.run_two_tokens(context, DynamicCache()))
     return model
 
 
@@ -230,13 +246,10 @@ def _probe_layers(model: LoadedModel) -> None:
     """Run two tokens through the model to see what each layer remembers, and with which shapes."""
     probe = LayoutProbe()
     kind = getattr(model.config, "model_type", "?")
-    token_ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-    positions = torch.arange(2, device=model.device)[None]
     model.module.set_attn_implementation(PROBE_NAME)
     states = StateProbe.attach(model.module, model.module.config)
     try:
-        with torch.inference_mode():
-            model(token_ids, positions, positions[0, :1], probe, states.cache)
+        model.run_two_tokens(probe, states.cache)
     except Exception as error:
         raise UnsupportedModelError(
             f"architecture {kind!r} does not accept a flattened batch ({type(error).__name__}: {_first_line(error)}); "

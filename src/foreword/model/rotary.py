@@ -100,9 +100,8 @@ class RotaryKernel:
         self.shapes = shapes
         self._norms = query_norm, key_norm
         self._epsilons = np.array([norm.epsilon if norm else 0.0 for norm in self._norms], np.float32)
-        self.operation = Operation(_compile_worker(), NUM_ARGUMENTS + 16)  # the last: the counter, in its own line
+        self.operation = Operation(_compile_worker(), NUM_ARGUMENTS, COUNTER)
         a = self.operation.arguments
-        a[COUNTER] = self.operation.address + 8 * (NUM_ARGUMENTS + 8)
         a[QUERY_HEADS], a[KV_HEADS] = shapes.query_heads, shapes.kv_heads
         a[KEY_DIM], a[VALUE_DIM], a[TURNED] = shapes.key_dim, shapes.value_dim, shapes.turned
         for number, norm in enumerate(self._norms):
@@ -147,4 +146,3 @@ class RotaryKernel:
             len(slots),
             keys.element_size(),
         )
-        a[NUM_ARGUMENTS + 8] = 0

@@ -86,10 +86,9 @@ class RowOperation(Operation):
     """A norm, a norm of a sum, or a gate, of rows of one width and type."""
 
     def __init__(self) -> None:
-        super().__init__(_compile_worker(), NUM_ARGUMENTS + 2)  # the last two: the counter and epsilon
+        super().__init__(_compile_worker(), NUM_ARGUMENTS + 1, COUNTER)  # the last: epsilon
         self._epsilon = self.arguments[-1:].view(np.float32)
-        a = self.arguments
-        a[COUNTER], a[EPSILON] = self.address + 8 * NUM_ARGUMENTS, self.address + 8 * (NUM_ARGUMENTS + 1)
+        self.arguments[EPSILON] = self.address + 8 * NUM_ARGUMENTS
 
     def set_norm(self, norm: Norm) -> None:
         """Norms from now on; the caller keeps the weight."""
@@ -108,7 +107,6 @@ class RowOperation(Operation):
         a = self.arguments
         unit = max(1, min(UNIT_ELEMENTS // int(a[WIDTH]), -(-num_rows // torch.get_num_threads())))
         a[: UNIT_ROWS + 1] = x, y, total, target, num_rows, unit
-        a[NUM_ARGUMENTS] = 0  # the counter
 
 
 class RowKernels:

@@ -80,14 +80,13 @@ class TileProduct:
         if bias is not None:
             self._bias[place] = bias.float()
         num_steps = self.in_features // STEP
-        self.operation = Operation(compile_worker(), NUM_ARGUMENTS + 16)  # the last: two counters, in their own lines
+        self.operation = Operation(compile_worker(), NUM_ARGUMENTS, COUNTERS)
         a = self.operation.arguments
         a[WEIGHT], a[TABLE] = self._panels.steps.ctypes.data, self._panels.table.ctypes.data
         a[EXCEPTIONS], a[STARTS] = self._panels.exceptions.ctypes.data, self._panels.starts.ctypes.data
         a[ROW_BYTES], a[BIAS], a[WIDTH] = 2 * self.in_features, self._bias.data_ptr(), self.width
         a[NUM_STEPS], a[NUM_PANELS], a[GATED] = num_steps, self._num_panels, gated
         a[PART_STEPS] = -(-num_steps // -(-num_steps // MOST_STEPS))
-        a[COUNTERS] = self.operation.address + 8 * NUM_ARGUMENTS
 
     @staticmethod
     def can_take(weight: Tensor) -> bool:
@@ -132,17 +131,24 @@ class TileProduct:
         output = rows.new_empty(*rows.shape[:-1], self.width)
         num_rows = rows.numel() // self.in_features
         if num_rows:
-            self.bind(rows.data_ptr(), num_rows, output.data_ptr())
+            self.bind(rows.data_ptr(), num_rows, output.data_ptr(), _scratch(scratch_bytes()))
             self.operation.run(alone=num_rows * self.in_features * self.out_features < ALONE_OPERATIONS)
         return output
 
-    def bind(self, rows: int, num_rows: int, target: int) -> None:
-        """Let the operation make [num_rows, width] at the address `target` of rows without gaps."""
+    def bind(self, rows: int, num_rows: int, target: int, scratch: int) -> None:
+        """Let the operation make [num_rows, width] of rows without gaps.
+
+        Addresses of rows, target, and `scratch_bytes()` that nobody else uses meanwhile.
+        """
         a, num_threads = self.operation.arguments, torch.get_num_threads()
         a[ROWS], a[TARGET], a[NUM_ROWS] = rows, target, num_rows
         a[GROUP] = min(MOST_PANELS, max(1, self._num_panels // (4 * num_threads)))
-        a[SCRATCH] = _scratch(num_threads * SCRATCH_BYTES)
-        a[NUM_ARGUMENTS:] = 0
+        a[SCRATCH] = scratch
+
+
+def scratch_bytes() -> int:
+    """What a product needs for itself while it runs."""
+    return torch.get_num_threads() * SCRATCH_BYTES
 
 
 _OF_THREAD = threading.local()

@@ -44,15 +44,15 @@ class AttentionOperations:
     """What a team does for one layer: items of work, and then the merging of partial results."""
 
     def __init__(self) -> None:
-        worker, num_arguments = compile_worker(), layout.NUM_ARGUMENTS + 40  # behind: two floats, then counters
-        self.items, self.merges = Operation(worker, num_arguments), Operation(worker, num_arguments)
+        self.items, self.merges = (
+            Operation(compile_worker(), layout.NUM_ARGUMENTS + 1, layout.COUNTERS)  # the last: two floats
+            for _ in range(2)
+        )
         self._chunk = compile_chunk()
         self._floats = self.items.arguments[layout.NUM_ARGUMENTS :].view(np.float32)
-        self._counters = [one.arguments[layout.NUM_ARGUMENTS + 8 :] for one in (self.items, self.merges)]
         for phase, one in enumerate((self.items, self.merges)):
             a = one.arguments
             a[layout.PHASE], a[layout.SELF] = phase, one.address
-            a[layout.COUNTERS] = one.address + 8 * (layout.NUM_ARGUMENTS + 8)
             a[layout.FLOAT_OPTIONS] = self._floats.ctypes.data
             a[layout.ATTEND_CHUNK] = self._chunk.address
         self._layer: tuple[object, ...] = ()
@@ -91,8 +91,6 @@ class AttentionOperations:
         a[layout.TABLES : layout.NUM_MERGES + 1] = plan.arguments
         a[layout.PARTIAL_STATS : layout.SCRATCH_BYTES + 1] = memory
         b[: layout.SCRATCH_BYTES + 1] = a[: layout.SCRATCH_BYTES + 1]
-        for counters in self._counters:
-            counters[:] = 0
 
 
 class CpuAttention:
@@ -106,10 +104,13 @@ class CpuAttention:
         self._both = Program((self._operations.items, self._operations.merges))
         self._scratch: dict[tuple[int, ...], tuple[Int64Array, int, int]] = {}
         self._partials = torch.empty(0)
+        self._outgrown: list[Tensor] = []
+        """Memory of partial results that operations of this step may have been bound to."""
 
     def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> CpuPlan:
         """What to do in a step; serves every layer that uses the batch's block tables."""
         del scrap_block, device  # nothing outside a table is looked up, and this is the CPU
+        self._outgrown.clear()
         step = self._sharing.plan(batch, block_size)
         arguments = (
             step.tables.ctypes.data,
@@ -163,6 +164,7 @@ class CpuAttention:
     def _partial_memory(self, num_floats: int) -> int:
         """Address of memory for partial results."""
         if self._partials.numel() < num_floats:
+            self._outgrown.append(self._partials)
             self._partials = torch.empty(num_floats)
         return self._partials.data_ptr()
 

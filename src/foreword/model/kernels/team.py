@@ -23,6 +23,7 @@ from numba.core import cgutils
 
 from foreword.model.kernels import simd
 from foreword.model.kernels.cpu_layout import source_digest
+from foreword.model.kernels.step_plan import Int64Array
 
 native_worker = cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")
 """Compiles `worker(arguments)`, what each thread runs, given an array of int64; once per machine.
@@ -30,11 +31,13 @@ native_worker = cfunc(types.void(types.CPointer(types.int64)), cache=True, error
 A worker mentions `source_digest()`, so that it is compiled anew when another file that takes part in it has changed.
 """
 (TABLE, NUM_OPERATIONS, ARRIVED, TEAM_SIZE, NUM_THREADS, GIVE_WAY, NUM_ARGUMENTS) = range(7)
-"""int64 each. TABLE: address of each worker and of its arguments; ARRIVED: address of a counter, 0 at the start;
+"""int64 each. TABLE: address of each worker and of its arguments; ARRIVED: address of a counter;
 TEAM_SIZE: of the function that says how many threads there are, 0: NUM_THREADS; GIVE_WAY: of the one that lets others
 run."""
 
 
+COUNTERS = 32
+"""int64 of an operation: three in lines of their own."""
 PATIENCE = 256
 """How many times a thread looks whether it may go on before it lets others run."""
 
@@ -42,17 +45,25 @@ PATIENCE = 256
 class Operation:
     """A worker and its arguments. One thread at a time may set and run it."""
 
-    def __init__(self, worker: Any, num_arguments: int) -> None:
-        """`worker`: what `native_worker` has made."""
+    def __init__(self, worker: Any, num_arguments: int, counters_at: int) -> None:
+        """`worker`: what `native_worker` has made; `counters_at`: where its arguments have its counters' address."""
         self._worker = worker  # keeps the machine code
         self.arguments = np.zeros(num_arguments, np.int64)
         self.address: int = self.arguments.ctypes.data
         """Of the arguments."""
         self.worker_address: int = worker.address
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.worker_address)
+        self._counters_at = counters_at
+        self.count_in(np.zeros(COUNTERS, np.int64))
+
+    def count_in(self, counters: Int64Array) -> None:
+        """Take other counters [COUNTERS]: what the worker's threads share, 0 when they begin."""
+        self._counters = counters
+        self.arguments[self._counters_at] = counters.ctypes.data
 
     def run(self, *, alone: bool = False) -> None:
         """Once in each of torch's threads, or in the calling one `alone`; returns when all have returned."""
+        self._counters[:] = 0
         if alone or torch.get_num_threads() == 1:
             self._call(self.address)
         else:
@@ -62,23 +73,26 @@ class Operation:
 class Program:
     """Operations that threads run one after the other: none begins before the one before has ended in all threads.
 
-    To wait for each other takes threads less than a microsecond, to be called anew from Python some thirty.
+    To wait for each other takes threads less than a microsecond, to be called anew from Python some thirty. An
+    operation counts in the program that took it last.
     """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
-        self._operations = operations
+        self.operations = operations
         self._table = np.array([(one.worker_address, one.address) for one in operations], np.int64)
-        self._whole = Operation(_compile_program(), NUM_ARGUMENTS + 16)  # the counter in a line of its own
+        self._counters = np.zeros((len(operations), COUNTERS), np.int64)
+        for operation, counters in zip(operations, self._counters, strict=True):
+            operation.count_in(counters)
+        self._whole = Operation(_compile_program(), NUM_ARGUMENTS, ARRIVED)
         a, openmp = self._whole.arguments, _gnu_openmp()
         a[TABLE], a[NUM_OPERATIONS] = self._table.ctypes.data, len(operations)
-        a[ARRIVED] = self._whole.address + 8 * (NUM_ARGUMENTS + 8)
         a[TEAM_SIZE] = 0 if openmp is None else _address_of(openmp.omp_get_num_threads)
         a[GIVE_WAY] = _address_of(ctypes.CDLL(None).sched_yield)
 
     def run(self) -> None:
         """All of them, with the arguments that they have now."""
-        a = self._whole.arguments
-        a[NUM_THREADS], a[NUM_ARGUMENTS + 8] = torch.get_num_threads(), 0
+        self._whole.arguments[NUM_THREADS] = torch.get_num_threads()
+        self._counters[:] = 0
         self._whole.run()
 
 
