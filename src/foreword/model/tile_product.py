@@ -24,6 +24,8 @@ from foreword.model.kernels.tile_worker import (
     BIAS,
     COUNTERS,
     EXCEPTIONS,
+    FEW_PANELS,
+    FEW_ROWS,
     GATED,
     GROUP,
     MOST_PANELS,
@@ -142,7 +144,8 @@ class TileProduct:
         """
         a, num_threads = self.operation.arguments, torch.get_num_threads()
         a[ROWS], a[TARGET], a[NUM_ROWS] = rows, target, num_rows
-        a[GROUP] = min(MOST_PANELS, max(1, self._num_panels // (4 * num_threads)))
+        most = FEW_PANELS if num_rows <= FEW_ROWS else MOST_PANELS
+        a[GROUP] = min(most, max(1, self._num_panels // (4 * num_threads)))
         a[SCRATCH] = scratch
 
 

@@ -26,12 +26,12 @@ from foreword.model.kernels.tiles import PANEL, TILE_BYTES, TILE_ROWS
 BLOCK_ROWS = 2 * TILE_ROWS
 FEW_ROWS = 64
 """Up to so many rows weights are expanded anew for each block: keeping them costs more than it saves."""
-UNIT_ROWS, MOST_PANELS = 512, 8
-"""Of a unit."""
+UNIT_ROWS, MOST_PANELS, FEW_PANELS = 512, 8, 2
+"""Of a unit; FEW_PANELS if there are few rows: the less there is to do at the end, the less threads wait for each other."""
 MOST_STEPS = 40
 """Of a part."""
-FETCHED_AHEAD = 8192
-"""How many bytes before their use weights are asked for: they come from memory, not from a cache."""
+FETCHED_AHEAD = 6
+"""How many steps before their use weights are asked for: they come from memory, not from a cache."""
 (
     ROWS,
     ROW_BYTES,
@@ -153,11 +153,15 @@ def _lay_out(scratch: int, num_rows: int, laid_out: int) -> int:
 
 
 @inlined
-def _stream(a: Any, scratch: int, row: int, panel: int) -> None:
-    """Up to 32 rows by a panel: a step is expanded while the tiles work on the one before."""
+def _stream(a: Any, scratch: int, row: int, panel: int, following: int) -> None:
+    """Up to 32 rows by a panel: a step is expanded while the tiles work on the one before.
+
+    Towards the end of the panel the first weights of the one that follows are asked for.
+    """
     num_rows, num_steps = min(BLOCK_ROWS, a[NUM_ROWS] - row), a[NUM_STEPS]
     sums, ready = scratch + _SUMS, scratch + _EXPANDED
     source, entry = a[WEIGHT] + panel * num_steps * STEP_BYTES, _exceptions(a, panel)
+    beyond = a[WEIGHT] + (following - 1) * num_steps * STEP_BYTES
     if num_rows > TILE_ROWS:
         _begin_32()
     else:
@@ -165,10 +169,12 @@ def _stream(a: Any, scratch: int, row: int, panel: int) -> None:
     for step in range(num_steps + 1):
         if step < num_steps:
             target, place = ready + (step & 1) * _WEIGHTS_BYTES, step * STEP_WEIGHTS
-            simd.prefetch(source + FETCHED_AHEAD, STEP_BYTES)
+            ahead = step + FETCHED_AHEAD
+            simd.prefetch((source if ahead < num_steps else beyond) + FETCHED_AHEAD * STEP_BYTES, STEP_BYTES)
             compact.expand_step(source, a[TABLE], target)
             entry = compact.write_exceptions(entry, place, place + STEP_WEIGHTS, target)
             source += STEP_BYTES
+            beyond += STEP_BYTES
         if step > 0:
             x, weights = a[ROWS] + row * a[ROW_BYTES] + (step - 1) * 64, ready + (~step & 1) * _WEIGHTS_BYTES
             if num_rows > TILE_ROWS:
@@ -189,7 +195,7 @@ def _expand(a: Any, scratch: int, panels: tuple[int, int], part: tuple[int, int]
     for panel in range(panels[0], panels[1]):
         source, start = a[WEIGHT] + (panel * a[NUM_STEPS] + part[0]) * STEP_BYTES, target
         for _ in range(part[0], part[1]):
-            simd.prefetch(source + FETCHED_AHEAD, STEP_BYTES)
+            simd.prefetch(source + FETCHED_AHEAD * STEP_BYTES, STEP_BYTES)
             compact.expand_step(source, a[TABLE], target)
             source += STEP_BYTES
             target += _WEIGHTS_BYTES
@@ -251,11 +257,9 @@ def compile_worker() -> Any:
         scratch = a[SCRATCH] + simd.fetch_add(a[COUNTERS] + 64, 1) * SCRATCH_BYTES
         num_groups = (a[NUM_PANELS] + a[GROUP] - 1) // a[GROUP]
         num_units = num_groups * ((a[NUM_ROWS] + UNIT_ROWS - 1) // UNIT_ROWS)
-        laid_out = 0
-        while True:
-            unit = simd.fetch_add(a[COUNTERS], 1)
-            if unit >= num_units:
-                break
+        laid_out, following = 0, simd.fetch_add(a[COUNTERS], 1)
+        while following < num_units:
+            unit, following = following, simd.fetch_add(a[COUNTERS], 1)
             first_panel = unit % num_groups * a[GROUP]
             panels = first_panel, min(first_panel + a[GROUP], a[NUM_PANELS])
             first_row = unit // num_groups * UNIT_ROWS
@@ -264,7 +268,8 @@ def compile_worker() -> Any:
                 for row in range(rows[0], rows[1], BLOCK_ROWS):
                     laid_out = _lay_out(scratch, min(BLOCK_ROWS, a[NUM_ROWS] - row), laid_out)
                     for panel in range(panels[0], panels[1]):
-                        _stream(a, scratch, row, panel)
+                        after = panel + 1 if panel + 1 < panels[1] else following % num_groups * a[GROUP]
+                        _stream(a, scratch, row, panel, after)
                 continue
             laid_out = _lay_out(scratch, BLOCK_ROWS, laid_out)
             for first_step in range(0, a[NUM_STEPS], a[PART_STEPS]):
