@@ -22,6 +22,7 @@ from foreword.model.kernels import compact, tiles
 from foreword.model.kernels.team import Operation
 from foreword.model.kernels.tile_worker import (
     BIAS,
+    BLOCK_ROWS,
     COUNTERS,
     EXCEPTIONS,
     FEW_PANELS,
@@ -29,6 +30,7 @@ from foreword.model.kernels.tile_worker import (
     GATED,
     GROUP,
     MOST_PANELS,
+    MOST_ROWS,
     MOST_STEPS,
     NUM_ARGUMENTS,
     NUM_PANELS,
@@ -42,6 +44,7 @@ from foreword.model.kernels.tile_worker import (
     STARTS,
     TABLE,
     TARGET,
+    UNIT_ROWS,
     WEIGHT,
     WIDTH,
     compile_worker,
@@ -146,6 +149,8 @@ class TileProduct:
         a[ROWS], a[TARGET], a[NUM_ROWS] = rows, target, num_rows
         most = FEW_PANELS if num_rows <= FEW_ROWS else MOST_PANELS
         a[GROUP] = min(most, max(1, self._num_panels // (4 * num_threads)))
+        unit = -(-num_rows // -(-num_rows // MOST_ROWS))
+        a[UNIT_ROWS] = -(-unit // BLOCK_ROWS) * BLOCK_ROWS
         a[SCRATCH] = scratch
 
 

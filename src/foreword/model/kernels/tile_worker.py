@@ -26,7 +26,7 @@ from foreword.model.kernels.tiles import PANEL, TILE_BYTES, TILE_ROWS
 BLOCK_ROWS = 2 * TILE_ROWS
 FEW_ROWS = 64
 """Up to so many rows weights are expanded anew for each block: keeping them costs more than it saves."""
-UNIT_ROWS, MOST_PANELS, FEW_PANELS = 512, 8, 2
+MOST_ROWS, MOST_PANELS, FEW_PANELS = 576, 8, 2
 """Of a unit; FEW_PANELS if there are few rows: the less there is to do at the end, the less threads wait for each other."""
 MOST_STEPS = 40
 """Of a part."""
@@ -47,18 +47,19 @@ FETCHED_AHEAD = 6
     PART_STEPS,
     NUM_PANELS,
     GROUP,
+    UNIT_ROWS,
     GATED,
     COUNTERS,
     SCRATCH,
-) = range(17)
-NUM_ARGUMENTS = 17
-"""int64 each: addresses, and counts. WIDTH: columns of the result; PART_STEPS: of all parts but the last; GROUP: panels
-of a unit."""
+) = range(18)
+NUM_ARGUMENTS = 18
+"""int64 each: addresses, and counts. WIDTH: columns of the result; PART_STEPS: of all parts but the last; GROUP and
+UNIT_ROWS: panels and rows of a unit."""
 _SUMS_BYTES = 4 * PANEL * BLOCK_ROWS
 _WEIGHTS_BYTES = 2 * TILE_BYTES
 _FETCHED_ROWS = BLOCK_ROWS // MOST_PANELS
 _CONFIG, _STAGED, _SUMS = 0, 64, 256
-_EXPANDED = _SUMS + UNIT_ROWS // BLOCK_ROWS * MOST_PANELS * _SUMS_BYTES
+_EXPANDED = _SUMS + MOST_ROWS // BLOCK_ROWS * MOST_PANELS * _SUMS_BYTES
 SCRATCH_BYTES = _EXPANDED + MOST_PANELS * MOST_STEPS * _WEIGHTS_BYTES
 
 (_begin_16, _, _multiply_16, _end_16), (_begin_32, _go_on_32, _multiply_32, _end_32) = (
@@ -244,6 +245,40 @@ def _multiply_block(a: Any, scratch: int, row: int, block: int, panels: tuple[in
                 _end_rows(a, scratch, sums, row, (0, BLOCK_ROWS), panel)
 
 
+@inlined
+def _stream_units(a: Any, scratch: int) -> None:
+    """Few rows: units of panels."""
+    laid_out, following = 0, simd.fetch_add(a[COUNTERS], 1) * a[GROUP]
+    while following < a[NUM_PANELS]:
+        first, following = following, simd.fetch_add(a[COUNTERS], 1) * a[GROUP]
+        end = min(first + a[GROUP], a[NUM_PANELS])
+        for row in range(0, a[NUM_ROWS], BLOCK_ROWS):
+            laid_out = _lay_out(scratch, min(BLOCK_ROWS, a[NUM_ROWS] - row), laid_out)
+            for panel in range(first, end):
+                _stream(a, scratch, row, panel, panel + 1 if panel + 1 < end else following)
+
+
+@inlined
+def _expand_units(a: Any, scratch: int) -> None:
+    """More rows: units of panels and rows."""
+    num_groups = (a[NUM_PANELS] + a[GROUP] - 1) // a[GROUP]
+    num_units = num_groups * ((a[NUM_ROWS] + a[UNIT_ROWS] - 1) // a[UNIT_ROWS])
+    tiles.lay_out(scratch + _CONFIG, BLOCK_ROWS)
+    while True:
+        unit = simd.fetch_add(a[COUNTERS], 1)
+        if unit >= num_units:
+            break
+        first_panel, first_row = unit % num_groups * a[GROUP], unit // num_groups * a[UNIT_ROWS]
+        panels = first_panel, min(first_panel + a[GROUP], a[NUM_PANELS])
+        rows = first_row, min(first_row + a[UNIT_ROWS], a[NUM_ROWS])
+        for first_step in range(0, a[NUM_STEPS], a[PART_STEPS]):
+            part = first_step, min(first_step + a[PART_STEPS], a[NUM_STEPS])
+            _expand(a, scratch, panels, part)
+            for block, row in enumerate(range(rows[0], rows[1], BLOCK_ROWS)):
+                # The last block has rows of the one before: computed twice, to the same bits.
+                _multiply_block(a, scratch, min(row, a[NUM_ROWS] - BLOCK_ROWS), block, panels, part)
+
+
 @functools.cache
 def compile_worker() -> Any:
     """What each thread of a team runs: units until none are left. Compiled once per machine and kept."""
@@ -255,29 +290,10 @@ def compile_worker() -> Any:
         if digest == 0:
             return
         scratch = a[SCRATCH] + simd.fetch_add(a[COUNTERS] + 64, 1) * SCRATCH_BYTES
-        num_groups = (a[NUM_PANELS] + a[GROUP] - 1) // a[GROUP]
-        num_units = num_groups * ((a[NUM_ROWS] + UNIT_ROWS - 1) // UNIT_ROWS)
-        laid_out, following = 0, simd.fetch_add(a[COUNTERS], 1)
-        while following < num_units:
-            unit, following = following, simd.fetch_add(a[COUNTERS], 1)
-            first_panel = unit % num_groups * a[GROUP]
-            panels = first_panel, min(first_panel + a[GROUP], a[NUM_PANELS])
-            first_row = unit // num_groups * UNIT_ROWS
-            rows = first_row, min(first_row + UNIT_ROWS, a[NUM_ROWS])
-            if a[NUM_ROWS] <= FEW_ROWS:
-                for row in range(rows[0], rows[1], BLOCK_ROWS):
-                    laid_out = _lay_out(scratch, min(BLOCK_ROWS, a[NUM_ROWS] - row), laid_out)
-                    for panel in range(panels[0], panels[1]):
-                        after = panel + 1 if panel + 1 < panels[1] else following % num_groups * a[GROUP]
-                        _stream(a, scratch, row, panel, after)
-                continue
-            laid_out = _lay_out(scratch, BLOCK_ROWS, laid_out)
-            for first_step in range(0, a[NUM_STEPS], a[PART_STEPS]):
-                part = first_step, min(first_step + a[PART_STEPS], a[NUM_STEPS])
-                _expand(a, scratch, panels, part)
-                for block, row in enumerate(range(rows[0], rows[1], BLOCK_ROWS)):
-                    # The last block has rows of the one before: computed twice, to the same bits.
-                    _multiply_block(a, scratch, min(row, a[NUM_ROWS] - BLOCK_ROWS), block, panels, part)
+        if a[NUM_ROWS] <= FEW_ROWS:
+            _stream_units(a, scratch)
+        else:
+            _expand_units(a, scratch)
         tiles.release()
 
     return worker
