@@ -87,9 +87,12 @@ def test_a_layer_that_is_watched_stays_as_it_is(tiny_models: TinyModels, monkeyp
     assert fuse_layers(model.module, model.layers) == 2
 
 
-def test_blocks_that_do_not_fill_their_pages_are_served_too(tiny_models: TinyModels) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_blocks_that_do_not_fill_their_pages_are_served_too(
+    tiny_models: TinyModels, dtype: Literal["bfloat16", "float32"]
+) -> None:
     """gemma4's groups share pages of one size; mistral's and qwen's do not, so the plain way is asked for by hand."""
-    model = tiny_models.loaded("qwen3", "float32")
+    model = tiny_models.loaded("qwen3", dtype)
     rng = np.random.default_rng(4)
     prompts = [random_tokens(rng, length) for length in (3, 30)]
     answers = []

@@ -1,0 +1,167 @@
+"""Layers that run as one program compute the bits of the layers, whatever lies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from foreword.config import KernelName, ModelConfig
+from foreword.model import loader
+from foreword.model.fused_layer import FusedForward
+from foreword.model.kernels import tiles
+from foreword.model.layer_program import LayerChain
+from foreword.model.loader import LoadedModel, load_model
+from tiny_models import Recipe, TinyModels, build_engine, complete, greedy, random_tokens, save_model
+
+pytestmark = pytest.mark.skipif(not tiles.has_tiles(), reason="this processor has no tiles")
+LENGTHS = (1, 5, 40, 90, 300)
+MIXED = {"head_dim": 32, "use_sliding_window": True, "sliding_window": 24, "num_hidden_layers": 4}
+"""Layers of two groups, which have plans of their own."""
+
+
+@pytest.fixture
+def num_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def chains(model: LoadedModel) -> list[LayerChain]:
+    """In the order of layers, each once."""
+    forwards = [layer.forward for layer in model.module.modules() if isinstance(layer.forward, FusedForward)]
+    return list(dict.fromkeys(forward.chain for forward in forwards if forward.chain is not None))
+
+
+def answers(model: LoadedModel, lengths: Sequence[int] = LENGTHS) -> list[object]:
+    rng = np.random.default_rng(3)
+    prompts = [random_tokens(rng, length) for length in lengths]
+    outputs = complete(build_engine(model, num_blocks=96), prompts, greedy(8, logprobs=3, prompt_logprobs=2))
+    return [(one.outputs[0].token_ids, one.outputs[0].logprobs, one.prompt_logprobs) for one in outputs]
+
+
+def plain(folder: Path, kernel: KernelName = "auto") -> LoadedModel:
+    """The model with its layers as transformers has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "fuse_layers", lambda *_: 0)
+        return load_model(ModelConfig(str(folder), dtype="bfloat16", attention_kernel=kernel))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    layer_types = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    return save_model(tmp_path_factory.mktemp("mixed"), Recipe("qwen2", {**MIXED, "layer_types": layer_types}))
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral"])
+def test_a_chain_of_all_layers_gives_the_bits_of_the_layers(tiny_models: TinyModels, name: str, threads: int) -> None:
+    expected = answers(plain(tiny_models.folder(name)))
+    torch.set_num_threads(threads)
+    model = load_model(ModelConfig(str(tiny_models.folder(name)), dtype="bfloat16"))
+    (chain,) = chains(model)
+    assert len(chain.layers) == 3
+    assert answers(model) == expected
+    assert chain._passed is not None, "it has run"
+
+
+def test_layers_of_two_groups_are_one_chain(mixed: Path) -> None:
+    model = load_model(ModelConfig(str(mixed), dtype="bfloat16"))
+    assert [len(chain.layers) for chain in chains(model)] == [4]
+    assert answers(model) == answers(plain(mixed))
+
+
+@pytest.mark.usefixtures("num_threads")
+def test_threads_blocks_and_rows_may_change_between_steps(tiny_models: TinyModels) -> None:
+    model, expected = tiny_models.loaded("qwen3", "bfloat16"), answers(plain(tiny_models.folder("qwen3")))
+    for threads in (1, 3, 2):
+        torch.set_num_threads(threads)
+        assert answers(model) == expected  # each time with an engine, and so with blocks, of its own
+
+
+def test_what_lay_in_its_memory_changes_nothing(tiny_models: TinyModels) -> None:
+    """Padding's rows are never written: they may hold anything."""
+    model = load_model(ModelConfig(str(tiny_models.folder("qwen2")), dtype="bfloat16"))
+    (chain,) = chains(model)
+    expected = answers(model)
+    run = chain.program.run
+
+    def run_poisoned() -> None:
+        layer = chain.layers[0]
+        assert layer._bound is not None
+        wide = layer._bound[0].wide - chain._space._memory.data_ptr()
+        chain._space._memory[wide : wide + 2 * layer._bound[0].num_rows * chain._space._wide].fill_(0xFF)  # not numbers
+        run()
+
+    chain.program.run = run_poisoned  # type: ignore[method-assign]
+    assert answers(model) == expected
+
+
+def add_a_half(_: object, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (inputs[0] + 0.5, *inputs[1:])
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_model_that_is_changed_between_its_layers_is_computed_layer_by_layer(
+    tiny_models: TinyModels, number: int
+) -> None:
+    found, expected = (
+        load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16")),
+        plain(tiny_models.folder("qwen3")),
+    )
+    for model in (found, expected):
+        model.module.get_submodule(f"model.layers.{number}").register_forward_pre_hook(add_a_half)
+    assert answers(found) == answers(expected)
+    assert [len(chain.layers) for chain in chains(found)] == ([3] if number == 0 else [1, 1, 1])
+
+
+def test_a_model_that_adds_something_between_its_layers_is_never_chained(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen at load, when layers are run without computing."""
+    folder = str(tiny_models.folder("qwen3"))
+    fuse_layers = loader.fuse_layers
+
+    def fuse_and_hook(module: torch.nn.Module, *others: object) -> int:
+        fused = fuse_layers(module, *others)  # type: ignore[arg-type]
+        module.get_submodule("model.layers.2").register_forward_pre_hook(add_a_half)
+        return fused
+
+    monkeypatch.setattr(loader, "fuse_layers", fuse_and_hook)
+    model = load_model(ModelConfig(folder, dtype="bfloat16"))
+    assert [len(chain.layers) for chain in chains(model)] == [2, 1]
+    monkeypatch.undo()
+    expected = plain(Path(folder))
+    expected.module.get_submodule("model.layers.2").register_forward_pre_hook(add_a_half)
+    assert answers(model) == answers(expected)
+
+
+def test_a_model_that_cannot_be_run_without_computing_has_a_program_for_each_layer(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader.LoadedModel, "run_two_tokens", _only_for_layouts(LoadedModel.run_two_tokens))
+    model = load_model(ModelConfig(str(tiny_models.folder("qwen2")), dtype="bfloat16"))
+    assert [len(chain.layers) for chain in chains(model)] == [1, 1, 1]
+    assert answers(model) == answers(plain(tiny_models.folder("qwen2")))
+
+
+def _only_for_layouts(run: object) -> object:
+    def run_or_fail(self: LoadedModel, context: object, cache: object) -> None:
+        if not isinstance(context, loader.LayoutProbe):
+            raise TypeError("no")
+        run(self, context, cache)  # type: ignore[operator]
+
+    return run_or_fail
+
+
+def test_another_kernel_is_served_layer_by_layer(tiny_models: TinyModels) -> None:
+    folder = tiny_models.folder("qwen3")
+    model = load_model(ModelConfig(str(folder), dtype="bfloat16", attention_kernel="reference"))
+    assert [len(chain.layers) for chain in chains(model)] == [3]
+    assert answers(model) == answers(plain(folder, "reference"))
+    assert chains(model)[0]._passed is None, "it has not run"
