@@ -276,7 +276,8 @@ class ValuePolicy(_EmptyFirst):
         self._ranked_entries: IntArray = np.empty(0, np.int64)
         self._place = self._batch_end = 0
         """The ranking's next block, and the end of the part that stands although others were used since."""
-        self._next_compute = self._next_fade = 0
+        self._next_count = self._next_fade = 0
+        self._is_stale = False
         self._num_blocks = num_blocks
 
     # ---------------------------------------------------------------- learning
@@ -318,16 +319,16 @@ class ValuePolicy(_EmptyFirst):
         return classes
 
     def _tell_time(self) -> None:
-        """Bring the values up to date, now and then."""
+        """Count uses, now and then; what follows from them is computed when it is asked for."""
         now = self._history.num_uses
-        if now < self._next_compute:
+        if now < self._next_count:
             return
         self._hazards.count(self._history)
         if now >= self._next_fade:
             self._next_fade = now + max(MEMORY_USES, MEMORY_CAPACITIES * self._num_blocks)
             self._hazards.fade()
-        self._hazards.compute()
-        self._next_compute = now + max(500, self._num_blocks // 16)
+        self._is_stale = True
+        self._next_count = now + max(500, self._num_blocks // 16)
 
     # ------------------------------------------------------------------- order
 
@@ -381,6 +382,9 @@ class ValuePolicy(_EmptyFirst):
 
     def _by_value(self, candidate: npt.NDArray[np.bool_]) -> BlockIds:
         """The blocks of a mask over all, least value first, then least recently used."""
+        if self._is_stale:
+            self._hazards.compute()
+            self._is_stale = False
         block_ids = np.flatnonzero(candidate).astype(np.int32)
         entries = self._entry[block_ids]
         ages = self._hazards.bins(self._history.num_uses - entries)
