@@ -11,10 +11,7 @@ from typing import Any
 from numba import carray, cfunc, types
 
 from foreword.model.kernels.cpu_layout import (
-    FLOAT_OPTIONS,
     FLOATS,
-    FOLD_MIXED,
-    FOLD_STATS,
     IN_PAIRS,
     KEY_DIM,
     KEY_ROWS,
@@ -27,8 +24,6 @@ from foreword.model.kernels.cpu_layout import (
     PACKED_VALUES,
     PAIRS,
     PANEL,
-    PARTIAL_MIXED,
-    PARTIAL_STATS,
     ROW_MIXED,
     ROW_QUERIES,
     ROW_SCORES,
@@ -46,29 +41,25 @@ from foreword.model.kernels.cpu_layout import (
     part,
     source_digest,
 )
+from foreword.model.kernels.cpu_rows import find_bounds, keep_rows, weigh_row
+from foreword.model.kernels.cpu_tiles import attend_in_tiles
 from foreword.model.kernels.simd import (
     LANES,
-    LOG2_E,
     ROWS,
     copy_bytes,
     interleave,
-    load_float,
     load_int,
-    merge,
     pair_product_32,
     pair_product_64,
     prefetch,
     product_32,
     product_64,
-    soft_cap,
-    softmax,
-    softmax_pairs,
     store_int,
     transpose_widened,
     transpose_words,
     widen,
 )
-from foreword.model.kernels.step_plan import CHUNK, FOLD
+from foreword.model.kernels.step_plan import CHUNK
 from foreword.model.kernels.tiles import lay_out, release, tile_product_32, tile_product_64
 
 
@@ -145,31 +136,15 @@ def _pack_values(a: Any, scratch: int, kv_head: int, start: int, stop: int) -> N
 @inlined
 def _attend_rows(a: Any, scratch: int, first: int, num_rows: int, kind: int) -> None:
     """Partial results of up to MOST_ROWS rows of the row table with the chunk that is packed."""
-    table = part(scratch, ROW_TABLE) + 24 * first
-    low, high = CHUNK, 0
-    for row in range(num_rows):
-        row_low, row_high = load_int(table + 24 * row), load_int(table + 24 * row + 8)
-        if row_low < row_high:
-            low, high = min(low, row_low), max(high, row_high)
-    if low >= high:
+    table, scores, stats = part(scratch, ROW_TABLE) + 24 * first, part(scratch, ROW_SCORES), part(scratch, ROW_STATS)
+    start, stop, high = find_bounds(table, num_rows)
+    if start >= stop:
         return
-    start, stop = low // PANEL * PANEL, -(-high // PANEL) * PANEL
     _multiply_keys(a, scratch, first, num_rows, start, stop)
     for row in range(num_rows):
-        _weigh_row(a, scratch, row, table + 24 * row, start, stop)
+        weigh_row(a, scratch, table + 24 * row, scores + row * 4 * CHUNK, stats + 8 * row, (start, stop))
     _multiply_values(a, scratch, num_rows, start, high)
-    width = (a[VALUE_DIM] + 31) // 32 * 32
-    for row in range(num_rows):
-        if load_int(table + 24 * row) < load_int(table + 24 * row + 8):
-            stats = part(scratch, ROW_STATS) + 8 * row
-            mixed = part(scratch, ROW_MIXED) + row * 4 * width
-            target = load_int(table + 24 * row + 16)
-            if kind == FOLD:
-                fold_mixed = part(scratch, FOLD_MIXED) + target * 4 * width
-                merge(part(scratch, FOLD_STATS) + 8 * target, fold_mixed, stats, mixed, width)
-            else:
-                copy_bytes(a[PARTIAL_STATS] + 8 * target, stats, 8)
-                copy_bytes(a[PARTIAL_MIXED] + 4 * width * target, mixed, 4 * width)
+    keep_rows(a, scratch, table, num_rows, stats, part(scratch, ROW_MIXED), kind)
 
 
 @inlined
@@ -186,26 +161,6 @@ def _multiply_keys(a: Any, scratch: int, first: int, num_rows: int, start: int, 
             pair_product_64(num_rows, queries, num_words * 4, panel, num_words, scores, 4 * CHUNK)
         else:
             product_64(num_rows, queries, num_words * 4, panel, num_words, scores, 4 * CHUNK)
-
-
-@inlined
-def _weigh_row(a: Any, scratch: int, row: int, entry: int, start: int, stop: int) -> None:
-    """Weights of one row's scores, in their place; `entry`: the row's place in the row table."""
-    low, high = load_int(entry), load_int(entry + 8)
-    scores = part(scratch, ROW_SCORES) + row * 4 * CHUNK
-    stats = part(scratch, ROW_STATS) + 8 * row
-    if low >= high:
-        copy_bytes(scores, part(scratch, ZEROS), 4 * CHUNK)
-        return
-    scale, cap = load_float(a[FLOAT_OPTIONS]), load_float(a[FLOAT_OPTIONS] + 4)
-    factor = scale * LOG2_E
-    if cap > 0.0:
-        soft_cap(scores, start, stop, scale / cap, cap)
-        factor = LOG2_E
-    if a[MODE] in IN_PAIRS:
-        softmax_pairs(scores, stats, start, stop, low, high, factor)
-    else:
-        softmax(scores, stats, start, stop, low, high, factor)
 
 
 @inlined
@@ -240,6 +195,9 @@ def _attend(a: Any, scratch: int, kv_head: int, num_rows: int, bounds: tuple[int
     start, stop = bounds[0] // PANEL * PANEL, -(-bounds[1] // PANEL) * PANEL
     _pack_keys(a, scratch, kv_head, start, stop)
     _pack_values(a, scratch, kv_head, start, stop)
+    if a[MODE] == TILES and num_rows > MOST_ROWS:
+        attend_in_tiles(a, scratch, num_rows, kind)
+        return
     num_parts = -(-num_rows // (MOST_ROWS if a[MODE] == TILES else ROWS))
     laid_out = 0
     for number in range(num_parts):  # parts of equal size, as far as possible

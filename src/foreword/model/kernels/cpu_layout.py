@@ -98,10 +98,10 @@ def scratch_layout(mode: int, key_dim: int, value_dim: int, token_bytes: int, mo
         CHUNK * 4 * (padded(max(key_dim, value_dim), 32) + 32),  # STAGE
         CHUNK * 4 * words,
         CHUNK * 4 * values,
-        most_rows[0] * 4 * words,
+        (most_rows[0] + MOST_ROWS) * 4 * words,  # the last part's rows are read to their full number
         4 * (words + 32),  # STAGED_QUERY
-        MOST_ROWS * 4 * CHUNK,
-        MOST_ROWS * 8,
+        2 * MOST_ROWS * 4 * CHUNK,  # of two parts
+        2 * MOST_ROWS * 8,
         MOST_ROWS * 4 * values,
         most_rows[0] * 24,  # ROW_TABLE: low, high, target
         most_rows[1] * 8,

@@ -27,7 +27,7 @@ BLOCK_ROWS = 2 * TILE_ROWS
 FEW_ROWS = 64
 """Up to so many rows weights are expanded anew for each block: keeping them costs more than it saves."""
 MOST_ROWS, MOST_PANELS, FEW_PANELS = 576, 8, 2
-"""Of a unit; FEW_PANELS if there are few rows: the less there is to do at the end, the less threads wait for each other."""
+"""Of a unit; FEW_PANELS if there are few rows: the smaller the last unit, the less threads wait for each other."""
 MOST_STEPS = 40
 """Of a part."""
 FETCHED_AHEAD = 6

@@ -172,6 +172,25 @@ product_16, product_32 = _product(1), _product(2)
 """By the number of rows that they take at most."""
 
 
+@simd._instructions("aiai")
+def multiply_wide(builder: Any, a: Any, lda: Any, b: Any, ldb: Any) -> None:
+    """Add one step to the sums [32, 32] in tiles: addresses of rows and columns, and bytes between their rows."""
+    rows = a, builder.add(a, builder.mul(lda, simd._int(TILE_ROWS)))
+    columns = b, builder.add(b, simd._int(64))
+    for tile, address, stride in ((6, columns[0], ldb), (4, rows[0], lda), (7, columns[1], ldb), (5, rows[1], lda)):
+        _load(builder, tile, address, stride)
+    for result in range(4):
+        _multiply(builder, result, 4 + result // 2, 6 + result % 2)
+
+
+@simd._instructions("ai")
+def end_wide(builder: Any, c: Any, ldc: Any) -> None:
+    """Write the sums [32, 32], with so many bytes between their rows."""
+    lower = builder.add(c, builder.mul(ldc, simd._int(TILE_ROWS)))
+    for tile, target in enumerate((c, builder.add(c, simd._int(64)), lower, builder.add(lower, simd._int(64)))):
+        _tile_call(builder, "tilestored64", _tile(tile), _pointer(builder, target), ldc)
+
+
 def multiply_beside(signature: str, emit: Callable[..., None]) -> Any:
     """All steps of a product of up to 32 rows, and something else in each: the vectors work while the tiles do.
 

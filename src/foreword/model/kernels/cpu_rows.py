@@ -1,0 +1,81 @@
+"""What attention does row by row with a packed chunk, compiled by numba: scores become weights, results are kept.
+
+Knows the row table; knows nothing of how scores and mixtures are multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foreword.model.kernels.cpu_layout import (
+    FLOAT_OPTIONS,
+    FOLD_MIXED,
+    FOLD_STATS,
+    IN_PAIRS,
+    MODE,
+    PANEL,
+    PARTIAL_MIXED,
+    PARTIAL_STATS,
+    VALUE_DIM,
+    ZEROS,
+    inlined,
+    part,
+)
+from foreword.model.kernels.simd import (
+    LOG2_E,
+    copy_bytes,
+    load_float,
+    load_int,
+    merge,
+    soft_cap,
+    softmax,
+    softmax_pairs,
+)
+from foreword.model.kernels.step_plan import CHUNK, FOLD
+
+
+@inlined
+def find_bounds(table: int, num_rows: int) -> tuple[int, int, int]:
+    """The panels of tokens that some row of the table sees, and the end of what is seen; all 0 if nothing is."""
+    low, high = CHUNK, 0
+    for row in range(num_rows):
+        row_low, row_high = load_int(table + 24 * row), load_int(table + 24 * row + 8)
+        if row_low < row_high:
+            low, high = min(low, row_low), max(high, row_high)
+    if low >= high:
+        return 0, 0, 0
+    return low // PANEL * PANEL, -(-high // PANEL) * PANEL, high
+
+
+@inlined
+def weigh_row(a: Any, scratch: int, entry: int, scores: int, stats: int, panels: tuple[int, int]) -> None:
+    """Weights of one row's scores, in their place, and its peak and sum; `entry`: the row's place in the table."""
+    low, high = load_int(entry), load_int(entry + 8)
+    if low >= high:
+        copy_bytes(scores, part(scratch, ZEROS), 4 * CHUNK)
+        return
+    scale, cap = load_float(a[FLOAT_OPTIONS]), load_float(a[FLOAT_OPTIONS] + 4)
+    factor = scale * LOG2_E
+    if cap > 0.0:
+        soft_cap(scores, panels[0], panels[1], scale / cap, cap)
+        factor = LOG2_E
+    if a[MODE] in IN_PAIRS:
+        softmax_pairs(scores, stats, panels[0], panels[1], low, high, factor)
+    else:
+        softmax(scores, stats, panels[0], panels[1], low, high, factor)
+
+
+@inlined
+def keep_rows(a: Any, scratch: int, table: int, num_rows: int, stats: int, mixed: int, kind: int) -> None:
+    """Merge rows' results into a fold's, or leave them as partial results."""
+    width = (a[VALUE_DIM] + 31) // 32 * 32
+    for row in range(num_rows):
+        if load_int(table + 24 * row) >= load_int(table + 24 * row + 8):
+            continue
+        own_stats, own_mixed, target = stats + 8 * row, mixed + row * 4 * width, load_int(table + 24 * row + 16)
+        if kind == FOLD:
+            fold_mixed = part(scratch, FOLD_MIXED) + target * 4 * width
+            merge(part(scratch, FOLD_STATS) + 8 * target, fold_mixed, own_stats, own_mixed, width)
+        else:
+            copy_bytes(a[PARTIAL_STATS] + 8 * target, own_stats, 8)
+            copy_bytes(a[PARTIAL_MIXED] + 4 * width * target, own_mixed, 4 * width)
