@@ -41,7 +41,7 @@ from foreword.model.kernels.cpu_layout import (
     part,
     source_digest,
 )
-from foreword.model.kernels.cpu_rows import find_bounds, keep_rows, weigh_row
+from foreword.model.kernels.cpu_rows import find_bounds, find_peaks, keep_rows, weigh_row
 from foreword.model.kernels.cpu_tiles import attend_in_tiles
 from foreword.model.kernels.simd import (
     LANES,
@@ -141,6 +141,7 @@ def _attend_rows(a: Any, scratch: int, first: int, num_rows: int, kind: int) -> 
     if start >= stop:
         return
     _multiply_keys(a, scratch, first, num_rows, start, stop)
+    find_peaks(a, table, num_rows, scores, stats, (start, stop))
     for row in range(num_rows):
         weigh_row(a, scratch, table + 24 * row, scores + row * 4 * CHUNK, stats + 8 * row, (start, stop))
     _multiply_values(a, scratch, num_rows, start, high)

@@ -24,12 +24,13 @@ from foreword.model.kernels.cpu_layout import (
 from foreword.model.kernels.simd import (
     LOG2_E,
     copy_bytes,
+    find_peak,
     load_float,
     load_int,
     merge,
     soft_cap,
-    softmax,
-    softmax_pairs,
+    weigh,
+    weigh_pairs,
 )
 from foreword.model.kernels.step_plan import CHUNK, FOLD
 
@@ -48,21 +49,33 @@ def find_bounds(table: int, num_rows: int) -> tuple[int, int, int]:
 
 
 @inlined
-def weigh_row(a: Any, scratch: int, entry: int, scores: int, stats: int, panels: tuple[int, int]) -> None:
-    """Weights of one row's scores, in their place, and its peak and sum; `entry`: the row's place in the table."""
-    low, high = load_int(entry), load_int(entry + 8)
-    if low >= high:
-        copy_bytes(scores, part(scratch, ZEROS), 4 * CHUNK)
-        return
+def find_peaks(a: Any, table: int, num_rows: int, scores: int, stats: int, panels: tuple[int, int]) -> None:
+    """Peaks of the rows of a table, from their scores [rows, CHUNK]."""
     scale, cap = load_float(a[FLOAT_OPTIONS]), load_float(a[FLOAT_OPTIONS] + 4)
-    factor = scale * LOG2_E
-    if cap > 0.0:
-        soft_cap(scores, panels[0], panels[1], scale / cap, cap)
-        factor = LOG2_E
-    if a[MODE] in IN_PAIRS:
-        softmax_pairs(scores, stats, panels[0], panels[1], low, high, factor)
+    for row in range(num_rows):
+        low, high = load_int(table + 24 * row), load_int(table + 24 * row + 8)
+        if low < high:
+            own = scores + row * 4 * CHUNK
+            if cap > 0.0:
+                soft_cap(own, panels[0], panels[1], scale / cap, cap)
+            find_peak(own, stats + 8 * row, panels[0], panels[1], low, high, _factor(a))
+
+
+@inlined
+def weigh_row(a: Any, scratch: int, entry: int, scores: int, stats: int, panels: tuple[int, int]) -> None:
+    """Weights of one row's scores, in their place, and their sum; `entry`: the row's place in the table."""
+    if load_int(entry) >= load_int(entry + 8):
+        copy_bytes(scores, part(scratch, ZEROS), 4 * CHUNK)
+    elif a[MODE] in IN_PAIRS:
+        weigh_pairs(scores, stats, panels[0], panels[1], _factor(a))
     else:
-        softmax(scores, stats, panels[0], panels[1], low, high, factor)
+        weigh(scores, stats, panels[0], panels[1], _factor(a))
+
+
+@inlined
+def _factor(a: Any) -> Any:
+    """Of scores, which have been capped and scaled if there is a cap."""
+    return LOG2_E if load_float(a[FLOAT_OPTIONS] + 4) > 0.0 else load_float(a[FLOAT_OPTIONS]) * LOG2_E
 
 
 @inlined

@@ -31,7 +31,7 @@ from foreword.model.kernels.cpu_layout import (
     inlined,
     part,
 )
-from foreword.model.kernels.cpu_rows import find_bounds, keep_rows, weigh_row
+from foreword.model.kernels.cpu_rows import find_bounds, find_peaks, keep_rows, weigh_row
 from foreword.model.kernels.simd import LANES
 from foreword.model.kernels.step_plan import CHUNK
 from foreword.model.kernels.tiles import end_wide, lay_out, multiply_wide, product_32, release
@@ -91,6 +91,7 @@ def attend_in_tiles(a: Any, scratch: int, num_rows: int, kind: int) -> None:
         total = mixing + (next_stop - next_start) // _COLUMNS * key_steps
         scores = part(scratch, ROW_SCORES) + number % 2 * _SCORES_BYTES
         stats = part(scratch, ROW_STATS) + number % 2 * _STATS_BYTES
+        find_peaks(a, table + 24 * first, rows, scores, stats, (start, stop))
         at = 0
         for row in range(max(1, rows)):
             if row < rows:

@@ -382,45 +382,54 @@ def soft_cap(builder: Any, scores: Any, start: Any, stop: Any, factor: Any, cap:
     _loop(builder, start, stop, LANES, [], body)
 
 
-def _softmax(to_pairs: bool) -> Any:
-    """One row's weights in one chunk, unnormalised.
+@_instructions("aaiiiif")
+def find_peak(builder: Any, *arguments: Any) -> None:
+    """The largest of a row's scores in one chunk, times `factor` > 0, to `stats`; first half of the softmax.
 
-    scores[start:stop] (multiples of 64) are seen from `low` to `high` (exclusive); `factor` > 0 scales them. Writes
-    2 ** (factor * score - peak) in their place, 0 where unseen, as bfloat16 if `to_pairs`: they then begin at
-    scores + 2 * start bytes. Writes peak and sum to `stats`.
+    scores[start:stop] (multiples of 64) are seen from `low` to `high` (exclusive); what is not is made the least.
+    """
+    scores, stats, start, stop, low, high, factor = arguments
+    lane = ir.Constant(I32S, list(range(LANES)))
+    bounds = [_splat(builder, builder.trunc(bound, I32)) for bound in (low, high)]
+
+    def look(index: Any, peak: Any, masked: bool) -> list[Any]:
+        at = builder.add(scores, builder.mul(index, _int(4)))
+        score = _load(builder, at)
+        if masked:
+            position = builder.add(_splat(builder, builder.trunc(index, I32)), lane)
+            after, before = (
+                builder.icmp_signed(sign, position, bound) for sign, bound in zip((">=", "<"), bounds, strict=True)
+            )
+            score = builder.select(builder.and_(after, before), score, _const(LOWEST))
+            _store(builder, score, at)
+        return [_larger(builder, peak, score)]
+
+    # start .. seen whole .. stop: vectors of which a row sees all need no mask
+    first = builder.and_(builder.add(low, _int(LANES - 1)), _int(-LANES))
+    last = builder.and_(high, _int(-LANES))
+    last = builder.select(builder.icmp_signed(">", first, last), first, last)
+    peak = _const(LOWEST)
+    for begin, end, masked in ((start, first, True), (first, last, False), (last, stop, True)):
+        [peak] = _loop(builder, begin, end, LANES, [peak], functools.partial(look, masked=masked))
+    peak = builder.fmul(
+        _reduce(builder, peak, lambda left, right: _larger(builder, left, right)), _splat(builder, factor)
+    )
+    _store(builder, builder.extract_element(peak, ir.Constant(I32, 0)), stats)
+
+
+def _weigh(to_pairs: bool) -> Any:
+    """One row's weights in one chunk, unnormalised, when its peak is known; second half of the softmax.
+
+    Writes 2 ** (factor * score - peak) in place of scores[start:stop], as bfloat16 if `to_pairs`: they then begin at
+    scores + 2 * start bytes. Writes their sum to `stats`. A row at a time would wait for its peak; rows whose peaks are
+    known do not wait for each other.
     """
 
-    @_instructions("aaiiiif")
-    def softmax(builder: Any, *arguments: Any) -> None:
-        scores, stats, start, stop, low, high, factor = arguments
-        factor = _splat(builder, factor)
-        lane = ir.Constant(I32S, list(range(LANES)))
-        bounds = [_splat(builder, builder.trunc(bound, I32)) for bound in (low, high)]
+    @_instructions("aaiif")
+    def weigh(builder: Any, scores: Any, stats: Any, start: Any, stop: Any, factor: Any) -> None:
+        factor, minus_peak = _splat(builder, factor), builder.fneg(_splat(builder, _load(builder, stats, 0, F32)))
 
-        def find_peak(index: Any, peak: Any, masked: bool) -> list[Any]:
-            at = builder.add(scores, builder.mul(index, _int(4)))
-            score = _load(builder, at)
-            if masked:
-                position = builder.add(_splat(builder, builder.trunc(index, I32)), lane)
-                after, before = (
-                    builder.icmp_signed(sign, position, bound) for sign, bound in zip((">=", "<"), bounds, strict=True)
-                )
-                score = builder.select(builder.and_(after, before), score, _const(LOWEST))
-                _store(builder, score, at)
-            return [_larger(builder, peak, score)]
-
-        # start .. seen whole .. stop: vectors of which a row sees all need no mask
-        first = builder.and_(builder.add(low, _int(LANES - 1)), _int(-LANES))
-        last = builder.and_(high, _int(-LANES))
-        last = builder.select(builder.icmp_signed(">", first, last), first, last)
-        peak = _const(LOWEST)
-        for begin, end, masked in ((start, first, True), (first, last, False), (last, stop, True)):
-            [peak] = _loop(builder, begin, end, LANES, [peak], functools.partial(find_peak, masked=masked))
-        peak = _reduce(builder, peak, lambda left, right: _larger(builder, left, right))
-        peak = builder.fmul(peak, factor)
-        minus_peak = builder.fneg(peak)
-
-        def weigh(index: Any, total: Any) -> list[Any]:
+        def body(index: Any, total: Any) -> list[Any]:
             for at in (builder.add(index, _int(LANES * number)) for number in range(4)):  # panels of 64 tokens
                 score = _load(builder, builder.add(scores, builder.mul(at, _int(4))))
                 weight = _exp2(builder, _fma(builder, score, factor, minus_peak), 4 if to_pairs else 6)
@@ -433,17 +442,14 @@ def _softmax(to_pairs: bool) -> Any:
                 total = builder.fadd(total, weight)
             return [total]
 
-        [total] = _loop(builder, start, stop, 4 * LANES, [_const(0.0)], weigh)
+        [total] = _loop(builder, start, stop, 4 * LANES, [_const(0.0)], body)
         total = _reduce(builder, total, builder.fadd)
-        zero = ir.Constant(I32, 0)
-        _store(builder, builder.extract_element(peak, zero), stats)
-        _store(builder, builder.extract_element(total, zero), stats, 4)
+        _store(builder, builder.extract_element(total, ir.Constant(I32, 0)), stats, 4)
 
-    return softmax
+    return weigh
 
 
-softmax = _softmax(False)
-softmax_pairs = _softmax(HAS_BF16_DOT)
+weigh, weigh_pairs = _weigh(False), _weigh(HAS_BF16_DOT)
 
 
 @_instructions("aaaai")
