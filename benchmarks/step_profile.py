@@ -127,7 +127,7 @@ def watch_programs(clock: Clock, module: torch.nn.Module) -> None:
         for operation in program.operations:
             clock.timed(part_of.get(operation, "attention"), operation.run)()
 
-    Program.run = run_one_by_one  # type: ignore[method-assign]
+    Program.run = run_one_by_one  # type: ignore[method-assign, assignment]
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -175,6 +175,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a tiny model: shows that it runs, and nothing else")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone on stdout")
     args = parser.parse_args()
+    for name in ("batch", "steps", "threads"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} is too few; use at least 1")
     report = run(args)
     table = Table(
         box=SIMPLE_HEAD, title=f"one step of {args.batch} requests: {report['step_ms']:.1f} ms, {args.threads} threads"

@@ -139,13 +139,11 @@ class FusedForward:
         """[1, rows, width] to the same; `others` are what models pass and a served layer has no use for."""
         if isinstance(forward_context, _Neighbours):
             return forward_context.observe(self, hidden_states, position_embeddings)
-        chain, storage = self.chain, forward_context.storage
-        if chain is not None:
-            if chain.layers[0] is not self.operations:
-                if chain.has_run(forward_context):
-                    return chain.pass_on(hidden_states, position_embeddings)
-            elif chain.can_run(hidden_states, forward_context):
-                return chain(hidden_states, position_embeddings, forward_context)
+        if self.chain is not None and self.operations is not None:
+            result = self.chain.forward(self.operations, hidden_states, position_embeddings, forward_context)
+            if result is not None:
+                return result
+        storage = forward_context.storage
         blocks = storage.keys[self.layer], storage.values[self.layer]
         if not (blocks[0].is_contiguous() and blocks[1].is_contiguous()):
             output: Tensor = self._plain(

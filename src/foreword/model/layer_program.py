@@ -56,8 +56,8 @@ class Workspace:
     """Memory between operations, the same for all layers of a model. One thread at a time."""
 
     def __init__(self) -> None:
-        self.normed_of: Tensor | None = None
-        """The rows whose norm, the next layer's first, lies in `normed`."""
+        self.normed: tuple[Tensor | None, LayerOperations | None] = None, None
+        """Whose norm lies in `normed`: rows, and the layer whose first norm it is."""
         self._wide = self._narrow = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._places: Places | None = None
@@ -77,7 +77,7 @@ class Workspace:
             narrows = (first + wide + number * narrow for number in range(4))
             rows, normed, added, total = narrows
             self._places = Places(num_rows, rows, first, normed, added, total, first + wide + 4 * narrow)
-            self.normed_of = None
+            self.normed = None, None
         return self._places
 
 
@@ -101,7 +101,8 @@ class LayerOperations:
         self._norm, self._norm_of_sum, self._next_norm = (RowOperation() for _ in range(3))
         self._norm.set_norm(norms[0])
         self._norm_of_sum.set_norm(norms[1])
-        self._next_norm.set_norm(norms[0])  # if no layer follows, its result is nobody's
+        self._next_norm.set_norm(norms[0])  # nobody's, if no layer follows
+        self.following: LayerOperations | None = None
         self._attention = AttentionOperations()
         shapes = rotary.shapes
         self._query_bytes = shapes.query_heads * shapes.key_dim * _ITEM_BYTES
@@ -129,6 +130,7 @@ class LayerOperations:
 
     def hand_to(self, following: LayerOperations) -> None:
         """The layer's last sum is normalised for `following`, which runs next."""
+        self.following = following
         self._next_norm.set_norm(following.first_norm)
 
     def set_storage(self, storage: KVStorage, kernel: CpuAttention) -> None:
@@ -179,55 +181,59 @@ class LayerChain:
             layer.hand_to(following)
         self.program = Program([one for layer in layers for one in layer.operations.values()])
         self._storage: KVStorage | None = None
-        self._can_run = False
+        self._is_for_storage = False
         self._passed: tuple[Tensor, Tensor, ForwardContext] | None = None
         """What the other layers of a step must be given: rows, cosines and the step itself."""
 
-    def can_run(self, rows: Tensor, context: ForwardContext) -> bool:
+    def forward(
+        self, layer: LayerOperations, hidden_states: Tensor, turns: tuple[Tensor, Tensor], context: ForwardContext
+    ) -> Tensor | None:
+        """What `layer` returns, [1, rows, width]; None if the program is not for such a step.
+
+        `turns`: cosines and sines [1, rows, turned]. Raises BrokenChainError if the layer should have computed its own.
+        """
+        if layer is self.layers[0]:
+            return self._run(hidden_states, turns, context) if self._can_run(hidden_states, context) else None
+        if self._passed is None or self._passed[2] is not context:
+            return None
+        if hidden_states is not self._passed[0] or turns[0] is not self._passed[1]:
+            raise BrokenChainError
+        return hidden_states
+
+    def _can_run(self, rows: Tensor, context: ForwardContext) -> bool:
         """Whether the program is for such rows, and for the blocks and the kernel of this step."""
         storage = context.storage
         if storage is not self._storage:
             kernels = [context.steps[storage.group_of[layer.layer]].kernel for layer in self.layers]
             blocks = [blocks[layer.layer] for layer in self.layers for blocks in (storage.keys, storage.values)]
-            self._can_run = all(one.is_contiguous() and one.dtype == torch.bfloat16 for one in blocks)
-            self._can_run &= all(type(kernel) is CpuAttention for kernel in kernels)
-            if self._can_run:
+            self._is_for_storage = all(one.is_contiguous() and one.dtype == torch.bfloat16 for one in blocks)
+            self._is_for_storage &= all(type(kernel) is CpuAttention for kernel in kernels)
+            if self._is_for_storage:
                 for layer, kernel in zip(self.layers, kernels, strict=True):
                     layer.set_storage(storage, cast(CpuAttention, kernel))
             self._storage = storage
-        return self._can_run and rows.dtype == torch.bfloat16
+        return self._is_for_storage and rows.dtype == torch.bfloat16
 
-    def has_run(self, context: ForwardContext) -> bool:
-        """Whether the first layer has computed all of them in this step."""
-        return self._passed is not None and self._passed[2] is context
-
-    def pass_on(self, hidden_states: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """What another layer than the first returns. Raises BrokenChainError if it should have computed its own."""
-        assert self._passed is not None
-        if hidden_states is not self._passed[0] or turns[0] is not self._passed[1]:
-            raise BrokenChainError
-        return hidden_states
-
-    def __call__(self, hidden_states: Tensor, turns: tuple[Tensor, Tensor], context: ForwardContext) -> Tensor:
-        """[1, rows, width] after the last of the layers; `turns`: cosines and sines [1, rows, turned]."""
+    def _run(self, hidden_states: Tensor, turns: tuple[Tensor, Tensor], context: ForwardContext) -> Tensor:
+        """All layers."""
         x, space = hidden_states.contiguous(), self._space
         result = torch.empty_like(x)
         self._passed = result, turns[0], context
         turns = turns[0].contiguous(), turns[1].contiguous()
         places = space.places(x.shape[1])
-        is_normed, last = space.normed_of is hidden_states, self.layers[-1]
+        first, last = self.layers[0], self.layers[-1]
+        is_normed = space.normed[0] is hidden_states and space.normed[1] is first
         for layer in self.layers:
-            first = layer is self.layers[0]
             layer.bind_rows(
                 places,
-                x.data_ptr() if first else places.rows,
+                x.data_ptr() if layer is first else places.rows,
                 result.data_ptr() if layer is last else places.rows,
-                is_normed=is_normed or not first,
+                is_normed=is_normed or layer is not first,
             )
             step = context.steps[context.storage.group_of[layer.layer]]
             layer.bind_step(turns, step.slots, cast(CpuAttention, step.kernel), step.plan)
         self.program.run()
-        space.normed_of = result
+        space.normed = result, last.following
         return result
 
 
