@@ -184,8 +184,8 @@ class _Hazards:
         self.hit: FloatArray = np.zeros((NUM_CLASSES, len(edges)))
         self.counted_to: IntArray = np.zeros(len(edges), np.int64)
         """For each edge, the first use that is not counted as having reached it or not."""
-        self.value: FloatArray = np.empty_like(self.reached)
-        self.compute()
+        self._value: FloatArray = np.empty_like(self.reached)
+        self.settle()
 
     def bins(self, ages: IntArray) -> IntArray:
         bins: IntArray = np.searchsorted(self.edges, ages, side="right") - 1
@@ -217,26 +217,38 @@ class _Hazards:
         self.reached *= 0.5
         self.hit *= 0.5
 
-    def compute(self) -> None:
-        """Value by class and bin from the counts, as a logarithm."""
-        hazards = np.minimum(self._estimates(), 0.98)
+    def settle(self) -> None:
+        """From now on, values are what follows from the counts of now."""
+        self._settled: tuple[FloatArray, FloatArray] | None = self.hit.copy(), self.reached.copy()
+
+    @property
+    def value(self) -> FloatArray:
+        """By class and bin, as a logarithm. Computed when it is asked for: a hit asks for nothing and need not wait."""
+        if self._settled is not None:
+            self._compute(*self._settled)
+            self._settled = None
+        return self._value
+
+    def _compute(self, hit: FloatArray, reached: FloatArray) -> None:
+        hazards = np.minimum(_estimates(hit, reached), 0.98)
         num_bins = hazards.shape[1]
         for start in range(num_bins):
             rest = hazards[:, start:]
             still = np.cumprod(1.0 - rest, axis=1)  # not hit until the end of each bin
             before = np.concatenate((np.ones((NUM_CLASSES, 1)), still[:, :-1]), axis=1)
             time = np.cumsum(self.widths[start:] * (before + still) / 2, axis=1)
-            self.value[:, start] = ((1.0 - still) / time).max(axis=1)
-        self.value = np.rint(STEPS_PER_DOUBLING * np.log2(self.value))
+            self._value[:, start] = ((1.0 - still) / time).max(axis=1)
+        self._value = np.rint(STEPS_PER_DOUBLING * np.log2(self._value))
 
-    def _estimates(self) -> FloatArray:
-        """Hazards of each class, leaning on those of all classes where a class has little to show."""
-        everywhere = (self.hit.sum(axis=0) + PRIOR_WEIGHT * PRIOR_HAZARD) / (self.reached.sum(axis=0) + PRIOR_WEIGHT)
-        hit, reached = _with_neighbours(self.hit), _with_neighbours(self.reached)
-        ratios = (hit.sum(axis=1) + SHRINKAGE) / (reached @ everywhere + SHRINKAGE)
-        lean = np.minimum(everywhere * ratios[:, None], 0.95)
-        estimates: FloatArray = (hit + SHRINKAGE * lean) / (reached + SHRINKAGE)
-        return estimates
+
+def _estimates(hit: FloatArray, reached: FloatArray) -> FloatArray:
+    """Hazards of each class, leaning on those of all classes where a class has little to show."""
+    everywhere = (hit.sum(axis=0) + PRIOR_WEIGHT * PRIOR_HAZARD) / (reached.sum(axis=0) + PRIOR_WEIGHT)
+    hit, reached = _with_neighbours(hit), _with_neighbours(reached)
+    ratios = (hit.sum(axis=1) + SHRINKAGE) / (reached @ everywhere + SHRINKAGE)
+    lean = np.minimum(everywhere * ratios[:, None], 0.95)
+    estimates: FloatArray = (hit + SHRINKAGE * lean) / (reached + SHRINKAGE)
+    return estimates
 
 
 def _with_neighbours(counts: FloatArray) -> FloatArray:
@@ -277,7 +289,6 @@ class ValuePolicy(_EmptyFirst):
         self._place = self._batch_end = 0
         """The ranking's next block, and the end of the part that stands although others were used since."""
         self._next_count = self._next_fade = 0
-        self._is_stale = False
         self._num_blocks = num_blocks
 
     # ---------------------------------------------------------------- learning
@@ -327,7 +338,7 @@ class ValuePolicy(_EmptyFirst):
         if now >= self._next_fade:
             self._next_fade = now + max(MEMORY_USES, MEMORY_CAPACITIES * self._num_blocks)
             self._hazards.fade()
-        self._is_stale = True
+        self._hazards.settle()
         self._next_count = now + max(500, self._num_blocks // 16)
 
     # ------------------------------------------------------------------- order
@@ -382,9 +393,6 @@ class ValuePolicy(_EmptyFirst):
 
     def _by_value(self, candidate: npt.NDArray[np.bool_]) -> BlockIds:
         """The blocks of a mask over all, least value first, then least recently used."""
-        if self._is_stale:
-            self._hazards.compute()
-            self._is_stale = False
         block_ids = np.flatnonzero(candidate).astype(np.int32)
         entries = self._entry[block_ids]
         ages = self._hazards.bins(self._history.num_uses - entries)
