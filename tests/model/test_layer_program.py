@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from foreword.model.fused_layer import FusedForward
 from foreword.model.kernels import tiles
 from foreword.model.layer_program import LayerChain
 from foreword.model.loader import LoadedModel, load_model
+from foreword.model.tile_product import TileOperation
 from tiny_models import Recipe, TinyModels, build_engine, complete, greedy, random_tokens, save_model
 
 pytestmark = pytest.mark.skipif(not tiles.has_tiles(), reason="this processor has no tiles")
@@ -67,7 +71,7 @@ def test_a_chain_of_all_layers_gives_the_bits_of_the_layers(tiny_models: TinyMod
     (chain,) = chains(model)
     assert len(chain.layers) == 3
     assert answers(model) == expected
-    assert chain._passed is not None, "it has run"
+    assert chain._is_for_storage, "it has run"
 
 
 def test_layers_of_two_groups_are_one_chain(mixed: Path) -> None:
@@ -159,9 +163,92 @@ def _only_for_layouts(run: object) -> object:
     return run_or_fail
 
 
+class KeptBehindTheLayers(torch.nn.Module):
+    """A norm of the last layer's rows and of those that a layer before has returned."""
+
+    def __init__(self, norm: torch.nn.Module, layer: torch.nn.Module, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.norm, self.kept = norm, kept
+        layer.register_forward_hook(lambda _, inputs, output: self.kept.append(output))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.norm(rows + self.kept.pop())
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_layer_whose_result_is_needed_elsewhere_ends_its_chain(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    folder = tiny_models.folder("qwen3")
+
+    def keep(module: torch.nn.Module) -> None:
+        inner = module.get_submodule("model")
+        inner.norm = KeptBehindTheLayers(inner.norm, inner.get_submodule(f"layers.{number}"), [])  # type: ignore[arg-type, assignment]
+
+    fuse_layers = loader.fuse_layers
+
+    def fuse_and_keep(module: torch.nn.Module, *others: object) -> int:
+        fused = fuse_layers(module, *others)  # type: ignore[arg-type]
+        keep(module)
+        return fused
+
+    monkeypatch.setattr(loader, "fuse_layers", fuse_and_keep)
+    model = load_model(ModelConfig(str(folder), dtype="bfloat16"))
+    monkeypatch.undo()
+    assert [len(chain.layers) for chain in chains(model)] == [number + 1, 2 - number]
+    expected = plain(folder)
+    keep(expected.module)
+    assert answers(model) == answers(expected)
+
+
+def test_modules_called_in_the_plain_way_leave_the_program_as_it_is(tiny_models: TinyModels) -> None:
+    model = load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16"))
+    expected = answers(model)
+    for _ in range(3):
+        for rows in (1, 4, 300):
+            with torch.inference_mode():
+                model.module.get_submodule("model.layers.1.mlp")(torch.ones(1, rows, 64, dtype=torch.bfloat16))
+        assert answers(model) == expected
+
+
+def test_what_ends_a_step_while_it_is_bound_is_not_remembered_as_bound(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16"))
+    expected = answers(model, (5,))
+    (chain,) = chains(model)
+    bind, at = TileOperation.bind, iter(range(100))
+
+    def interrupted(self: TileOperation, *places: int) -> None:
+        if next(at) == 6:
+            raise KeyboardInterrupt
+        bind(self, *places)
+
+    chain.layers[0]._bound = chain.layers[1]._bound = None
+    monkeypatch.setattr(TileOperation, "bind", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        answers(model, (5,))
+    monkeypatch.undo()
+    assert answers(model, (5,)) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_model_does_not_keep_the_blocks_of_an_engine_that_is_gone(
+    tiny_models: TinyModels, dtype: Literal["bfloat16", "float32"]
+) -> None:
+    model = load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype=dtype))
+    engine = build_engine(model)
+    complete(engine, [random_tokens(np.random.default_rng(3), 20)], greedy(3))
+    storage = engine._runner._storage  # type: ignore[attr-defined]
+    gone = [weakref.ref(storage), *(weakref.ref(pages) for pages in storage._pages)]
+    del engine, storage
+    gc.collect()
+    assert all(one() is None for one in gone)
+
+
 def test_another_kernel_is_served_layer_by_layer(tiny_models: TinyModels) -> None:
     folder = tiny_models.folder("qwen3")
     model = load_model(ModelConfig(str(folder), dtype="bfloat16", attention_kernel="reference"))
     assert [len(chain.layers) for chain in chains(model)] == [3]
     assert answers(model) == answers(plain(folder, "reference"))
-    assert chains(model)[0]._passed is None, "it has not run"
+    assert not chains(model)[0]._is_for_storage, "it has not run"

@@ -26,6 +26,7 @@ from foreword.model.fused import FusedGate, FusedNorm, ProductPart
 from foreword.model.kernels.reference import AttentionOptions
 from foreword.model.layer_program import LayerChain, LayerOperations, Workspace
 from foreword.model.layout import LayerLayout
+from foreword.model.neighbours import Neighbours
 from foreword.model.packed import PackedLinear
 from foreword.model.rotary import HeadShapes, RotaryKernel
 
@@ -61,13 +62,14 @@ def chain_layers(module: nn.Module, run: Callable[[Any], object]) -> None:
 
     `run` runs the model, with what is to stand in for the context of a step. Where it does not, each layer is one.
     """
-    neighbours = _Neighbours()
+    neighbours = Neighbours()
     try:
-        run(neighbours)
+        with neighbours:
+            run(neighbours)
     except Exception:
         logger.debug("what lies between the layers is not known", exc_info=True)
-        neighbours.chains.clear()
-    _put_in_chains(module, neighbours.chains)
+        neighbours = Neighbours()
+    _put_in_chains(module, neighbours.chains())
 
 
 def unchain_layers(module: nn.Module) -> None:
@@ -137,11 +139,12 @@ class FusedForward:
         **others: Any,
     ) -> Tensor:
         """[1, rows, width] to the same; `others` are what models pass and a served layer has no use for."""
-        if isinstance(forward_context, _Neighbours):
-            return forward_context.observe(self, hidden_states, position_embeddings)
+        if isinstance(forward_context, Neighbours):
+            return forward_context.observe(self.operations, hidden_states, position_embeddings)
         if self.chain is not None and self.operations is not None:
             result = self.chain.forward(self.operations, hidden_states, position_embeddings, forward_context)
             if result is not None:
+                self._handed = None
                 return result
         storage = forward_context.storage
         blocks = storage.keys[self.layer], storage.values[self.layer]
@@ -258,28 +261,6 @@ def _candidates(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
 
 
 # ------------------------------------------------------------------------------------------- finding out
-
-
-class _Neighbours:
-    """Stands in for the context of a step in which layers compute nothing: it notes which are handed the result of the
-    one before, and the same rotary embeddings.
-    """
-
-    def __init__(self) -> None:
-        self.chains: list[list[LayerOperations]] = []
-        self._last: tuple[Tensor, Tensor] | None = None
-
-    def observe(self, forward: FusedForward, hidden_states: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """What the layer is to return."""
-        follows = self._last is not None and self._last[0] is hidden_states and self._last[1] is turns[0]
-        self._last = None
-        result = torch.empty_like(hidden_states)
-        if forward.operations is not None:
-            if not follows:
-                self.chains.append([])
-            self.chains[-1].append(forward.operations)
-            self._last = result, turns[0]
-        return result
 
 
 @dataclass(slots=True)

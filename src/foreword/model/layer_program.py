@@ -18,7 +18,8 @@ Python ran each time with code and data that weights had driven from the caches,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -26,8 +27,9 @@ import torch
 from torch import Tensor
 
 from foreword.model.attention import ForwardContext
-from foreword.model.kernels.cpu_attention import AttentionOperations, CpuAttention, CpuPlan
+from foreword.model.kernels.cpu_attention import AttentionOperations, CpuAttention
 from foreword.model.kernels.reference import AttentionOptions
+from foreword.model.kernels.select import AttentionKernel
 from foreword.model.kernels.team import Operation, Program
 from foreword.model.rotary import RotaryKernel
 from foreword.model.row_kernels import Norm, RowOperation
@@ -95,7 +97,8 @@ class LayerOperations:
         """`norms`: before attention and before the network; `products`: heads, output, gate and up, down."""
         self.layer = layer
         self.first_norm = norms[0]
-        self._project, self._output, self._gate, self._down = products
+        self._project, self._output, self._gate, self._down = (product.operation() for product in products)
+        self._widths = products[0].width, products[2].width, products[3].width
         self._rotary = rotary
         self._options = options
         self._norm, self._norm_of_sum, self._next_norm = (RowOperation() for _ in range(3))
@@ -109,24 +112,24 @@ class LayerOperations:
         self._mixed_bytes = shapes.query_heads * shapes.value_dim * _ITEM_BYTES
         self._bound: tuple[Places, int, int, bool] | None = None
         self._queries = self._mixed = 0
-        self._blocks: tuple[Tensor, Tensor] | None = None
         self.operations: dict[str, Operation] = {
             "norm": self._norm,
-            "project": self._project.operation,
+            "project": self._project,
             "heads": rotary.operation,
             "attention": self._attention.items,
             "merge": self._attention.merges,
-            "output": self._output.operation,
+            "output": self._output,
             "sum, norm": self._norm_of_sum,
-            "gate, up": self._gate.operation,
-            "down": self._down.operation,
+            "gate, up": self._gate,
+            "down": self._down,
             "sum, next norm": self._next_norm,
         }
 
     def widths(self) -> tuple[int, int]:
         """Elements of a row of `wide`, and of the others."""
-        heads = self._project.width + (self._query_bytes + self._mixed_bytes) // _ITEM_BYTES
-        return max(heads + _LINE, self._gate.width), self._output.width
+        project, gate, width = self._widths
+        heads = project + (self._query_bytes + self._mixed_bytes) // _ITEM_BYTES
+        return max(heads + _LINE, gate), width
 
     def hand_to(self, following: LayerOperations) -> None:
         """The layer's last sum is normalised for `following`, which runs next."""
@@ -135,16 +138,16 @@ class LayerOperations:
 
     def set_storage(self, storage: KVStorage, kernel: CpuAttention) -> None:
         """Where keys and values are from now on, in blocks without gaps."""
-        self._blocks = storage.keys[self.layer], storage.values[self.layer]
-        self._attention.set_layer(self._blocks, self._rotary.shapes.query_heads, self._options, kernel.bfloat16)
+        blocks = storage.keys[self.layer], storage.values[self.layer]
+        self._attention.set_layer(blocks, self._rotary.shapes.query_heads, self._options, kernel.bfloat16)
 
     def bind_rows(self, places: Places, rows: int, result: int, *, is_normed: bool) -> None:
         """Addresses of the layer's rows and of its result, and whether the norm of `rows` is in its place already."""
         if self._bound == (places, rows, result, is_normed):
             return
-        self._bound = places, rows, result, is_normed
+        self._bound = None
         num_rows, wide, normed, scratch = places.num_rows, places.wide, places.normed, places.scratch
-        self._queries = wide + _in_lines(num_rows * self._project.width * _ITEM_BYTES)
+        self._queries = wide + _in_lines(num_rows * self._widths[0] * _ITEM_BYTES)
         self._mixed = self._queries + num_rows * self._query_bytes
         self._norm.bind(rows, 0, 0, normed, 0 if is_normed else num_rows)
         self._project.bind(normed, num_rows, wide, scratch)
@@ -153,18 +156,22 @@ class LayerOperations:
         self._gate.bind(normed, num_rows, wide, scratch)
         self._down.bind(wide, num_rows, places.added, scratch)
         self._next_norm.bind(places.total, places.added, result, normed, num_rows)
+        self._bound = places, rows, result, is_normed
 
-    def bind_step(self, turns: tuple[Tensor, Tensor], slots: Tensor, kernel: CpuAttention, plan: CpuPlan) -> None:
+    def bind_step(self, turns: tuple[Tensor, Tensor], context: ForwardContext) -> None:
         """What else there is in a step, as `RotaryKernel` and `CpuAttention` have it; to be called last.
 
         Rows of padding attend to nothing: what they get is whatever lay there, and no other row sees it.
         """
         assert self._bound is not None
-        assert self._blocks is not None
-        places = self._bound[0]
-        self._rotary.bind(places.wide, places.num_rows, turns, slots, self._blocks, self._queries)
+        places, storage = self._bound[0], context.storage
+        step, blocks = (
+            context.steps[storage.group_of[self.layer]],
+            (storage.keys[self.layer], storage.values[self.layer]),
+        )
+        self._rotary.bind(places.wide, places.num_rows, turns, step.slots, blocks, self._queries)
         query = self._queries, self._query_bytes, self._rotary.shapes.key_dim * _ITEM_BYTES
-        kernel.bind(self._attention, query, self._mixed, plan)
+        cast(CpuAttention, step.kernel).bind(self._attention, query, self._mixed, step.plan)
 
 
 class BrokenChainError(Exception):
@@ -180,10 +187,12 @@ class LayerChain:
         for layer, following in itertools.pairwise(layers):
             layer.hand_to(following)
         self.program = Program([one for layer in layers for one in layer.operations.values()])
-        self._storage: KVStorage | None = None
+        self._storage: Callable[[], KVStorage | None] = lambda: None
+        """Weak: a model outlives engines, whose blocks are to be freed."""
+        self._kernel: AttentionKernel | None = None
         self._is_for_storage = False
         self._passed: tuple[Tensor, Tensor, ForwardContext] | None = None
-        """What the other layers of a step must be given: rows, cosines and the step itself."""
+        """What the other layers of a step must be given: rows, cosines and the step itself. None when all have run."""
 
     def forward(
         self, layer: LayerOperations, hidden_states: Tensor, turns: tuple[Tensor, Tensor], context: ForwardContext
@@ -197,13 +206,17 @@ class LayerChain:
         if self._passed is None or self._passed[2] is not context:
             return None
         if hidden_states is not self._passed[0] or turns[0] is not self._passed[1]:
+            self._passed = None
             raise BrokenChainError
+        if layer is self.layers[-1]:
+            self._passed = None
         return hidden_states
 
     def _can_run(self, rows: Tensor, context: ForwardContext) -> bool:
         """Whether the program is for such rows, and for the blocks and the kernel of this step."""
         storage = context.storage
-        if storage is not self._storage:
+        kernel = context.steps[storage.group_of[self.layers[0].layer]].kernel
+        if storage is not self._storage() or kernel is not self._kernel:
             kernels = [context.steps[storage.group_of[layer.layer]].kernel for layer in self.layers]
             blocks = [blocks[layer.layer] for layer in self.layers for blocks in (storage.keys, storage.values)]
             self._is_for_storage = all(one.is_contiguous() and one.dtype == torch.bfloat16 for one in blocks)
@@ -211,14 +224,14 @@ class LayerChain:
             if self._is_for_storage:
                 for layer, kernel in zip(self.layers, kernels, strict=True):
                     layer.set_storage(storage, cast(CpuAttention, kernel))
-            self._storage = storage
+            self._storage, self._kernel = weakref.ref(storage), kernel
         return self._is_for_storage and rows.dtype == torch.bfloat16
 
     def _run(self, hidden_states: Tensor, turns: tuple[Tensor, Tensor], context: ForwardContext) -> Tensor:
         """All layers."""
         x, space = hidden_states.contiguous(), self._space
         result = torch.empty_like(x)
-        self._passed = result, turns[0], context
+        self._passed = (result, turns[0], context) if len(self.layers) > 1 else None
         turns = turns[0].contiguous(), turns[1].contiguous()
         places = space.places(x.shape[1])
         first, last = self.layers[0], self.layers[-1]
@@ -230,8 +243,7 @@ class LayerChain:
                 result.data_ptr() if layer is last else places.rows,
                 is_normed=is_normed or layer is not first,
             )
-            step = context.steps[context.storage.group_of[layer.layer]]
-            layer.bind_step(turns, step.slots, cast(CpuAttention, step.kernel), step.plan)
+            layer.bind_step(turns, context)
         self.program.run()
         space.normed = result, last.following
         return result

@@ -91,7 +91,8 @@ class RowOperation(Operation):
         self.arguments[EPSILON] = self.address + 8 * NUM_ARGUMENTS
 
     def set_norm(self, norm: Norm) -> None:
-        """Norms from now on; the caller keeps the weight."""
+        """Norms from now on."""
+        self._weight = norm.weight.detach()  # which is kept, whatever becomes of the parameter
         width, size, a = len(norm.weight), norm.weight.element_size(), self.arguments
         self._epsilon[0] = norm.epsilon
         a[WEIGHT], a[FORM] = norm.weight.data_ptr(), norm.form | (BFLOAT16 if size == 2 else 0)

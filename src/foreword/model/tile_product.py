@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from foreword.model.kernels import compact, tiles
+from foreword.model.kernels.step_plan import Int64Array
 from foreword.model.kernels.team import Operation
 from foreword.model.kernels.tile_worker import (
     BIAS,
@@ -85,13 +86,17 @@ class TileProduct:
         if bias is not None:
             self._bias[place] = bias.float()
         num_steps = self.in_features // STEP
-        self.operation = Operation(compile_worker(), NUM_ARGUMENTS, COUNTERS)
-        a = self.operation.arguments
+        a = self._constants = np.zeros(NUM_ARGUMENTS, np.int64)
         a[WEIGHT], a[TABLE] = self._panels.steps.ctypes.data, self._panels.table.ctypes.data
         a[EXCEPTIONS], a[STARTS] = self._panels.exceptions.ctypes.data, self._panels.starts.ctypes.data
         a[ROW_BYTES], a[BIAS], a[WIDTH] = 2 * self.in_features, self._bias.data_ptr(), self.width
         a[NUM_STEPS], a[NUM_PANELS], a[GATED] = num_steps, self._num_panels, gated
         a[PART_STEPS] = -(-num_steps // -(-num_steps // MOST_STEPS))
+        self._own = self.operation()
+
+    def operation(self) -> TileOperation:
+        """The product as an operation, of which there may be many."""
+        return TileOperation(self._constants, (self._panels, self._bias))
 
     @staticmethod
     def can_take(weight: Tensor) -> bool:
@@ -136,19 +141,26 @@ class TileProduct:
         output = rows.new_empty(*rows.shape[:-1], self.width)
         num_rows = rows.numel() // self.in_features
         if num_rows:
-            self.bind(rows.data_ptr(), num_rows, output.data_ptr(), _scratch(scratch_bytes()))
-            self.operation.run(alone=num_rows * self.in_features * self.out_features < ALONE_OPERATIONS)
+            self._own.bind(rows.data_ptr(), num_rows, output.data_ptr(), _scratch(scratch_bytes()))
+            self._own.run(alone=num_rows * self.in_features * self.out_features < ALONE_OPERATIONS)
         return output
 
-    def bind(self, rows: int, num_rows: int, target: int, scratch: int) -> None:
-        """Let the operation make [num_rows, width] of rows without gaps.
 
-        Addresses of rows, target, and `scratch_bytes()` that nobody else uses meanwhile.
-        """
-        a, num_threads = self.operation.arguments, torch.get_num_threads()
+class TileOperation(Operation):
+    """A product of the rows that it was bound to last."""
+
+    def __init__(self, constants: Int64Array, kept: object) -> None:
+        """`constants`: its arguments, apart from counters and what `bind` sets; `kept`: what they are addresses of."""
+        super().__init__(compile_worker(), NUM_ARGUMENTS, COUNTERS)
+        self._kept = kept
+        self.arguments[:COUNTERS] = constants[:COUNTERS]
+
+    def bind(self, rows: int, num_rows: int, target: int, scratch: int) -> None:
+        """Addresses of rows [num_rows, in_features], the result's, and of `scratch_bytes()` that nobody else uses."""
+        a, num_threads = self.arguments, torch.get_num_threads()
         a[ROWS], a[TARGET], a[NUM_ROWS] = rows, target, num_rows
         most = FEW_PANELS if num_rows <= FEW_ROWS else MOST_PANELS
-        a[GROUP] = min(most, max(1, self._num_panels // (4 * num_threads)))
+        a[GROUP] = min(most, max(1, int(a[NUM_PANELS]) // (4 * num_threads)))
         unit = -(-num_rows // -(-num_rows // MOST_ROWS))
         a[UNIT_ROWS] = -(-unit // BLOCK_ROWS) * BLOCK_ROWS
         a[SCRATCH] = scratch

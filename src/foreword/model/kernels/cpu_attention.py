@@ -55,7 +55,7 @@ class AttentionOperations:
             a[layout.PHASE], a[layout.SELF] = phase, one.address
             a[layout.FLOAT_OPTIONS] = self._floats.ctypes.data
             a[layout.ATTEND_CHUNK] = self._chunk.address
-        self._layer: tuple[object, ...] = ()
+        self._sinks: Tensor | None = None
         self._plan: CpuPlan | None = None
         self.token_bytes = 0
         """KV of a token."""
@@ -65,11 +65,14 @@ class AttentionOperations:
     def set_layer(
         self, blocks: tuple[Tensor, Tensor], num_heads: int, options: AttentionOptions, bfloat16: int
     ) -> None:
-        """Keys and values [blocks, block_size, kv_heads, dim] without gaps; `bfloat16`: the mode of its products."""
+        """Keys and values [blocks, block_size, kv_heads, dim] without gaps, which are the caller's to keep.
+
+        `bfloat16`: the mode of its products.
+        """
         assert options.scale > 0  # a row's peak is looked for before its scores are scaled
         keys, values = blocks
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
-        self._layer = blocks, sinks
+        self._sinks = sinks
         num_kv_heads, key_dim, value_dim = keys.shape[2], keys.shape[3], values.shape[3]
         mode = layout.FLOATS if keys.dtype == torch.float32 else bfloat16
         self.shape = mode, num_heads // num_kv_heads, num_kv_heads, key_dim, value_dim

@@ -165,9 +165,8 @@ def _run_in_threads(call: Callable[[int], None], worker: int, arguments: int) ->
         openmp.GOMP_parallel(worker, arguments, num_threads, 0)
         return
     with _POOL:
-        waiting = [_pool(num_threads).submit(call, arguments) for _ in range(num_threads - 1)]
-        call(arguments)
-        for one in waiting:
+        waiting = [_pool(num_threads).submit(call, arguments) for _ in range(num_threads)]
+        for one in waiting:  # if the caller is interrupted, they still find each other
             one.result()
 
 

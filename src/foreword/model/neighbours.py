@@ -1,0 +1,67 @@
+"""Which fused layers follow each other: found out by running the model once, without computing.
+
+Knows the tensors that pass between layers; knows no module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from foreword.model.layer_program import LayerOperations
+
+
+class Neighbours(TorchFunctionMode):
+    """Stands in for the context of a step in which layers compute nothing: it notes which of them are handed the result
+    of the one before, and the same rotary embeddings, and with which results something else is computed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._layers: list[LayerOperations | None] = []
+        self._follows: list[bool] = []
+        self._rows: list[Tensor] = []
+        """What the first layer was handed, and what each has returned."""
+        self._turns: Tensor | None = None
+        self._used: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        handed = {id(value) for value in _flat((args, kwargs))}
+        self._used.update(number for number, rows in enumerate(self._rows) if id(rows) in handed)
+        return func(*args, **(kwargs or {}))
+
+    def observe(self, layer: LayerOperations | None, hidden_states: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        """What the layer is to return."""
+        if not self._rows:
+            self._rows.append(hidden_states)
+        self._follows.append(self._rows[-1] is hidden_states and self._turns is turns[0])
+        self._layers.append(layer)
+        self._turns = turns[0]
+        self._rows.append(torch.empty_like(self._rows[0]))
+        return self._rows[-1]
+
+    def chains(self) -> list[list[LayerOperations]]:
+        """Of layers that have operations; to be asked when the model has run."""
+        found: list[list[LayerOperations]] = [[]]
+        for number, layer in enumerate(self._layers):
+            if not self._follows[number] or number in self._used or layer is None:
+                found.append([])
+            if layer is not None:
+                found[-1].append(layer)
+        return [chain for chain in found if chain]
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """What a function is called with, out of its lists and dictionaries."""
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _flat(one)
+    elif isinstance(value, dict):
+        yield from _flat(list(value.values()))
+    else:
+        yield value
