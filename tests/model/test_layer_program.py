@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from foreword.config import KernelName, ModelConfig
 from foreword.model import loader
 from foreword.model.fused_layer import FusedForward
 from foreword.model.kernels import tiles
+from foreword.model.kernels.select import ReferenceAttention
 from foreword.model.layer_program import LayerChain
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.tile_product import TileOperation
@@ -244,6 +246,14 @@ def test_a_model_does_not_keep_the_blocks_of_an_engine_that_is_gone(
     del engine, storage
     gc.collect()
     assert all(one() is None for one in gone)
+
+
+def test_a_model_may_be_asked_with_another_kernel_in_between(tiny_models: TinyModels) -> None:
+    model = load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16"))
+    other = replace(model, kernel=ReferenceAttention())
+    expected = answers(model), answers(plain(tiny_models.folder("qwen3"), "reference"))
+    for _ in range(2):
+        assert (answers(model), answers(other)) == expected
 
 
 def test_another_kernel_is_served_layer_by_layer(tiny_models: TinyModels) -> None:

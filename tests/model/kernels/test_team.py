@@ -6,6 +6,8 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +59,27 @@ def test_threads_without_openmp_do_the_same_work(monkeypatch: pytest.MonkeyPatch
     program, rows, _ = running_sums()
     program.run()
     assert num_threads
+    assert (rows[-1] == NUM_OPERATIONS).all()
+
+
+def test_an_interrupt_before_all_threads_have_begun_leaves_none_waiting(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    monkeypatch.setattr(team, "_gnu_openmp", lambda: None)
+    program, rows, _ = running_sums()
+    submit, calls = ThreadPoolExecutor.submit, iter(range(100))
+
+    def interrupted(*arguments: Any) -> Any:
+        if next(calls) == num_threads - 1:
+            raise KeyboardInterrupt
+        return submit(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "submit", interrupted)
+        if num_threads > 1:
+            with pytest.raises(KeyboardInterrupt):
+                program.run()
+    program.run()
     assert (rows[-1] == NUM_OPERATIONS).all()
 
 

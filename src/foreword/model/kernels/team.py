@@ -12,7 +12,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -164,9 +164,21 @@ def _run_in_threads(call: Callable[[int], None], worker: int, arguments: int) ->
     if openmp is not None:
         openmp.GOMP_parallel(worker, arguments, num_threads, 0)
         return
+    gate = threading.Barrier(num_threads)  # workers wait for each other: all begin, or none
+
+    def run() -> None:
+        gate.wait()
+        call(arguments)
+
     with _POOL:
-        waiting = [_pool(num_threads).submit(call, arguments) for _ in range(num_threads)]
-        for one in waiting:  # if the caller is interrupted, they still find each other
+        waiting: list[Future[None]] = []
+        try:
+            while len(waiting) < num_threads:
+                waiting.append(_pool(num_threads).submit(run))
+        except BaseException:  # an interrupt, or a thread that could not be started
+            gate.abort()
+            raise
+        for one in waiting:
             one.result()
 
 
