@@ -37,6 +37,7 @@ from foreword.model.kernels.tile_worker import (
     NUM_PANELS,
     NUM_ROWS,
     NUM_STEPS,
+    PART,
     PART_STEPS,
     ROW_BYTES,
     ROWS,
@@ -91,7 +92,7 @@ class TileProduct:
         a[EXCEPTIONS], a[STARTS] = self._panels.exceptions.ctypes.data, self._panels.starts.ctypes.data
         a[ROW_BYTES], a[BIAS], a[WIDTH] = 2 * self.in_features, self._bias.data_ptr(), self.width
         a[NUM_STEPS], a[NUM_PANELS], a[GATED] = num_steps, self._num_panels, gated
-        a[PART_STEPS] = -(-num_steps // -(-num_steps // MOST_STEPS))
+        a[PART_STEPS] = num_steps if num_steps <= MOST_STEPS else -(-num_steps // -(-num_steps // PART))
         self._own = self.operation()
 
     def operation(self) -> TileOperation:

@@ -28,8 +28,9 @@ FEW_ROWS = 64
 """Up to so many rows weights are expanded anew for each block: keeping them costs more than it saves."""
 MOST_ROWS, MOST_PANELS, FEW_PANELS = 576, 8, 2
 """Of a unit; FEW_PANELS if there are few rows: the smaller the last unit, the less threads wait for each other."""
-MOST_STEPS = 40
-"""Of a part."""
+MOST_STEPS, PART = 40, 14
+"""Of a panel that is not cut, and of a part of one that is: 32 rows of a part stay in the first cache for all panels of
+a unit."""
 FETCHED_AHEAD = 6
 """How many steps before their use weights are asked for: they come from memory, not from a cache."""
 (

@@ -69,8 +69,10 @@ def _pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, ir.IntType(8).as_pointer())
 
 
-def _load(builder: Any, tile: int, address: Any, stride: Any) -> None:
-    _tile_call(builder, "tileloadd64", _tile(tile), _pointer(builder, address), stride)
+def _load(builder: Any, tile: int, address: Any, stride: Any, *, passing: bool = False) -> None:
+    """`passing`: what is loaded need not stay in the first cache."""
+    name = "tileloaddt164" if passing else "tileloadd64"
+    _tile_call(builder, name, _tile(tile), _pointer(builder, address), stride)
 
 
 def fetch(builder: Any, address: Any, *, writing: bool = False) -> None:
@@ -109,12 +111,12 @@ def release(builder: Any) -> None:
 
 
 def _emit_step(builder: Any, num_row_tiles: int, a: Any, stride: Any, weights: Any) -> None:
-    """Add the products of one or two tiles of rows and two of weights."""
+    """Add the products of one or two tiles of rows and two of weights, which leave the first cache to the rows."""
     line = simd._int(64)
-    _load(builder, 6, weights, line)
+    _load(builder, 6, weights, line, passing=True)
     _load(builder, 4, a, stride)
     _multiply(builder, 0, 4, 6)
-    _load(builder, 7, builder.add(weights, simd._int(TILE_BYTES)), line)
+    _load(builder, 7, builder.add(weights, simd._int(TILE_BYTES)), line, passing=True)
     _multiply(builder, 1, 4, 7)
     if num_row_tiles == 2:
         _load(builder, 5, builder.add(a, builder.mul(stride, simd._int(TILE_ROWS))), stride)
