@@ -85,15 +85,14 @@ from foreword.model.kernels.simd import (
     call_chunk,
     copy_bytes,
     fetch_add,
-    finish,
     load_float,
     load_int,
     load_int32,
-    merge,
     store_float,
     store_int,
     widen,
 )
+from foreword.model.kernels.softmax import finish, merge
 from foreword.model.kernels.step_plan import CHUNK, FOLD, SHARED
 from foreword.model.kernels.team import native_worker
 

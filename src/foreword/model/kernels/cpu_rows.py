@@ -21,17 +21,8 @@ from foreword.model.kernels.cpu_layout import (
     inlined,
     part,
 )
-from foreword.model.kernels.simd import (
-    LOG2_E,
-    copy_bytes,
-    find_peak,
-    load_float,
-    load_int,
-    merge,
-    soft_cap,
-    weigh,
-    weigh_pairs,
-)
+from foreword.model.kernels.simd import LOG2_E, copy_bytes, load_float, load_int
+from foreword.model.kernels.softmax import find_peak, merge, soft_cap, weigh, weigh_pairs
 from foreword.model.kernels.step_plan import CHUNK, FOLD
 
 

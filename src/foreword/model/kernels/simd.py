@@ -13,8 +13,7 @@ An element of C is one chain of fused multiply-adds along k, from 0 upwards, sta
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -149,24 +148,30 @@ def _loop(
     return values
 
 
-def _exp2(builder: Any, power: Any, degree: int = 6) -> Any:
-    """2 ** power for power <= 0, exactly 1 at 0, exactly 0 from -126 down.
+def _exp2(builder: Any, power: Any) -> Any:
+    """2 ** power for power <= 0, to about 1 unit in the last place, exactly 1 at 0, exactly 0 from -126 down.
 
-    To about 1 unit in the last place, or 2 ** -14.6 with `degree` 4. Adding 3 * 2 ** 22 rounds the power and leaves
-    the whole number in the sum's last bits, from where it is added to the exponent.
+    Adding 3 * 2 ** 22 rounds the power and leaves the whole number in the sum's last bits, from where it is added to
+    the exponent.
     """
     shifted = builder.fadd(power, _const(12582912.0))
     rest = builder.fsub(power, builder.fsub(shifted, _const(12582912.0)))
-    # Taylor's series of exp(rest * ln 2); |rest| <= 1/2, so the first term left out is below 2 ** -22.9, or 2 ** -14.6
+    # Taylor's series of exp(rest * ln 2) to degree 6; |rest| <= 1/2, so the first term left out is below 2 ** -22.9
     terms = [1.0]
-    for number in range(1, degree + 1):
+    for number in range(1, 7):
         terms.append(terms[-1] * 0.6931471805599453 / number)
-    result = _const(terms[-1])
-    for term in reversed(terms[:-1]):
-        result = _fma(builder, result, rest, _const(term))
+    result = _polynomial(builder, terms, rest)
     exponent = builder.shl(builder.bitcast(shifted, I32S), ir.Constant(I32S, [23] * LANES))
     scaled = builder.bitcast(builder.add(builder.bitcast(result, I32S), exponent), F32S)
     return builder.select(builder.fcmp_ordered("<=", power, _const(-126.0)), _const(0.0), scaled)
+
+
+def _polynomial(builder: Any, terms: Sequence[float], variable: Any) -> Any:
+    """terms[0] + terms[1] * variable + ..."""
+    result = _const(terms[-1])
+    for term in reversed(terms[:-1]):
+        result = _fma(builder, result, variable, _const(term))
+    return result
 
 
 def _widened(builder: Any, halves: Any) -> Any:
@@ -360,146 +365,3 @@ def _multiply_add(builder: Any, total: Any, left: Any, right: Any, of_pairs: boo
 product_64, product_32 = _product(4, False), _product(2, False)
 pair_product_64, pair_product_32 = _product(4, HAS_BF16_DOT), _product(2, HAS_BF16_DOT)
 """By the number of lanes. Of pairs only where HAS_BF16_DOT; elsewhere nobody calls them."""
-
-
-# ------------------------------------------------------------------------------------------------- softmax
-
-
-@_instructions("aiiff")
-def soft_cap(builder: Any, scores: Any, start: Any, stop: Any, factor: Any, cap: Any) -> None:
-    """scores[start:stop] = cap * tanh(scores * factor), with tanh |x| = (1 - e) / (1 + e), e = exp(-2 |x|)."""
-    factor, cap = _splat(builder, factor), _splat(builder, cap)
-
-    def body(index: Any) -> list[Any]:
-        at = builder.add(scores, builder.mul(index, _int(4)))
-        score = builder.fmul(_load(builder, at), factor)
-        size = _call(builder, "llvm.fabs.v16f32", score)
-        decay = _exp2(builder, builder.fmul(size, _const(-2.0 * LOG2_E)))
-        tanh = builder.fdiv(builder.fsub(_const(1.0), decay), builder.fadd(_const(1.0), decay))
-        _store(builder, builder.fmul(_call(builder, "llvm.copysign.v16f32", tanh, score), cap), at)
-        return []
-
-    _loop(builder, start, stop, LANES, [], body)
-
-
-@_instructions("aaiiiif")
-def find_peak(builder: Any, *arguments: Any) -> None:
-    """The largest of a row's scores in one chunk, times `factor` > 0, to `stats`; first half of the softmax.
-
-    scores[start:stop] (multiples of 64) are seen from `low` to `high` (exclusive); what is not is made the least.
-    """
-    scores, stats, start, stop, low, high, factor = arguments
-    lane = ir.Constant(I32S, list(range(LANES)))
-    bounds = [_splat(builder, builder.trunc(bound, I32)) for bound in (low, high)]
-
-    def look(index: Any, peak: Any, masked: bool) -> list[Any]:
-        at = builder.add(scores, builder.mul(index, _int(4)))
-        score = _load(builder, at)
-        if masked:
-            position = builder.add(_splat(builder, builder.trunc(index, I32)), lane)
-            after, before = (
-                builder.icmp_signed(sign, position, bound) for sign, bound in zip((">=", "<"), bounds, strict=True)
-            )
-            score = builder.select(builder.and_(after, before), score, _const(LOWEST))
-            _store(builder, score, at)
-        return [_larger(builder, peak, score)]
-
-    # start .. seen whole .. stop: vectors of which a row sees all need no mask
-    first = builder.and_(builder.add(low, _int(LANES - 1)), _int(-LANES))
-    last = builder.and_(high, _int(-LANES))
-    last = builder.select(builder.icmp_signed(">", first, last), first, last)
-    peak = _const(LOWEST)
-    for begin, end, masked in ((start, first, True), (first, last, False), (last, stop, True)):
-        [peak] = _loop(builder, begin, end, LANES, [peak], functools.partial(look, masked=masked))
-    peak = builder.fmul(
-        _reduce(builder, peak, lambda left, right: _larger(builder, left, right)), _splat(builder, factor)
-    )
-    _store(builder, builder.extract_element(peak, ir.Constant(I32, 0)), stats)
-
-
-def _weigh(to_pairs: bool) -> Any:
-    """One row's weights in one chunk, unnormalised, when its peak is known; second half of the softmax.
-
-    Writes 2 ** (factor * score - peak) in place of scores[start:stop], as bfloat16 if `to_pairs`: they then begin at
-    scores + 2 * start bytes. Writes their sum to `stats`. A row at a time would wait for its peak; rows whose peaks are
-    known do not wait for each other.
-    """
-
-    @_instructions("aaiif")
-    def weigh(builder: Any, scores: Any, stats: Any, start: Any, stop: Any, factor: Any) -> None:
-        factor, minus_peak = _splat(builder, factor), builder.fneg(_splat(builder, _load(builder, stats, 0, F32)))
-
-        def body(index: Any, total: Any) -> list[Any]:
-            for at in (builder.add(index, _int(LANES * number)) for number in range(4)):  # panels of 64 tokens
-                score = _load(builder, builder.add(scores, builder.mul(at, _int(4))))
-                weight = _exp2(builder, _fma(builder, score, factor, minus_peak), 4 if to_pairs else 6)
-                if to_pairs:
-                    halves = builder.bitcast(builder.fptrunc(weight, BF16S), I16S)
-                    _store(builder, halves, builder.add(scores, builder.mul(at, _int(2))))
-                    weight = _widened(builder, halves)
-                else:
-                    _store(builder, weight, builder.add(scores, builder.mul(at, _int(4))))
-                total = builder.fadd(total, weight)
-            return [total]
-
-        [total] = _loop(builder, start, stop, 4 * LANES, [_const(0.0)], body)
-        total = _reduce(builder, total, builder.fadd)
-        _store(builder, builder.extract_element(total, ir.Constant(I32, 0)), stats, 4)
-
-    return weigh
-
-
-weigh, weigh_pairs = _weigh(False), _weigh(HAS_BF16_DOT)
-
-
-@_instructions("aaaai")
-def merge(builder: Any, stats: Any, mixed: Any, chunk_stats: Any, chunk_mixed: Any, width: Any) -> None:
-    """Merge a chunk's peak, sum and mixture of values into those so far (ChunkAttention's attn_reduce)."""
-    peak, total = (_splat(builder, _load(builder, stats, offset, F32)) for offset in (0, 4))
-    chunk_peak, chunk_total = (_splat(builder, _load(builder, chunk_stats, offset, F32)) for offset in (0, 4))
-    new_peak = _larger(builder, peak, chunk_peak)
-    decay = _exp2(builder, builder.fsub(peak, new_peak))
-    gain = _exp2(builder, builder.fsub(chunk_peak, new_peak))
-    total = _fma(builder, chunk_total, gain, builder.fmul(total, decay))
-    _store(builder, builder.extract_element(new_peak, ir.Constant(I32, 0)), stats)
-    _store(builder, builder.extract_element(total, ir.Constant(I32, 0)), stats, 4)
-
-    def body(index: Any) -> list[Any]:
-        offset = builder.mul(index, _int(4))
-        at = builder.add(mixed, offset)
-        kept = builder.fmul(_load(builder, at), decay)
-        _store(builder, _fma(builder, _load(builder, builder.add(chunk_mixed, offset)), gain, kept), at)
-        return []
-
-    _loop(builder, _int(0), width, LANES, [], body)
-
-
-@_instructions("aafaii")
-def finish(builder: Any, stats: Any, mixed: Any, sink: Any, target: Any, width: Any, to_bf16: Any) -> None:
-    """The row's result: mixture / sum, with a sink's weight in the sum (LOWEST: none). Whole vectors."""
-    peak, total = (_splat(builder, _load(builder, stats, offset, F32)) for offset in (0, 4))
-    sink = _splat(builder, sink)
-    new_peak = _larger(builder, peak, sink)
-    decay = _exp2(builder, builder.fsub(peak, new_peak))
-    total = _fma(builder, total, decay, _exp2(builder, builder.fsub(sink, new_peak)))
-
-    def body(index: Any) -> list[Any]:
-        offset = builder.mul(index, _int(4))
-        value = builder.fdiv(builder.fmul(_load(builder, builder.add(mixed, offset)), decay), total)
-        bits = builder.bitcast(value, I32S)
-        # round to nearest even; not-a-number stays one
-        sixteen, one = (ir.Constant(I32S, [number] * LANES) for number in (16, 1))
-        odd = builder.and_(builder.lshr(bits, sixteen), one)
-        rounded = builder.add(builder.add(bits, ir.Constant(I32S, [0x7FFF] * LANES)), odd)
-        rounded = builder.select(
-            builder.fcmp_unordered("uno", value, value), ir.Constant(I32S, [0x7FC00000] * LANES), rounded
-        )
-        halves = builder.trunc(builder.lshr(rounded, sixteen), I16S)
-        with builder.if_else(builder.icmp_signed("!=", to_bf16, _int(0))) as (then, otherwise):
-            with then:
-                _store(builder, halves, builder.add(target, builder.mul(index, _int(2))))
-            with otherwise:
-                _store(builder, value, builder.add(target, offset))
-        return []
-
-    _loop(builder, _int(0), width, LANES, [], body)
