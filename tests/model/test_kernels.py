@@ -16,10 +16,11 @@ from foreword.errors import ConfigError
 from foreword.model.kernels import reference, team
 from foreword.model.kernels.cpu_attention import CpuAttention
 from foreword.model.kernels.cpu_layout import PAIRS, WIDENED
+from foreword.model.kernels.leading_chunks import join_leading
 from foreword.model.kernels.reference import AttentionOptions, plan_tiles
 from foreword.model.kernels.select import AttentionKernel, ReferenceAttention, make_kernel
 from foreword.model.kernels.simd import HAS_BF16_DOT
-from foreword.model.kernels.step_plan import SHARED, SharingRule, plan_step
+from foreword.model.kernels.step_plan import FOLD, LEADING, SHARED, SharingRule, plan_step
 from paged_case import Case, Shape, random_options, random_shape, random_spans, share_blocks
 
 KERNELS: dict[str, Callable[[], AttentionKernel]] = {
@@ -242,16 +243,57 @@ def test_sharing_chunks_changes_no_bit(seed: int) -> None:
     assert torch.equal(case.run(CpuAttention(), options), expected)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_joined_leading_chunks_are_all_chunks_once(seed: int) -> None:
+    """And nobody's chunks are merged before those in front of them."""
+    rng = np.random.default_rng(seed)
+    ends = rng.integers(1, 1500, 6).tolist()
+    spans = [*((max(0, end - int(rng.choice([1, 5, 16]))), end) for end in ends), (0, 200)]
+    case = Case(Shape(2, 1, 8, 8, 16), spans, rng)
+    groups = [([0, 1, 2], min(ends[:3])), ([3, 4], min(ends[3:5]))]
+    share_blocks(case, [(rows, int(rng.integers(0, most + 1))) for rows, most in groups])
+    step = plan_step(case.batch, 16, LOOK_ALWAYS)
+    joined = join_leading(step, int(rng.choice([1, 2, 8])), int(rng.choice([1, 2, 3, 16])))
+    seen: list[tuple[int, int]] = []
+    merged = {request: num_leading for request, _, num_leading in joined.merges.tolist()}
+    for kind, number, first, end in joined.items.tolist():
+        if kind == FOLD:
+            assert (first, end) == (0, step.requests[number, 1]) or number == len(spans) - 1
+            seen += [(number, chunk) for chunk in range(step.requests[number, 3]) if first == 0]
+            assert number not in merged
+            continue
+        chunks = range(number) if kind == LEADING else range(number, number + 1)
+        for request in step.members[first:end].tolist():
+            seen += [(request, chunk) for chunk in chunks]
+            assert (kind == LEADING and merged[request] == number) or merged[request] <= number
+    every = [(row, chunk) for row, num_chunks in enumerate(step.requests[:, 3].tolist()) for chunk in range(num_chunks)]
+    assert sorted(seen) == every
+
+
+def test_joining_is_left_where_threads_would_wait() -> None:
+    """One long request for two heads: two threads take a head each, four share its chunks."""
+    case = Case(Shape(2, 2, 8, 8, 16), [(4095, 4096)], np.random.default_rng(16))
+    step = plan_step(case.batch, 16, None)
+    assert [tuple(item) for item in join_leading(step, 2, 2).items.tolist()] == [(FOLD, 0, 0, 1)]
+    assert len(join_leading(step, 2, 2).merges) == 0
+    items = join_leading(step, 2, 4).items.tolist()
+    assert items[0] == [LEADING, 8, 0, 1]
+    assert items[1:] == [[SHARED, chunk, 0, 1] for chunk in range(8, 16)]
+
+
 @pytest.mark.usefixtures("num_threads")
 def test_the_number_of_threads_changes_no_bit() -> None:
     rng = np.random.default_rng(14)
     shape = Shape(6, 2, 64, 64, 16, torch.bfloat16)
-    case = Case(shape, [(0, 300), (599, 600), (100, 108), (0, 20), (700, 701)], rng)
+    case = Case(shape, [(0, 300), (599, 600), (100, 108), (0, 20), (700, 701), (1590, 1600), (1300, 1301)], rng)
+    share_blocks(case, [([5, 6], 1200)])
     options = AttentionOptions(0.125)
     results = []
-    for num_threads in (1, 2, 3, 4):
+    for num_threads in (1, 2, 3, 4, 16):
         torch.set_num_threads(num_threads)
-        results.append(case.run(CpuAttention(), options))
+        kernel = CpuAttention()
+        results += [case.run(kernel, options) for _ in range(2)]  # it knows the number of heads from the first run
     assert all(torch.equal(result, results[0]) for result in results)
 
 

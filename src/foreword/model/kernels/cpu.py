@@ -11,9 +11,10 @@ Knows the layout of its arguments and the order of all sums; knows nothing of mo
 
 An item of work is done by one thread for one KV head:
 
-    fold    up to 64 queries of one request; walks the chunks and merges as it goes        (prefill)
-    chunk   one chunk for the few queries of one request, or of many that share it;
-            leaves partial results, which a second pass merges row by row                  (decoding)
+    fold      up to 64 queries of one request; walks the chunks and merges as it goes        (prefill)
+    chunk     one chunk for the few queries of one request, or of many that share it;
+              leaves partial results, which a second pass merges row by row                  (decoding)
+    leading   the first chunks of requests that share them, merged as it goes; then as a chunk
 
 Keys are packed so that 16 tokens fill a vector, values so that 16 dimensions do; queries and weights are broadcast.
 Where the processor multiplies pairs of bfloat16, weights are rounded to bfloat16 first (and summed rounded).
@@ -44,6 +45,7 @@ from foreword.model.kernels.cpu_layout import (
     MERGES,
     MODE,
     NEXT_KEY_ROWS,
+    NEXT_LENGTH,
     NEXT_VALUE_ROWS,
     NUM_ARGUMENTS,
     NUM_GROUPS,
@@ -142,20 +144,33 @@ def _locate(a: Any, rows: tuple[int, int], place: tuple[int, int, int], low: int
 
 
 @compiled
-def _look_ahead(a: Any, scratch: int, unit: int) -> None:
-    """Where the next unit of work will read: asked for while this one is computed, which makes decoding 17% faster."""
-    number, kv_head = unit // a[NUM_KV_HEADS], unit % a[NUM_KV_HEADS]
-    if number >= a[NUM_ITEMS]:
-        return
-    item = a[ITEMS] + 32 * number
-    if load_int(item) == FOLD:
-        request, chunk = load_int(item + 8), 0
-    else:
-        request, chunk = load_int(a[MEMBERS] + 8 * load_int(item + 16)), load_int(item + 8)
+def _look_ahead(a: Any, scratch: int, request: int, chunk: int, kv_head: int) -> None:
+    """Where the next chunk will be read: asked for while this one is computed, which makes decoding 17% faster."""
     about = a[REQUESTS] + 40 * request
     length = load_int(about + 16) + load_int(about + 8)
     rows = scratch + NEXT_KEY_ROWS, scratch + NEXT_VALUE_ROWS
+    store_int(scratch + NEXT_LENGTH, min(CHUNK, length - chunk * CHUNK))
     _locate(a, rows, (request, chunk, kv_head), 0, min(CHUNK, length - chunk * CHUNK))
+
+
+@compiled
+def _take_unit(a: Any, scratch: int) -> Any:
+    """The next unit of work, whose first chunk is the next one; to be taken before the last chunk of another."""
+    unit = fetch_add(a[COUNTERS] + 64, 1)
+    number, kv_head = unit // a[NUM_KV_HEADS], unit % a[NUM_KV_HEADS]
+    store_int(scratch + NEXT_LENGTH, 0)
+    if number >= a[NUM_ITEMS]:
+        return unit
+    item = a[ITEMS] + 32 * number
+    kind = load_int(item)
+    if kind == FOLD:
+        request = load_int(item + 8)
+        position = load_int(a[REQUESTS] + 40 * request + 16) + load_int(item + 16)
+        _look_ahead(a, scratch, request, _first_seen(a, position) // CHUNK, kv_head)
+    else:
+        request = load_int(a[MEMBERS] + 8 * load_int(item + 16))
+        _look_ahead(a, scratch, request, load_int(item + 8) if kind == SHARED else 0, kv_head)
+    return unit
 
 
 # ------------------------------------------------------------------------------------------- rows
@@ -217,11 +232,8 @@ def _add_rows(
 
 
 @compiled
-def _fold(a: Any, scratch: int, item: int, kv_head: int) -> None:
-    """Some queries of one request from their first chunk to their last, and their results."""
-    request, first, count = load_int(item + 8), load_int(item + 16), load_int(item + 24)
-    num_groups = a[NUM_GROUPS]
-    num_rows = count * num_groups
+def _begin_rows(a: Any, scratch: int, num_rows: int) -> None:
+    """Rows that have seen nothing yet."""
     width = (a[VALUE_DIM] + 31) // 32 * 32
     stats, mixed = part(scratch, FOLD_STATS), part(scratch, FOLD_MIXED)
     for row in range(num_rows):
@@ -229,16 +241,33 @@ def _fold(a: Any, scratch: int, item: int, kv_head: int) -> None:
         store_float(stats + 8 * row + 4, 0.0)
         for dim in range(width):
             store_float(mixed + 4 * (row * width + dim), 0.0)
+
+
+@compiled
+def _fold(a: Any, scratch: int, item: int, kv_head: int) -> Any:
+    """Some queries of one request from their first chunk to their last, and their results; returns the next unit."""
+    request, first, count = load_int(item + 8), load_int(item + 16), load_int(item + 24)
+    num_groups = a[NUM_GROUPS]
+    num_rows = count * num_groups
+    width = (a[VALUE_DIM] + 31) // 32 * 32
+    stats, mixed = part(scratch, FOLD_STATS), part(scratch, FOLD_MIXED)
+    _begin_rows(a, scratch, num_rows)
     first_row = load_int(a[REQUESTS] + 40 * request)
     position = load_int(a[REQUESTS] + 40 * request + 16) + first
     _take_queries(a, scratch, (request, kv_head, 0), (first, first + count))
-    for chunk in range(_first_seen(a, position) // CHUNK, (position + count - 1) // CHUNK + 1):
+    last_chunk, following = (position + count - 1) // CHUNK, 0
+    for chunk in range(_first_seen(a, position) // CHUNK, last_chunk + 1):
         low, high = _add_rows(a, scratch, (request, kv_head, 0), (first, first + count), chunk, FOLD)
         _find_tokens(a, scratch, request, chunk, low, high)
+        if chunk < last_chunk:
+            _look_ahead(a, scratch, request, chunk + 1, kv_head)
+        else:
+            following = _take_unit(a, scratch)
         call_chunk(a[ATTEND_CHUNK], a[SELF], scratch, kv_head, num_rows, low, high, FOLD)
     for row in range(num_rows):
         query, head = first_row + first + row // num_groups, kv_head * num_groups + row % num_groups
         _finish_row(a, scratch, stats + 8 * row, mixed + 4 * width * row, query, head)
+    return following
 
 
 @compiled
@@ -253,41 +282,96 @@ def _finish_row(a: Any, scratch: int, stats: int, mixed: int, query: int, head: 
 
 
 @compiled
-def _attend_shared(a: Any, scratch: int, item: int, kv_head: int) -> None:
-    """One chunk for all queries of the requests that have it."""
-    chunk, first, end = load_int(item + 8), load_int(item + 16), load_int(item + 24)
-    low, high, count = CHUNK, 0, 0
-    for member in range(first, end):
+def _take_members(a: Any, scratch: int, members: tuple[int, int], kv_head: int) -> Any:
+    """All queries of some members; how many rows they are."""
+    count = 0
+    for member in range(members[0], members[1]):
         request = load_int(a[MEMBERS] + 8 * member)
         num_queries = load_int(a[REQUESTS] + 40 * request + 8)
         _take_queries(a, scratch, (request, kv_head, count), (0, num_queries))
-        own_low, own_high = _add_rows(a, scratch, (request, kv_head, count), (0, num_queries), chunk, SHARED)
+        count += num_queries * a[NUM_GROUPS]
+    return count
+
+
+@compiled
+def _add_members(
+    a: Any, scratch: int, members: tuple[int, int], kv_head: int, chunk: int, kind: int
+) -> tuple[int, int]:
+    """The rows of all queries of some members; what they see."""
+    low, high, count = CHUNK, 0, 0
+    for member in range(members[0], members[1]):
+        request = load_int(a[MEMBERS] + 8 * member)
+        num_queries = load_int(a[REQUESTS] + 40 * request + 8)
+        own_low, own_high = _add_rows(a, scratch, (request, kv_head, count), (0, num_queries), chunk, kind)
         low, high = min(low, own_low), max(high, own_high)
         count += num_queries * a[NUM_GROUPS]
+    return low, high
+
+
+@compiled
+def _attend_shared(a: Any, scratch: int, item: int, kv_head: int) -> Any:
+    """One chunk for all queries of the requests that have it; returns the next unit."""
+    chunk, first, end = load_int(item + 8), load_int(item + 16), load_int(item + 24)
+    low, high = _add_members(a, scratch, (first, end), kv_head, chunk, SHARED)
+    following = _take_unit(a, scratch)
     if low >= high:
-        return
+        return following
+    count = _take_members(a, scratch, (first, end), kv_head)
     if load_int(part(scratch, CURRENT_ITEM)) != item:  # the tokens are the same for every head
         _find_tokens(a, scratch, load_int(a[MEMBERS] + 8 * first), chunk, low, high)
         store_int(part(scratch, CURRENT_ITEM), item)
     call_chunk(a[ATTEND_CHUNK], a[SELF], scratch, kv_head, count, low, high, SHARED)
+    return following
+
+
+@compiled
+def _attend_leading(a: Any, scratch: int, item: int, kv_head: int) -> Any:
+    """The first chunks for all queries of the requests that have them; the partial result is that of chunk 0.
+
+    Returns the next unit.
+    """
+    num_chunks, members = load_int(item + 8), (load_int(item + 16), load_int(item + 24))
+    request = load_int(a[MEMBERS] + 8 * members[0])
+    count = _take_members(a, scratch, members, kv_head)
+    _begin_rows(a, scratch, count)
+    following = 0
+    for chunk in range(num_chunks):
+        if chunk + 1 < num_chunks:
+            _look_ahead(a, scratch, request, chunk + 1, kv_head)
+        else:
+            following = _take_unit(a, scratch)
+        low, high = _add_members(a, scratch, members, kv_head, chunk, FOLD)
+        if low < high:
+            _find_tokens(a, scratch, request, chunk, low, high)
+            call_chunk(a[ATTEND_CHUNK], a[SELF], scratch, kv_head, count, low, high, FOLD)
+    _add_members(a, scratch, members, kv_head, 0, SHARED)
+    width = (a[VALUE_DIM] + 31) // 32 * 32
+    for row in range(count):
+        slot = load_int(part(scratch, ROW_TABLE) + 24 * row + 16)
+        copy_bytes(a[PARTIAL_STATS] + 8 * slot, part(scratch, FOLD_STATS) + 8 * row, 8)
+        copy_bytes(a[PARTIAL_MIXED] + 4 * width * slot, part(scratch, FOLD_MIXED) + 4 * width * row, 4 * width)
+    return following
 
 
 @compiled
 def _merge_query(a: Any, scratch: int, merge_item: int) -> None:
     """Merge the partial results of one query, head by head, in the order of the chunks."""
-    request, query = load_int(merge_item), load_int(merge_item + 8)
+    request, query, num_leading = load_int(merge_item), load_int(merge_item + 8), load_int(merge_item + 16)
     about = a[REQUESTS] + 40 * request
     num_heads = a[NUM_GROUPS] * a[NUM_KV_HEADS]
     width = (a[VALUE_DIM] + 31) // 32 * 32
     position = load_int(about + 16) + query
     slot = load_int(about + 32) + query * load_int(about + 24)
+    first_chunk = max(num_leading, _first_seen(a, position) // CHUNK)
     stats, mixed = part(scratch, FOLD_STATS), part(scratch, FOLD_MIXED)
     for head in range(num_heads):
-        store_float(stats, LOWEST)
-        store_float(stats + 4, 0.0)
-        for dim in range(width):
-            store_float(mixed + 4 * dim, 0.0)
-        for chunk in range(_first_seen(a, position) // CHUNK, position // CHUNK + 1):
+        if num_leading > 0:
+            partial = slot * num_heads + head
+            copy_bytes(stats, a[PARTIAL_STATS] + 8 * partial, 8)
+            copy_bytes(mixed, a[PARTIAL_MIXED] + 4 * width * partial, 4 * width)
+        else:
+            _begin_rows(a, scratch, 1)
+        for chunk in range(first_chunk, position // CHUNK + 1):
             partial = (slot + chunk) * num_heads + head
             merge(stats, mixed, a[PARTIAL_STATS] + 8 * partial, a[PARTIAL_MIXED] + 4 * width * partial, width)
         _finish_row(a, scratch, stats, mixed, load_int(about) + query, head)
@@ -303,22 +387,17 @@ def _work(a: Any) -> None:
             unit = fetch_add(a[COUNTERS] + 128, 1)
             if unit >= a[NUM_MERGES]:
                 return
-            _merge_query(a, scratch, a[MERGES] + 16 * unit)
+            _merge_query(a, scratch, a[MERGES] + 24 * unit)
     store_int(part(scratch, CURRENT_ITEM), 0)
-    following = fetch_add(a[COUNTERS] + 64, 1)
-    while True:
-        unit = following
-        number, kv_head = unit // a[NUM_KV_HEADS], unit % a[NUM_KV_HEADS]
-        if number >= a[NUM_ITEMS]:
-            return
-        following = fetch_add(a[COUNTERS] + 64, 1)
-        _look_ahead(a, scratch, following)
-        item = a[ITEMS] + 32 * number
-        if load_int(item) == FOLD:
-            store_int(part(scratch, CURRENT_ITEM), 0)
-            _fold(a, scratch, item, kv_head)
-        else:
-            _attend_shared(a, scratch, item, kv_head)
+    unit = _take_unit(a, scratch)
+    while unit // a[NUM_KV_HEADS] < a[NUM_ITEMS]:
+        item, kv_head = a[ITEMS] + 32 * (unit // a[NUM_KV_HEADS]), unit % a[NUM_KV_HEADS]
+        kind = load_int(item)
+        if kind == SHARED:
+            unit = _attend_shared(a, scratch, item, kv_head)
+            continue
+        store_int(part(scratch, CURRENT_ITEM), 0)
+        unit = _fold(a, scratch, item, kv_head) if kind == FOLD else _attend_leading(a, scratch, item, kv_head)
 
 
 @functools.cache

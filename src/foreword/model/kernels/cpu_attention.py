@@ -15,6 +15,7 @@ from foreword.batch import Batch
 from foreword.model.kernels import cpu_layout as layout
 from foreword.model.kernels.cpu import compile_worker
 from foreword.model.kernels.cpu_chunk import compile_chunk
+from foreword.model.kernels.leading_chunks import JoinedItems, join_leading
 from foreword.model.kernels.reference import AttentionOptions
 from foreword.model.kernels.sharing import Sharing
 from foreword.model.kernels.simd import HAS_BF16_DOT
@@ -36,6 +37,7 @@ class CpuPlan:
     """A step's plan, and what it makes of the kernel's arguments."""
 
     step: StepPlan
+    joined: JoinedItems
     arguments: Int64Array
     """TABLES to NUM_MERGES."""
 
@@ -106,6 +108,8 @@ class CpuAttention:
         self._operations = AttentionOperations()
         self._both = Program((self._operations.items, self._operations.merges))
         self._scratch: dict[tuple[int, ...], tuple[Int64Array, int, int]] = {}
+        self._num_kv_heads = 1
+        """Of the layer before, which most have."""
         self._partials = torch.empty(0)
         self._outgrown: list[Tensor] = []
         """Memory of partial results that operations of this step may have been bound to."""
@@ -115,18 +119,19 @@ class CpuAttention:
         del scrap_block, device  # nothing outside a table is looked up, and this is the CPU
         self._outgrown.clear()
         step = self._sharing.plan(batch, block_size)
+        joined = join_leading(step, self._num_kv_heads, torch.get_num_threads())
         arguments = (
             step.tables.ctypes.data,
             step.tables.shape[1],
             step.block_size,
             step.requests.ctypes.data,
-            step.items.ctypes.data,
-            len(step.items),
+            joined.items.ctypes.data,
+            len(joined.items),
             step.members.ctypes.data,
-            step.merges.ctypes.data,
-            len(step.merges),
+            joined.merges.ctypes.data,
+            len(joined.merges),
         )
-        return CpuPlan(step, np.array(arguments, np.int64))
+        return CpuPlan(step, joined, np.array(arguments, np.int64))
 
     def explain(self) -> str:
         """What was shared since the kernel was made."""
@@ -148,7 +153,7 @@ class CpuAttention:
         place = rows.data_ptr(), rows.stride(0) * dtype.itemsize, rows.stride(1) * dtype.itemsize
         self.bind(operations, place, output.data_ptr(), plan)
         items_alone = step.num_folds == 0 and len(step.items) * key_blocks.shape[2] <= ALONE_UNITS
-        if items_alone or not len(step.merges):
+        if items_alone or not len(plan.joined.merges):
             operations.items.run(alone=items_alone)
             operations.merges.run(alone=step.num_slots * num_heads <= ALONE_PARTIALS)
         else:
@@ -158,6 +163,7 @@ class CpuAttention:
     def bind(self, operations: AttentionOperations, query: tuple[int, int, int], output: int, plan: CpuPlan) -> None:
         """Let a layer's operations attend; the arguments are those of `AttentionOperations.bind`."""
         _, num_groups, num_kv_heads, _, value_dim = operations.shape
+        self._num_kv_heads = num_kv_heads
         self._sharing.note_layer(operations.token_bytes)
         num_partials = plan.step.num_slots * num_groups * num_kv_heads
         partials = self._partial_memory(num_partials * (layout.padded(value_dim, 32) + 2) + 16)
@@ -180,7 +186,7 @@ class CpuAttention:
         key = (*shape, most, num_threads)
         if key not in self._scratch:
             token_bytes = num_kv_heads * max(key_dim, value_dim) * (4 if mode == layout.FLOATS else 2)
-            *offsets, end = layout.scratch_layout(mode, key_dim, value_dim, token_bytes, (most, rows))
+            *offsets, end = layout.scratch_layout(mode, key_dim, value_dim, token_bytes, (most, most))
             memory = torch.zeros(num_threads, end // 8, dtype=torch.int64)  # torch aligns to whole vectors
             scratch = memory.numpy()
             scratch[:, layout.LAYOUT // 8 : layout.LAYOUT // 8 + len(offsets)] = offsets

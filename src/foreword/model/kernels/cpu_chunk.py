@@ -17,8 +17,6 @@ from foreword.model.kernels.cpu_layout import (
     KEY_ROWS,
     MODE,
     MOST_ROWS,
-    NEXT_KEY_ROWS,
-    NEXT_VALUE_ROWS,
     NUM_ARGUMENTS,
     PACKED_KEYS,
     PACKED_VALUES,
@@ -41,7 +39,7 @@ from foreword.model.kernels.cpu_layout import (
     part,
     source_digest,
 )
-from foreword.model.kernels.cpu_rows import find_bounds, find_peaks, keep_rows, weigh_row
+from foreword.model.kernels.cpu_rows import ask_ahead, find_bounds, find_peaks, keep_rows, weigh_row
 from foreword.model.kernels.cpu_tiles import attend_in_tiles
 from foreword.model.kernels.simd import (
     LANES,
@@ -51,7 +49,6 @@ from foreword.model.kernels.simd import (
     load_int,
     pair_product_32,
     pair_product_64,
-    prefetch,
     product_32,
     product_64,
     store_int,
@@ -87,8 +84,6 @@ def _pack_keys(a: Any, scratch: int, kv_head: int, start: int, stop: int) -> Non
         rows, offset = scratch + STAGED_ROWS, 0
     packed = part(scratch, PACKED_KEYS)
     for token in range(start, stop, LANES):
-        for ahead in range(token, token + LANES):
-            prefetch(load_int(scratch + NEXT_KEY_ROWS + 8 * ahead), dim * item_bytes)
         panel = packed + token // PANEL * num_words * 4 * PANEL + token % PANEL * 4
         for word in range(0, num_words, LANES):
             target = panel + word * 4 * PANEL
@@ -114,9 +109,6 @@ def _pack_values(a: Any, scratch: int, kv_head: int, start: int, stop: int) -> N
         lanes = min(PANEL, width - first)
         panel = packed + first * 4 * (CHUNK // together)
         for token in range(start, stop, together):
-            prefetch(load_int(scratch + NEXT_VALUE_ROWS + 8 * token) + first * item_bytes, lanes * item_bytes)
-            if together == 2:
-                prefetch(load_int(scratch + NEXT_VALUE_ROWS + 8 * token + 8) + first * 2, lanes * item_bytes)
             source = load_int(rows + 8 * token) + offset + first * item_bytes
             target = panel + token // together * lanes * 4
             if together == 2:
@@ -199,6 +191,7 @@ def _attend(a: Any, scratch: int, kv_head: int, num_rows: int, bounds: tuple[int
     if a[MODE] == TILES and num_rows > MOST_ROWS:
         attend_in_tiles(a, scratch, num_rows, kind)
         return
+    ask_ahead(a, scratch, 0, 1)
     num_parts = -(-num_rows // (MOST_ROWS if a[MODE] == TILES else ROWS))
     laid_out = 0
     for number in range(num_parts):  # parts of equal size, as far as possible

@@ -47,7 +47,7 @@ MOST_ROWS = 2 * TILE_ROWS
     ITEMS,  # [items, 4]
     NUM_ITEMS,
     MEMBERS,  # requests in the order that SHARED items speak of
-    MERGES,  # [queries of members, 2]: request, query
+    MERGES,  # [queries of members, 3]: request, query, leading chunks that are merged already
     NUM_MERGES,
     PARTIAL_STATS,  # float32 [slots, heads, 2]: peak and sum
     PARTIAL_MIXED,  # float32 [slots, heads, padded value dim]
@@ -61,13 +61,14 @@ MOST_ROWS = 2 * TILE_ROWS
     NUM_ARGUMENTS,
 ) = range(33)
 
-# Offsets in a thread's scratch memory, filled in by `scratch_layout`: the first five are constant.
+# Offsets in a thread's scratch memory, filled in by `scratch_layout`: the first six are constant.
 KEY_ROWS = 0
 VALUE_ROWS = KEY_ROWS + 8 * CHUNK
 STAGED_ROWS = VALUE_ROWS + 8 * CHUNK
-NEXT_KEY_ROWS = STAGED_ROWS + 8 * CHUNK  # of the next item, to be prefetched
+NEXT_KEY_ROWS = STAGED_ROWS + 8 * CHUNK  # of the next chunk, to be prefetched
 NEXT_VALUE_ROWS = NEXT_KEY_ROWS + 8 * CHUNK
-LAYOUT = NEXT_VALUE_ROWS + 8 * CHUNK
+NEXT_LENGTH = NEXT_VALUE_ROWS + 8 * CHUNK  # how many tokens those are
+LAYOUT = NEXT_LENGTH + 8
 (ZEROS, STAGE, PACKED_KEYS, PACKED_VALUES, ROW_QUERIES, STAGED_QUERY, ROW_SCORES, ROW_STATS, ROW_MIXED) = range(9)
 (ROW_TABLE, FOLD_STATS, FOLD_MIXED, CURRENT_ITEM, TILE_CONFIG, LAYOUT_SIZE) = range(9, 15)
 VARIABLE = LAYOUT + 8 * LAYOUT_SIZE + 8  # kept a multiple of 64 below

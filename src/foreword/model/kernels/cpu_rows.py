@@ -9,10 +9,15 @@ from typing import Any
 
 from foreword.model.kernels.cpu_layout import (
     FLOAT_OPTIONS,
+    FLOATS,
     FOLD_MIXED,
     FOLD_STATS,
     IN_PAIRS,
+    KEY_DIM,
     MODE,
+    NEXT_KEY_ROWS,
+    NEXT_LENGTH,
+    NEXT_VALUE_ROWS,
     PANEL,
     PARTIAL_MIXED,
     PARTIAL_STATS,
@@ -21,9 +26,18 @@ from foreword.model.kernels.cpu_layout import (
     inlined,
     part,
 )
-from foreword.model.kernels.simd import LOG2_E, copy_bytes, load_float, load_int
+from foreword.model.kernels.simd import LOG2_E, copy_bytes, load_float, load_int, prefetch
 from foreword.model.kernels.softmax import find_peak, merge, soft_cap, weigh, weigh_pairs
 from foreword.model.kernels.step_plan import CHUNK, FOLD
+
+
+@inlined
+def ask_ahead(a: Any, scratch: int, share: int, shares: int) -> None:
+    """Ask for the keys and values of one of so many shares of the next chunk, while this one is computed."""
+    item_bytes, length = 4 if a[MODE] == FLOATS else 2, load_int(scratch + NEXT_LENGTH)
+    for token in range(share * length // shares, (share + 1) * length // shares):
+        prefetch(load_int(scratch + NEXT_KEY_ROWS + 8 * token), a[KEY_DIM] * item_bytes)
+        prefetch(load_int(scratch + NEXT_VALUE_ROWS + 8 * token), a[VALUE_DIM] * item_bytes)
 
 
 @inlined

@@ -31,7 +31,7 @@ from foreword.model.kernels.cpu_layout import (
     inlined,
     part,
 )
-from foreword.model.kernels.cpu_rows import find_bounds, find_peaks, keep_rows, weigh_row
+from foreword.model.kernels.cpu_rows import ask_ahead, find_bounds, find_peaks, keep_rows, weigh_row
 from foreword.model.kernels.simd import LANES
 from foreword.model.kernels.step_plan import CHUNK
 from foreword.model.kernels.tiles import end_wide, lay_out, multiply_wide, product_32, release
@@ -97,6 +97,7 @@ def attend_in_tiles(a: Any, scratch: int, num_rows: int, kind: int) -> None:
             if row < rows:
                 entry = table + 24 * (first + row)
                 weigh_row(a, scratch, entry, scores + row * 4 * CHUNK, stats + 8 * row, (start, stop))
+                ask_ahead(a, scratch, first + row, num_rows)
             end = total * (row + 1) // max(1, rows)
             while at < end:
                 if at < mixing:

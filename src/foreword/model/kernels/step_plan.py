@@ -26,8 +26,9 @@ Int64Array = npt.NDArray[np.int64]
 CHUNK = 256
 """Tokens of a chunk of KV, on an absolute grid: what a partial result is of, in every compiled kernel."""
 FOLD_QUERIES = 64
-FOLD, SHARED = range(2)
-"""Kinds of items: (FOLD, request, first query, queries) and (SHARED, chunk, first member, last member + 1)."""
+FOLD, SHARED, LEADING = range(3)
+"""Kinds of items: (FOLD, request, first query, queries), (SHARED, chunk, first member, last member + 1), and those of
+`leading_chunks.py`."""
 FEW_QUERIES = 16
 """Most queries of a request that are computed chunk by chunk."""
 

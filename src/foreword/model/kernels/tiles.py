@@ -110,13 +110,13 @@ def release(builder: Any) -> None:
     _tile_call(builder, "tilerelease")
 
 
-def _emit_step(builder: Any, num_row_tiles: int, a: Any, stride: Any, weights: Any) -> None:
-    """Add the products of one or two tiles of rows and two of weights, which leave the first cache to the rows."""
+def _emit_step(builder: Any, num_row_tiles: int, a: Any, stride: Any, weights: Any, *, passing: bool = False) -> None:
+    """Add the products of one or two tiles of rows and two of weights; `passing`: of weights."""
     line = simd._int(64)
-    _load(builder, 6, weights, line, passing=True)
+    _load(builder, 6, weights, line, passing=passing)
     _load(builder, 4, a, stride)
     _multiply(builder, 0, 4, 6)
-    _load(builder, 7, builder.add(weights, simd._int(TILE_BYTES)), line, passing=True)
+    _load(builder, 7, builder.add(weights, simd._int(TILE_BYTES)), line, passing=passing)
     _multiply(builder, 1, 4, 7)
     if num_row_tiles == 2:
         _load(builder, 5, builder.add(a, builder.mul(stride, simd._int(TILE_ROWS))), stride)
@@ -206,7 +206,8 @@ def multiply_beside(signature: str, emit: Callable[..., None]) -> Any:
 
         def body(step: Any) -> list[Any]:
             own_weights = builder.add(weights, builder.mul(step, simd._int(2 * TILE_BYTES)))
-            _emit_step(builder, 2, builder.add(a, builder.mul(step, simd._int(64))), stride, own_weights)
+            own_rows = builder.add(a, builder.mul(step, simd._int(64)))
+            _emit_step(builder, 2, own_rows, stride, own_weights, passing=True)
             emit(builder, step, *arguments[4:])
             return []
 
