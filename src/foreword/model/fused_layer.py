@@ -57,8 +57,8 @@ def fuse_layers(module: nn.Module, layouts: Mapping[int, LayerLayout]) -> int:
     return len(fused)
 
 
-def chain_layers(module: nn.Module, run: Callable[[Any], object]) -> None:
-    """Let fused layers that follow each other run as one program.
+def chain_layers(module: nn.Module, run: Callable[[Any], object]) -> list[LayerChain]:
+    """Let fused layers that follow each other run as one program; all of these.
 
     `run` runs the model, with what is to stand in for the context of a step. Where it does not, each layer is one.
     """
@@ -69,7 +69,7 @@ def chain_layers(module: nn.Module, run: Callable[[Any], object]) -> None:
     except Exception:
         logger.debug("what lies between the layers is not known", exc_info=True)
         neighbours = Neighbours()
-    _put_in_chains(module, neighbours.chains())
+    return _put_in_chains(module, neighbours.chains())
 
 
 def unchain_layers(module: nn.Module) -> None:
@@ -77,7 +77,7 @@ def unchain_layers(module: nn.Module) -> None:
     _put_in_chains(module, [])
 
 
-def _put_in_chains(module: nn.Module, chains: list[list[LayerOperations]]) -> None:
+def _put_in_chains(module: nn.Module, chains: list[list[LayerOperations]]) -> list[LayerChain]:
     """Make programs of these chains, and of each layer that is in none."""
     forwards = {
         forward.operations: forward
@@ -87,13 +87,16 @@ def _put_in_chains(module: nn.Module, chains: list[list[LayerOperations]]) -> No
     workspace, chained = Workspace(), {layer for chain in chains for layer in chain}
     for layer in forwards:
         workspace.widen(*layer.widths())
+    made = []
     for layers in (*chains, *([layer] for layer in forwards if layer not in chained)):
         chain = LayerChain(layers, workspace)
+        made.append(chain)
         for layer in layers:
             forwards[layer].chain = chain
         following = forwards[layers[-1]].following
         if following is not None and following.operations is not None:
             layers[-1].hand_to(following.operations)
+    return made
 
 
 class FusedForward:

@@ -34,7 +34,7 @@ from foreword.model.kernels.team import Operation, Program
 from foreword.model.rotary import RotaryKernel
 from foreword.model.row_kernels import Norm, RowOperation
 from foreword.model.storage import KVStorage
-from foreword.model.tile_product import TileProduct, scratch_bytes
+from foreword.model.tile_product import TileOperation, TileProduct, scratch_bytes
 
 _ITEM_BYTES = 2
 _LINE = 64
@@ -81,6 +81,13 @@ class Workspace:
             self._places = Places(num_rows, rows, first, normed, added, total, first + wide + 4 * narrow)
             self.normed = None, None
         return self._places
+
+    def normed_rows(self, width: int) -> Tensor:
+        """What lies in `normed`, [rows, width]: a view, until something else runs."""
+        assert self._places is not None
+        start, num_rows = self._places.normed - self._memory.data_ptr(), self._places.num_rows
+        rows = self._memory[start : start + num_rows * width * _ITEM_BYTES]
+        return rows.view(torch.bfloat16).view(num_rows, width)
 
 
 class LayerOperations:
@@ -134,7 +141,11 @@ class LayerOperations:
     def hand_to(self, following: LayerOperations) -> None:
         """The layer's last sum is normalised for `following`, which runs next."""
         self.following = following
-        self._next_norm.set_norm(following.first_norm)
+        self.hand_to_norm(following.first_norm)
+
+    def hand_to_norm(self, norm: Norm) -> None:
+        """The layer's last sum is normalised so."""
+        self._next_norm.set_norm(norm)
 
     def set_storage(self, storage: KVStorage, kernel: CpuAttention) -> None:
         """Where keys and values are from now on, in blocks without gaps."""
@@ -186,13 +197,41 @@ class LayerChain:
         self._space = workspace
         for layer, following in itertools.pairwise(layers):
             layer.hand_to(following)
-        self.program = Program([one for layer in layers for one in layer.operations.values()])
+        self._of_layers = [one for layer in layers for one in layer.operations.values()]
+        self.program = Program(self._of_layers)
+        self._head: tuple[TileProduct, TileOperation] | None = None
         self._storage: Callable[[], KVStorage | None] = lambda: None
         """Weak: a model outlives engines, whose blocks are to be freed."""
         self._kernel: AttentionKernel | None = None
         self._is_for_storage = False
         self._passed: tuple[Tensor, Tensor, ForwardContext] | None = None
         """What the other layers of a step must be given: rows, cosines and the step itself. None when all have run."""
+
+    def end_with(self, norm: Norm, head: TileProduct) -> None:
+        """What follows the last layer, if the chain is a whole model."""
+        self.layers[-1].hand_to_norm(norm)
+        self._head = head, head.operation()
+        self.program = Program([*self._of_layers, self._head[1]])
+
+    def logits(
+        self, hidden_states: Tensor, turns: tuple[Tensor, Tensor], context: ForwardContext, keep: Tensor
+    ) -> Tensor | None:
+        """Logits [len(keep), vocab] of some rows, ascending, each once; None if the program is not for such a step."""
+        if self._head is None or not self._can_run(hidden_states, context):
+            return None
+        (product, operation), width = self._head, hidden_states.shape[2]
+        places = self._bind(hidden_states.contiguous(), None, turns, context)
+        if not len(keep):
+            self.program.run(len(self._of_layers))
+            return hidden_states.new_empty(0, product.width)
+        first, last = int(keep[0]), int(keep[-1])
+        if last - first + 1 != len(keep):
+            self.program.run(len(self._of_layers))
+            return product(self._space.normed_rows(width)[keep])
+        logits = hidden_states.new_empty(len(keep), product.width)
+        operation.bind(places.normed + first * width * _ITEM_BYTES, len(keep), logits.data_ptr(), places.scratch)
+        self.program.run()
+        return logits
 
     def forward(
         self, layer: LayerOperations, hidden_states: Tensor, turns: tuple[Tensor, Tensor], context: ForwardContext
@@ -232,21 +271,36 @@ class LayerChain:
         x, space = hidden_states.contiguous(), self._space
         result = torch.empty_like(x)
         self._passed = (result, turns[0], context) if len(self.layers) > 1 else None
-        turns = turns[0].contiguous(), turns[1].contiguous()
+        is_normed = space.normed[0] is hidden_states and space.normed[1] is self.layers[0]
+        self._bind(x, result, turns, context, is_normed=is_normed)
+        self.program.run(len(self._of_layers))
+        space.normed = result, self.layers[-1].following
+        return result
+
+    def _bind(
+        self,
+        x: Tensor,
+        result: Tensor | None,
+        turns: tuple[Tensor, Tensor],
+        context: ForwardContext,
+        *,
+        is_normed: bool = False,
+    ) -> Places:
+        """Bind all layers; without a result the last one's rows are left where the others' are."""
+        self._kept = turns = turns[0].contiguous(), turns[1].contiguous()
+        space = self._space
         places = space.places(x.shape[1])
+        space.normed = None, None
         first, last = self.layers[0], self.layers[-1]
-        is_normed = space.normed[0] is hidden_states and space.normed[1] is first
         for layer in self.layers:
             layer.bind_rows(
                 places,
                 x.data_ptr() if layer is first else places.rows,
-                result.data_ptr() if layer is last else places.rows,
+                result.data_ptr() if layer is last and result is not None else places.rows,
                 is_normed=is_normed or layer is not first,
             )
             layer.bind_step(turns, context)
-        self.program.run()
-        space.normed = result, last.following
-        return result
+        return places
 
 
 def _in_lines(num_bytes: int) -> int:

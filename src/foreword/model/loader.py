@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
@@ -25,10 +25,11 @@ from foreword.model.experts import EXPERTS_NAME
 from foreword.model.fused import ProductPart, fuse
 from foreword.model.fused_layer import chain_layers, fuse_layers, unchain_layers
 from foreword.model.kernels.select import AttentionKernel, make_kernel
-from foreword.model.layer_program import BrokenChainError
+from foreword.model.layer_program import BrokenChainError, LayerChain
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.packed import PackedLinear, pack_linears
 from foreword.model.recurrent import RecurrentForward, StateProbe, StepCache, cache_argument
+from foreword.model.straight_pass import StraightPass
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ class LoadedModel:
     """Longest sequence that the model may be given."""
     eos_token_ids: frozenset[int]
     kernel: AttentionKernel
+    straight: list[StraightPass] = field(default_factory=list)
+    """The way through the model without its own code, if there is one."""
     exact: bool = True
     """Whether a GPU computes in fixed shapes, so that a row's bits do not depend on the others; a CPU always does."""
 
@@ -97,10 +100,17 @@ class LoadedModel:
         try:
             output = self.module(**arguments)
         except BrokenChainError:  # somebody has changed the model since it was loaded
+            self.straight.clear()
             unchain_layers(self.module)
             output = self.module(**arguments)  # what was written to blocks is written again
         logits: Tensor = output.logits[0]
         return logits
+
+    def run_straight(
+        self, token_ids: Tensor, positions: Tensor, keep: Tensor, context: ForwardContext
+    ) -> Tensor | None:
+        """As a call, without the model's own code; rows are ascending, each once. None if this step needs that code."""
+        return self.straight[0](token_ids, positions, keep, context) if self.straight else None
 
     def run_two_tokens(self, context: Any, cache: Any) -> None:
         """Run the model on a batch that means nothing, with what stands in for the context of a step."""
@@ -162,8 +172,22 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
         if model.states:
             unchain_layers(module)
         else:
-            chain_layers(module, lambda context: model.run_two_tokens(context, DynamicCache()))
+            chains = chain_layers(module, lambda context: model.run_two_tokens(context, DynamicCache()))
+            model.straight.extend(_straight_pass(model, chains))
     return model
+
+
+def _straight_pass(model: LoadedModel, chains: list[LayerChain]) -> Iterator[StraightPass]:
+    """The one there is, or none."""
+
+    def run(context: Any, token_ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
+        return model(token_ids, positions, keep, context, DynamicCache())
+
+    if len(chains) == 1:
+        with torch.inference_mode():
+            found = StraightPass.find(model.module, chains[0], run, model.vocab_size)
+        if found is not None:
+            yield found
 
 
 def _load_config(options: ModelConfig) -> PretrainedConfig:

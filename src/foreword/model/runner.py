@@ -106,9 +106,12 @@ class ForwardPass:
             group_id: plan.step(own[: self.num_tokens])
             for (group_id, plan), own in zip(self.groups.items(), slots, strict=True)
         }
-        cache = StepCache(storage, self.runs, offsets)
-        logits = model(token_ids[None], positions[None], self.keep.long(), ForwardContext(storage, steps), cache)
-        return logits[: self.num_kept]
+        context, keep = ForwardContext(storage, steps), self.keep.long()
+        logits = model.run_straight(token_ids[None], positions[None], keep[: self.num_kept], context)
+        if logits is None:
+            cache = StepCache(storage, self.runs, offsets)
+            logits = model(token_ids[None], positions[None], keep, context, cache)[: self.num_kept]
+        return logits
 
 
 class ModelRunner:

@@ -89,9 +89,10 @@ class Program:
         a[TEAM_SIZE] = 0 if openmp is None else _address_of(openmp.omp_get_num_threads)
         a[GIVE_WAY] = _address_of(ctypes.CDLL(None).sched_yield)
 
-    def run(self) -> None:
-        """All of them, with the arguments that they have now."""
-        self._whole.arguments[NUM_THREADS] = torch.get_num_threads()
+    def run(self, number: int | None = None) -> None:
+        """All of them, or so many of the first, with the arguments that they have now."""
+        a = self._whole.arguments
+        a[NUM_THREADS], a[NUM_OPERATIONS] = torch.get_num_threads(), len(self.operations) if number is None else number
         self._counters[:] = 0
         self._whole.run()
 
