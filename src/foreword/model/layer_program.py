@@ -19,18 +19,21 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from foreword.model import rotary
 from foreword.model.attention import ForwardContext
+from foreword.model.kernels import cpu_attention
 from foreword.model.kernels.cpu_attention import AttentionOperations, CpuAttention
 from foreword.model.kernels.reference import AttentionOptions
 from foreword.model.kernels.select import AttentionKernel
-from foreword.model.kernels.team import Operation, Program
+from foreword.model.kernels.team import Operation, Program, Wires
 from foreword.model.rotary import RotaryKernel
 from foreword.model.row_kernels import Norm, RowOperation
 from foreword.model.storage import KVStorage
@@ -38,6 +41,8 @@ from foreword.model.tile_product import TileOperation, TileProduct, scratch_byte
 
 _ITEM_BYTES = 2
 _LINE = 64
+_NUMBERS = len(rotary.STEP_ARGUMENTS) + len(cpu_attention.STEP_ARGUMENTS)
+"""New in every step, for layers of one kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ class LayerOperations:
         layer: int,
         norms: tuple[Norm, Norm],
         products: tuple[TileProduct, TileProduct, TileProduct, TileProduct],
-        rotary: RotaryKernel,
+        heads: RotaryKernel,
         options: AttentionOptions,
     ) -> None:
         """`norms`: before attention and before the network; `products`: heads, output, gate and up, down."""
@@ -106,15 +111,15 @@ class LayerOperations:
         self.first_norm = norms[0]
         self._project, self._output, self._gate, self._down = (product.operation() for product in products)
         self._widths = products[0].width, products[2].width, products[3].width
-        self._rotary = rotary
+        self._shapes, self._rotary = heads.shapes, heads.operation()
         self._options = options
         self._norm, self._norm_of_sum, self._next_norm = (RowOperation() for _ in range(3))
         self._norm.set_norm(norms[0])
         self._norm_of_sum.set_norm(norms[1])
         self._next_norm.set_norm(norms[0])  # nobody's, if no layer follows
         self.following: LayerOperations | None = None
-        self._attention = AttentionOperations()
-        shapes = rotary.shapes
+        self.attention = AttentionOperations()
+        shapes = self._shapes
         self._query_bytes = shapes.query_heads * shapes.key_dim * _ITEM_BYTES
         self._mixed_bytes = shapes.query_heads * shapes.value_dim * _ITEM_BYTES
         self._bound: tuple[Places, int, int, bool] | None = None
@@ -122,9 +127,9 @@ class LayerOperations:
         self.operations: dict[str, Operation] = {
             "norm": self._norm,
             "project": self._project,
-            "heads": rotary.operation,
-            "attention": self._attention.items,
-            "merge": self._attention.merges,
+            "heads": self._rotary,
+            "attention": self.attention.items,
+            "merge": self.attention.merges,
             "output": self._output,
             "sum, norm": self._norm_of_sum,
             "gate, up": self._gate,
@@ -150,7 +155,16 @@ class LayerOperations:
     def set_storage(self, storage: KVStorage, kernel: CpuAttention) -> None:
         """Where keys and values are from now on, in blocks without gaps."""
         blocks = storage.keys[self.layer], storage.values[self.layer]
-        self._attention.set_layer(blocks, self._rotary.shapes.query_heads, self._options, kernel.bfloat16)
+        self._rotary.bind_blocks(*blocks)
+        self.attention.set_layer(blocks, self._shapes.query_heads, self._options, kernel.bfloat16)
+
+    def wires(self, first: int) -> Iterator[tuple[Operation, int, int]]:
+        """What takes which number of a step's, beginning at `first`: `rotary.py`'s, then `cpu_attention.py`'s."""
+        arguments = enumerate(rotary.STEP_ARGUMENTS, first)
+        yield from ((self._rotary, argument, number) for number, argument in arguments)
+        for number, argument in enumerate(cpu_attention.STEP_ARGUMENTS, first + len(rotary.STEP_ARGUMENTS)):
+            yield self.attention.items, argument, number
+            yield self.attention.merges, argument, number
 
     def bind_rows(self, places: Places, rows: int, result: int, *, is_normed: bool) -> None:
         """Addresses of the layer's rows and of its result, and whether the norm of `rows` is in its place already."""
@@ -160,6 +174,9 @@ class LayerOperations:
         num_rows, wide, normed, scratch = places.num_rows, places.wide, places.normed, places.scratch
         self._queries = wide + _in_lines(num_rows * self._widths[0] * _ITEM_BYTES)
         self._mixed = self._queries + num_rows * self._query_bytes
+        self._rotary.bind_rows(wide, num_rows, self._queries)
+        query = self._queries, self._query_bytes, self._shapes.key_dim * _ITEM_BYTES
+        self.attention.bind_rows(query, self._mixed)
         self._norm.bind(rows, 0, 0, normed, 0 if is_normed else num_rows)
         self._project.bind(normed, num_rows, wide, scratch)
         self._output.bind(self._mixed, num_rows, places.added, scratch)
@@ -168,21 +185,6 @@ class LayerOperations:
         self._down.bind(wide, num_rows, places.added, scratch)
         self._next_norm.bind(places.total, places.added, result, normed, num_rows)
         self._bound = places, rows, result, is_normed
-
-    def bind_step(self, turns: tuple[Tensor, Tensor], context: ForwardContext) -> None:
-        """What else there is in a step, as `RotaryKernel` and `CpuAttention` have it; to be called last.
-
-        Rows of padding attend to nothing: what they get is whatever lay there, and no other row sees it.
-        """
-        assert self._bound is not None
-        places, storage = self._bound[0], context.storage
-        step, blocks = (
-            context.steps[storage.group_of[self.layer]],
-            (storage.keys[self.layer], storage.values[self.layer]),
-        )
-        self._rotary.bind(places.wide, places.num_rows, turns, step.slots, blocks, self._queries)
-        query = self._queries, self._query_bytes, self._rotary.shapes.key_dim * _ITEM_BYTES
-        cast(CpuAttention, step.kernel).bind(self._attention, query, self._mixed, step.plan)
 
 
 class BrokenChainError(Exception):
@@ -204,6 +206,11 @@ class LayerChain:
         """Weak: a model outlives engines, whose blocks are to be freed."""
         self._kernel: AttentionKernel | None = None
         self._is_for_storage = False
+        self._kinds: list[tuple[int, int, LayerOperations]] = []
+        """Layers of one group and shape: the group, the bytes of a token in all of them, one of them."""
+        self._wires = Wires([])
+        self._kept: object = None
+        """Of what the step's numbers are addresses of: what the caller may not have."""
         self._passed: tuple[Tensor, Tensor, ForwardContext] | None = None
         """What the other layers of a step must be given: rows, cosines and the step itself. None when all have run."""
 
@@ -263,6 +270,7 @@ class LayerChain:
             if self._is_for_storage:
                 for layer, kernel in zip(self.layers, kernels, strict=True):
                     layer.set_storage(storage, cast(CpuAttention, kernel))
+                self._lay_wires(storage)
             self._storage, self._kernel = weakref.ref(storage), kernel
         return self._is_for_storage and rows.dtype == torch.bfloat16
 
@@ -287,7 +295,6 @@ class LayerChain:
         is_normed: bool = False,
     ) -> Places:
         """Bind all layers; without a result the last one's rows are left where the others' are."""
-        self._kept = turns = turns[0].contiguous(), turns[1].contiguous()
         space = self._space
         places = space.places(x.shape[1])
         space.normed = None, None
@@ -299,8 +306,33 @@ class LayerChain:
                 result.data_ptr() if layer is last and result is not None else places.rows,
                 is_normed=is_normed or layer is not first,
             )
-            layer.bind_step(turns, context)
+        self._bind_step((turns[0].contiguous(), turns[1].contiguous()), context)
         return places
+
+    def _lay_wires(self, storage: KVStorage) -> None:
+        """Layers of one group and shape take the same numbers of a step."""
+        kinds: dict[tuple[object, ...], list[LayerOperations]] = {}
+        for layer in self.layers:
+            kinds.setdefault((storage.group_of[layer.layer], layer.attention.shape), []).append(layer)
+        alike = list(kinds.values())
+        self._kinds = [
+            (storage.group_of[own[0].layer], sum(one.attention.token_bytes for one in own), own[0]) for own in alike
+        ]
+        self._wires = Wires([w for kind, own in enumerate(alike) for one in own for w in one.wires(kind * _NUMBERS)])
+
+    def _bind_step(self, turns: tuple[Tensor, Tensor], context: ForwardContext) -> None:
+        """What is new in every step.
+
+        Rows of padding attend to nothing: what they get is whatever lay there, and no other row sees it.
+        """
+        numbers = np.empty((len(self._kinds), _NUMBERS), np.int64)
+        for own, (group, token_bytes, layer) in zip(numbers, self._kinds, strict=True):
+            step = context.steps[group]
+            own[: len(rotary.STEP_ARGUMENTS)] = rotary.step_numbers(turns, step.slots)
+            kernel = cast(CpuAttention, step.kernel)
+            own[len(rotary.STEP_ARGUMENTS) :] = kernel.step_numbers(layer.attention.shape, token_bytes, step.plan)
+        self._wires.carry(numbers)
+        self._kept = turns
 
 
 def _in_lines(num_bytes: int) -> int:

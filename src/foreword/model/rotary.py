@@ -27,6 +27,8 @@ UNIT_ROWS = 4
 (QUERY_HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, TURNED, COUNTER) = range(10, 16)
 (QUERY_NORM, QUERY_EPSILON, QUERY_FORM, KEY_NORM, KEY_EPSILON, KEY_FORM, NUM_ARGUMENTS) = range(16, 23)
 """int64 each: addresses, and counts. A norm's weight is 0 where there is none; epsilons are addresses of float32."""
+STEP_ARGUMENTS = COSINE, SINE, SLOTS, NUM_SLOTS
+"""What is new in every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +95,44 @@ def _compile_worker() -> Any:
     return worker
 
 
+class RotaryOperation(Operation):
+    """The pass for heads of one kind, for the rows and blocks that it was bound to last."""
+
+    def __init__(self, shapes: HeadShapes, norms: tuple[Norm | None, Norm | None]) -> None:
+        """`norms`: of queries and of keys."""
+        super().__init__(_compile_worker(), NUM_ARGUMENTS, COUNTER)
+        self._norms = norms
+        self._epsilons = np.array([norm.epsilon if norm else 0.0 for norm in norms], np.float32)
+        a = self.arguments
+        a[QUERY_HEADS], a[KV_HEADS] = shapes.query_heads, shapes.kv_heads
+        a[KEY_DIM], a[VALUE_DIM], a[TURNED] = shapes.key_dim, shapes.value_dim, shapes.turned
+        for number, norm in enumerate(norms):
+            if norm is not None:
+                at = (QUERY_NORM, KEY_NORM)[number]
+                a[at : at + 3] = norm.weight.data_ptr(), self._epsilons.ctypes.data + 4 * number, norm.form
+
+    def bind_blocks(self, keys: Tensor, values: Tensor) -> None:
+        """[blocks, block_size, kv_heads, dim] without gaps, which are the caller's to keep."""
+        a = self.arguments
+        a[KEYS], a[VALUES], a[ITEM_BYTES] = keys.data_ptr(), values.data_ptr(), keys.element_size()
+
+    def bind_rows(self, projected: int, num_rows: int, queries: int) -> None:
+        """Addresses of the rows' projections, and of where their queries go."""
+        a = self.arguments
+        a[ROWS], a[NUM_ROWS], a[QUERY] = projected, num_rows, queries
+
+
 class RotaryKernel:
-    """The pass for heads of one kind. One thread at a time."""
+    """The pass on tensors. One thread at a time."""
 
     def __init__(self, shapes: HeadShapes, query_norm: Norm | None, key_norm: Norm | None) -> None:
         self.shapes = shapes
         self._norms = query_norm, key_norm
-        self._epsilons = np.array([norm.epsilon if norm else 0.0 for norm in self._norms], np.float32)
-        self.operation = Operation(_compile_worker(), NUM_ARGUMENTS, COUNTER)
-        a = self.operation.arguments
-        a[QUERY_HEADS], a[KV_HEADS] = shapes.query_heads, shapes.kv_heads
-        a[KEY_DIM], a[VALUE_DIM], a[TURNED] = shapes.key_dim, shapes.value_dim, shapes.turned
-        for number, norm in enumerate(self._norms):
-            if norm is not None:
-                at = (QUERY_NORM, KEY_NORM)[number]
-                a[at : at + 3] = norm.weight.data_ptr(), self._epsilons.ctypes.data + 4 * number, norm.form
+        self._own = self.operation()
+
+    def operation(self) -> RotaryOperation:
+        """The pass as an operation, of which there may be many."""
+        return RotaryOperation(self.shapes, self._norms)
 
     def __call__(
         self, projected: Tensor, turns: tuple[Tensor, Tensor], slots: Tensor, blocks: tuple[Tensor, Tensor]
@@ -119,30 +144,14 @@ class RotaryKernel:
         """
         turns, slots = (turns[0].contiguous(), turns[1].contiguous()), slots.contiguous()
         output = projected.new_empty(len(projected), self.shapes.query_heads, self.shapes.key_dim)
-        self.bind(projected.data_ptr(), len(projected), turns, slots, blocks, output.data_ptr())
-        self.operation.run(alone=projected.numel() <= ALONE_ELEMENTS)
+        self._own.bind_blocks(*blocks)
+        self._own.bind_rows(projected.data_ptr(), len(projected), output.data_ptr())
+        for argument, number in zip(STEP_ARGUMENTS, step_numbers(turns, slots), strict=True):
+            self._own.arguments[argument] = number
+        self._own.run(alone=projected.numel() <= ALONE_ELEMENTS)
         return output
 
-    def bind(
-        self,
-        projected: int,
-        num_rows: int,
-        turns: tuple[Tensor, Tensor],
-        slots: Tensor,
-        blocks: tuple[Tensor, Tensor],
-        queries: int,
-    ) -> None:
-        """As a call, with addresses of rows; tensors are without gaps, and the caller's to keep."""
-        a, (keys, values) = self.operation.arguments, blocks
-        a[: ITEM_BYTES + 1] = (
-            projected,
-            turns[0].data_ptr(),
-            turns[1].data_ptr(),
-            queries,
-            keys.data_ptr(),
-            values.data_ptr(),
-            slots.data_ptr(),
-            num_rows,
-            len(slots),
-            keys.element_size(),
-        )
+
+def step_numbers(turns: tuple[Tensor, Tensor], slots: Tensor) -> tuple[int, int, int, int]:
+    """STEP_ARGUMENTS of a step: cosines and sines [1, rows, turned], slots [tokens], all without gaps and kept."""
+    return turns[0].data_ptr(), turns[1].data_ptr(), slots.data_ptr(), len(slots)

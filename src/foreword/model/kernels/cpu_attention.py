@@ -26,6 +26,12 @@ from foreword.model.kernels.tiles import has_tiles
 ALONE_UNITS, ALONE_PARTIALS = 4, 512
 """Fewer items of a chunk times KV heads, or partial results to merge, are left to the calling thread: some 20 us."""
 
+STEP_ARGUMENTS = [
+    *range(layout.TABLES, layout.NUM_MERGES + 1),
+    *range(layout.PARTIAL_STATS, layout.SCRATCH_BYTES + 1),
+]
+"""What is new in every step: the plan, and memory."""
+
 
 def fastest_mode() -> int:
     """How this processor multiplies bfloat16."""
@@ -58,7 +64,6 @@ class AttentionOperations:
             a[layout.FLOAT_OPTIONS] = self._floats.ctypes.data
             a[layout.ATTEND_CHUNK] = self._chunk.address
         self._sinks: Tensor | None = None
-        self._plan: CpuPlan | None = None
         self.token_bytes = 0
         """KV of a token."""
         self.shape = 0, 0, 0, 0, 0
@@ -79,23 +84,19 @@ class AttentionOperations:
         mode = layout.FLOATS if keys.dtype == torch.float32 else bfloat16
         self.shape = mode, num_heads // num_kv_heads, num_kv_heads, key_dim, value_dim
         self.token_bytes = num_kv_heads * (key_dim + value_dim) * keys.element_size()
-        a = self.items.arguments
-        a[layout.KEYS], a[layout.VALUES] = keys.data_ptr(), values.data_ptr()
-        a[layout.MODE : layout.VALUE_DIM + 1] = self.shape
-        a[layout.SINKS] = 0 if sinks is None else sinks.data_ptr()
-        a[layout.WINDOW], a[layout.LOCAL_CHUNK] = options.sliding_window or 0, options.local_chunk or 0
+        for a in (self.items.arguments, self.merges.arguments):
+            a[layout.KEYS], a[layout.VALUES] = keys.data_ptr(), values.data_ptr()
+            a[layout.MODE : layout.VALUE_DIM + 1] = self.shape
+            a[layout.SINKS] = 0 if sinks is None else sinks.data_ptr()
+            a[layout.WINDOW], a[layout.LOCAL_CHUNK] = options.sliding_window or 0, options.local_chunk or 0
         self._floats[:2] = options.scale, options.softcap or 0.0
 
-    def bind(self, query: tuple[int, int, int], output: int, plan: CpuPlan, memory: tuple[int, int, int, int]) -> None:
+    def bind_rows(self, query: tuple[int, int, int], output: int) -> None:
         """`query`: address, bytes of a token, bytes of a head; `output`: address of [rows, heads, value_dim] in the
-        blocks' type; `memory`: PARTIAL_STATS to SCRATCH_BYTES.
+        blocks' type.
         """
-        self._plan = plan
-        a, b = self.items.arguments, self.merges.arguments
-        a[: layout.OUTPUT + 1] = *query, output
-        a[layout.TABLES : layout.NUM_MERGES + 1] = plan.arguments
-        a[layout.PARTIAL_STATS : layout.SCRATCH_BYTES + 1] = memory
-        b[: layout.SCRATCH_BYTES + 1] = a[: layout.SCRATCH_BYTES + 1]
+        for one in (self.items, self.merges):
+            one.arguments[: layout.OUTPUT + 1] = *query, output
 
 
 class CpuAttention:
@@ -151,7 +152,10 @@ class CpuAttention:
             output[step.num_tokens :] = 0
         operations.set_layer((key_blocks, value_blocks), num_heads, options, self.bfloat16)
         place = rows.data_ptr(), rows.stride(0) * dtype.itemsize, rows.stride(1) * dtype.itemsize
-        self.bind(operations, place, output.data_ptr(), plan)
+        operations.bind_rows(place, output.data_ptr())
+        numbers = self.step_numbers(operations.shape, operations.token_bytes, plan)
+        for one in (operations.items, operations.merges):
+            one.arguments[STEP_ARGUMENTS] = numbers
         items_alone = step.num_folds == 0 and len(step.items) * key_blocks.shape[2] <= ALONE_UNITS
         if items_alone or not len(plan.joined.merges):
             operations.items.run(alone=items_alone)
@@ -160,15 +164,23 @@ class CpuAttention:
             self._both.run()
         return output.to(query.dtype)
 
-    def bind(self, operations: AttentionOperations, query: tuple[int, int, int], output: int, plan: CpuPlan) -> None:
-        """Let a layer's operations attend; the arguments are those of `AttentionOperations.bind`."""
-        _, num_groups, num_kv_heads, _, value_dim = operations.shape
+    def step_numbers(self, shape: tuple[int, int, int, int, int], token_bytes: int, plan: CpuPlan) -> Int64Array:
+        """STEP_ARGUMENTS of layers of one shape which together read so many bytes of a token."""
+        _, num_groups, num_kv_heads, _, value_dim = shape
         self._num_kv_heads = num_kv_heads
-        self._sharing.note_layer(operations.token_bytes)
+        self._sharing.note_layer(token_bytes)
         num_partials = plan.step.num_slots * num_groups * num_kv_heads
         partials = self._partial_memory(num_partials * (layout.padded(value_dim, 32) + 2) + 16)
-        scratch = self._thread_memory(operations.shape, plan.step.most_queries)
-        operations.bind(query, output, plan, (partials, partials + layout.padded(num_partials * 8, 64), *scratch))
+        scratch, scratch_bytes = self._thread_memory(shape, plan.step.most_queries)
+        numbers = np.empty(len(STEP_ARGUMENTS), np.int64)
+        numbers[: len(plan.arguments)] = plan.arguments
+        numbers[len(plan.arguments) :] = (
+            partials,
+            partials + layout.padded(num_partials * 8, 64),
+            scratch,
+            scratch_bytes,
+        )
+        return numbers
 
     def _partial_memory(self, num_floats: int) -> int:
         """Address of memory for partial results."""

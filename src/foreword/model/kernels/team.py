@@ -97,6 +97,21 @@ class Program:
         self._whole.run()
 
 
+class Wires:
+    """Numbers of one array that many operations take; Python would need as long for each layer as this for all."""
+
+    def __init__(self, wires: Sequence[tuple[Operation, int, int]]) -> None:
+        """`wires`: an operation, one of its arguments, and which number it takes."""
+        self._operations = [operation for operation, _, _ in wires]
+        self._ends = np.array([(one.address + 8 * argument, 8 * number) for one, argument, number in wires], np.int64)
+        self._carry = Operation(_compile_wires(), 4, 3)
+
+    def carry(self, numbers: Int64Array) -> None:
+        """Set the arguments, from an array without gaps."""
+        self._carry.arguments[:3] = self._ends.ctypes.data, len(self._ends), numbers.ctypes.data
+        self._carry.run(alone=True)
+
+
 # -------------------------------------------------------------------------------------- compiled
 
 
@@ -148,6 +163,23 @@ def _compile_program() -> Any:
                 turns += 1
                 if turns % PATIENCE == 0:
                     _call_for_number(a[GIVE_WAY])
+
+    return worker
+
+
+@functools.cache
+def _compile_wires() -> Any:
+    """Copies numbers to arguments. Compiled once per machine and kept."""
+    digest = source_digest()
+
+    @native_worker  # type: ignore[untyped-decorator]
+    def worker(arguments: Any) -> None:
+        a = carray(arguments, 4)
+        if digest == 0:
+            return
+        for wire in range(a[1]):
+            end = a[0] + 16 * wire
+            simd.store_int(simd.load_int(end), simd.load_int(a[2] + simd.load_int(end + 8)))
 
     return worker
 
