@@ -70,7 +70,7 @@ NEXT_VALUE_ROWS = NEXT_KEY_ROWS + 8 * CHUNK
 NEXT_LENGTH = NEXT_VALUE_ROWS + 8 * CHUNK  # how many tokens those are
 LAYOUT = NEXT_LENGTH + 8
 (ZEROS, STAGE, PACKED_KEYS, PACKED_VALUES, ROW_QUERIES, STAGED_QUERY, ROW_SCORES, ROW_STATS, ROW_MIXED) = range(9)
-(ROW_TABLE, FOLD_STATS, FOLD_MIXED, CURRENT_ITEM, TILE_CONFIG, LAYOUT_SIZE) = range(9, 15)
+(ROW_TABLE, FOLD_STATS, FOLD_MIXED, CURRENT_ITEM, TILE_CONFIG, ROW_FACTORS, LAYOUT_SIZE) = range(9, 16)
 VARIABLE = LAYOUT + 8 * LAYOUT_SIZE + 8  # kept a multiple of 64 below
 
 compiled = njit(error_model="numpy")
@@ -105,10 +105,11 @@ def scratch_layout(mode: int, key_dim: int, value_dim: int, token_bytes: int, mo
         2 * MOST_ROWS * 8,
         MOST_ROWS * 4 * values,
         most_rows[0] * 24,  # ROW_TABLE: low, high, target
-        most_rows[1] * 8,
+        most_rows[1] * 8 + 64,  # eight rows at a time
         most_rows[1] * 4 * values,
         8,
         CONFIG_BYTES,
+        MOST_ROWS * 8,
     ]
     offsets, end = [], padded(VARIABLE, 64)
     for size in sizes:

@@ -21,13 +21,14 @@ from foreword.model.kernels.cpu_layout import (
     PANEL,
     PARTIAL_MIXED,
     PARTIAL_STATS,
+    ROW_FACTORS,
     VALUE_DIM,
     ZEROS,
     inlined,
     part,
 )
-from foreword.model.kernels.simd import LOG2_E, copy_bytes, load_float, load_int, prefetch
-from foreword.model.kernels.softmax import find_peak, merge, soft_cap, weigh, weigh_pairs
+from foreword.model.kernels.simd import LOG2_E, LOWEST, copy_bytes, load_float, load_int, prefetch, store_float
+from foreword.model.kernels.softmax import add_mixture, find_peak, merge_stats, soft_cap, weigh, weigh_pairs
 from foreword.model.kernels.step_plan import CHUNK, FOLD
 
 
@@ -64,6 +65,9 @@ def find_peaks(a: Any, table: int, num_rows: int, scores: int, stats: int, panel
             if cap > 0.0:
                 soft_cap(own, panels[0], panels[1], scale / cap, cap)
             find_peak(own, stats + 8 * row, panels[0], panels[1], low, high, _factor(a))
+        else:
+            store_float(stats + 8 * row, LOWEST)
+            store_float(stats + 8 * row + 4, 0.0)
 
 
 @inlined
@@ -86,14 +90,15 @@ def _factor(a: Any) -> Any:
 @inlined
 def keep_rows(a: Any, scratch: int, table: int, num_rows: int, stats: int, mixed: int, kind: int) -> None:
     """Merge rows' results into a fold's, or leave them as partial results."""
-    width = (a[VALUE_DIM] + 31) // 32 * 32
+    width, factors = (a[VALUE_DIM] + 31) // 32 * 32, part(scratch, ROW_FACTORS)
+    if kind == FOLD:  # whose rows' targets follow each other
+        merge_stats(part(scratch, FOLD_STATS) + 8 * load_int(table + 16), stats, factors, num_rows)
     for row in range(num_rows):
         if load_int(table + 24 * row) >= load_int(table + 24 * row + 8):
             continue
-        own_stats, own_mixed, target = stats + 8 * row, mixed + row * 4 * width, load_int(table + 24 * row + 16)
+        own_mixed, target = mixed + row * 4 * width, load_int(table + 24 * row + 16)
         if kind == FOLD:
-            fold_mixed = part(scratch, FOLD_MIXED) + target * 4 * width
-            merge(part(scratch, FOLD_STATS) + 8 * target, fold_mixed, own_stats, own_mixed, width)
+            add_mixture(part(scratch, FOLD_MIXED) + target * 4 * width, own_mixed, factors + 8 * row, width)
         else:
-            copy_bytes(a[PARTIAL_STATS] + 8 * target, own_stats, 8)
+            copy_bytes(a[PARTIAL_STATS] + 8 * target, stats + 8 * row, 8)
             copy_bytes(a[PARTIAL_MIXED] + 4 * width * target, own_mixed, 4 * width)

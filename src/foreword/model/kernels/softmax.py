@@ -174,11 +174,58 @@ def merge(builder: Any, stats: Any, mixed: Any, chunk_stats: Any, chunk_mixed: A
     _store(builder, builder.extract_element(new_peak, ir.Constant(I32, 0)), stats)
     _store(builder, builder.extract_element(total, ir.Constant(I32, 0)), stats, 4)
 
+    _emit_add(builder, (mixed, chunk_mixed), (decay, gain), width)
+
+
+@simd._instructions("aaai")
+def merge_stats(builder: Any, stats: Any, chunk_stats: Any, factors: Any, num_rows: Any) -> None:
+    """The peaks and sums of consecutive rows, as `merge` has them, eight rows at a time.
+
+    Writes to `factors` [rows, 2] by what `add_mixture` multiplies each row's mixtures. A row that sees nothing of the
+    chunk has LOWEST and 0 in `chunk_stats`, and stays as it is. Up to seven rows beyond are read, and kept.
+    """
+    peaks, is_peak = (ir.Constant(I32S, [pick(lane) for lane in range(LANES)]) for pick in (_even, _is_even))
+    is_peak = builder.icmp_signed("!=", is_peak, ir.Constant(I32S, [0] * LANES))
+
     def body(index: Any) -> list[Any]:
-        offset = builder.mul(index, _int(4))
-        at = builder.add(mixed, offset)
-        kept = builder.fmul(_load(builder, at), decay)
-        _store(builder, _fma(builder, _load(builder, builder.add(chunk_mixed, offset)), gain, kept), at)
+        offset = builder.mul(index, _int(8))
+        old, new = (_load(builder, builder.add(address, offset)) for address in (stats, chunk_stats))
+        peak, chunk_peak = (builder.shuffle_vector(both, both, peaks) for both in (old, new))
+        highest = _larger(builder, peak, chunk_peak)
+        decay, gain = (_exp2(builder, builder.fsub(own, highest)) for own in (peak, chunk_peak))
+        total = _fma(builder, new, gain, builder.fmul(old, decay))
+        left = _splat(builder, builder.trunc(builder.mul(builder.sub(num_rows, index), _int(2)), I32))
+        inside = builder.icmp_signed("<", ir.Constant(I32S, list(range(LANES))), left)
+        merged = builder.select(inside, builder.select(is_peak, highest, total), old)
+        _store(builder, merged, builder.add(stats, offset))
+        _store(builder, builder.select(is_peak, decay, gain), builder.add(factors, offset))
+        return []
+
+    _loop(builder, _int(0), num_rows, LANES // 2, [], body)
+
+
+def _even(lane: int) -> int:
+    return lane & -2
+
+
+def _is_even(lane: int) -> int:
+    return 1 - lane % 2
+
+
+@simd._instructions("aaai")
+def add_mixture(builder: Any, mixed: Any, chunk_mixed: Any, factors: Any, width: Any) -> None:
+    """One row's mixture of values in a chunk to its mixture so far, by its two factors."""
+    decay, gain = (_splat(builder, _load(builder, factors, offset, F32)) for offset in (0, 4))
+    _emit_add(builder, (mixed, chunk_mixed), (decay, gain), width)
+
+
+def _emit_add(builder: Any, mixtures: tuple[Any, Any], factors: tuple[Any, Any], width: Any) -> None:
+    """mixtures[0] = factors[0] * mixtures[0] + factors[1] * mixtures[1]"""
+
+    def body(index: Any) -> list[Any]:
+        at, other = (builder.add(mixed, builder.mul(index, _int(4))) for mixed in mixtures)
+        kept = builder.fmul(_load(builder, at), factors[0])
+        _store(builder, _fma(builder, _load(builder, other), factors[1], kept), at)
         return []
 
     _loop(builder, _int(0), width, LANES, [], body)
