@@ -27,6 +27,7 @@ from foreword.model.kernels.cpu_layout import (
     ROW_SCORES,
     ROW_STATS,
     ROW_TABLE,
+    SCORE_BYTES,
     STAGE,
     STAGED_ROWS,
     TILE_CONFIG,
@@ -135,7 +136,7 @@ def _attend_rows(a: Any, scratch: int, first: int, num_rows: int, kind: int) -> 
     _multiply_keys(a, scratch, first, num_rows, start, stop)
     find_peaks(a, table, num_rows, scores, stats, (start, stop))
     for row in range(num_rows):
-        weigh_row(a, scratch, table + 24 * row, scores + row * 4 * CHUNK, stats + 8 * row, (start, stop))
+        weigh_row(a, scratch, table + 24 * row, scores + row * SCORE_BYTES, stats + 8 * row, (start, stop))
     _multiply_values(a, scratch, num_rows, start, high)
     keep_rows(a, scratch, table, num_rows, stats, part(scratch, ROW_MIXED), kind)
 
@@ -149,11 +150,11 @@ def _multiply_keys(a: Any, scratch: int, first: int, num_rows: int, start: int, 
         panel = part(scratch, PACKED_KEYS) + token * num_words * 4
         scores = part(scratch, ROW_SCORES) + 4 * token
         if a[MODE] == TILES:
-            tile_product_64(num_rows, queries, num_words * 4, panel, num_words // LANES, scores, 4 * CHUNK)
+            tile_product_64(num_rows, queries, num_words * 4, panel, num_words // LANES, scores, SCORE_BYTES)
         elif a[MODE] == PAIRS:
-            pair_product_64(num_rows, queries, num_words * 4, panel, num_words, scores, 4 * CHUNK)
+            pair_product_64(num_rows, queries, num_words * 4, panel, num_words, scores, SCORE_BYTES)
         else:
-            product_64(num_rows, queries, num_words * 4, panel, num_words, scores, 4 * CHUNK)
+            product_64(num_rows, queries, num_words * 4, panel, num_words, scores, SCORE_BYTES)
 
 
 @inlined
@@ -169,17 +170,17 @@ def _multiply_values(a: Any, scratch: int, num_rows: int, start: int, high: int)
         panel = part(scratch, PACKED_VALUES) + dim * 4 * (CHUNK // together) + start // together * lanes * 4
         target = part(scratch, ROW_MIXED) + 4 * dim
         if a[MODE] == TILES and lanes == PANEL:
-            tile_product_64(num_rows, weights, 4 * CHUNK, panel, steps, target, 4 * width)
+            tile_product_64(num_rows, weights, SCORE_BYTES, panel, steps, target, 4 * width)
         elif a[MODE] == TILES:
-            tile_product_32(num_rows, weights, 4 * CHUNK, panel, steps, target, 4 * width)
+            tile_product_32(num_rows, weights, SCORE_BYTES, panel, steps, target, 4 * width)
         elif a[MODE] == PAIRS and lanes == PANEL:
-            pair_product_64(num_rows, weights, 4 * CHUNK, panel, length, target, 4 * width)
+            pair_product_64(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
         elif a[MODE] == PAIRS:
-            pair_product_32(num_rows, weights, 4 * CHUNK, panel, length, target, 4 * width)
+            pair_product_32(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
         elif lanes == PANEL:
-            product_64(num_rows, weights, 4 * CHUNK, panel, length, target, 4 * width)
+            product_64(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
         else:
-            product_32(num_rows, weights, 4 * CHUNK, panel, length, target, 4 * width)
+            product_32(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
 
 
 @inlined

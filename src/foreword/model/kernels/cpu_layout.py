@@ -21,6 +21,8 @@ TILES, PAIRS, WIDENED, FLOATS = range(4)
 """Modes: bfloat16 multiplied in AMX tiles, in pairs of a vector, widened to float32; float32."""
 IN_PAIRS = TILES, PAIRS
 """Modes whose words are pairs of bfloat16: memory lies alike, only the products differ."""
+SCORE_BYTES = 4 * CHUNK + 64
+"""Between rows of scores: a line more than they take, so that a column of them is spread over the first cache."""
 MOST_ROWS = 2 * TILE_ROWS
 """Rows that are multiplied at a time, at most: two tiles'; ROWS where there are no tiles."""
 
@@ -95,13 +97,13 @@ def scratch_layout(mode: int, key_dim: int, value_dim: int, token_bytes: int, mo
     """
     words, values = key_words(mode, key_dim), padded(value_dim, 32)
     sizes = [
-        max(token_bytes, 4 * CHUNK) + 256,  # ZEROS: a token that nobody sees
+        max(token_bytes, SCORE_BYTES) + 256,  # ZEROS: a token that nobody sees
         CHUNK * 4 * (padded(max(key_dim, value_dim), 32) + 32),  # STAGE
         CHUNK * 4 * words,
         CHUNK * 4 * values,
         (most_rows[0] + MOST_ROWS) * 4 * words,  # the last part's rows are read to their full number
         4 * (words + 32),  # STAGED_QUERY
-        2 * MOST_ROWS * 4 * CHUNK,  # of two parts
+        2 * MOST_ROWS * SCORE_BYTES,  # of two parts
         2 * MOST_ROWS * 8,
         MOST_ROWS * 4 * values,
         most_rows[0] * 24,  # ROW_TABLE: low, high, target

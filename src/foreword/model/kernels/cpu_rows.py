@@ -22,6 +22,7 @@ from foreword.model.kernels.cpu_layout import (
     PARTIAL_MIXED,
     PARTIAL_STATS,
     ROW_FACTORS,
+    SCORE_BYTES,
     VALUE_DIM,
     ZEROS,
     inlined,
@@ -61,7 +62,7 @@ def find_peaks(a: Any, table: int, num_rows: int, scores: int, stats: int, panel
     for row in range(num_rows):
         low, high = load_int(table + 24 * row), load_int(table + 24 * row + 8)
         if low < high:
-            own = scores + row * 4 * CHUNK
+            own = scores + row * SCORE_BYTES
             if cap > 0.0:
                 soft_cap(own, panels[0], panels[1], scale / cap, cap)
             find_peak(own, stats + 8 * row, panels[0], panels[1], low, high, _factor(a))
@@ -74,7 +75,7 @@ def find_peaks(a: Any, table: int, num_rows: int, scores: int, stats: int, panel
 def weigh_row(a: Any, scratch: int, entry: int, scores: int, stats: int, panels: tuple[int, int]) -> None:
     """Weights of one row's scores, in their place, and their sum; `entry`: the row's place in the table."""
     if load_int(entry) >= load_int(entry + 8):
-        copy_bytes(scores, part(scratch, ZEROS), 4 * CHUNK)
+        copy_bytes(scores, part(scratch, ZEROS), SCORE_BYTES)
     elif a[MODE] in IN_PAIRS:
         weigh_pairs(scores, stats, panels[0], panels[1], _factor(a))
     else:

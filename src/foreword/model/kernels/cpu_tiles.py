@@ -26,6 +26,7 @@ from foreword.model.kernels.cpu_layout import (
     ROW_SCORES,
     ROW_STATS,
     ROW_TABLE,
+    SCORE_BYTES,
     TILE_CONFIG,
     VALUE_DIM,
     inlined,
@@ -38,7 +39,7 @@ from foreword.model.kernels.tiles import end_wide, lay_out, multiply_wide, produ
 
 _COLUMNS = 2 * LANES
 """Tokens, or dimensions of values, of a product."""
-_SCORES_BYTES, _STATS_BYTES = MOST_ROWS * 4 * CHUNK, MOST_ROWS * 8
+_SCORES_BYTES, _STATS_BYTES = MOST_ROWS * SCORE_BYTES, MOST_ROWS * 8
 _begin = product_32.begin
 
 
@@ -54,7 +55,7 @@ def _multiply_keys(a: Any, scratch: int, number: int, start: int, at: int) -> No
         _begin()
     multiply_wide(queries, 4 * words, keys, 4 * PANEL)
     if step == steps - 1:
-        end_wide(part(scratch, ROW_SCORES) + number % 2 * _SCORES_BYTES + 4 * token, 4 * CHUNK)
+        end_wide(part(scratch, ROW_SCORES) + number % 2 * _SCORES_BYTES + 4 * token, SCORE_BYTES)
 
 
 @inlined
@@ -68,7 +69,7 @@ def _mix_values(a: Any, scratch: int, number: int, start: int, steps: int, at: i
     panel = part(scratch, PACKED_VALUES) + first * 4 * (CHUNK // 2) + start // 2 * lanes * 4
     if step == 0:
         _begin()
-    multiply_wide(weights, 4 * CHUNK, panel + (step * LANES * lanes + dim - first) * 4, 4 * lanes)
+    multiply_wide(weights, SCORE_BYTES, panel + (step * LANES * lanes + dim - first) * 4, 4 * lanes)
     if step == steps - 1:
         end_wide(part(scratch, ROW_MIXED) + 4 * dim, 4 * width)
 
@@ -96,7 +97,7 @@ def attend_in_tiles(a: Any, scratch: int, num_rows: int, kind: int) -> None:
         for row in range(max(1, rows)):
             if row < rows:
                 entry = table + 24 * (first + row)
-                weigh_row(a, scratch, entry, scores + row * 4 * CHUNK, stats + 8 * row, (start, stop))
+                weigh_row(a, scratch, entry, scores + row * SCORE_BYTES, stats + 8 * row, (start, stop))
                 ask_ahead(a, scratch, first + row, num_rows)
             end = total * (row + 1) // max(1, rows)
             while at < end:
