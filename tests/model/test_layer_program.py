@@ -18,9 +18,11 @@ from foreword.config import KernelName, ModelConfig
 from foreword.model import loader
 from foreword.model.fused_layer import FusedForward
 from foreword.model.kernels import tiles
+from foreword.model.kernels.cpu_attention import CpuAttention
 from foreword.model.kernels.select import ReferenceAttention
-from foreword.model.layer_program import LayerChain
+from foreword.model.layer_program import LayerChain, LayerOperations
 from foreword.model.loader import LoadedModel, load_model
+from foreword.model.storage import KVStorage
 from foreword.model.tile_product import TileOperation
 from tiny_models import Recipe, TinyModels, build_engine, complete, greedy, random_tokens, save_model
 
@@ -232,6 +234,52 @@ def test_what_ends_a_step_while_it_is_bound_is_not_remembered_as_bound(
         answers(model, (5,))
     monkeypatch.undo()
     assert answers(model, (5,)) == expected
+
+
+def test_an_interrupt_between_engines_leaves_no_layer_with_the_others_blocks(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16"))
+    prompts = [random_tokens(np.random.default_rng(3), 40)]
+    engine, other = build_engine(model), build_engine(model)
+
+    def tokens() -> list[int]:
+        (output,) = complete(engine, prompts, greedy(4, logprobs=1))
+        return output.outputs[0].token_ids
+
+    expected = tokens()
+    set_storage, at = LayerOperations.set_storage, iter(range(100))
+
+    def interrupted(self: LayerOperations, storage: KVStorage, kernel: CpuAttention) -> None:
+        if next(at) == 2:
+            raise KeyboardInterrupt
+        set_storage(self, storage, kernel)
+        for blocks in (storage.keys[self.layer], storage.values[self.layer]):
+            blocks.fill_(torch.nan)
+
+    monkeypatch.setattr(LayerOperations, "set_storage", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        complete(other, prompts, greedy(1))
+    monkeypatch.undo()
+    assert tokens() == expected
+
+
+def test_rows_with_gaps_between_them_are_kept_until_they_have_been_read(tiny_models: TinyModels) -> None:
+    """What is made of them for the program is nobody else's."""
+    model = load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16"))
+    expected = answers(model)
+    (straight,) = model.straight
+    embed, (chain,) = straight.embed, chains(model)
+    run, junk = chain.program.run, []
+
+    def run_late(number: int | None = None) -> None:
+        sizes = range(1, 600)
+        junk[:] = [torch.full((1, num_rows, 64), torch.nan, dtype=torch.bfloat16) for num_rows in sizes]
+        run(number)
+
+    chain.program.run = run_late  # type: ignore[method-assign]
+    model.straight[0] = replace(straight, embed=lambda tokens: torch.stack((embed(tokens),) * 2, -1)[..., 0])
+    assert answers(model) == expected
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

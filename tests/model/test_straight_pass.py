@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache
 
 from foreword.config import ModelConfig
@@ -16,7 +18,7 @@ from foreword.model.kernels import tiles
 from foreword.model.layer_program import LayerChain
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.straight_pass import StraightPass
-from tiny_models import TinyModels, build_engine, complete, greedy, random_tokens
+from tiny_models import Recipe, TinyModels, build_engine, complete, greedy, random_tokens, save_model
 
 pytestmark = pytest.mark.skipif(not tiles.has_tiles(), reason="this processor has no tiles")
 Run = Callable[..., Tensor]
@@ -110,3 +112,54 @@ def test_a_kernel_without_a_program_is_served_by_the_models_own_code(tiny_models
     assert len(answers(model)) == 6
     assert model.straight[0].chain._head is not None
     assert not model.straight[0].chain._is_for_storage
+
+
+class Doubled(nn.Module):
+    """What another module gives, twice."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__()
+        self.plain = plain
+
+    def forward(self, rows: Tensor) -> Tensor:
+        result: Tensor = self.plain(rows) * 2
+        return result
+
+
+@pytest.mark.parametrize("path", ["lm_head", "model.norm", "model.embed_tokens"])
+def test_a_module_that_is_put_in_anothers_place_later_has_its_say(tiny_models: TinyModels, path: str) -> None:
+    found, expected = load(tiny_models), load(tiny_models)
+    expected.straight.clear()
+    before = answers(found)
+    for model in (found, expected):
+        model.module.set_submodule(path, Doubled(model.module.get_submodule(path)))
+    assert answers(found) == answers(expected)
+    assert path == "model.norm" or answers(found) != before
+
+
+@pytest.mark.parametrize("path", ["model.embed_tokens", "model.layers.1"])
+def test_a_forward_that_is_replaced_later_has_its_say(tiny_models: TinyModels, path: str) -> None:
+    model = load(tiny_models)
+    before, module = answers(model), model.module.get_submodule(path)
+    forward = module.forward
+    module.forward = lambda rows, **others: forward(rows, **others) * 1.25  # type: ignore[method-assign]
+    assert answers(model) != before
+
+
+def test_a_hook_of_all_modules_sees_those_of_a_step(tiny_models: TinyModels) -> None:
+    model = load(tiny_models)
+    seen: list[nn.Module] = []
+    with register_module_forward_hook(lambda module, arguments, output: seen.append(module)):
+        answers(model)
+    assert model.module.get_submodule("lm_head") in seen
+
+
+@pytest.mark.parametrize("ropes", [[1, 0], [0, 1]])
+def test_a_model_of_which_one_layer_alone_is_fused_is_loaded(tmp_path: Path, ropes: list[int]) -> None:
+    """The others are transformers' own, which no trial can run."""
+    layers = {"num_hidden_layers": 2, "no_rope_layers": ropes, "layer_types": ["full_attention"] * 2}
+    folder = save_model(tmp_path, Recipe("smollm3", {"head_dim": 32, **layers}))
+    model = load_model(ModelConfig(str(folder), dtype="bfloat16"))
+    assert sum(isinstance(module.forward, FusedForward) for module in model.module.modules()) == 1
+    assert model.straight == []
+    assert len(answers(model)) == 6

@@ -227,7 +227,8 @@ class LayerChain:
         if self._head is None or not self._can_run(hidden_states, context):
             return None
         (product, operation), width = self._head, hidden_states.shape[2]
-        places = self._bind(hidden_states.contiguous(), None, turns, context)
+        x = hidden_states.contiguous()  # kept until the program has run
+        places = self._bind(x, None, turns, context)
         if not len(keep):
             self.program.run(len(self._of_layers))
             return hidden_states.new_empty(0, product.width)
@@ -263,6 +264,7 @@ class LayerChain:
         storage = context.storage
         kernel = context.steps[storage.group_of[self.layers[0].layer]].kernel
         if storage is not self._storage() or kernel is not self._kernel:
+            self._storage = lambda: None  # an interrupt must not leave layers bound to other blocks than are known
             kernels = [context.steps[storage.group_of[layer.layer]].kernel for layer in self.layers]
             blocks = [blocks[layer.layer] for layer in self.layers for blocks in (storage.keys, storage.values)]
             self._is_for_storage = all(one.is_contiguous() and one.dtype == torch.bfloat16 for one in blocks)

@@ -6,8 +6,8 @@ run this way only if, on random tokens, positions and rows, its own code gives t
 
     rows = embedding(tokens);  turns = rotary(rows, positions);  rows = layers(rows, turns);  logits = head(norm(rows))
 
-As soon as somebody hooks one of these modules or a layer, to watch it or to change what it gives, steps are the
-model's own again.
+As soon as somebody hooks one of these modules or a layer, to watch it or to change what it gives, puts another in its
+place or gives it another `forward`, steps are the model's own again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+    register_module_forward_hook,
+)
 
 from foreword.model.attention import ForwardContext
 from foreword.model.fused import FusedNorm
@@ -45,7 +49,9 @@ class StraightPass:
     head: PackedLinear
     chain: LayerChain
     hooks: tuple[Mapping[int, Any], ...]
-    """Of all modules but those inside layers."""
+    """Of all modules but those inside layers, and those of every module."""
+    found: tuple[tuple[Mapping[str, Any], str, Any], ...]
+    """Children of modules outside layers, and what stands in place of a class's `forward`: where, its name, itself."""
 
     @classmethod
     def find(cls, module: nn.Module, chain: LayerChain, run: Callable[..., Tensor], vocab: int) -> StraightPass | None:
@@ -56,8 +62,12 @@ class StraightPass:
             tokens = torch.randint(vocab, (1, num_rows), generator=generator)
             positions = torch.randint(64, (1, num_rows), generator=generator)
             trial = _Trial(generator)
-            with register_module_forward_hook(trial.note):
-                expected = run(trial, tokens, positions, torch.tensor(keep))
+            try:
+                with register_module_forward_hook(trial.note):
+                    expected = run(trial, tokens, positions, torch.tensor(keep))
+            except Exception:
+                logger.debug("the model does not run without a step, as where some layers are its own", exc_info=True)
+                return None
             found = cls._of(module, chain, trial) if found is None else found
             if found is None or not found._agrees(trial, tokens, positions, torch.tensor(keep), expected):
                 return None
@@ -78,7 +88,11 @@ class StraightPass:
         inside = {part for one in module.modules() if isinstance(one.forward, FusedForward) for part in one.modules()}
         outside = [one for one in module.modules() if one not in inside or isinstance(one.forward, FusedForward)]
         hooks = tuple(own for one in outside for own in (one._forward_hooks, one._forward_pre_hooks))
-        return cls(embed.forward, rotary.forward, norm, head, chain, hooks)
+        hooks = (*hooks, _global_forward_hooks, _global_forward_pre_hooks)
+        forwards = [(vars(one), "forward", vars(one).get("forward")) for one in outside]
+        holders = [one for one in outside if one not in inside]
+        children = [(one._modules, name, child) for one in holders for name, child in one._modules.items()]
+        return cls(embed.forward, rotary.forward, norm, head, chain, hooks, (*forwards, *children))
 
     def _agrees(self, trial: _Trial, tokens: Tensor, positions: Tensor, keep: Tensor, expected: Tensor) -> bool:
         """Whether the formula gives what the model has given to its layers and made of what they returned."""
@@ -97,7 +111,7 @@ class StraightPass:
 
     def __call__(self, tokens: Tensor, positions: Tensor, keep: Tensor, context: ForwardContext) -> Tensor | None:
         """Logits [len(keep), vocab] of rows in ascending order, each once; None if this step needs the model's code."""
-        if any(self.hooks):
+        if any(self.hooks) or any(where.get(name) is not one for where, name, one in self.found):
             return None
         rows = self.embed(tokens)
         return self.chain.logits(rows, self.rotary(rows, positions), context, keep)
