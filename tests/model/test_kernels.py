@@ -243,6 +243,18 @@ def test_sharing_chunks_changes_no_bit(seed: int) -> None:
     assert torch.equal(case.run(CpuAttention(), options), expected)
 
 
+@pytest.mark.parametrize("mode", [None, PAIRS, WIDENED])
+def test_a_key_that_is_no_number_is_not_hidden(mode: int | None) -> None:
+    """Who sees it gets no number: a damaged model or block must not look like a sound one."""
+    if mode == PAIRS and not HAS_BF16_DOT:
+        pytest.skip("this processor multiplies no pairs of bfloat16")
+    case = Case(Shape(4, 2, 64, 64, 16, torch.bfloat16), [(299, 300), (0, 100)], np.random.default_rng(17))
+    for row, block in enumerate((3, 0)):
+        case.key_blocks[case.batch.block_tables[row, block], 5] = torch.nan
+    seen = case.run(CpuAttention(bfloat16=mode), AttentionOptions(0.125)).isnan().all(-1).all(-1)
+    assert seen.tolist() == [True, *[False] * 5, *[True] * 95]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_joined_leading_chunks_are_all_chunks_once(seed: int) -> None:

@@ -152,7 +152,7 @@ def _coarse_exp2(builder: Any, power: Any) -> Any:
     # 0b1001: what floor leaves, without exceptions
     fraction = _masked(builder, "reduce", everywhere, power, ir.Constant(I32, 0b1001))
     result = _polynomial(builder, (1.0, 0.6951168245278162, 0.2276448219148015, 0.0770671974337386), fraction)
-    counts = builder.bitcast(builder.fcmp_ordered(">", power, _const(-126.0)), I16)
+    counts = builder.bitcast(builder.fcmp_unordered(">", power, _const(-126.0)), I16)  # or not a number
     return _masked(builder, "scalef", counts, result, power)
 
 
