@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foreword.model.kernels import tiles
+from foreword.model.kernels.compact import COUNTED
 from foreword.model.packed import PackedLinear
 from foreword.model.tile_product import TileProduct
 
@@ -135,6 +136,15 @@ def any_bits(*shape: int) -> Tensor:
 )
 def test_no_bit_of_a_weight_is_lost(weight: Tensor) -> None:
     assert torch.equal(TileProduct(weight, None).weight.view(torch.int16), weight.view(torch.int16))
+
+
+def test_no_bit_is_lost_where_the_outputs_that_are_counted_are_unlike_the_others() -> None:
+    """There is no room for so many exceptions at first."""
+    weight = any_bits(300, 64)
+    weight[::COUNTED] = 1.0
+    product = TileProduct(weight, None)
+    assert product.num_exceptions > weight.numel() // 2
+    assert torch.equal(product.weight.view(torch.int16), weight.view(torch.int16))
 
 
 @pytest.mark.parametrize("inputs", [32, 96, 1312])

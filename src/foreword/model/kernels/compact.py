@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import njit
+from numba import njit, types
 from numba.core import cgutils
 
 from foreword.model.kernels import simd
@@ -29,6 +29,8 @@ from foreword.model.kernels.cpu_layout import inlined
 
 STEP_WEIGHTS, STEP_BYTES = 1024, 1536
 NUM_CODES = 16
+COUNTED = 8
+"""Exponents are counted in every so many-th output: which of them are the commonest is clear from these."""
 _SIGN_MANTISSA = 0x807F
 _NEVER = 2**31 - 1
 _WORDS = ir.VectorType(ir.IntType(16), 32)
@@ -59,74 +61,115 @@ def compact(weight: npt.NDArray[np.uint16], order: npt.NDArray[np.int64], num_th
     `order` [32 * panels]: which output a column is, -1 for none; inputs are a multiple of 32.
     """
     num_panels, num_steps = len(order) // 32, weight.shape[1] // 32
+    counts = _count_exponents(weight)
+    codes, table = _codes(counts)
+    expected = int(counts[codes == NUM_CODES].sum()) * COUNTED // num_threads
+    steps = np.empty((num_panels, num_steps, 8, 3, 32), np.uint16)
+    starts = np.zeros(num_panels, np.int64)
+    nothing = np.zeros(weight.shape[1], np.uint16)
+    rows = np.where(order < 0, nothing.ctypes.data, weight.ctypes.data + order * weight.strides[0])
+
+    def run(part: tuple[int, int]) -> npt.NDArray[np.int32]:
+        room = part[1] - part[0] + 2 * expected + 64
+        while True:
+            exceptions = np.empty((room, 2), np.int32)
+            room = _compact_panels(rows, codes, steps, exceptions, starts, *part)
+            if room <= len(exceptions):
+                return exceptions[:room]
+
     parts = [(num_panels * part // num_threads, num_panels * (part + 1) // num_threads) for part in range(num_threads)]
     with ThreadPoolExecutor(num_threads) as pool:
-        counts = sum(pool.map(lambda part: _count_exponents(weight, order, *part), parts))
-        codes, table = _codes(counts)
-        most = int(counts[codes == NUM_CODES].sum())
-        steps = np.empty((num_panels, num_steps, 8, 3, 32), np.uint16)
-        starts = np.zeros(num_panels, np.int64)
-
-        def run(part: tuple[int, int]) -> npt.NDArray[np.int32]:
-            exceptions = np.empty((most + part[1] - part[0], 2), np.int32)
-            return exceptions[: _compact_panels(weight, order, codes, steps, exceptions, starts, *part)]
-
         found = list(pool.map(run, parts))
     for (first, last), before in zip(parts, np.cumsum([0, *map(len, found[:-1])]), strict=True):
         starts[first:last] += before
     return CompactPanels(steps, table, np.concatenate(found), starts)
 
 
-def _codes(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]]:
+def _codes(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
     """The code of each exponent, NUM_CODES if it has none, and the table of codes."""
     commonest = np.argsort(-counts, kind="stable")[:NUM_CODES]
-    codes = np.full(256, NUM_CODES, np.uint8)
+    codes = np.full(256, NUM_CODES, np.uint16)
     codes[commonest] = np.arange(NUM_CODES)
     return codes, np.tile(commonest.astype(np.uint16) << 7, 2)
 
 
 @njit(cache=True, nogil=True)
-def _count_exponents(weight: Any, order: Any, first: int, last: int) -> Any:
-    """How often each exponent occurs in some panels [256]."""
+def _count_exponents(weight: Any) -> Any:
+    """How often each exponent occurs [256], in some outputs."""
     counts = np.zeros(256, np.int64)
-    for column in range(32 * first, 32 * last):
-        if order[column] < 0:
-            counts[0] += weight.shape[1]
-        else:
-            for bits in weight[order[column]]:
-                counts[(bits >> 7) & 255] += 1
+    for output in range(0, weight.shape[0], COUNTED):
+        for bits in weight[output]:
+            counts[(bits >> 7) & 255] += 1
     return counts
 
 
 @njit(cache=True, nogil=True)
-def _compact_panels(
-    weight: Any, order: Any, codes: Any, steps: Any, exceptions: Any, starts: Any, first: int, last: int
-) -> int:
-    """Write some panels; how many entries of `exceptions` they took, panels' ends included."""
-    found, bits = 0, np.zeros(4, np.uint16)
+def _compact_panels(rows: Any, codes: Any, steps: Any, exceptions: Any, starts: Any, first: int, last: int) -> int:
+    """Write some panels of outputs at the addresses `rows`; how many entries of `exceptions` they need, ends included.
+
+    What finds no room there is left out: there are then more entries than `exceptions` has.
+    """
+    found, tiles = 0, np.empty((2, 16, 32), np.uint16)
     for panel in range(first, last):
         starts[panel] = found
         for step in range(steps.shape[1]):
+            for half in range(2):
+                simd.transpose_words(
+                    rows.ctypes.data + 8 * (32 * panel + 16 * half), 64 * step, tiles.ctypes.data + 1024 * half, 64
+                )
             for group in range(8):
-                for word in range(32):
-                    output = order[32 * panel + group // 4 * 16 + word // 2]
-                    code = 0
-                    for row in range(4):
-                        k = 32 * step + 2 * (group % 4 * 4 + row) + word % 2
-                        bits[row] = weight[output, k] if output >= 0 else 0
-                        number = codes[(bits[row] >> 7) & 255]
-                        if number == NUM_CODES:
-                            exceptions[found, 0] = STEP_WEIGHTS * step + 128 * group + 32 * row + word
-                            exceptions[found, 1] = bits[row]
-                            found += 1
-                        code |= (number % NUM_CODES) << (4 * row)
-                        bits[row] &= _SIGN_MANTISSA
-                    steps[panel, step, group, 0, word] = code
-                    steps[panel, step, group, 1, word] = bits[0] | bits[1] << 8 | bits[1] >> 8
-                    steps[panel, step, group, 2, word] = bits[2] | bits[3] << 8 | bits[3] >> 8
-        exceptions[found, 0], exceptions[found, 1] = _NEVER, 0
+                source = tiles[group // 4, group % 4 * 4 : group % 4 * 4 + 4]
+                target = steps[panel, step, group]
+                if compact_group(source.ctypes.data, codes.ctypes.data, target.ctypes.data) == 0:
+                    continue
+                place = STEP_WEIGHTS * step + 128 * group
+                for number, bits in enumerate(source.ravel()):
+                    if codes[(bits >> 7) & 255] == NUM_CODES:
+                        if found < len(exceptions):
+                            exceptions[found, 0], exceptions[found, 1] = place + number, bits
+                        found += 1
+        if found < len(exceptions):
+            exceptions[found, 0], exceptions[found, 1] = _NEVER, 0
         found += 1
     return found
+
+
+@simd._instructions("aaa", types.intp)
+def compact_group(builder: Any, source: Any, codes: Any, target: Any) -> Any:
+    """The 192 bytes of a group from its weights [4, 32]; not 0 if some of them are exceptions, whose code is 0."""
+    tables = [simd._load(builder, codes, 64 * number, _WORDS) for number in range(8)]
+    all_numbers, unknown = _zeros(), _zeros()
+    halves = []
+    for row in range(4):
+        bits = simd._load(builder, source, 64 * row, _WORDS)
+        exponents = builder.lshr(bits, _word(7))
+        numbers = _code_of(builder, tables, exponents)
+        unknown = builder.or_(unknown, numbers)
+        own = builder.and_(numbers, _word(NUM_CODES - 1))
+        all_numbers = builder.or_(all_numbers, builder.shl(own, _word(4 * row)) if row else own)
+        halves.append(builder.and_(bits, _word(_SIGN_MANTISSA)))
+    simd._store(builder, all_numbers, target)
+    for pair in (0, 1):
+        first, second = halves[2 * pair : 2 * pair + 2]
+        turned = builder.or_(builder.shl(second, _word(8)), builder.lshr(second, _word(8)))
+        simd._store(builder, builder.or_(first, turned), target, 64 + 64 * pair)
+    some = builder.icmp_unsigned("!=", builder.and_(unknown, _word(NUM_CODES)), _zeros())
+    return builder.zext(builder.bitcast(some, ir.IntType(32)), ir.IntType(64))
+
+
+def _code_of(builder: Any, tables: list[Any], exponents: Any) -> Any:
+    """An element of 256 for each exponent, of which eight bits count: four look-ups among 64."""
+    kind = ir.FunctionType(_WORDS, [_WORDS] * 3)
+    look_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpermi2var.hi.512")
+    found = [builder.call(look_up, [tables[two], exponents, tables[two + 1]]) for two in (0, 2, 4, 6)]
+    for bit in (64, 128):
+        above = builder.icmp_unsigned("!=", builder.and_(exponents, _word(bit)), _zeros())
+        found = [builder.select(above, high, low) for low, high in zip(found[::2], found[1::2], strict=True)]
+    return found[0]
+
+
+def _zeros() -> ir.Constant:
+    return _word(0)
 
 
 def expanded(panels: CompactPanels) -> npt.NDArray[np.uint16]:
