@@ -35,7 +35,9 @@ STEP_ARGUMENTS = [
 
 def fastest_mode() -> int:
     """How this processor multiplies bfloat16."""
-    return layout.TILES if has_tiles() else layout.PAIRS if HAS_BF16_DOT else layout.WIDENED
+    if not HAS_BF16_DOT:  # which rounds weights for tiles too
+        return layout.WIDENED
+    return layout.TILES if has_tiles() else layout.PAIRS
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class CpuAttention:
         self._both = Program((self._operations.items, self._operations.merges))
         self._scratch: dict[tuple[int, ...], tuple[Int64Array, int, int]] = {}
         self._num_kv_heads = 1
-        """Of the layer before, which most have."""
+        """Of the layers of the step before: plans are made before layers are known. It changes no result."""
         self._partials = torch.empty(0)
         self._outgrown: list[Tensor] = []
         """Memory of partial results that operations of this step may have been bound to."""
@@ -198,7 +200,7 @@ class CpuAttention:
         key = (*shape, most, num_threads)
         if key not in self._scratch:
             token_bytes = num_kv_heads * max(key_dim, value_dim) * (4 if mode == layout.FLOATS else 2)
-            *offsets, end = layout.scratch_layout(mode, key_dim, value_dim, token_bytes, (most, most))
+            *offsets, end = layout.scratch_layout(mode, key_dim, value_dim, token_bytes, most)
             memory = torch.zeros(num_threads, end // 8, dtype=torch.int64)  # torch aligns to whole vectors
             scratch = memory.numpy()
             scratch[:, layout.LAYOUT // 8 : layout.LAYOUT // 8 + len(offsets)] = offsets

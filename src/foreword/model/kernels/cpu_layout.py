@@ -90,10 +90,10 @@ def key_words(mode: int, key_dim: int) -> int:
     return padded(key_dim, 32) // 2 if mode in IN_PAIRS else padded(key_dim, 16)
 
 
-def scratch_layout(mode: int, key_dim: int, value_dim: int, token_bytes: int, most_rows: tuple[int, int]) -> list[int]:
+def scratch_layout(mode: int, key_dim: int, value_dim: int, token_bytes: int, most_rows: int) -> list[int]:
     """Offsets of the variable parts of a thread's scratch memory, and their end.
 
-    `token_bytes`: the larger of a token's keys and values over all heads; `most_rows`: of an item, of a fold.
+    `token_bytes`: the larger of a token's keys and values over all heads; `most_rows`: of an item.
     """
     words, values = key_words(mode, key_dim), padded(value_dim, 32)
     sizes = [
@@ -101,14 +101,14 @@ def scratch_layout(mode: int, key_dim: int, value_dim: int, token_bytes: int, mo
         CHUNK * 4 * (padded(max(key_dim, value_dim), 32) + 32),  # STAGE
         CHUNK * 4 * words,
         CHUNK * 4 * values,
-        (most_rows[0] + MOST_ROWS) * 4 * words,  # the last part's rows are read to their full number
+        (most_rows + MOST_ROWS) * 4 * words,  # the last part's rows are read to their full number
         4 * (words + 32),  # STAGED_QUERY
         2 * MOST_ROWS * SCORE_BYTES,  # of two parts
         2 * MOST_ROWS * 8,
         MOST_ROWS * 4 * values,
-        most_rows[0] * 24,  # ROW_TABLE: low, high, target
-        most_rows[1] * 8 + 64,  # eight rows at a time
-        most_rows[1] * 4 * values,
+        most_rows * 24,  # ROW_TABLE: low, high, target
+        most_rows * 8 + 64,  # eight rows at a time
+        most_rows * 4 * values,
         8,
         CONFIG_BYTES,
         MOST_ROWS * 8,
