@@ -52,7 +52,7 @@ def join_leading(step: StepPlan, num_kv_heads: int, num_threads: int) -> JoinedI
     joined = np.stack((np.full(len(chosen), LEADING), length[chosen], first, end), 1)
     whole = (end == first + 1) & (length[chosen] == step.requests[request, 3])
     folded = request[whole]
-    joined[whole] = np.stack((folded * 0 + FOLD, folded, folded * 0, step.requests[folded, 1]), 1)
+    joined[whole] = np.stack((np.full_like(folded, FOLD), folded, np.zeros_like(folded), step.requests[folded, 1]), 1)
     joined = joined[np.argsort(-length[chosen], kind="stable")]
     left = alone[~is_of_all | (alone[:, 1] >= length[group])]
     merged = np.zeros(len(step.requests), np.int64)

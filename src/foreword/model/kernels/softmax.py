@@ -176,7 +176,6 @@ def merge(builder: Any, stats: Any, mixed: Any, chunk_stats: Any, chunk_mixed: A
     total = _fma(builder, chunk_total, gain, builder.fmul(total, decay))
     _store(builder, builder.extract_element(new_peak, ir.Constant(I32, 0)), stats)
     _store(builder, builder.extract_element(total, ir.Constant(I32, 0)), stats, 4)
-
     _emit_add(builder, (mixed, chunk_mixed), (decay, gain), width)
 
 
@@ -187,8 +186,8 @@ def merge_stats(builder: Any, stats: Any, chunk_stats: Any, factors: Any, num_ro
     Writes to `factors` [rows, 2] by what `add_mixture` multiplies each row's mixtures. A row that sees nothing of the
     chunk has LOWEST and 0 in `chunk_stats`, and stays as it is. Up to seven rows beyond are read, and kept.
     """
-    peaks, is_peak = (ir.Constant(I32S, [pick(lane) for lane in range(LANES)]) for pick in (_even, _is_even))
-    is_peak = builder.icmp_signed("!=", is_peak, ir.Constant(I32S, [0] * LANES))
+    peaks = ir.Constant(I32S, [lane & -2 for lane in range(LANES)])
+    is_peak = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [1 - lane % 2 for lane in range(LANES)])
 
     def body(index: Any) -> list[Any]:
         offset = builder.mul(index, _int(8))
@@ -205,14 +204,6 @@ def merge_stats(builder: Any, stats: Any, chunk_stats: Any, factors: Any, num_ro
         return []
 
     _loop(builder, _int(0), num_rows, LANES // 2, [], body)
-
-
-def _even(lane: int) -> int:
-    return lane & -2
-
-
-def _is_even(lane: int) -> int:
-    return 1 - lane % 2
 
 
 @simd._instructions("aaai")
