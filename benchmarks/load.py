@@ -3,8 +3,8 @@
 Both run in processes of their own, in turn, in a new order each round. The clock runs from the start of the process to
 the first byte it writes; processor time is the whole process's, all threads. A checkpoint of Qwen2-0.5B's shape with
 random weights is made by this script unless `--model` names one (with a tokenizer, say). One round before the others
-is not counted: it fills the page cache and compiles what is compiled once per machine. `--against` adds the same from
-the `src` folder of another checkout.
+is not counted: it fills the page cache and compiles what is compiled once per machine, modules of Python among it, even
+where the environment forbids Python to keep them. `--against` adds the same from the `src` folder of another checkout.
 
     python benchmarks/load.py [--rounds 7] [--model FOLDER] [--against OTHER/src] [--json]
 """
@@ -46,6 +46,7 @@ def checkpoint(given: Path | None) -> Iterator[Path]:
 def start(command: list[str], sources: Path | None) -> Times:
     """How long a Python process takes with its modules from `sources`."""
     environment = dict(os.environ)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if sources is not None:
         environment["PYTHONPATH"] = str(sources)
     started = time.perf_counter()

@@ -75,7 +75,7 @@ def measure(repeats: int, threads: int) -> dict[str, list[dict[str, float]]]:
     for outputs, inputs in SHAPES:
         weight = random_weight(outputs, inputs)
         rows = torch.randn(max(ROWS), inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
-        theirs, ours = onednn_product(weight), TileProduct(weight, None)
+        theirs, ours = onednn_product(weight), TileProduct([weight], None)
         bits = {"onednn_deviating": deviating(theirs, rows), "ours_deviating": deviating(ours, rows)}
         for count in ROWS:
             x = rows[:count]
@@ -93,7 +93,7 @@ def measure_steps(repeats: int) -> list[dict[str, float]]:
         for outputs, inputs in SHAPES:
             weight = random_weight(outputs, inputs, layer)
             theirs.append((inputs, onednn_product(weight)))
-            ours.append((inputs, TileProduct(weight, None)))
+            ours.append((inputs, TileProduct([weight], None)))
     num_weights = NUM_LAYERS * sum(outputs * inputs for outputs, inputs in SHAPES)
     found = []
     for count in STEP_ROWS:

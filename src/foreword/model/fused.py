@@ -73,11 +73,11 @@ class FusedGate(nn.Module):
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, kernels: RowKernels) -> None:
         super().__init__()
-        weight, bias = stacked([gate, up])
-        self.tiles = TileProduct(weight, bias, gated=True) if TileProduct.can_take(weight) else None
+        weights, bias = stacked([gate, up])
+        self.tiles = TileProduct(weights, bias, gated=True) if TileProduct.can_take(weights[0]) else None
         """Gate and up, with what is made of them, where this processor has tiles for it."""
         if self.tiles is None:
-            product = PackedLinear(weight, bias)
+            product = PackedLinear(weights, bias)
             self._gated: Callable[[Tensor], Tensor] = lambda x: kernels.silu_gate(product(x))
         else:
             self._gated = self.tiles

@@ -32,14 +32,15 @@ class PackedLinear(nn.Module):
     `forward` takes [..., in_features] and returns [..., out_features] in the same dtype.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` [out_features, in_features], `bias` [out_features]."""
+    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
+        """`weights` [any, in_features], whose outputs follow each other, `bias` [out_features]."""
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.tiles = TileProduct(weight, bias) if TileProduct.can_take(weight) else None
+        self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
+        self.tiles = TileProduct(weights, bias) if TileProduct.can_take(weights[0]) else None
         """The product, where this processor has tiles for it."""
         if self.tiles is None:
             # Neither parameter nor buffer: an opaque tensor can be neither moved nor cast.
+            weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
@@ -64,12 +65,10 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def stacked(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of one layer in place of several, which have all a bias or none."""
-    weights, biases = [linear.weight.detach() for linear in linears], [linear.bias for linear in linears]
-    if len(linears) == 1:
-        return weights[0], biases[0]
-    return torch.cat(weights), None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+def stacked(linears: Sequence[nn.Linear]) -> tuple[list[Tensor], Tensor | None]:
+    """Weights and bias of one layer in place of several, which have all a bias or none."""
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    return [linear.weight.detach() for linear in linears], torch.cat(biases) if biases else None
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -62,26 +63,30 @@ ALONE_OPERATIONS = 1 << 19
 
 
 class TileProduct:
-    """One weight, packed: rows [..., in_features] to [..., out_features], or [..., out_features / 2] if it is gated."""
+    """Weights, packed: rows [..., in_features] to [..., out_features], or [..., out_features / 2] if they are gated."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> None:
-        """`weight` [out_features, in_features] bfloat16; `gated`: its first half is the gate, its second up."""
+    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, *, gated: bool = False) -> None:
+        """`weights` [any, in_features] bfloat16, whose outputs follow each other, and the bias of all of them.
+
+        `gated`: the first half of the outputs is the gate, the second up.
+        """
         assert tiles.has_tiles()  # which also asks the system to let this process use them
         self._gated = gated
-        self.out_features, self.in_features = weight.shape
+        self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
         self.width = self.out_features // 2 if gated else self.out_features
         """Of the result's rows."""
         self._num_panels = -(-self.out_features // PANEL)
         place = self._columns()
         order = torch.full((self._num_panels * PANEL,), -1)
         order[place] = torch.arange(self.out_features)
-        bits = weight.detach().contiguous().view(torch.uint16).numpy()
+        bits = [weight.detach().contiguous().view(torch.uint16).numpy() for weight in weights]
         self._panels = compact.compact(bits, order.numpy(), torch.get_num_threads())
-        if self.num_exceptions > MANY_EXCEPTIONS * weight.numel():
+        num_weights = self.out_features * self.in_features
+        if self.num_exceptions > MANY_EXCEPTIONS * num_weights:
             logger.warning(
                 "%d of %d weights of a layer have unusual exponents: it takes more memory and time than others",
                 self.num_exceptions,
-                weight.numel(),
+                num_weights,
             )
         self._bias = torch.zeros(self._num_panels * PANEL)
         if bias is not None:

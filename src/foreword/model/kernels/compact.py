@@ -14,6 +14,8 @@ al., 2025), which spends 11 bits and a Huffman code; numbers of one length unpac
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +31,8 @@ from foreword.model.kernels.cpu_layout import inlined
 
 STEP_WEIGHTS, STEP_BYTES = 1024, 1536
 NUM_CODES = 16
-COUNTED = 8
-"""Exponents are counted in every so many-th output: which of them are the commonest is clear from these."""
+COUNTED = 64
+"""Exponents are counted in about so many of a weight's outputs: which of them are the commonest is clear from these."""
 _SIGN_MANTISSA = 0x807F
 _NEVER = 2**31 - 1
 _WORDS = ir.VectorType(ir.IntType(16), 32)
@@ -55,19 +57,23 @@ class CompactPanels:
         return len(self.exceptions) - len(self.starts)
 
 
-def compact(weight: npt.NDArray[np.uint16], order: npt.NDArray[np.int64], num_threads: int) -> CompactPanels:
-    """The bits of a weight [outputs, inputs] in panels of 32 columns.
+def compact(
+    weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int64], num_threads: int
+) -> CompactPanels:
+    """The bits of weights [outputs, inputs] of the same inputs in panels of 32 columns.
 
-    `order` [32 * panels]: which output a column is, -1 for none; inputs are a multiple of 32.
+    `order` [32 * panels]: which output of all the weights' a column is, -1 for none; inputs are a multiple of 32.
     """
-    num_panels, num_steps = len(order) // 32, weight.shape[1] // 32
-    counts = _count_exponents(weight)
+    num_panels, num_inputs = len(order) // 32, weights[0].shape[1]
+    num_steps = num_inputs // 32
+    counts = sum(_count_exponents(weight) for weight in weights)
     codes, table = _codes(counts)
-    expected = int(counts[codes == NUM_CODES].sum()) * COUNTED // num_threads
+    expected = int(counts[codes == NUM_CODES].sum() / counts.sum() * len(order) * num_inputs) // num_threads
     steps = np.empty((num_panels, num_steps, 8, 3, 32), np.uint16)
     starts = np.zeros(num_panels, np.int64)
-    nothing = np.zeros(weight.shape[1], np.uint16)
-    rows = np.where(order < 0, nothing.ctypes.data, weight.ctypes.data + order * weight.strides[0])
+    nothing = np.zeros(num_inputs, np.uint16)
+    outputs = [weight.ctypes.data + weight.strides[0] * np.arange(len(weight)) for weight in weights]
+    rows = np.where(order < 0, nothing.ctypes.data, np.concatenate(outputs)[order])
 
     def run(part: tuple[int, int]) -> npt.NDArray[np.int32]:
         room = part[1] - part[0] + 2 * expected + 64
@@ -78,11 +84,16 @@ def compact(weight: npt.NDArray[np.uint16], order: npt.NDArray[np.int64], num_th
                 return exceptions[:room]
 
     parts = [(num_panels * part // num_threads, num_panels * (part + 1) // num_threads) for part in range(num_threads)]
-    with ThreadPoolExecutor(num_threads) as pool:
-        found = list(pool.map(run, parts))
+    found = list(_pool(num_threads).map(run, parts))
     for (first, last), before in zip(parts, np.cumsum([0, *map(len, found[:-1])]), strict=True):
         starts[first:last] += before
     return CompactPanels(steps, table, np.concatenate(found), starts)
+
+
+@functools.cache
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    """Kept: for a small weight, starting threads takes longer than packing."""
+    return ThreadPoolExecutor(num_threads)
 
 
 def _codes(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
@@ -97,7 +108,7 @@ def _codes(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.N
 def _count_exponents(weight: Any) -> Any:
     """How often each exponent occurs [256], in some outputs."""
     counts = np.zeros(256, np.int64)
-    for output in range(0, weight.shape[0], COUNTED):
+    for output in range(0, weight.shape[0], max(1, weight.shape[0] // COUNTED)):
         for bits in weight[output]:
             counts[(bits >> 7) & 255] += 1
     return counts
