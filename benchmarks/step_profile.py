@@ -5,6 +5,7 @@ processor time of the calling thread, which other programs do not disturb much; 
 which wants a quiet machine. Parts are timed where they are called; what they cost is their own time without that of
 parts inside. The timers themselves cost about a microsecond per call, which is taken off. Layers that run as one
 program are run operation by operation here, which takes some percent longer; the step as it is comes first.
+Tokens become text as they arrive, by a byte-level tokenizer that is trained on Python's own library.
 
     python benchmarks/step_profile.py [--batch 16] [--steps 40] [--threads 1] [--quick] [--json]
 """
@@ -16,6 +17,7 @@ import json
 import os
 import statistics
 import sys
+import sysconfig
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -30,6 +32,8 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from foreword import LLM, SamplingParams
 from foreword.model import (
@@ -48,6 +52,7 @@ from foreword.model.kernels import cpu_attention
 from foreword.model.kernels.team import Program
 from foreword.model.random_weights import QWEN2_0_5B, save_random_model
 from foreword.scheduler import Scheduler
+from foreword.text import TextStream
 from workloads import QUICK_SHAPE
 
 PROMPT_TOKENS = 32
@@ -99,6 +104,7 @@ def watch_parts(clock: Clock, llm: LLM) -> None:
     clock.watch("scheduling and batch building", llm.engine.scheduler, "schedule")
     clock.watch("scheduling and batch building", Scheduler, "commit")
     clock.watch("outputs", llm.engine._outputs, "collect")
+    clock.watch("tokens to text", TextStream, "push")
     clock.watch("batch to tensors", storage.KVStorage, "slot_mapping")
     clock.watch("attention", storage.KVStorage, "write")
     clock.watch("sampling", readout.Readout, "take")
@@ -145,11 +151,23 @@ def watch_programs(clock: Clock, module: torch.nn.Module) -> None:
     Program.run = run_one_by_one  # type: ignore[method-assign, assignment]
 
 
+def save_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A byte-level tokenizer of that many tokens, which begin and end in the midst of characters as they like."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train([str(path) for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(args.threads)
     shape = QUICK_SHAPE if args.quick else QWEN2_0_5B
     with TemporaryDirectory() as folder:
         save_random_model(Path(folder), shape)
+        save_tokenizer(Path(folder), shape.vocab_size)
         llm = LLM(folder, kv_cache_memory_bytes=2**29, self_check=False)
     module = llm.engine._runner._model.module  # type: ignore[attr-defined]
     now = time.thread_time if args.threads == 1 else time.perf_counter
