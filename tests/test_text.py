@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,6 +118,21 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def word_piece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load(save(word_piece_backend(), tmp_path_factory.mktemp("word_piece")))
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A tokenizer class with a way of its own to decode."""
+
+    def _decode(self, *args: Any, **options: Any) -> str:
+        text: str = super()._decode(*args, **options)
+        return text.upper()
+
+
+def test_a_tokenizer_class_with_its_own_decoding_is_asked() -> None:
+    tokenizer = Tokenizer(Shouting(tokenizer_object=byte_level_backend()))
+    token_ids = tokenizer.encode("Once, twice").tolist()
+    assert tokenizer.decode(token_ids) == "ONCE, TWICE"
+    assert tokenizer.stream().push(token_ids).new_text == "ONCE, TWICE"
 
 
 # --- Loading --------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from foreword.cache import TokenSequence
 from foreword.errors import InvalidRequestError
@@ -144,6 +146,33 @@ def test_temperature_zero_takes_the_likeliest_token_whatever_else_is_set() -> No
 
 def test_a_tiny_temperature_does_not_overflow() -> None:
     assert draw(SamplingParams(temperature=1e-9), num_draws=200)[0] == 1.0
+
+
+SPECIAL_BITS = (0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x7F7F, 0xFF7F, 0x0001, 0x8001)
+"""Both zeros, infinities, not-a-numbers, and largest and least of each sign."""
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.sampled_from((*SPECIAL_BITS, 0x3F80, 0xBF80)) | st.integers(0, 0xFFFF), min_size=9, max_size=9),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_a_greedy_token_is_the_same_from_bfloat16_as_from_float32(rows: list[list[int]]) -> None:
+    logits = torch.from_numpy(np.array(rows, np.uint16)).view(torch.bfloat16)
+    requests = [request(SamplingParams(temperature=0.0)) for _ in rows]
+    assert sample(logits, requests) == sample(logits.float(), requests)
+
+
+def test_the_first_of_equal_bfloat16_logits_is_taken_without_making_them_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "float", lambda _: pytest.fail("made float32"))
+    logits = torch.tensor([[-2.0, 0.5, 3.0, 3.0], [1.0, -7.0, 1.0, 0.0]], dtype=torch.bfloat16)
+    samples = sample(logits, [request(SamplingParams(temperature=0.0))] * 2)
+    assert [one.token_id for one in samples] == [2, 0]
 
 
 def test_greedy_and_random_requests_share_a_batch() -> None:

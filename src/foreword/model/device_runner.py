@@ -241,10 +241,10 @@ class DeviceRunner(ModelRunner):
         return drawn.token_ids
 
     def _logits(self, work: DecodeStep | list[ForwardPass]) -> Tensor:
-        """float32 logits, valid until the next step."""
+        """Logits in the model's type, valid until the next step."""
         if isinstance(work, DecodeStep):
             assert self.graphs is not None
-            return self.graphs.replay(work).float()
+            return self.graphs.replay(work)
         return self._run(work)
 
     def _fetch(self, taken: Taken) -> PendingResult:

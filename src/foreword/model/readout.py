@@ -117,7 +117,9 @@ class Readout:
         )
 
     def take(self, logits: Tensor) -> Taken:
-        """Sample from float32 logits, which may be changed in place."""
+        """Sample from logits, which may be changed in place."""
+        if self.prompts or (self.sampling is not None and not self.sampling.is_plain):
+            logits = logits.float()
         prompts = [(prompt.entry, prompt.report(logits)) for prompt in self.prompts]
         drawn = None
         if self.sampling is not None:

@@ -180,22 +180,22 @@ class ModelRunner:
             self._storage.copy_blocks(self._put(batch.copies))
             rows = logit_rows(batch)
             readout = Readout.make(batch, rows, self._model.vocab_size, self._put)
-            taken = readout.take(self.forward(batch, rows.rows))
+            taken = readout.take(self._run(self._plan(self._after_sinks(batch), rows.rows)))
             return taken.read(taken.packed().cpu().numpy())
 
     def forward(self, batch: Batch, logit_rows: Rows) -> Tensor:
         """Write the batch's KV; return float32 logits [len(logit_rows), vocab] of the given tokens (ascending)."""
         with torch.inference_mode():
-            return self._run(self._plan(self._after_sinks(batch), logit_rows))
+            return self._run(self._plan(self._after_sinks(batch), logit_rows)).float()
 
     def _put(self, array: npt.NDArray[Any]) -> Tensor:
         """The array where the model is."""
         return torch.from_numpy(array).to(self._device)
 
     def _run(self, passes: list[ForwardPass]) -> Tensor:
-        """Logits of what all passes keep, float32."""
+        """Logits of what all passes keep, in the model's type."""
         logits = [one.run(self._model, self._storage) for one in passes]
-        return (logits[0] if len(logits) == 1 else torch.cat(logits)).float()
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _plan(self, batch: Batch, logit_rows: Rows) -> list[ForwardPass]:
         """The passes of a batch, which holds the sinks already."""

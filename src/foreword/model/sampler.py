@@ -34,6 +34,8 @@ Changes = tuple[Tensor, Tensor]
 
 ROWS_AT_A_TIME = 64
 """Rows are sorted in float64; this bounds the memory that takes."""
+INFINITY, MINUS_INFINITY = 0x7F80, 0xFF80
+"""Bits of a bfloat16."""
 
 
 class Sample(NamedTuple):
@@ -44,7 +46,9 @@ class Sample(NamedTuple):
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sample]:
-    """Next token of each request from its row of `logits` [requests, vocab], float32, changed in place.
+    """Next token of each request from its row of `logits` [requests, vocab], changed in place.
+
+    They are float32, or of any type if all requests want the likeliest token and nothing else.
 
     Log probabilities are those of the model itself, before penalties, bias and temperature.
     """
@@ -149,8 +153,14 @@ class SamplingPlan:
             reported=_reported(asked, put),
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each row's token is that of its largest logit, and nothing else is asked."""
+        changes = (self.repetition, self.penalties, self.biases, self.constrained, self.forbidden, self.random)
+        return not self.reported and all(change is None for change in changes)
+
     def draw(self, logits: Tensor) -> Drawn:
-        """Sample `logits` [rows, vocab] float32, contiguous; they are changed in place."""
+        """Sample `logits` [rows, vocab], contiguous, which are changed in place: float32 unless the plan is plain."""
         logprobs = [logits[rows].log_softmax(-1) for _, rows, _ in self.reported]
         self._adjust(logits)
         token_ids = _largest(logits)
@@ -247,9 +257,23 @@ def _reported(asked: Sampled, put: Put) -> list[tuple[list[int], Tensor, int]]:
 
 def _largest(logits: Tensor) -> Tensor:
     """Of each row the first largest, [rows] int64."""
-    if logits.device.type == "cpu":  # torch's takes ten times as long there
-        return torch.from_numpy(logits.numpy().argmax(-1))
-    return logits.argmax(-1)
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    found = _largest_bits(logits.view(torch.int16).numpy()) if logits.dtype == torch.bfloat16 else None
+    if found is None:
+        found = logits.float().numpy().argmax(-1)  # torch's takes ten times as long
+    return torch.from_numpy(found)
+
+
+def _largest_bits(bits: npt.NDArray[np.int16]) -> Int64Array | None:
+    """The same, of bfloat16 as they are stored: positive ones are ordered as their bits are. None if that says nothing.
+
+    It does where each row's largest is positive, and everything is a number. Takes half the time of making float32.
+    """
+    found = bits.argmax(-1)
+    largest = np.take_along_axis(bits, found[:, None], -1)
+    all_numbers = largest.max() <= INFINITY and bits.view(np.uint16).max() <= MINUS_INFINITY
+    return found if largest.min() > 0 and all_numbers else None
 
 
 def _invert(logits: Tensor, options: Tensor) -> Tensor:

@@ -57,9 +57,7 @@ class CompactPanels:
         return len(self.exceptions) - len(self.starts)
 
 
-def compact(
-    weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int64], num_threads: int
-) -> CompactPanels:
+def compact(weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int64], num_threads: int) -> CompactPanels:
     """The bits of weights [outputs, inputs] of the same inputs in panels of 32 columns.
 
     `order` [32 * panels]: which output of all the weights' a column is, -1 for none; inputs are a multiple of 32.
