@@ -2,9 +2,10 @@
 
 Both run in processes of their own, in turn, in a new order each round. The clock runs from the start of the process to
 the first byte it writes; processor time is the whole process's, all threads. A checkpoint of Qwen2-0.5B's shape with
-random weights is made by this script unless `--model` names one (with a tokenizer, say). One round before the others
-is not counted: it fills the page cache and compiles what is compiled once per machine, modules of Python among it, even
-where the environment forbids Python to keep them. `--against` adds the same from the `src` folder of another checkout.
+random weights and a tokenizer of 32,000 tokens is made by this script unless `--model` names one. One round before the
+others is not counted: it fills the page cache and compiles what is compiled once per machine, modules of Python among
+it, even where the environment forbids Python to keep them. `--against` adds the same from the `src` folder of another
+checkout.
 
     python benchmarks/load.py [--rounds 7] [--model FOLDER] [--against OTHER/src] [--json]
 """
@@ -37,9 +38,11 @@ def checkpoint(given: Path | None) -> Iterator[Path]:
         yield given
         return
     from foreword.model.random_weights import QWEN2_0_5B, save_random_model
+    from made_tokenizer import save_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         save_random_model(Path(folder), QWEN2_0_5B)
+        save_tokenizer(Path(folder), QWEN2_0_5B.vocab_size)
         yield Path(folder)
 
 

@@ -17,7 +17,6 @@ import json
 import os
 import statistics
 import sys
-import sysconfig
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -32,8 +31,6 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from foreword import LLM, SamplingParams
 from foreword.model import (
@@ -53,6 +50,7 @@ from foreword.model.kernels.team import Program
 from foreword.model.random_weights import QWEN2_0_5B, save_random_model
 from foreword.scheduler import Scheduler
 from foreword.text import TextStream
+from made_tokenizer import save_tokenizer
 from workloads import QUICK_SHAPE
 
 PROMPT_TOKENS = 32
@@ -149,17 +147,6 @@ def watch_programs(clock: Clock, module: torch.nn.Module) -> None:
             )()
 
     Program.run = run_one_by_one  # type: ignore[method-assign, assignment]
-
-
-def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A byte-level tokenizer of that many tokens, which begin and end in the midst of characters as they like."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train([str(path) for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
