@@ -403,7 +403,8 @@ def _backend_decode(hf_tokenizer: Any) -> Callable[[list[int]], str]:
     plain: Any = PreTrainedTokenizerFast
     if issubclass(own, plain) and own.decode is plain.decode and own._decode is plain._decode:
         return functools.partial(hf_tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
-    return functools.partial(hf_tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    decode = functools.partial(hf_tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return lambda token_ids: decode(list(token_ids))  # foreign code may change what it is given
 
 
 def _num_incomplete(text: str) -> int:

@@ -110,6 +110,20 @@ def test_the_plain_weight_is_given_back(gated: bool) -> None:
     assert torch.equal(TileProduct([weight], None, gated=gated).weight, weight)
 
 
+def test_weights_that_are_packed_together_follow_each_other() -> None:
+    weights = [random(outputs, 64, seed=outputs).bfloat16() for outputs in (70, 9, 33)]
+    product = TileProduct(weights, None)
+    assert torch.equal(product.weight, torch.cat(weights))
+    rows = random(5, 64).bfloat16()
+    assert torch.equal(product(rows), TileProduct([torch.cat(weights)], None)(rows))
+
+
+def test_few_exponents_are_missed_where_one_dimension_of_each_head_is_unlike_the_others() -> None:
+    weight = random(64, 64, 64)
+    weight[:, 0] *= 2.0**-20
+    assert TileProduct([weight.flatten(0, 1).bfloat16()], None).num_exceptions < weight.numel() // 100
+
+
 def test_only_weights_that_fill_tiles_are_taken() -> None:
     assert TileProduct.can_take(random(5, 64).bfloat16())
     assert not TileProduct.can_take(random(5, 61).bfloat16())
@@ -141,7 +155,7 @@ def test_no_bit_of_a_weight_is_lost(weight: Tensor) -> None:
 def test_no_bit_is_lost_where_the_outputs_that_are_counted_are_unlike_the_others() -> None:
     """There is no room for so many exceptions at first."""
     weight = any_bits(300, 64)
-    weight[:: len(weight) // COUNTED] = 1.0
+    weight[:: len(weight) // COUNTED | 1] = 1.0
     product = TileProduct([weight], None)
     assert product.num_exceptions > weight.numel() // 2
     assert torch.equal(product.weight.view(torch.int16), weight.view(torch.int16))

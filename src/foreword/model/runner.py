@@ -180,13 +180,16 @@ class ModelRunner:
             self._storage.copy_blocks(self._put(batch.copies))
             rows = logit_rows(batch)
             readout = Readout.make(batch, rows, self._model.vocab_size, self._put)
-            taken = readout.take(self._run(self._plan(self._after_sinks(batch), rows.rows)))
+            taken = readout.take(self.forward(batch, rows.rows))
             return taken.read(taken.packed().cpu().numpy())
 
     def forward(self, batch: Batch, logit_rows: Rows) -> Tensor:
-        """Write the batch's KV; return float32 logits [len(logit_rows), vocab] of the given tokens (ascending)."""
+        """Write the batch's KV; return logits [len(logit_rows), vocab] of the given tokens (ascending).
+
+        They are in the model's type, and may be changed.
+        """
         with torch.inference_mode():
-            return self._run(self._plan(self._after_sinks(batch), logit_rows)).float()
+            return self._run(self._plan(self._after_sinks(batch), logit_rows))
 
     def _put(self, array: npt.NDArray[Any]) -> Tensor:
         """The array where the model is."""

@@ -160,9 +160,10 @@ class SamplingPlan:
         return not self.reported and all(change is None for change in changes)
 
     def draw(self, logits: Tensor) -> Drawn:
-        """Sample `logits` [rows, vocab], contiguous, which are changed in place: float32 unless the plan is plain."""
+        """Sample `logits` [rows, vocab]: contiguous float32, which are changed in place, unless the plan is plain."""
         logprobs = [logits[rows].log_softmax(-1) for _, rows, _ in self.reported]
-        self._adjust(logits)
+        if not self.is_plain:
+            self._adjust(logits)
         token_ids = _largest(logits)
         if self.random is not None:
             rows, options = self.random

@@ -14,7 +14,6 @@ al., 2025), which spends 11 bits and a Huffman code; numbers of one length unpac
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,7 +31,10 @@ from foreword.model.kernels.cpu_layout import inlined
 STEP_WEIGHTS, STEP_BYTES = 1024, 1536
 NUM_CODES = 16
 COUNTED = 64
-"""Exponents are counted in about so many of a weight's outputs: which of them are the commonest is clear from these."""
+"""Exponents are counted in about so many of a weight's outputs: which of them are the commonest is clear from these.
+
+They lie an odd number apart, so that they are not the same dimension of every head.
+"""
 _SIGN_MANTISSA = 0x807F
 _NEVER = 2**31 - 1
 _WORDS = ir.VectorType(ir.IntType(16), 32)
@@ -64,9 +66,9 @@ def compact(weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int
     """
     num_panels, num_inputs = len(order) // 32, weights[0].shape[1]
     num_steps = num_inputs // 32
-    counts = sum(_count_exponents(weight) for weight in weights)
+    counts = sum(_count_exponents(weight, max(1, len(weight) // COUNTED) | 1) for weight in weights)
     codes, table = _codes(counts)
-    expected = int(counts[codes == NUM_CODES].sum() / counts.sum() * len(order) * num_inputs) // num_threads
+    expected = int(counts[codes == NUM_CODES].sum()) // num_threads
     steps = np.empty((num_panels, num_steps, 8, 3, 32), np.uint16)
     starts = np.zeros(num_panels, np.int64)
     nothing = np.zeros(num_inputs, np.uint16)
@@ -82,16 +84,12 @@ def compact(weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int
                 return exceptions[:room]
 
     parts = [(num_panels * part // num_threads, num_panels * (part + 1) // num_threads) for part in range(num_threads)]
-    found = list(_pool(num_threads).map(run, parts))
+    with ThreadPoolExecutor(num_threads) as pool:  # whose end waits for all, so that no address outlives its memory
+        others = [pool.submit(run, part) for part in parts[1:]]
+        found = [run(parts[0]), *(other.result() for other in others)]
     for (first, last), before in zip(parts, np.cumsum([0, *map(len, found[:-1])]), strict=True):
         starts[first:last] += before
     return CompactPanels(steps, table, np.concatenate(found), starts)
-
-
-@functools.cache
-def _pool(num_threads: int) -> ThreadPoolExecutor:
-    """Kept: for a small weight, starting threads takes longer than packing."""
-    return ThreadPoolExecutor(num_threads)
 
 
 def _codes(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
@@ -103,12 +101,12 @@ def _codes(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.N
 
 
 @njit(cache=True, nogil=True)
-def _count_exponents(weight: Any) -> Any:
-    """How often each exponent occurs [256], in some outputs."""
+def _count_exponents(weight: Any, stride: int) -> Any:
+    """About how often each exponent occurs [256], from every `stride`-th output."""
     counts = np.zeros(256, np.int64)
-    for output in range(0, weight.shape[0], max(1, weight.shape[0] // COUNTED)):
+    for output in range(0, weight.shape[0], stride):
         for bits in weight[output]:
-            counts[(bits >> 7) & 255] += 1
+            counts[(bits >> 7) & 255] += stride
     return counts
 
 
