@@ -85,6 +85,7 @@ from foreword.model.kernels.simd import (
     LOG2_E,
     LOWEST,
     call_chunk,
+    clear_bytes,
     copy_bytes,
     fetch_add,
     load_float,
@@ -127,7 +128,8 @@ def _locate(a: Any, rows: tuple[int, int], place: tuple[int, int, int], low: int
     """Write the addresses of keys and values to `rows`; `place`: request, chunk, KV head."""
     item_bytes = 4 if a[MODE] == FLOATS else 2
     key_bytes, value_bytes = a[KEY_DIM] * item_bytes, a[VALUE_DIM] * item_bytes
-    request, chunk, kv_head = place
+    (request, chunk, kv_head), (key_rows, value_rows) = place, rows
+    keys, values = a[KEYS], a[VALUES]
     table = a[TABLES] + 4 * request * a[TABLE_WIDTH]
     block_size, num_heads = a[BLOCK_SIZE], a[NUM_KV_HEADS]
     token = low
@@ -135,12 +137,12 @@ def _locate(a: Any, rows: tuple[int, int], place: tuple[int, int, int], low: int
         position = chunk * CHUNK + token
         block = position // block_size
         inside = position - block * block_size
-        slot = load_int32(table + 4 * block) * block_size + inside
+        first = (load_int32(table + 4 * block) * block_size + inside) * num_heads + kv_head
+        key, value = keys + first * key_bytes, values + first * value_bytes
         for _ in range(min(block_size - inside, high - token)):
-            store_int(rows[0] + 8 * token, a[KEYS] + (slot * num_heads + kv_head) * key_bytes)
-            store_int(rows[1] + 8 * token, a[VALUES] + (slot * num_heads + kv_head) * value_bytes)
-            token += 1
-            slot += 1
+            store_int(key_rows + 8 * token, key)
+            store_int(value_rows + 8 * token, value)
+            token, key, value = token + 1, key + num_heads * key_bytes, value + num_heads * value_bytes
 
 
 @compiled
@@ -239,8 +241,7 @@ def _begin_rows(a: Any, scratch: int, num_rows: int) -> None:
     for row in range(num_rows):
         store_float(stats + 8 * row, LOWEST)
         store_float(stats + 8 * row + 4, 0.0)
-        for dim in range(width):
-            store_float(mixed + 4 * (row * width + dim), 0.0)
+    clear_bytes(mixed, 4 * num_rows * width)
 
 
 @compiled

@@ -17,6 +17,7 @@ from foreword.model.kernels.cpu_layout import (
     KEY_ROWS,
     MODE,
     MOST_ROWS,
+    NEXT_LENGTH,
     NUM_ARGUMENTS,
     PACKED_KEYS,
     PACKED_VALUES,
@@ -192,7 +193,7 @@ def _attend(a: Any, scratch: int, kv_head: int, num_rows: int, bounds: tuple[int
     if a[MODE] == TILES and num_rows > MOST_ROWS:
         attend_in_tiles(a, scratch, num_rows, kind)
         return
-    ask_ahead(a, scratch, 0, 1)
+    ask_ahead(a, scratch, 0, load_int(scratch + NEXT_LENGTH))
     num_parts = -(-num_rows // (MOST_ROWS if a[MODE] == TILES else ROWS))
     laid_out = 0
     for number in range(num_parts):  # parts of equal size, as far as possible

@@ -16,7 +16,6 @@ from foreword.model.kernels.cpu_layout import (
     KEY_DIM,
     MODE,
     NEXT_KEY_ROWS,
-    NEXT_LENGTH,
     NEXT_VALUE_ROWS,
     PANEL,
     PARTIAL_MIXED,
@@ -34,10 +33,10 @@ from foreword.model.kernels.step_plan import CHUNK, FOLD
 
 
 @inlined
-def ask_ahead(a: Any, scratch: int, share: int, shares: int) -> None:
-    """Ask for the keys and values of one of so many shares of the next chunk, while this one is computed."""
-    item_bytes, length = 4 if a[MODE] == FLOATS else 2, load_int(scratch + NEXT_LENGTH)
-    for token in range(share * length // shares, (share + 1) * length // shares):
+def ask_ahead(a: Any, scratch: int, first: int, last: int) -> None:
+    """Ask for the keys and values of some tokens of the next chunk, while this one is computed."""
+    item_bytes = 4 if a[MODE] == FLOATS else 2
+    for token in range(first, last):
         prefetch(load_int(scratch + NEXT_KEY_ROWS + 8 * token), a[KEY_DIM] * item_bytes)
         prefetch(load_int(scratch + NEXT_VALUE_ROWS + 8 * token), a[VALUE_DIM] * item_bytes)
 

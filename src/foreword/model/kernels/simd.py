@@ -182,6 +182,12 @@ def _widened(builder: Any, halves: Any) -> Any:
 # ------------------------------------------------------------------------------------- memory and counters
 
 
+@_instructions("ai")
+def clear_bytes(builder: Any, target: Any, num_bytes: Any) -> None:
+    """Fill memory with zeros."""
+    cgutils.memset(builder, builder.inttoptr(target, ir.IntType(8).as_pointer()), num_bytes, 0)
+
+
 @_instructions("aai")
 def copy_bytes(builder: Any, target: Any, source: Any, num_bytes: Any) -> None:
     """Copy memory that does not overlap."""
