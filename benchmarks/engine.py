@@ -275,9 +275,14 @@ class Machine:
 # ------------------------------------------------------------------------------------------- running
 
 
+LOCAL_ENGINES = ("foreword", "transformers", "transformers.batching")
+PEERS = {"vllm": "--vllm-python", "llama.cpp": "--llama-python"}
+"""Engines in environments of their own, and the options that name these."""
+
+
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     shape, sizes = (QUICK_SHAPE, QUICK) if args.quick else (QWEN2_0_5B, FULL)
-    pythons = dict.fromkeys(("foreword", "transformers", "transformers.batching"), sys.executable)
+    pythons = dict.fromkeys(LOCAL_ENGINES, sys.executable)
     if args.peers:
         pythons |= {"vllm": args.vllm_python, "llama.cpp": args.llama_python}
     if args.engines:
@@ -363,8 +368,15 @@ def main() -> int:
         args.repeats = 1 if args.quick else 3
     if args.repeats < 1:
         parser.error(f"--repeats {args.repeats} is too few; run at least 1")
+    known = {*LOCAL_ENGINES, *(PEERS if args.peers else ())}
+    for name in args.engines or ():
+        if name not in known:
+            parser.error(f"--engines {name!r} is unknown; there are {', '.join(sorted(known))}")
     if args.peers:
-        for option, python in (("--vllm-python", args.vllm_python), ("--llama-python", args.llama_python)):
+        for name, option in PEERS.items():
+            if args.engines and name not in args.engines:
+                continue
+            python = getattr(args, option[2:].replace("-", "_"))
             if python is None or shutil.which(python) is None:
                 parser.error(
                     f"--peers needs {option}; {python!r} is no interpreter (BENCHMARKS.md says how to make it)"

@@ -53,3 +53,13 @@ def test_peers_without_their_interpreters_are_refused_with_the_option_that_is_mi
     assert done.returncode == 2
     assert "--llama-python" in done.stderr
     assert "/nowhere/python" in done.stderr
+
+
+@pytest.mark.slow
+def test_only_engines_that_are_asked_for_need_their_interpreters_and_unknown_ones_are_named() -> None:
+    done = run("--quick", "--peers", "--engines", "foreword", "llama.cpp", "--llama-python", "/nowhere/python")
+    assert done.returncode == 2
+    assert "--llama-python" in done.stderr.splitlines()[-1]
+    done = run("--quick", "--engines", "vlm")
+    assert done.returncode == 2
+    assert "'vlm'" in done.stderr
