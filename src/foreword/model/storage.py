@@ -16,6 +16,7 @@ from torch import Tensor
 from foreword.batch import Batch, IntArray
 from foreword.cache import RecurrentSpec
 from foreword.errors import ConfigError
+from foreword.model.kernels import huge_pages
 from foreword.model.kernels.select import BlockKernels, make_block_kernels, writes_with_triton
 from foreword.model.layout import CacheLayout, GroupLayout
 
@@ -55,7 +56,9 @@ class KVStorage:
         self.scrap_block = num_blocks
 
         def pages(num_bytes: int) -> Tensor:
-            return torch.empty(num_blocks + 1, num_bytes, dtype=torch.uint8, device=device)
+            if device.type != "cpu":
+                return torch.empty(num_blocks + 1, num_bytes, dtype=torch.uint8, device=device)
+            return torch.from_numpy(huge_pages.allocate((num_blocks + 1) * num_bytes)).view(num_blocks + 1, num_bytes)
 
         self._slots = [(pages(layout.key_page_bytes), pages(layout.value_page_bytes)) for _ in range(layout.num_slots)]
         self._pages = [*(pages for slot in self._slots for pages in slot), pages(layout.state_page_bytes)]

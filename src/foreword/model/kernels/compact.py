@@ -27,6 +27,7 @@ from numba.core import cgutils
 
 from foreword.model.kernels import simd
 from foreword.model.kernels.cpu_layout import inlined
+from foreword.model.kernels.huge_pages import HugePages
 
 STEP_WEIGHTS, STEP_BYTES = 1024, 1536
 NUM_CODES = 16
@@ -38,6 +39,7 @@ They lie an odd number apart, so that they are not the same dimension of every h
 _SIGN_MANTISSA = 0x807F
 _NEVER = 2**31 - 1
 _WORDS = ir.VectorType(ir.IntType(16), 32)
+_WEIGHTS = HugePages()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ def compact(weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int
     counts = sum(_count_exponents(weight, max(1, len(weight) // COUNTED) | 1) for weight in weights)
     codes, table = _codes(counts)
     expected = int(counts[codes == NUM_CODES].sum()) // num_threads
-    steps = np.empty((num_panels, num_steps, 8, 3, 32), np.uint16)
+    steps = _WEIGHTS.allocate(num_panels * num_steps * STEP_BYTES).view(np.uint16)
+    steps = steps.reshape(num_panels, num_steps, 8, 3, 32)
     starts = np.zeros(num_panels, np.int64)
     nothing = np.zeros(num_inputs, np.uint16)
     outputs = [weight.ctypes.data + weight.strides[0] * np.arange(len(weight)) for weight in weights]
@@ -193,11 +196,17 @@ def expanded(panels: CompactPanels) -> npt.NDArray[np.uint16]:
     return weights.reshape(*weights.shape[:2], 32, 32)
 
 
-@simd._instructions("aaa")
-def expand_step(builder: Any, source: Any, table: Any, target: Any) -> None:
-    """The 2048 bytes of a step, apart from exceptions."""
+@simd._instructions("aaaaa")
+def expand_step(builder: Any, source: Any, table: Any, target: Any, far: Any, near: Any) -> None:
+    """The 2048 bytes of a step, apart from exceptions. The steps at `far` and `near` are asked for, line by line.
+
+    Asked for all at once, lines wait for each other, and what is computed waits for them.
+    """
     exponents = simd._load(builder, table, 0, _WORDS)
     for group in range(8):
+        for line in range(3):
+            simd.fetch(builder, builder.add(far, simd._int(192 * group + 64 * line)))
+            simd.fetch(builder, builder.add(near, simd._int(192 * group + 64 * line)), near=True)
         codes = simd._load(builder, source, 192 * group, _WORDS)
         for row in range(4):
             if row % 2 == 0:

@@ -201,16 +201,21 @@ def fetch_add(builder: Any, address: Any, amount: Any) -> Any:
     return builder.atomic_rmw("add", builder.inttoptr(address, I64.as_pointer()), amount, "seq_cst")
 
 
-@_instructions("ai")
-def prefetch(builder: Any, address: Any, num_bytes: Any) -> None:
-    """Ask for memory that will be read soon; whatever is there."""
+def fetch(builder: Any, address: Any, *, near: bool = False, writing: bool = False) -> None:
+    """Ask for a line of memory, whatever is there: into the second cache, or the first if it is `near` in time."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    read, locality, data = (ir.Constant(I32, number) for number in (0, 2, 1))
+    how = (ir.Constant(I32, number) for number in (int(writing), 3 if near else 2, 1))
+    builder.call(function, [builder.inttoptr(address, byte), *how])
+
+
+@_instructions("ai")
+def prefetch(builder: Any, address: Any, num_bytes: Any) -> None:
+    """Ask for memory that will be read soon."""
 
     def body(index: Any) -> list[Any]:
-        builder.call(function, [builder.inttoptr(builder.add(address, index), byte), read, locality, data])
+        fetch(builder, builder.add(address, index))
         return []
 
     _loop(builder, _int(0), num_bytes, 64, [], body)

@@ -31,8 +31,9 @@ MOST_ROWS, MOST_PANELS, FEW_PANELS = 576, 8, 2
 MOST_STEPS, PART = 40, 14
 """Of a panel that is not cut, and of a part of one that is: 32 rows of a part stay in the first cache for all panels of
 a unit."""
-FETCHED_AHEAD = 6
-"""How many steps before their use weights are asked for: they come from memory, not from a cache."""
+FAR, NEAR = 8, 2
+"""How many steps before their use weights are asked for: from memory into the second cache, and from there into the
+first."""
 (
     ROWS,
     ROW_BYTES,
@@ -100,10 +101,10 @@ def _beside(finish: Callable[..., None]) -> Any:
     def emit(builder: Any, step: Any, *others: Any) -> None:
         num_rows, sums, bias, target, target_bytes, next_target, row_bytes, next_rows = others
         own_target = builder.add(target, builder.mul(step, target_bytes))
-        tiles.fetch(builder, builder.add(own_target, next_target), writing=True)
+        simd.fetch(builder, builder.add(own_target, next_target), near=True, writing=True)
         for row in range(_FETCHED_ROWS):
             place = builder.add(builder.mul(row_bytes, simd._int(row)), builder.mul(step, simd._int(64)))
-            tiles.fetch(builder, builder.add(next_rows, place))
+            simd.fetch(builder, builder.add(next_rows, place))
         with builder.if_then(builder.icmp_signed("<", step, num_rows)):
             finish(builder, builder.add(sums, builder.mul(step, simd._int(4 * PANEL))), bias, own_target)
 
@@ -171,9 +172,9 @@ def _stream(a: Any, scratch: int, row: int, panel: int, following: int) -> None:
     for step in range(num_steps + 1):
         if step < num_steps:
             target, place = ready + (step & 1) * _WEIGHTS_BYTES, step * STEP_WEIGHTS
-            ahead = step + FETCHED_AHEAD
-            simd.prefetch((source if ahead < num_steps else beyond) + FETCHED_AHEAD * STEP_BYTES, STEP_BYTES)
-            compact.expand_step(source, a[TABLE], target)
+            far = (source if step + FAR < num_steps else beyond) + FAR * STEP_BYTES
+            near = (source if step + NEAR < num_steps else beyond) + NEAR * STEP_BYTES
+            compact.expand_step(source, a[TABLE], target, far, near)
             entry = compact.write_exceptions(entry, place, place + STEP_WEIGHTS, target)
             source += STEP_BYTES
             beyond += STEP_BYTES
@@ -197,8 +198,8 @@ def _expand(a: Any, scratch: int, panels: tuple[int, int], part: tuple[int, int]
     for panel in range(panels[0], panels[1]):
         source, start = a[WEIGHT] + (panel * a[NUM_STEPS] + part[0]) * STEP_BYTES, target
         for _ in range(part[0], part[1]):
-            simd.prefetch(source + FETCHED_AHEAD * STEP_BYTES, STEP_BYTES)
-            compact.expand_step(source, a[TABLE], target)
+            far, near = source + FAR * STEP_BYTES, source + NEAR * STEP_BYTES
+            compact.expand_step(source, a[TABLE], target, far, near)
             source += STEP_BYTES
             target += _WEIGHTS_BYTES
         entry = _exceptions(a, panel)

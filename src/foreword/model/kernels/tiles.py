@@ -28,7 +28,6 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from foreword.model.kernels import simd
-from foreword.model.kernels.simd import I32
 
 TILE_ROWS = 16
 TILE_BYTES = 1024
@@ -73,14 +72,6 @@ def _load(builder: Any, tile: int, address: Any, stride: Any, *, passing: bool =
     """`passing`: what is loaded need not stay in the first cache."""
     name = "tileloaddt164" if passing else "tileloadd64"
     _tile_call(builder, name, _tile(tile), _pointer(builder, address), stride)
-
-
-def fetch(builder: Any, address: Any, *, writing: bool = False) -> None:
-    """Ask for a line of memory that will soon be read, or written: into the second cache, or the first."""
-    kinds = [ir.IntType(8).as_pointer(), I32, I32, I32]
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0")
-    how = (ir.Constant(I32, number) for number in (int(writing), 3 if writing else 2, 1))
-    builder.call(function, [_pointer(builder, address), *how])
 
 
 def _multiply(builder: Any, result: int, left: int, right: int) -> None:
