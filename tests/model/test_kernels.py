@@ -16,7 +16,7 @@ from foreword.errors import ConfigError
 from foreword.model.kernels import reference, team
 from foreword.model.kernels.cpu_attention import CpuAttention
 from foreword.model.kernels.cpu_layout import PAIRS, WIDENED
-from foreword.model.kernels.leading_chunks import join_leading
+from foreword.model.kernels.leading_chunks import LeadingChunks, join_leading
 from foreword.model.kernels.reference import AttentionOptions, plan_tiles
 from foreword.model.kernels.select import AttentionKernel, ReferenceAttention, make_kernel
 from foreword.model.kernels.simd import HAS_BF16_DOT
@@ -281,6 +281,27 @@ def test_joined_leading_chunks_are_all_chunks_once(seed: int) -> None:
             assert (kind == LEADING and merged[request] == number) or merged[request] <= number
     every = [(row, chunk) for row, num_chunks in enumerate(step.requests[:, 3].tolist()) for chunk in range(num_chunks)]
     assert sorted(seen) == every
+
+
+@pytest.mark.parametrize("num_threads", [2, 4])
+def test_only_a_step_that_is_cut_as_the_one_before_is_joined_as_it(num_threads: int) -> None:
+    leading, found = LeadingChunks(), []
+    for spans in (
+        [(767, 768), (0, 200)],
+        [(766, 767), (0, 200)],  # nothing but positions differs
+        [(768, 769), (0, 200)],  # another chunk
+        [(768, 770), (0, 200)],  # another query
+        [(0, 200), (768, 770)],
+        [(768, 770), (700, 701)],
+    ):
+        step = plan_step(Case(Shape(2, 2, 8, 8, 16), spans, np.random.default_rng(16)).batch, 16, None)
+        joined, expected = leading.join(step, 2, num_threads), join_leading(step, 2, num_threads)
+        assert np.array_equal(joined.items, expected.items)
+        assert np.array_equal(joined.merges, expected.merges)
+        assert leading.join(step, 2, num_threads) is joined
+        found.append(joined)
+    assert found[1] is found[0]
+    assert leading.join(step, 1, num_threads) is not found[-1]
 
 
 def test_joining_is_left_where_threads_would_wait() -> None:

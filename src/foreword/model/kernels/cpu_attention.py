@@ -15,7 +15,7 @@ from foreword.batch import Batch
 from foreword.model.kernels import cpu_layout as layout
 from foreword.model.kernels.cpu import compile_worker
 from foreword.model.kernels.cpu_chunk import compile_chunk
-from foreword.model.kernels.leading_chunks import JoinedItems, join_leading
+from foreword.model.kernels.leading_chunks import JoinedItems, LeadingChunks
 from foreword.model.kernels.reference import AttentionOptions
 from foreword.model.kernels.sharing import Sharing
 from foreword.model.kernels.simd import HAS_BF16_DOT
@@ -107,6 +107,7 @@ class CpuAttention:
     def __init__(self, *, share: bool = True, bfloat16: int | None = None) -> None:
         """`share`: two-phase attention; `bfloat16`: the mode of its products, by default the processor's fastest."""
         self._sharing = Sharing(enabled=share)
+        self._leading = LeadingChunks()
         self.bfloat16 = fastest_mode() if bfloat16 is None else bfloat16
         self._operations = AttentionOperations()
         self._both = Program((self._operations.items, self._operations.merges))
@@ -122,7 +123,7 @@ class CpuAttention:
         del scrap_block, device  # nothing outside a table is looked up, and this is the CPU
         self._outgrown.clear()
         step = self._sharing.plan(batch, block_size)
-        joined = join_leading(step, self._num_kv_heads, torch.get_num_threads())
+        joined = self._leading.join(step, self._num_kv_heads, torch.get_num_threads())
         arguments = (
             step.tables.ctypes.data,
             step.tables.shape[1],
