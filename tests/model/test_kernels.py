@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -283,25 +284,27 @@ def test_joined_leading_chunks_are_all_chunks_once(seed: int) -> None:
     assert sorted(seen) == every
 
 
-@pytest.mark.parametrize("num_threads", [2, 4])
-def test_only_a_step_that_is_cut_as_the_one_before_is_joined_as_it(num_threads: int) -> None:
-    leading, found = LeadingChunks(), []
-    for spans in (
-        [(767, 768), (0, 200)],
-        [(766, 767), (0, 200)],  # nothing but positions differs
-        [(768, 769), (0, 200)],  # another chunk
-        [(768, 770), (0, 200)],  # another query
-        [(0, 200), (768, 770)],
-        [(768, 770), (700, 701)],
-    ):
-        step = plan_step(Case(Shape(2, 2, 8, 8, 16), spans, np.random.default_rng(16)).batch, 16, None)
-        joined, expected = leading.join(step, 2, num_threads), join_leading(step, 2, num_threads)
+def test_only_a_step_that_is_cut_as_the_one_before_is_joined_as_it() -> None:
+    spans = [[(767, 768)] * 3, [(766, 767)] * 3, [(768, 769)] * 3, [(766, 768)] * 3, [(0, 200), *[(767, 768)] * 3]]
+    sharing: list[list[int]] = [[], [0, 1], [], [1, 2], []]
+    steps = []
+    for ends, shared in [*((each, []) for each in spans), *((spans[0], each) for each in sharing)]:
+        case = Case(Shape(2, 2, 8, 8, 16), ends, np.random.default_rng(16))
+        share_blocks(case, [(shared, 512)] if shared else [])
+        steps.append(plan_step(case.batch, 16, LOOK_ALWAYS))
+    leading, teams = LeadingChunks(), [(2, 2), (2, 4), (1, 4), (1, 3)]
+    for step, heads_and_threads in [*product(steps, teams), *((step, one) for one in teams for step in steps)]:
+        joined, expected = leading.join(step, *heads_and_threads), join_leading(step, *heads_and_threads)
         assert np.array_equal(joined.items, expected.items)
         assert np.array_equal(joined.merges, expected.merges)
-        assert leading.join(step, 2, num_threads) is joined
-        found.append(joined)
-    assert found[1] is found[0]
-    assert leading.join(step, 1, num_threads) is not found[-1]
+        assert leading.join(step, *heads_and_threads) is joined
+
+
+def test_a_step_further_is_joined_as_the_one_before() -> None:
+    leading = LeadingChunks()
+    steps = [Case(Shape(2, 2, 8, 8, 16), [(end - 1, end)], np.random.default_rng(16)).batch for end in (766, 767)]
+    before, after = (leading.join(plan_step(step, 16, None), 2, 4) for step in steps)
+    assert before is after
 
 
 def test_joining_is_left_where_threads_would_wait() -> None:

@@ -110,6 +110,12 @@ def test_the_plain_weight_is_given_back(gated: bool) -> None:
     assert torch.equal(TileProduct([weight], None, gated=gated).weight, weight)
 
 
+def test_weights_begin_at_cache_lines() -> None:
+    """Or most loads of a step's weights would take two lines."""
+    for outputs in (1, 37, 128):
+        assert TileProduct([random(outputs, 64).bfloat16()], None)._panels.steps.ctypes.data % 64 == 0
+
+
 def test_weights_that_are_packed_together_follow_each_other() -> None:
     weights = [random(outputs, 64, seed=outputs).bfloat16() for outputs in (70, 9, 33)]
     product = TileProduct(weights, None)

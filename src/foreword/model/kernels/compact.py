@@ -40,6 +40,7 @@ _SIGN_MANTISSA = 0x807F
 _NEVER = 2**31 - 1
 _WORDS = ir.VectorType(ir.IntType(16), 32)
 _WEIGHTS = HugePages()
+"""Of all weights of the process: what one leaves of a region is the next one's."""
 
 
 @dataclass(frozen=True, slots=True)

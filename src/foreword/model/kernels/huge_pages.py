@@ -2,7 +2,7 @@
 
 Knows bytes. A processor looks up where a page lies when it first reads from it; with pages of 4 KiB that is once in 64
 lines, and a virtual machine looks up twice. Linux gives pages of 2 MiB to who asks for them (`madvise`) and has the
-room.
+room; elsewhere, and for what is smaller, pages are what they are.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 HUGE_PAGE = 1 << 21
 CACHE_LINE = 64
-CHUNK_BYTES = 1 << 26
+REGION_BYTES = 1 << 26
 
 
 def allocate(num_bytes: int) -> Bytes:
     """Memory that begins where a huge page can, [num_bytes]; it is not there before it is written to.
 
-    Raises MemoryError if the system refuses.
+    Its last bytes lie in small pages: what is written there, or to few bytes, does not take 2 MiB. Raises MemoryError
+    if the system refuses.
     """
     memory, start = _reserve(num_bytes)
     return memory[start : start + num_bytes]
 
 
 def _reserve(num_bytes: int) -> tuple[Bytes, int]:
-    """Memory with room for so much, and where in it a huge page can begin."""
+    """Memory with room for so much, and where in it that begins."""
     room = num_bytes + HUGE_PAGE
-    if sys.platform != "linux":
-        whole = np.empty(room, np.uint8)
-    else:
-        try:
-            memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:
-            raise MemoryError(f"the system refused {room} bytes of memory: {error}") from error
+    try:
+        memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(f"the system refused {room} bytes of memory: {error}") from error
+    whole = np.frombuffer(memory, np.uint8)
+    start, whole_pages = -whole.ctypes.data % HUGE_PAGE, (num_bytes - 1) // HUGE_PAGE
+    if sys.platform == "linux" and whole_pages > 0:
         with contextlib.suppress(OSError):  # a system without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        whole = np.frombuffer(memory, np.uint8)
-    return whole, -whole.ctypes.data % HUGE_PAGE
+            memory.madvise(mmap.MADV_HUGEPAGE, start, whole_pages * HUGE_PAGE)
+    return whole, start
 
 
 class HugePages:
-    """Memory handed out in pieces, many of which share huge pages. A chunk is freed with the last of its pieces."""
+    """Memory handed out in pieces, many of which share huge pages. A region is freed with the last of its pieces."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chunk: weakref.ref[Bytes] | None = None
+        self._region: weakref.ref[Bytes] | None = None
         self._next = 0
 
     def allocate(self, num_bytes: int) -> Bytes:
         """[num_bytes], beginning at a cache line. Raises MemoryError if the system refuses."""
         with self._lock:
-            chunk = None if self._chunk is None else self._chunk()
-            if chunk is None or len(chunk) < self._next + num_bytes:
-                chunk, self._next = _reserve(max(CHUNK_BYTES, num_bytes))
-                self._chunk = weakref.ref(chunk)
-            piece = chunk[self._next : self._next + num_bytes]
+            region = None if self._region is None else self._region()
+            if region is None or len(region) < self._next + num_bytes:
+                region, self._next = _reserve(max(REGION_BYTES, num_bytes))
+                self._region = weakref.ref(region)
+            piece = region[self._next : self._next + num_bytes]
             self._next += -(-num_bytes // CACHE_LINE) * CACHE_LINE
             return piece
