@@ -285,7 +285,7 @@ def test_joined_leading_chunks_are_all_chunks_once(seed: int) -> None:
 
 
 def test_only_a_step_that_is_cut_as_the_one_before_is_joined_as_it() -> None:
-    spans = [[(767, 768)] * 3, [(766, 767)] * 3, [(768, 769)] * 3, [(766, 768)] * 3, [(0, 200), *[(767, 768)] * 3]]
+    spans = [[(767, 768)] * 3, [(768, 769)] * 3, [(766, 767)] * 3, [(766, 768)] * 3, [(0, 200), *[(767, 768)] * 3]]
     sharing: list[list[int]] = [[], [0, 1], [], [1, 2], []]
     steps = []
     for ends, shared in [*((each, []) for each in spans), *((spans[0], each) for each in sharing)]:

@@ -40,10 +40,11 @@ class LeadingChunks:
         self._joined: JoinedItems | None = None
 
     def join(self, step: StepPlan, num_kv_heads: int, num_threads: int) -> JoinedItems:
-        """As `join_leading`; nobody may write to the result."""
-        lengths_and_chunks = step.requests[:, (1, 3)]
-        cut = (one.tobytes() for one in (step.items, step.members, step.merges, lengths_and_chunks))
-        this = num_kv_heads, num_threads, step.num_folds, *cut
+        """As `join_leading`; nobody may write to the result.
+
+        Merges tell which requests are members and how many queries they have, items how many chunks.
+        """
+        this = num_kv_heads, num_threads, step.items.tobytes(), step.merges.tobytes()
         if self._joined is None or this != self._last:
             self._joined, self._last = join_leading(step, num_kv_heads, num_threads), this
         return self._joined
