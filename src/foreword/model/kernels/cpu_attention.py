@@ -21,6 +21,7 @@ from foreword.model.kernels.sharing import Sharing
 from foreword.model.kernels.simd import HAS_BF16_DOT
 from foreword.model.kernels.step_plan import FOLD_QUERIES, Int64Array, StepPlan
 from foreword.model.kernels.team import Operation, Program
+from foreword.model.kernels.tile_softmax import HAS_FLOAT16
 from foreword.model.kernels.tiles import has_tiles
 
 ALONE_UNITS, ALONE_PARTIALS = 4, 512
@@ -37,7 +38,7 @@ def fastest_mode() -> int:
     """How this processor multiplies bfloat16."""
     if not HAS_BF16_DOT:  # which rounds weights for tiles too
         return layout.WIDENED
-    return layout.TILES if has_tiles() else layout.PAIRS
+    return layout.TILES if has_tiles() and HAS_FLOAT16 else layout.PAIRS
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from foreword.model.kernels.cpu_layout import (
     ROW_SCORES,
     ROW_STATS,
     ROW_TABLE,
+    ROW_WEIGHTS,
     SCORE_BYTES,
     STAGE,
     STAGED_ROWS,
@@ -35,14 +36,15 @@ from foreword.model.kernels.cpu_layout import (
     TILES,
     VALUE_DIM,
     VALUE_ROWS,
+    WEIGHT_BYTES,
     WIDENED,
     ZEROS,
     inlined,
     part,
     source_digest,
 )
-from foreword.model.kernels.cpu_rows import ask_ahead, find_bounds, find_peaks, keep_rows, weigh_row
-from foreword.model.kernels.cpu_tiles import attend_in_tiles
+from foreword.model.kernels.cpu_rows import ask_ahead, cap_scores, find_bounds, find_peaks, keep_rows, weigh_row
+from foreword.model.kernels.cpu_tiles import weigh_in_tiles
 from foreword.model.kernels.simd import (
     LANES,
     ROWS,
@@ -112,7 +114,10 @@ def _pack_values(a: Any, scratch: int, kv_head: int, start: int, stop: int) -> N
         panel = packed + first * 4 * (CHUNK // together)
         for token in range(start, stop, together):
             source = load_int(rows + 8 * token) + offset + first * item_bytes
-            target = panel + token // together * lanes * 4
+            place = token // together
+            if mode == TILES:  # as two vectors of weights are put into one: two pairs of each in turn
+                place = place & -16 | place & 1 | (place & 6) << 1 | (place & 8) >> 2
+            target = panel + place * lanes * 4
             if together == 2:
                 other = load_int(rows + 8 * token + 8) + offset + first * 2
                 interleave(source, other, target)
@@ -128,34 +133,42 @@ def _pack_values(a: Any, scratch: int, kv_head: int, start: int, stop: int) -> N
 
 
 @inlined
-def _attend_rows(a: Any, scratch: int, first: int, num_rows: int, kind: int) -> None:
-    """Partial results of up to MOST_ROWS rows of the row table with the chunk that is packed."""
-    table, scores, stats = part(scratch, ROW_TABLE) + 24 * first, part(scratch, ROW_SCORES), part(scratch, ROW_STATS)
-    start, stop, high = find_bounds(table, num_rows)
-    if start >= stop:
+def _attend_rows(a: Any, scratch: int, rows: tuple[int, int], kind: int, ask: int) -> None:
+    """Partial results of some rows of the row table, at most MOST_ROWS, with the chunk that is packed.
+
+    `ask`: as `weigh_in_tiles` has it.
+    """
+    num_rows = rows[1] - rows[0]
+    table, scores, stats = part(scratch, ROW_TABLE) + 24 * rows[0], part(scratch, ROW_SCORES), part(scratch, ROW_STATS)
+    bounds = find_bounds(table, num_rows)
+    if bounds[0] >= bounds[1]:
         return
-    _multiply_keys(a, scratch, first, num_rows, start, stop)
-    find_peaks(a, table, num_rows, scores, stats, (start, stop))
-    for row in range(num_rows):
-        weigh_row(a, scratch, table + 24 * row, scores + row * SCORE_BYTES, stats + 8 * row, (start, stop))
-    _multiply_values(a, scratch, num_rows, start, high)
+    start, stop = bounds[0] // PANEL * PANEL, -(-bounds[1] // PANEL) * PANEL
+    if a[MODE] == TILES:
+        weigh_in_tiles(a, scratch, rows, bounds, ask)
+    else:
+        _multiply_keys(a, scratch, rows, start, stop)
+        find_peaks(a, table, num_rows, scores, stats, (start, stop))
+        for row in range(num_rows):
+            weigh_row(a, scratch, table + 24 * row, scores + row * SCORE_BYTES, stats + 8 * row, (start, stop))
+    _multiply_values(a, scratch, num_rows, start, bounds[1])
     keep_rows(a, scratch, table, num_rows, stats, part(scratch, ROW_MIXED), kind)
 
 
 @inlined
-def _multiply_keys(a: Any, scratch: int, first: int, num_rows: int, start: int, stop: int) -> None:
+def _multiply_keys(a: Any, scratch: int, rows: tuple[int, int], start: int, stop: int) -> None:
     """Scores of the rows' queries."""
+    num_rows = rows[1] - rows[0]
     num_words = (a[KEY_DIM] + 31) // 32 * 16 if a[MODE] in IN_PAIRS else (a[KEY_DIM] + 15) // 16 * 16
-    queries = part(scratch, ROW_QUERIES) + first * num_words * 4
+    queries = part(scratch, ROW_QUERIES) + rows[0] * num_words * 4
     for token in range(start, stop, PANEL):
         panel = part(scratch, PACKED_KEYS) + token * num_words * 4
         scores = part(scratch, ROW_SCORES) + 4 * token
-        if a[MODE] == TILES:
-            tile_product_64(num_rows, queries, num_words * 4, panel, num_words // LANES, scores, SCORE_BYTES)
-        elif a[MODE] == PAIRS:
+        if a[MODE] == PAIRS:
             pair_product_64(num_rows, queries, num_words * 4, panel, num_words, scores, SCORE_BYTES)
         else:
             product_64(num_rows, queries, num_words * 4, panel, num_words, scores, SCORE_BYTES)
+    cap_scores(a, num_rows, part(scratch, ROW_SCORES), SCORE_BYTES, (start, stop))
 
 
 @inlined
@@ -166,14 +179,15 @@ def _multiply_values(a: Any, scratch: int, num_rows: int, start: int, high: int)
     length = (high - start + together - 1) // together
     steps = (length + LANES - 1) // LANES  # of tiles: what is beyond `high` has weight 0, and values of 0
     weights = part(scratch, ROW_SCORES) + start * 4 // together
+    tile_weights = part(scratch, ROW_WEIGHTS) + 2 * start
     for dim in range(0, width, PANEL):
         lanes = min(PANEL, width - dim)
         panel = part(scratch, PACKED_VALUES) + dim * 4 * (CHUNK // together) + start // together * lanes * 4
         target = part(scratch, ROW_MIXED) + 4 * dim
         if a[MODE] == TILES and lanes == PANEL:
-            tile_product_64(num_rows, weights, SCORE_BYTES, panel, steps, target, 4 * width)
+            tile_product_64(num_rows, tile_weights, WEIGHT_BYTES, panel, steps, target, 4 * width)
         elif a[MODE] == TILES:
-            tile_product_32(num_rows, weights, SCORE_BYTES, panel, steps, target, 4 * width)
+            tile_product_32(num_rows, tile_weights, WEIGHT_BYTES, panel, steps, target, 4 * width)
         elif a[MODE] == PAIRS and lanes == PANEL:
             pair_product_64(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
         elif a[MODE] == PAIRS:
@@ -190,18 +204,18 @@ def _attend(a: Any, scratch: int, kv_head: int, num_rows: int, bounds: tuple[int
     start, stop = bounds[0] // PANEL * PANEL, -(-bounds[1] // PANEL) * PANEL
     _pack_keys(a, scratch, kv_head, start, stop)
     _pack_values(a, scratch, kv_head, start, stop)
-    if a[MODE] == TILES and num_rows > MOST_ROWS:
-        attend_in_tiles(a, scratch, num_rows, kind)
-        return
-    ask_ahead(a, scratch, 0, load_int(scratch + NEXT_LENGTH))
-    num_parts = -(-num_rows // (MOST_ROWS if a[MODE] == TILES else ROWS))
+    num_parts, ask = -(-num_rows // (MOST_ROWS if a[MODE] == TILES else ROWS)), 0
+    if a[MODE] == TILES and num_parts > 1:
+        ask = (load_int(scratch + NEXT_LENGTH) << 16) // (num_rows * ((stop - start) // PANEL)) + 1
+    else:
+        ask_ahead(a, scratch, 0, CHUNK)
     laid_out = 0
     for number in range(num_parts):  # parts of equal size, as far as possible
         first, end = number * num_rows // num_parts, (number + 1) * num_rows // num_parts
         if a[MODE] == TILES and end - first != laid_out:
             laid_out = end - first
             lay_out(part(scratch, TILE_CONFIG), laid_out)
-        _attend_rows(a, scratch, first, end - first, kind)
+        _attend_rows(a, scratch, (first, end), kind, ask)
     if laid_out:
         release()
 

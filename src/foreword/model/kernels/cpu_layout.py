@@ -23,6 +23,8 @@ IN_PAIRS = TILES, PAIRS
 """Modes whose words are pairs of bfloat16: memory lies alike, only the products differ."""
 SCORE_BYTES = 4 * CHUNK + 64
 """Between rows of scores: a line more than they take, so that a column of them is spread over the first cache."""
+PANEL_BYTES, WEIGHT_BYTES = 4 * PANEL + 64, 2 * CHUNK + 64
+"""The same of scores of one panel, and of weights of a chunk, which only tiles need."""
 MOST_ROWS = 2 * TILE_ROWS
 """Rows that are multiplied at a time, at most: two tiles'; ROWS where there are no tiles."""
 
@@ -72,7 +74,8 @@ NEXT_VALUE_ROWS = NEXT_KEY_ROWS + 8 * CHUNK
 NEXT_LENGTH = NEXT_VALUE_ROWS + 8 * CHUNK  # how many tokens those are
 LAYOUT = NEXT_LENGTH + 8
 (ZEROS, STAGE, PACKED_KEYS, PACKED_VALUES, ROW_QUERIES, STAGED_QUERY, ROW_SCORES, ROW_STATS, ROW_MIXED) = range(9)
-(ROW_TABLE, FOLD_STATS, FOLD_MIXED, CURRENT_ITEM, TILE_CONFIG, ROW_FACTORS, LAYOUT_SIZE) = range(9, 16)
+(ROW_TABLE, FOLD_STATS, FOLD_MIXED, CURRENT_ITEM, TILE_CONFIG, ROW_FACTORS) = range(9, 15)
+(ROW_WEIGHTS, ROW_TOTALS, LAYOUT_SIZE) = range(15, 18)
 VARIABLE = LAYOUT + 8 * LAYOUT_SIZE + 8  # kept a multiple of 64 below
 
 compiled = njit(error_model="numpy")
@@ -101,10 +104,10 @@ def scratch_layout(mode: int, key_dim: int, value_dim: int, token_bytes: int, mo
         CHUNK * 4 * (padded(max(key_dim, value_dim), 32) + 32),  # STAGE
         CHUNK * 4 * words,
         CHUNK * 4 * values,
-        (most_rows + MOST_ROWS) * 4 * words,  # the last part's rows are read to their full number
+        most_rows * 4 * words,
         4 * (words + 32),  # STAGED_QUERY
-        2 * MOST_ROWS * SCORE_BYTES,  # of two parts
-        2 * MOST_ROWS * 8,
+        MOST_ROWS * SCORE_BYTES,
+        MOST_ROWS * 8,
         MOST_ROWS * 4 * values,
         most_rows * 24,  # ROW_TABLE: low, high, target
         most_rows * 8 + 64,  # eight rows at a time
@@ -112,6 +115,8 @@ def scratch_layout(mode: int, key_dim: int, value_dim: int, token_bytes: int, mo
         8,
         CONFIG_BYTES,
         MOST_ROWS * 8,
+        MOST_ROWS * WEIGHT_BYTES,
+        MOST_ROWS * 64,  # ROW_TOTALS: 16 lanes of each
     ]
     offsets, end = [], padded(VARIABLE, 64)
     for size in sizes:

@@ -16,8 +16,8 @@ from foreword.model.kernels.cpu_layout import (
     KEY_DIM,
     MODE,
     NEXT_KEY_ROWS,
+    NEXT_LENGTH,
     NEXT_VALUE_ROWS,
-    PANEL,
     PARTIAL_MIXED,
     PARTIAL_STATS,
     ROW_FACTORS,
@@ -36,35 +36,39 @@ from foreword.model.kernels.step_plan import CHUNK, FOLD
 def ask_ahead(a: Any, scratch: int, first: int, last: int) -> None:
     """Ask for the keys and values of some tokens of the next chunk, while this one is computed."""
     item_bytes = 4 if a[MODE] == FLOATS else 2
-    for token in range(first, last):
+    for token in range(first, min(last, load_int(scratch + NEXT_LENGTH))):
         prefetch(load_int(scratch + NEXT_KEY_ROWS + 8 * token), a[KEY_DIM] * item_bytes)
         prefetch(load_int(scratch + NEXT_VALUE_ROWS + 8 * token), a[VALUE_DIM] * item_bytes)
 
 
 @inlined
-def find_bounds(table: int, num_rows: int) -> tuple[int, int, int]:
-    """The panels of tokens that some row of the table sees, and the end of what is seen; all 0 if nothing is."""
-    low, high = CHUNK, 0
+def find_bounds(table: int, num_rows: int) -> tuple[int, int, int, int]:
+    """From where to where some row of the table sees tokens, and from where to where all rows do."""
+    low, high, all_low, all_high = CHUNK, 0, 0, CHUNK
     for row in range(num_rows):
         row_low, row_high = load_int(table + 24 * row), load_int(table + 24 * row + 8)
         if row_low < row_high:
             low, high = min(low, row_low), max(high, row_high)
-    if low >= high:
-        return 0, 0, 0
-    return low // PANEL * PANEL, -(-high // PANEL) * PANEL, high
+        all_low, all_high = max(all_low, row_low), min(all_high, row_high)
+    return low, high, all_low, all_high
+
+
+@inlined
+def cap_scores(a: Any, num_rows: int, scores: int, score_bytes: int, panels: tuple[int, int]) -> None:
+    """Scores of some tokens, so many bytes between rows, by the soft-cap if there is one."""
+    scale, cap = load_float(a[FLOAT_OPTIONS]), load_float(a[FLOAT_OPTIONS] + 4)
+    if cap > 0.0:
+        for row in range(num_rows):
+            soft_cap(scores + row * score_bytes, panels[0], panels[1], scale / cap, cap)
 
 
 @inlined
 def find_peaks(a: Any, table: int, num_rows: int, scores: int, stats: int, panels: tuple[int, int]) -> None:
     """Peaks of the rows of a table, from their scores [rows, CHUNK]."""
-    scale, cap = load_float(a[FLOAT_OPTIONS]), load_float(a[FLOAT_OPTIONS] + 4)
     for row in range(num_rows):
         low, high = load_int(table + 24 * row), load_int(table + 24 * row + 8)
         if low < high:
-            own = scores + row * SCORE_BYTES
-            if cap > 0.0:
-                soft_cap(own, panels[0], panels[1], scale / cap, cap)
-            find_peak(own, stats + 8 * row, panels[0], panels[1], low, high, _factor(a))
+            find_peak(scores + row * SCORE_BYTES, stats + 8 * row, panels[0], panels[1], low, high, factor(a))
         else:
             store_float(stats + 8 * row, LOWEST)
             store_float(stats + 8 * row + 4, 0.0)
@@ -76,13 +80,13 @@ def weigh_row(a: Any, scratch: int, entry: int, scores: int, stats: int, panels:
     if load_int(entry) >= load_int(entry + 8):
         copy_bytes(scores, part(scratch, ZEROS), SCORE_BYTES)
     elif a[MODE] in IN_PAIRS:
-        weigh_pairs(scores, stats, panels[0], panels[1], _factor(a))
+        weigh_pairs(scores, stats, panels[0], panels[1], factor(a))
     else:
-        weigh(scores, stats, panels[0], panels[1], _factor(a))
+        weigh(scores, stats, panels[0], panels[1], factor(a))
 
 
 @inlined
-def _factor(a: Any) -> Any:
+def factor(a: Any) -> Any:
     """Of scores, which have been capped and scaled if there is a cap."""
     return LOG2_E if load_float(a[FLOAT_OPTIONS] + 4) > 0.0 else load_float(a[FLOAT_OPTIONS]) * LOG2_E
 

@@ -1,161 +1,178 @@
-"""Many rows with a packed chunk in AMX tiles, compiled by numba: tiles multiply while vectors weigh.
+"""Some rows with a packed chunk in AMX tiles, compiled by numba: 64 tokens at a time, so that scores stay near.
 
-Knows packed memory and rows; knows nothing of block tables. Rows are taken in parts of 32. While the processor's
-vectors find the peaks of a part's scores, its tiles mix values by the weights of the part before; while vectors compute
-the part's weights, and keep the results of the part before, tiles multiply keys for the part after:
+Knows packed memory and the row table; knows nothing of block tables. Tiles leave scores in memory, where vectors find
+them. Scores of 32 rows and 64 tokens, and their weights in the chunk, fit the first cache beside what is read then;
+scores of a whole chunk do not. So a row's peak is that of the first 64 tokens of which it sees any, rounded up, and
+scores are weighed when 64 tokens' are there. That suffices unless later ones are very much larger (`tile_softmax.py`):
+then the rows are looked at again, with all of their scores.
 
-    vectors     peaks 1     weights 1, results 0     peaks 2     weights 2, results 1
-    tiles       values 0    keys 2                   values 1    keys 3
-
-Every element of a product is the chain of additions that it would be alone, so no bit depends on any of this.
+A key that is no number makes scores of all rows none, and is looked for in the first row's. Such rows, and such that
+have infinitely large scores, get a sum that is no number.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from foreword.model.kernels.cpu_layout import (
     KEY_DIM,
-    MOST_ROWS,
-    NEXT_LENGTH,
     PACKED_KEYS,
-    PACKED_VALUES,
     PANEL,
-    ROW_MIXED,
+    PANEL_BYTES,
     ROW_QUERIES,
     ROW_SCORES,
     ROW_STATS,
     ROW_TABLE,
+    ROW_TOTALS,
+    ROW_WEIGHTS,
     SCORE_BYTES,
-    TILE_CONFIG,
-    VALUE_DIM,
+    WEIGHT_BYTES,
     inlined,
     part,
 )
-from foreword.model.kernels.cpu_rows import ask_ahead, find_bounds, find_peaks, keep_rows, weigh_row
-from foreword.model.kernels.simd import LANES, load_int
-from foreword.model.kernels.step_plan import CHUNK
-from foreword.model.kernels.tiles import end_wide, lay_out, multiply_wide, product_32, release
+from foreword.model.kernels.cpu_rows import ask_ahead, cap_scores, factor
+from foreword.model.kernels.simd import LANES, LOWEST, clear_bytes, load_float, load_int, store_float
+from foreword.model.kernels.softmax import find_peak
+from foreword.model.kernels.tile_softmax import (
+    LEAST_SUM,
+    MARGIN,
+    MOST_SUM,
+    are_below_infinity,
+    find_peaks,
+    sum_lanes,
+    weigh_panel,
+    weigh_seen,
+)
+from foreword.model.kernels.tiles import TILE_ROWS, tile_product_64
 
-_COLUMNS = 2 * LANES
-"""Tokens, or dimensions of values, of a product."""
-_KEPT_ROWS = 8
-"""So many rows' results are kept at a time."""
-_SCORES_BYTES, _STATS_BYTES = MOST_ROWS * SCORE_BYTES, MOST_ROWS * 8
-_begin = product_32.begin
-
-
-@inlined
-def _multiply_keys(a: Any, scratch: int, number: int, token: int, step: int) -> None:
-    """One step of the product for a part's scores of 32 tokens from `token` on."""
-    words = (a[KEY_DIM] + 31) // 32 * 16
-    steps = words // LANES
-    queries = part(scratch, ROW_QUERIES) + (number * MOST_ROWS * words + step * LANES) * 4
-    keys = part(scratch, PACKED_KEYS) + (token // PANEL * PANEL * words + step * LANES * PANEL + token % PANEL) * 4
-    if step == 0:
-        _begin()
-    multiply_wide(queries, 4 * words, keys, 4 * PANEL)
-    if step == steps - 1:
-        end_wide(part(scratch, ROW_SCORES) + number % 2 * _SCORES_BYTES + 4 * token, SCORE_BYTES)
+_GROUP = 8
+"""So many rows' weights are computed between two requests to memory."""
 
 
 @inlined
-def _mix_values(a: Any, scratch: int, number: int, start: int, steps: int, dim: int, step: int) -> None:
-    """One of so many steps of the product for a part's mixtures, 32 dimensions of them from `dim` on."""
-    width = (a[VALUE_DIM] + 31) // 32 * 32
-    first = dim // PANEL * PANEL
-    lanes = min(PANEL, width - first)
-    weights = part(scratch, ROW_SCORES) + number % 2 * _SCORES_BYTES + start * 2 + step * 4 * LANES
-    panel = part(scratch, PACKED_VALUES) + first * 4 * (CHUNK // 2) + start // 2 * lanes * 4
-    if step == 0:
-        _begin()
-    multiply_wide(weights, SCORE_BYTES, panel + (step * LANES * lanes + dim - first) * 4, 4 * lanes)
-    if step == steps - 1:
-        end_wide(part(scratch, ROW_MIXED) + 4 * dim, 4 * width)
+def weigh_in_tiles(a: Any, scratch: int, rows: tuple[int, int], bounds: tuple[int, int, int, int], ask: int) -> None:
+    """Weights of some rows of the row table, from `rows[0]` to before `rows[1]`, and their stats.
 
-
-@inlined
-def _find_peaks(a: Any, scratch: int, number: int, rows: int, panels: tuple[int, int], last: tuple[int, int]) -> None:
-    """Peaks of a part's rows; beside, in tiles, mixtures of the part before: `last` has its first token, and steps."""
-    table = part(scratch, ROW_TABLE) + number * MOST_ROWS * 24
-    scores, stats = _buffers(scratch, number)
-    pace = _pace(last[1] * ((a[VALUE_DIM] + 31) // 32), rows)
-    done, dim, step = 0, 0, 0
-    for row in range(max(1, rows)):
-        if row < rows:
-            find_peaks(a, table + 24 * row, 1, scores + row * SCORE_BYTES, stats + 8 * row, panels)
-        while done < pace * (row + 1) >> 16:
-            _mix_values(a, scratch, number - 1, last[0], last[1], dim, step)
-            done, step = done + 1, step + 1
-            if step == last[1]:
-                step, dim = 0, dim + _COLUMNS
-
-
-@inlined
-def _weigh(
-    a: Any, scratch: int, number: int, num_rows: int, panels: tuple[int, int], following: tuple[int, int], kind: int
-) -> None:
-    """Weights of a part's rows, and results of the part before; beside, in tiles, scores of the part after.
-
-    `panels`: the tokens that the part sees, `following`: that the part after does.
+    `bounds`: from where to where some row sees tokens, and from where to where all do; `ask`: how many tokens of the
+    next chunk are asked for with each row and panel, times 2 ** 16.
     """
-    first, key_steps = number * MOST_ROWS, (a[KEY_DIM] + 31) // 32
-    rows, last_rows = _size(number, num_rows), _size(number - 1, num_rows)
-    table = part(scratch, ROW_TABLE) + 24 * first
-    (scores, stats), (_, last_stats) = _buffers(scratch, number), _buffers(scratch, number - 1)
-    pace = _pace((following[1] - following[0]) // _COLUMNS * key_steps, rows)
-    ask_pace = _pace(load_int(scratch + NEXT_LENGTH), num_rows)
-    kept, done, token, step = 0, 0, following[0], 0
-    for row in range(max(1, rows)):
-        if row < rows:
-            weigh_row(a, scratch, table + 24 * row, scores + row * SCORE_BYTES, stats + 8 * row, panels)
-            ask_ahead(a, scratch, ask_pace * (first + row) >> 16, ask_pace * (first + row + 1) >> 16)
-        while done < pace * (row + 1) >> 16:
-            _multiply_keys(a, scratch, number + 1, token, step)
-            done, step = done + 1, step + 1
-            if step == key_steps:
-                step, token = 0, token + _COLUMNS
-        end = last_rows if row + 1 >= rows else min(last_rows, (row + 1) // _KEPT_ROWS * _KEPT_ROWS)
-        if end > kept:
-            mixed = part(scratch, ROW_MIXED) + kept * 4 * ((a[VALUE_DIM] + 31) // 32 * 32)
-            last_table = table + 24 * (kept - MOST_ROWS)
-            keep_rows(a, scratch, last_table, end - kept, last_stats + 8 * kept, mixed, kind)
-            kept = end
+    num_rows, totals = rows[1] - rows[0], part(scratch, ROW_TOTALS)
+    table, stats, scores = part(scratch, ROW_TABLE) + 24 * rows[0], part(scratch, ROW_STATS), part(scratch, ROW_SCORES)
+    start, stop = bounds[0] // PANEL * PANEL, -(-bounds[1] // PANEL) * PANEL
+    clear_bytes(totals, num_rows * 4 * LANES)
+    turn, sound = (stop - start) // PANEL * rows[0], 1
+    few = num_rows <= TILE_ROWS  # whose scores of a chunk are near too: vectors need not wait for each panel's
+    if few:
+        _multiply_keys(a, scratch, rows, (start, stop), scores, SCORE_BYTES)
+    score_bytes = SCORE_BYTES if few else PANEL_BYTES
+    for panel in range(start, stop, PANEL):
+        if few:
+            scores = part(scratch, ROW_SCORES) + 4 * panel
+        else:
+            _multiply_keys(a, scratch, rows, (panel, panel + PANEL), scores - 4 * panel, PANEL_BYTES)
+        sound &= are_below_infinity(scores, 0, PANEL)
+        # do all rows see the same of this panel?
+        seen_by_all = bounds[2] < panel + (panel == start) and panel + PANEL <= bounds[3]
+        alike = seen_by_all or (bounds[0] == bounds[2] and bounds[1] == bounds[3])
+        row = 0
+        while row < num_rows:
+            end = min(num_rows, row + _GROUP)
+            if not alike:
+                end = _end_of_alike(table, row, end)
+            own_scores = scores + row * score_bytes
+            _weigh_group(a, scratch, (rows[0] + row, row, end - row), panel, (own_scores, score_bytes), seen_by_all)
+            ask_ahead(a, scratch, ask * turn >> 16, ask * (turn + end - row) >> 16)
+            turn += end - row
+            row = end
+    for row in range(num_rows):
+        if load_int(table + 24 * row) < load_int(table + 24 * row + 8):
+            sum_lanes(totals + 4 * LANES * row, stats + 8 * row)
+            sound &= LEAST_SUM <= load_float(stats + 8 * row + 4) < MOST_SUM
+    if sound == 0:
+        _weigh_again(a, scratch, rows, start, stop)
 
 
 @inlined
-def attend_in_tiles(a: Any, scratch: int, num_rows: int, kind: int) -> None:
-    """Partial results of all rows of the row table with the chunk that is packed."""
-    num_parts, table = (num_rows + MOST_ROWS - 1) // MOST_ROWS, part(scratch, ROW_TABLE)
-    lay_out(part(scratch, TILE_CONFIG), MOST_ROWS)
-    last_start = last_steps = 0
-    start, stop, high = find_bounds(table, _size(0, num_rows))
-    for token in range(start, stop, _COLUMNS):
-        for step in range((a[KEY_DIM] + 31) // 32):
-            _multiply_keys(a, scratch, 0, token, step)
-    for number in range(num_parts + 1):
-        next_table = table + 24 * (number + 1) * MOST_ROWS
-        next_start, next_stop, next_high = find_bounds(next_table, _size(number + 1, num_rows))
-        _find_peaks(a, scratch, number, _size(number, num_rows), (start, stop), (last_start, last_steps))
-        _weigh(a, scratch, number, num_rows, (start, stop), (next_start, next_stop), kind)
-        last_start, last_steps = start, ((high - start + 1) // 2 + LANES - 1) // LANES
-        start, stop, high = next_start, next_stop, next_high
-    release()
+def _multiply_keys(
+    a: Any, scratch: int, rows: tuple[int, int], panels: tuple[int, int], scores: int, score_bytes: int
+) -> None:
+    """Scores [rows, CHUNK], so many bytes between rows, of the tokens of some panels."""
+    num_rows, words = rows[1] - rows[0], (a[KEY_DIM] + 31) // 32 * 16
+    queries = part(scratch, ROW_QUERIES) + rows[0] * words * 4
+    for panel in range(panels[0], panels[1], PANEL):
+        keys = part(scratch, PACKED_KEYS) + panel * words * 4
+        tile_product_64(num_rows, queries, words * 4, keys, words // LANES, scores + 4 * panel, score_bytes)
+    cap_scores(a, num_rows, scores, score_bytes, panels)
 
 
 @inlined
-def _size(number: int, num_rows: int) -> int:
-    """How many of the rows are in a part; none in one before the first or behind the last."""
-    return max(0, min(MOST_ROWS, num_rows - number * MOST_ROWS)) if number >= 0 else 0
+def _end_of_alike(table: int, row: int, end: int) -> Any:
+    """Up to where rows see the same tokens as one of them does."""
+    following = row + 1
+    while (
+        following < end
+        and load_int(table + 24 * following) == load_int(table + 24 * row)
+        and load_int(table + 24 * following + 8) == load_int(table + 24 * row + 8)
+    ):
+        following += 1
+    return following
 
 
 @inlined
-def _buffers(scratch: int, number: int) -> tuple[int, int]:
-    """Where a part's scores lie, and its stats; of two parts in turn."""
-    return part(scratch, ROW_SCORES) + number % 2 * _SCORES_BYTES, part(scratch, ROW_STATS) + number % 2 * _STATS_BYTES
+def _weigh_group(
+    a: Any, scratch: int, group: tuple[int, int, int], panel: int, scores: tuple[int, int], seen_by_all: bool
+) -> None:
+    """Peaks, if they see the first of their tokens here, and weights of rows that see the same.
+
+    `group`: the first row's number in the table and in the part, and how many rows; `scores`: the first row's, and
+    bytes between rows.
+    """
+    entry, (_, row, count) = part(scratch, ROW_TABLE) + 24 * group[0], group
+    low, high, stats = load_int(entry) - panel, load_int(entry + 8) - panel, part(scratch, ROW_STATS) + 8 * row
+    weights, totals = part(scratch, ROW_WEIGHTS) + row * WEIGHT_BYTES + 2 * panel, part(scratch, ROW_TOTALS) + 64 * row
+    if seen_by_all or (low < min(high, PANEL) and high > 0):
+        if low >= 0:
+            find_peaks(scores[0], scores[1], stats, count, low, high, factor(a))
+        if seen_by_all or (low <= 0 and high >= PANEL):
+            weigh_panel(scores[0], scores[1], weights, WEIGHT_BYTES, stats, totals, count, factor(a))
+        else:
+            weigh_seen(scores[0], scores[1], weights, WEIGHT_BYTES, stats, totals, count, low, high, factor(a))
+        return
+    for one in range(count):
+        clear_bytes(weights + one * WEIGHT_BYTES, 2 * PANEL)
+        if low >= high:
+            store_float(stats + 8 * one, LOWEST)
+            store_float(stats + 8 * one + 4, 0.0)
 
 
 @inlined
-def _pace(steps: int, turns: int) -> int:
-    """How many of so many steps are done in a turn, times 2 ** 16, rounded so that `turns` turns do all of them."""
-    return -(-(steps << 16) // max(1, turns))
+def _weigh_again(a: Any, scratch: int, rows: tuple[int, int], start: int, stop: int) -> None:
+    """The same if some row has scores that are no numbers, or very much larger ones than in its first panel.
+
+    Other rows keep what they have.
+    """
+    num_rows, scores = rows[1] - rows[0], part(scratch, ROW_SCORES)
+    _multiply_keys(a, scratch, rows, (start, stop), scores, SCORE_BYTES)
+    for row in range(num_rows):
+        entry, stats = part(scratch, ROW_TABLE) + 24 * (rows[0] + row), part(scratch, ROW_STATS) + 8 * row
+        low, high, own = load_int(entry), load_int(entry + 8), scores + row * SCORE_BYTES
+        if low >= high:
+            continue
+        is_sound = LEAST_SUM <= load_float(stats + 4) < MOST_SUM
+        seen = low // PANEL * PANEL, -(-high // PANEL) * PANEL
+        peak = load_float(stats)
+        find_peak(own, stats, seen[0], seen[1], low, high, factor(a))  # and hides what is not seen
+        if are_below_infinity(own, seen[0], seen[1]) == 0:
+            store_float(stats + 4, np.nan)
+        elif is_sound:
+            store_float(stats, peak)
+        else:
+            total = part(scratch, ROW_TOTALS) + 4 * LANES * row
+            clear_bytes(total, 4 * LANES)
+            store_float(stats, np.ceil(load_float(stats)) + MARGIN)
+            for panel in range(seen[0], seen[1], PANEL):
+                weights = part(scratch, ROW_WEIGHTS) + row * WEIGHT_BYTES + 2 * panel
+                weigh_seen(own + 4 * panel, 0, weights, 0, stats, total, 1, low - panel, high - panel, factor(a))
+            sum_lanes(total, stats)

@@ -102,17 +102,22 @@ def release(builder: Any) -> None:
 
 
 def _emit_step(builder: Any, num_row_tiles: int, a: Any, stride: Any, weights: Any, *, passing: bool = False) -> None:
-    """Add the products of one or two tiles of rows and two of weights; `passing`: of weights."""
-    line = simd._int(64)
+    """Add the products of one or two tiles of rows and two of weights; `passing`: of weights.
+
+    Weights that come from the second cache are best waited for together, those from the first one by one.
+    """
+    line, rows = simd._int(64), [a, builder.add(a, builder.mul(stride, simd._int(TILE_ROWS)))]
     _load(builder, 6, weights, line, passing=passing)
     _load(builder, 4, a, stride)
-    _multiply(builder, 0, 4, 6)
+    if not passing:
+        _multiply(builder, 0, 4, 6)
     _load(builder, 7, builder.add(weights, simd._int(TILE_BYTES)), line, passing=passing)
-    _multiply(builder, 1, 4, 7)
-    if num_row_tiles == 2:
-        _load(builder, 5, builder.add(a, builder.mul(stride, simd._int(TILE_ROWS))), stride)
-        _multiply(builder, 2, 5, 6)
-        _multiply(builder, 3, 5, 7)
+    if not passing:
+        _multiply(builder, 1, 4, 7)
+    for row_tile in range(1, num_row_tiles):
+        _load(builder, 4 + row_tile, rows[row_tile], stride)
+    for result in range(0 if passing else 2, 2 * num_row_tiles):
+        _multiply(builder, result, 4 + result // 2, 6 + result % 2)
 
 
 def _sums_of_tiles(builder: Any, num_row_tiles: int, sums: Any) -> list[Any]:
@@ -165,25 +170,6 @@ product_16, product_32 = _product(1), _product(2)
 """By the number of rows that they take at most."""
 
 
-@simd._instructions("aiai")
-def multiply_wide(builder: Any, a: Any, lda: Any, b: Any, ldb: Any) -> None:
-    """Add one step to the sums [32, 32] in tiles: addresses of rows and columns, and bytes between their rows."""
-    rows = a, builder.add(a, builder.mul(lda, simd._int(TILE_ROWS)))
-    columns = b, builder.add(b, simd._int(64))
-    for tile, address, stride in ((6, columns[0], ldb), (4, rows[0], lda), (7, columns[1], ldb), (5, rows[1], lda)):
-        _load(builder, tile, address, stride)
-    for result in range(4):
-        _multiply(builder, result, 4 + result // 2, 6 + result % 2)
-
-
-@simd._instructions("ai")
-def end_wide(builder: Any, c: Any, ldc: Any) -> None:
-    """Write the sums [32, 32], with so many bytes between their rows."""
-    lower = builder.add(c, builder.mul(ldc, simd._int(TILE_ROWS)))
-    for tile, target in enumerate((c, builder.add(c, simd._int(64)), lower, builder.add(lower, simd._int(64)))):
-        _tile_call(builder, "tilestored64", _tile(tile), _pointer(builder, target), ldc)
-
-
 def multiply_beside(signature: str, emit: Callable[..., None]) -> Any:
     """All steps of a product of up to 32 rows, and something else in each: the vectors work while the tiles do.
 
@@ -222,13 +208,18 @@ def _emit_wide(builder: Any, shape: tuple[int, int], arguments: tuple[Any, ...])
 
         def body(step: Any, first: int = first) -> list[Any]:
             panel = builder.add(b, builder.mul(step, simd._int(TILE_BYTES * num_tiles)))
-            for number, row in enumerate(rows):
-                _load(builder, 4 + number, builder.add(row, builder.mul(step, simd._int(64))), lda)
-            for column in range(at_a_time):
-                right = 6 + column % 2
-                _load(builder, right, builder.add(panel, simd._int(64 * (first + column))), line)
-                for number in range(num_row_tiles):
-                    _multiply(builder, 2 * number + column, 4 + number, right)
+            for pair in range(2):  # of tiles to load, before all products: that order is the fastest
+                if pair < at_a_time:
+                    right = builder.add(panel, simd._int(64 * (first + pair)))
+                    _load(builder, 6 + pair, right, line, passing=num_row_tiles == 2)
+                if pair < num_row_tiles:
+                    _load(builder, 4 + pair, builder.add(rows[pair], builder.mul(step, simd._int(64))), lda)
+            for number in range(num_row_tiles):
+                for column in range(at_a_time):
+                    if column > 1:
+                        right = builder.add(panel, simd._int(64 * (first + column)))
+                        _load(builder, 6 + column % 2, right, line)
+                    _multiply(builder, 2 * number + column, 4 + number, 6 + column % 2)
             return []
 
         simd._loop(builder, simd._int(0), num_steps, 1, [], body)
