@@ -1,4 +1,7 @@
-"""The CPU kernels on a processor without AMX: what is for tiles compiles to nothing there, and is not called."""
+"""The CPU kernels on a processor without AMX, or without the float16 that attention in tiles needs beside it.
+
+What is for tiles compiles to nothing there, and is not called.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ import pytest
 llvm = pytest.importorskip("llvmlite.binding")
 
 PROGRAM = """
-from foreword.model.kernels import tiles
+from foreword.model.kernels import tile_softmax, tiles
 
-tiles.has_tiles = lambda: False  # before anything asks
+{lack}  # before anything asks
 import numpy as np
 from foreword.model.kernels.cpu_attention import CpuAttention, fastest_mode
 from foreword.model.kernels.cpu_layout import TILES
@@ -32,9 +35,14 @@ print("right")
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="another processor has none anyway")
-def test_the_kernel_compiles_and_is_right_without_tiles(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lack", "feature"),
+    [("tiles.has_tiles = lambda: False", "amx"), ("tile_softmax.HAS_FLOAT16 = False", "avx512fp16")],
+    ids=["no tiles", "no float16"],
+)
+def test_the_kernel_compiles_and_is_right_without_tiles(tmp_path: Path, lack: str, feature: str) -> None:
     features = llvm.get_host_cpu_features()
-    without = ",".join(f"{'+' if on and 'amx' not in name else '-'}{name}" for name, on in features.items())
+    without = ",".join(f"{'+' if on and feature not in name else '-'}{name}" for name, on in features.items())
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -42,6 +50,6 @@ def test_the_kernel_compiles_and_is_right_without_tiles(tmp_path: Path) -> None:
         "NUMBA_CPU_FEATURES": without,
         "NUMBA_CACHE_DIR": str(tmp_path),
     }
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", PROGRAM.format(lack=lack)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "right\n"
