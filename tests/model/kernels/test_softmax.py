@@ -64,7 +64,7 @@ def test_weights_are_powers_of_two(pairs: bool) -> None:
 
 @njit
 def call_in_tiles(scores, stats, written, totals, num_rows, low, high, factor):  # type: ignore[no-untyped-def]
-    tile_softmax.find_peaks(scores, 256, stats, num_rows, low, high, factor)
+    tile_softmax.estimate_peaks(scores, 256, stats, num_rows, low, high, factor)
     if low <= 0 and high >= 64:
         tile_softmax.weigh_panel(scores, 256, written, 128, stats, totals, num_rows, factor)
     else:
@@ -129,9 +129,9 @@ def test_tokens_that_a_row_does_not_see_weigh_nothing(seen: tuple[int, int]) -> 
 
 
 @needs_float16
-@pytest.mark.parametrize("above", [MARGIN + 1, MARGIN + 60, 1e5, 1e30, np.inf])
-def test_a_score_far_above_the_peak_shows_in_the_sum(above: float) -> None:
-    """Of the second panel, say: the peak is that of the first."""
+@pytest.mark.parametrize("above", [MARGIN + 1, MARGIN + 60, 1e5, 1e30, np.inf, -16500.0, -20000.0, -32700.0])
+def test_a_score_that_has_no_weight_shows_in_the_sum(above: float) -> None:
+    """Far above the peak, which is that of another panel, or so far below that integers wrap around."""
     scores = np.zeros((2, 64), np.float32)
     scores[1, 50] = above
     stats, totals = np.array([[MARGIN, 0.0]] * 2, np.float32), np.zeros((2, 16), np.float32)

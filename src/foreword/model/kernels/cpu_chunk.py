@@ -159,7 +159,7 @@ def _attend_rows(a: Any, scratch: int, rows: tuple[int, int], kind: int, ask: in
 def _multiply_keys(a: Any, scratch: int, rows: tuple[int, int], start: int, stop: int) -> None:
     """Scores of the rows' queries."""
     num_rows = rows[1] - rows[0]
-    num_words = (a[KEY_DIM] + 31) // 32 * 16 if a[MODE] in IN_PAIRS else (a[KEY_DIM] + 15) // 16 * 16
+    num_words = (a[KEY_DIM] + 31) // 32 * 16 if a[MODE] == PAIRS else (a[KEY_DIM] + 15) // 16 * 16
     queries = part(scratch, ROW_QUERIES) + rows[0] * num_words * 4
     for token in range(start, stop, PANEL):
         panel = part(scratch, PACKED_KEYS) + token * num_words * 4
@@ -206,7 +206,7 @@ def _attend(a: Any, scratch: int, kv_head: int, num_rows: int, bounds: tuple[int
     _pack_values(a, scratch, kv_head, start, stop)
     num_parts, ask = -(-num_rows // (MOST_ROWS if a[MODE] == TILES else ROWS)), 0
     if a[MODE] == TILES and num_parts > 1:
-        ask = (load_int(scratch + NEXT_LENGTH) << 16) // (num_rows * ((stop - start) // PANEL)) + 1
+        ask = (load_int(scratch + NEXT_LENGTH) << 16) // num_rows + 1
     else:
         ask_ahead(a, scratch, 0, CHUNK)
     laid_out = 0

@@ -12,12 +12,12 @@ from foreword.model.kernels.cpu_layout import (
     FLOATS,
     FOLD_MIXED,
     FOLD_STATS,
-    IN_PAIRS,
     KEY_DIM,
     MODE,
     NEXT_KEY_ROWS,
     NEXT_LENGTH,
     NEXT_VALUE_ROWS,
+    PAIRS,
     PARTIAL_MIXED,
     PARTIAL_STATS,
     ROW_FACTORS,
@@ -79,7 +79,7 @@ def weigh_row(a: Any, scratch: int, entry: int, scores: int, stats: int, panels:
     """Weights of one row's scores, in their place, and their sum; `entry`: the row's place in the table."""
     if load_int(entry) >= load_int(entry + 8):
         copy_bytes(scores, part(scratch, ZEROS), SCORE_BYTES)
-    elif a[MODE] in IN_PAIRS:
+    elif a[MODE] == PAIRS:
         weigh_pairs(scores, stats, panels[0], panels[1], factor(a))
     else:
         weigh(scores, stats, panels[0], panels[1], factor(a))

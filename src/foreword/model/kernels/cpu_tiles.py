@@ -6,8 +6,8 @@ scores of a whole chunk do not. So a row's peak is that of the first 64 tokens o
 scores are weighed when 64 tokens' are there. That suffices unless later ones are very much larger (`tile_softmax.py`):
 then the rows are looked at again, with all of their scores.
 
-A key that is no number makes scores of all rows none, and is looked for in the first row's. Such rows, and such that
-have infinitely large scores, get a sum that is no number.
+A key that is infinite or no number makes scores of all rows so, and is looked for in the first row's. Rows that see
+one, and rows with infinitely large scores, get a sum that is no number.
 """
 
 from __future__ import annotations
@@ -28,19 +28,31 @@ from foreword.model.kernels.cpu_layout import (
     ROW_TOTALS,
     ROW_WEIGHTS,
     SCORE_BYTES,
+    STAGED_ROWS,
     WEIGHT_BYTES,
     inlined,
     part,
 )
 from foreword.model.kernels.cpu_rows import ask_ahead, cap_scores, factor
-from foreword.model.kernels.simd import LANES, LOWEST, clear_bytes, load_float, load_int, store_float
+from foreword.model.kernels.simd import (
+    LANES,
+    LOWEST,
+    clear_bytes,
+    load_float,
+    load_int,
+    load_int32,
+    store_float,
+    store_int,
+)
 from foreword.model.kernels.softmax import find_peak
 from foreword.model.kernels.tile_softmax import (
     LEAST_SUM,
     MARGIN,
     MOST_SUM,
     are_below_infinity,
-    find_peaks,
+    are_finite,
+    estimate_peaks,
+    lower,
     sum_lanes,
     weigh_panel,
     weigh_seen,
@@ -56,13 +68,14 @@ def weigh_in_tiles(a: Any, scratch: int, rows: tuple[int, int], bounds: tuple[in
     """Weights of some rows of the row table, from `rows[0]` to before `rows[1]`, and their stats.
 
     `bounds`: from where to where some row sees tokens, and from where to where all do; `ask`: how many tokens of the
-    next chunk are asked for with each row and panel, times 2 ** 16.
+    next chunk are asked for with each row, times 2 ** 16.
     """
     num_rows, totals = rows[1] - rows[0], part(scratch, ROW_TOTALS)
     table, stats, scores = part(scratch, ROW_TABLE) + 24 * rows[0], part(scratch, ROW_STATS), part(scratch, ROW_SCORES)
     start, stop = bounds[0] // PANEL * PANEL, -(-bounds[1] // PANEL) * PANEL
     clear_bytes(totals, num_rows * 4 * LANES)
-    turn, sound = (stop - start) // PANEL * rows[0], 1
+    num_panels, sound, finite = (stop - start) // PANEL, 1, 1
+    turn, ask = num_panels * rows[0], ask // num_panels + 1
     few = num_rows <= TILE_ROWS  # whose scores of a chunk are near too: vectors need not wait for each panel's
     if few:
         _multiply_keys(a, scratch, rows, (start, stop), scores, SCORE_BYTES)
@@ -72,7 +85,7 @@ def weigh_in_tiles(a: Any, scratch: int, rows: tuple[int, int], bounds: tuple[in
             scores = part(scratch, ROW_SCORES) + 4 * panel
         else:
             _multiply_keys(a, scratch, rows, (panel, panel + PANEL), scores - 4 * panel, PANEL_BYTES)
-        sound &= are_below_infinity(scores, 0, PANEL)
+        finite &= are_finite(scores)
         # do all rows see the same of this panel?
         seen_by_all = bounds[2] < panel + (panel == start) and panel + PANEL <= bounds[3]
         alike = seen_by_all or (bounds[0] == bounds[2] and bounds[1] == bounds[3])
@@ -90,15 +103,15 @@ def weigh_in_tiles(a: Any, scratch: int, rows: tuple[int, int], bounds: tuple[in
         if load_int(table + 24 * row) < load_int(table + 24 * row + 8):
             sum_lanes(totals + 4 * LANES * row, stats + 8 * row)
             sound &= LEAST_SUM <= load_float(stats + 8 * row + 4) < MOST_SUM
-    if sound == 0:
-        _weigh_again(a, scratch, rows, start, stop)
+    if sound == 0 or finite == 0:
+        _weigh_again(a, scratch, rows, (start, stop), finite)
 
 
 @inlined
 def _multiply_keys(
     a: Any, scratch: int, rows: tuple[int, int], panels: tuple[int, int], scores: int, score_bytes: int
 ) -> None:
-    """Scores [rows, CHUNK], so many bytes between rows, of the tokens of some panels."""
+    """Scores of the tokens of some panels, so many bytes between rows; `scores`: where the chunk's first would be."""
     num_rows, words = rows[1] - rows[0], (a[KEY_DIM] + 31) // 32 * 16
     queries = part(scratch, ROW_QUERIES) + rows[0] * words * 4
     for panel in range(panels[0], panels[1], PANEL):
@@ -134,7 +147,7 @@ def _weigh_group(
     weights, totals = part(scratch, ROW_WEIGHTS) + row * WEIGHT_BYTES + 2 * panel, part(scratch, ROW_TOTALS) + 64 * row
     if seen_by_all or (low < min(high, PANEL) and high > 0):
         if low >= 0:
-            find_peaks(scores[0], scores[1], stats, count, low, high, factor(a))
+            estimate_peaks(scores[0], scores[1], stats, count, low, high, factor(a))
         if seen_by_all or (low <= 0 and high >= PANEL):
             weigh_panel(scores[0], scores[1], weights, WEIGHT_BYTES, stats, totals, count, factor(a))
         else:
@@ -148,31 +161,49 @@ def _weigh_group(
 
 
 @inlined
-def _weigh_again(a: Any, scratch: int, rows: tuple[int, int], start: int, stop: int) -> None:
-    """The same if some row has scores that are no numbers, or very much larger ones than in its first panel.
+def _weigh_again(a: Any, scratch: int, rows: tuple[int, int], panels: tuple[int, int], finite: int) -> None:
+    """The same if there may be keys that are not `finite`, or rows' scores are far from those in their first panel.
 
-    Other rows keep what they have.
+    What becomes of a row depends on keys that it sees and on its own scores, whatever was found in other rows.
     """
     num_rows, scores = rows[1] - rows[0], part(scratch, ROW_SCORES)
-    _multiply_keys(a, scratch, rows, (start, stop), scores, SCORE_BYTES)
+    _multiply_keys(a, scratch, rows, panels, scores, SCORE_BYTES)
+    if finite == 0:
+        _count_infinite_keys(a, scratch, panels)
     for row in range(num_rows):
         entry, stats = part(scratch, ROW_TABLE) + 24 * (rows[0] + row), part(scratch, ROW_STATS) + 8 * row
         low, high, own = load_int(entry), load_int(entry + 8), scores + row * SCORE_BYTES
         if low >= high:
             continue
-        is_sound = LEAST_SUM <= load_float(stats + 4) < MOST_SUM
-        seen = low // PANEL * PANEL, -(-high // PANEL) * PANEL
-        peak = load_float(stats)
-        find_peak(own, stats, seen[0], seen[1], low, high, factor(a))  # and hides what is not seen
-        if are_below_infinity(own, seen[0], seen[1]) == 0:
+        counts = scratch + STAGED_ROWS - 8
+        if finite == 0 and load_int(counts + 8 * high) > (load_int(counts + 8 * low) if low > panels[0] else 0):
             store_float(stats + 4, np.nan)
-        elif is_sound:
-            store_float(stats, peak)
-        else:
-            total = part(scratch, ROW_TOTALS) + 4 * LANES * row
+        elif not LEAST_SUM <= load_float(stats + 4) < MOST_SUM:
+            seen = low // PANEL * PANEL, -(-high // PANEL) * PANEL
+            find_peak(own, stats, seen[0], seen[1], low, high, factor(a))  # and hides what is not seen
+            peak, total = load_float(stats), part(scratch, ROW_TOTALS) + 4 * LANES * row
+            is_number = are_below_infinity(own, seen[0], seen[1]) == 1 and peak > LOWEST * factor(a)
+            lower(own, stats, seen[0], seen[1], factor(a))
             clear_bytes(total, 4 * LANES)
-            store_float(stats, np.ceil(load_float(stats)) + MARGIN)
+            store_float(stats, MARGIN)
             for panel in range(seen[0], seen[1], PANEL):
                 weights = part(scratch, ROW_WEIGHTS) + row * WEIGHT_BYTES + 2 * panel
-                weigh_seen(own + 4 * panel, 0, weights, 0, stats, total, 1, low - panel, high - panel, factor(a))
+                weigh_seen(own + 4 * panel, 0, weights, 0, stats, total, 1, low - panel, high - panel, np.float32(1.0))
             sum_lanes(total, stats)
+            store_float(stats, peak + MARGIN)
+            if not is_number:
+                store_float(stats + 4, np.nan)
+
+
+@inlined
+def _count_infinite_keys(a: Any, scratch: int, panels: tuple[int, int]) -> None:
+    """Up to each token, how many keys have a part that is infinite or no number; in place of staged rows."""
+    words, count = (a[KEY_DIM] + 31) // 32 * 16, 0
+    for token in range(panels[0], panels[1]):
+        key = part(scratch, PACKED_KEYS) + (token // PANEL * PANEL * words + token % PANEL) * 4
+        is_finite = True
+        for word in range(words):
+            pair = load_int32(key + word * 4 * PANEL)
+            is_finite &= pair & 0x7F80 != 0x7F80 and pair & 0x7F800000 != 0x7F800000
+        count += 0 if is_finite else 1
+        store_int(scratch + STAGED_ROWS + 8 * token, count)

@@ -12,8 +12,8 @@ A polynomial that yields 1024 + n in float16 has n in its last bits, and 2 ** 23
 in those bits only adds to the exponent, and is why there are 76 above.
 
 The peak is MARGIN above a row's largest score, as far as that is known when its first weights are computed. Weights
-between 2 ** -76 and 1 are what they should be. Less is 2 ** -76, more is nearly 2: a row whose weights add up to
-MOST_SUM or more has scores far above those that were known, and is to be weighed again.
+between 2 ** -76 and 1 are what they should be. Less is 2 ** -76, more is nearly 2; so is what is thousands of powers
+below the peak, where integers wrap around. A row whose weights add up to MOST_SUM or more is to be weighed again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HAS_FLOAT16 = bool(llvm.get_host_cpu_features().get("avx512fp16"))
 PANEL_TOKENS = 64
 MARGIN = 44.0
 LEAST_SUM, MOST_SUM = 2.0**-46, 1.0
-"""Of a row's weights, if its peak is MARGIN above one of its scores, rounded up, and none is as high as that."""
+"""Of a row's weights, if its peak is MARGIN above one of its scores, rounded up, and others are not too far above."""
 _HALVES, _FLOAT16S = ir.VectorType(I16, 2 * LANES), ir.VectorType(ir.HalfType(), 2 * LANES)
 _FRACTION, _ONE, _BFLOAT16_ONE = 511, 0x3C00, 0x3F80
 _LEAST_POWER = 76.0
@@ -108,8 +108,10 @@ def _seen(builder: Any, begin: int, low: Any, high: Any) -> Any:
 
 
 @simd._instructions("aiaiiif")
-def find_peaks(builder: Any, *arguments: Any) -> None:
-    """The peaks of some rows in a panel of which they see the tokens from `low` to before `high`, at least one.
+def estimate_peaks(builder: Any, *arguments: Any) -> None:
+    """MARGIN above the largest score, rounded up, of each of some rows in a panel that is the first they see.
+
+    They see its tokens from `low` to before `high`, at least one.
 
     scores [rows, 64] and bytes between rows, stats [rows, 2], how many rows, low, high, factor.
     """
@@ -191,14 +193,41 @@ def sum_lanes(builder: Any, total: Any, stats: Any) -> None:
     _store(builder, builder.extract_element(joined, ir.Constant(I32, 0)), stats, 4)
 
 
-@simd._instructions("aii", types.intp)
-def are_below_infinity(builder: Any, scores: Any, start: Any, stop: Any) -> Any:
-    """1 if scores[start:stop] (multiples of 16) are numbers, and none of them infinitely large."""
+@simd._instructions("aaiif")
+def lower(builder: Any, scores: Any, stats: Any, start: Any, stop: Any, factor: Any) -> None:
+    """scores[start:stop] (multiples of 16) times `factor` less the row's peak, in place; at least -120."""
+    minus_peak = builder.fneg(_splat(builder, _load(builder, stats, 0, F32)))
+    factor = _splat(builder, factor)
+
+    def body(index: Any) -> list[Any]:
+        at = builder.add(scores, builder.mul(index, _int(4)))
+        power = _fma(builder, _load(builder, at), factor, minus_peak)
+        _store(builder, simd._larger(builder, _const(-120.0), power), at)
+        return []
+
+    _loop(builder, start, stop, LANES, [], body)
+
+
+def _all_less(builder: Any, scores: Any, bounds: tuple[Any, Any], *, by_size: bool) -> Any:
+    """1 if scores[bounds] are less than infinity; nothing that is no number is."""
     infinity = ir.Constant(simd.F32S, [float("inf")] * LANES)
 
     def body(index: Any, so_far: Any) -> list[Any]:
         score = _load(builder, builder.add(scores, builder.mul(index, _int(4))))
+        score = simd._call(builder, "llvm.fabs.v16f32", score) if by_size else score
         return [builder.and_(so_far, builder.bitcast(builder.fcmp_ordered("<", score, infinity), I16))]
 
-    [found] = _loop(builder, start, stop, LANES, [ir.Constant(I16, -1)], body)
+    [found] = _loop(builder, *bounds, LANES, [ir.Constant(I16, -1)], body)
     return builder.zext(builder.icmp_signed("==", found, ir.Constant(I16, -1)), simd.I64)
+
+
+@simd._instructions("a", types.intp)
+def are_finite(builder: Any, scores: Any) -> Any:
+    """1 if all of 64 scores are finite numbers."""
+    return _all_less(builder, scores, (_int(0), _int(PANEL_TOKENS)), by_size=True)
+
+
+@simd._instructions("aii", types.intp)
+def are_below_infinity(builder: Any, scores: Any, start: Any, stop: Any) -> Any:
+    """1 if scores[start:stop] (multiples of 16) are numbers, and none of them infinitely large."""
+    return _all_less(builder, scores, (start, stop), by_size=False)
