@@ -40,7 +40,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from foreword.batch import NO_ENTRIES, Batch
-from foreword.model.kernels.cpu_attention import CpuAttention
+from foreword.model.kernels.cpu_attention import CpuAttention, fastest_mode
+from foreword.model.kernels.cpu_layout import TILES
 from foreword.model.kernels.reference import AttentionOptions
 from foreword.model.kernels.select import AttentionKernel, ReferenceAttention
 
@@ -155,7 +156,7 @@ def inner_loop_rate(quick: bool) -> float:
 
     from foreword.model.kernels import simd, tiles
 
-    in_tiles = tiles.has_tiles()
+    in_tiles = fastest_mode() == TILES
     num_rows = 2 * tiles.TILE_ROWS if in_tiles else simd.ROWS
 
     @njit
