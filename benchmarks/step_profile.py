@@ -109,7 +109,7 @@ def watch_parts(clock: Clock, llm: LLM) -> None:
     clock.watch("batch to tensors, logits to the sampler", runner.ModelRunner, "execute")
     clock.watch("products", packed.PackedLinear, "forward")
     clock.watch("products", fused.ProductPart, "forward")
-    clock.watch("products", tile_product.TileProduct, "__call__")
+    clock.watch("products", tile_product.CompactProduct, "__call__")
     clock.watch("norms and gates", row_kernels.RowKernels, "rms_norm")
     clock.watch("norms and gates", row_kernels.RowKernels, "silu_gate")
     clock.watch("norms and gates", row_kernels.RowKernels, "add_norm")

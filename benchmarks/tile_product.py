@@ -68,14 +68,14 @@ def random_weight(outputs: int, inputs: int, seed: int = 0) -> Tensor:
 
 def measure(repeats: int, threads: int) -> dict[str, list[dict[str, float]]]:
     """In a process whose oneDNN has its instructions from the environment."""
-    from foreword.model.tile_product import TileProduct
+    from foreword.model.compact_product import CompactProduct
 
     torch.set_num_threads(threads)
     found = []
     for outputs, inputs in SHAPES:
         weight = random_weight(outputs, inputs)
         rows = torch.randn(max(ROWS), inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
-        theirs, ours = onednn_product(weight), TileProduct([weight], None)
+        theirs, ours = onednn_product(weight), CompactProduct([weight], None)
         bits = {"onednn_deviating": deviating(theirs, rows), "ours_deviating": deviating(ours, rows)}
         for count in ROWS:
             x = rows[:count]
@@ -86,14 +86,14 @@ def measure(repeats: int, threads: int) -> dict[str, list[dict[str, float]]]:
 
 def measure_steps(repeats: int) -> list[dict[str, float]]:
     """All products of a step, every weight of which comes from memory."""
-    from foreword.model.tile_product import TileProduct
+    from foreword.model.compact_product import CompactProduct
 
     theirs, ours = [], []
     for layer in range(NUM_LAYERS):
         for outputs, inputs in SHAPES:
             weight = random_weight(outputs, inputs, layer)
             theirs.append((inputs, onednn_product(weight)))
-            ours.append((inputs, TileProduct([weight], None)))
+            ours.append((inputs, CompactProduct([weight], None)))
     num_weights = NUM_LAYERS * sum(outputs * inputs for outputs, inputs in SHAPES)
     found = []
     for count in STEP_ROWS:

@@ -16,17 +16,16 @@ from torch import Tensor
 
 from foreword.config import KernelName, ModelConfig
 from foreword.model import loader
+from foreword.model.compact_product import ProductOperation, can_multiply
 from foreword.model.fused_layer import FusedForward
-from foreword.model.kernels import tiles
 from foreword.model.kernels.cpu_attention import CpuAttention
 from foreword.model.kernels.select import ReferenceAttention
 from foreword.model.layer_program import LayerChain, LayerOperations
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.storage import KVStorage
-from foreword.model.tile_product import TileOperation
 from tiny_models import Recipe, TinyModels, build_engine, complete, greedy, random_tokens, save_model
 
-pytestmark = pytest.mark.skipif(not tiles.has_tiles(), reason="this processor has no tiles")
+pytestmark = pytest.mark.skipif(not can_multiply(), reason="this processor has no instructions for such products")
 LENGTHS = (1, 5, 40, 90, 300)
 MIXED = {"head_dim": 32, "use_sliding_window": True, "sliding_window": 24, "num_hidden_layers": 4}
 """Layers of two groups, which have plans of their own."""
@@ -221,15 +220,15 @@ def test_what_ends_a_step_while_it_is_bound_is_not_remembered_as_bound(
     model = load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16"))
     expected = answers(model, (5,))
     (chain,) = chains(model)
-    bind, at = TileOperation.bind, iter(range(100))
+    bind, at = ProductOperation.bind, iter(range(100))
 
-    def interrupted(self: TileOperation, *places: int) -> None:
+    def interrupted(self: ProductOperation, *places: int) -> None:
         if next(at) == 6:
             raise KeyboardInterrupt
         bind(self, *places)
 
     chain.layers[0]._bound = chain.layers[1]._bound = None
-    monkeypatch.setattr(TileOperation, "bind", interrupted)
+    monkeypatch.setattr(ProductOperation, "bind", interrupted)
     with pytest.raises(KeyboardInterrupt):
         answers(model, (5,))
     monkeypatch.undo()

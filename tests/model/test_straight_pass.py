@@ -13,14 +13,14 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache
 
 from foreword.config import ModelConfig
+from foreword.model.compact_product import can_multiply
 from foreword.model.fused_layer import FusedForward
-from foreword.model.kernels import tiles
 from foreword.model.layer_program import LayerChain
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.straight_pass import StraightPass
 from tiny_models import Recipe, TinyModels, build_engine, complete, greedy, random_tokens, save_model
 
-pytestmark = pytest.mark.skipif(not tiles.has_tiles(), reason="this processor has no tiles")
+pytestmark = pytest.mark.skipif(not can_multiply(), reason="this processor has no instructions for such products")
 Run = Callable[..., Tensor]
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foreword.model.compact_product import CompactProduct
 from foreword.model.kernels.rows import ADD_ONE, ROUND_NORM
 from foreword.model.packed import PackedLinear, can_pack, stacked
 from foreword.model.row_kernels import Norm, RowKernels
-from foreword.model.tile_product import TileProduct
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +74,13 @@ class FusedGate(nn.Module):
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, kernels: RowKernels) -> None:
         super().__init__()
         weights, bias = stacked([gate, up])
-        self.tiles = TileProduct(weights, bias, gated=True) if TileProduct.can_take(weights[0]) else None
-        """Gate and up, with what is made of them, where this processor has tiles for it."""
-        if self.tiles is None:
+        self.compact = CompactProduct(weights, bias, gated=True) if CompactProduct.can_take(weights[0]) else None
+        """Gate and up, with what is made of them, where this processor has instructions for it."""
+        if self.compact is None:
             product = PackedLinear(weights, bias)
             self._gated: Callable[[Tensor], Tensor] = lambda x: kernels.silu_gate(product(x))
         else:
-            self._gated = self.tiles
+            self._gated = self.compact
         self.down = PackedLinear.stack([down])
 
     def forward(self, x: Tensor) -> Tensor:

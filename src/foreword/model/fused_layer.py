@@ -86,7 +86,7 @@ def _put_in_chains(module: nn.Module, chains: list[list[LayerOperations]]) -> li
     }
     workspace, chained = Workspace(), {layer for chain in chains for layer in chain}
     for layer in forwards:
-        workspace.widen(*layer.widths())
+        workspace.widen(*layer.sizes())
     made = []
     for layers in (*chains, *([layer] for layer in forwards if layer not in chained)):
         chain = LayerChain(layers, workspace)
@@ -233,8 +233,8 @@ class _LayerParts:
         """None if a part has no operation for it."""
         if type(self.network) is not FusedGate or self.norms[0].weight.dtype != torch.bfloat16:
             return None
-        output = self.output.tiles if type(self.output) is PackedLinear else None
-        products = self.project.tiles, output, self.network.tiles, self.network.down.tiles
+        output = self.output.compact if type(self.output) is PackedLinear else None
+        products = self.project.compact, output, self.network.compact, self.network.down.compact
         if any(product is None for product in products):
             return None
         first, second = (norm.norm for norm in self.norms)

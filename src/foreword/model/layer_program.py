@@ -1,8 +1,8 @@
 """Decoder layers as one program: threads run the ten operations of each without returning to Python in between.
 
 Knows products, norms, heads and attention as operations, and the memory between them; knows no module. It is for
-layers whose products are all `TileProduct`s; `fused_layer.py` says which layers compute this formula, and which follow
-each other.
+layers whose products are all `CompactProduct`s; `fused_layer.py` says which layers compute this formula, and which
+follow each other.
 
 In a step of few rows an operation takes 10 to 500 us. To be handed over one by one cost a quarter of such a step:
 Python ran each time with code and data that weights had driven from the caches, and threads had to be woken.
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from foreword.model import rotary
 from foreword.model.attention import ForwardContext
+from foreword.model.compact_product import CompactProduct, ProductOperation
 from foreword.model.kernels import cpu_attention
 from foreword.model.kernels.cpu_attention import AttentionOperations, CpuAttention
 from foreword.model.kernels.reference import AttentionOptions
@@ -37,7 +38,6 @@ from foreword.model.kernels.team import Operation, Program, Wires
 from foreword.model.rotary import RotaryKernel
 from foreword.model.row_kernels import Norm, RowOperation
 from foreword.model.storage import KVStorage
-from foreword.model.tile_product import TileOperation, TileProduct, scratch_bytes
 
 _ITEM_BYTES = 2
 _LINE = 64
@@ -65,18 +65,19 @@ class Workspace:
     def __init__(self) -> None:
         self.normed: tuple[Tensor | None, LayerOperations | None] = None, None
         """Whose norm lies in `normed`: rows, and the layer whose first norm it is."""
-        self._wide = self._narrow = 0
+        self._wide = self._narrow = self._thread_scratch = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._places: Places | None = None
 
-    def widen(self, wide: int, narrow: int) -> None:
-        """There is a layer with rows of so many elements."""
+    def widen(self, wide: int, narrow: int, thread_scratch: int) -> None:
+        """There is a layer with rows of so many elements, whose products need so many bytes for each thread."""
         self._wide, self._narrow = max(self._wide, wide), max(self._narrow, narrow)
+        self._thread_scratch = max(self._thread_scratch, thread_scratch)
 
     def places(self, num_rows: int) -> Places:
         """The same object as long as nothing is moved."""
         wide, narrow = (_in_lines(num_rows * width * _ITEM_BYTES) for width in (self._wide, self._narrow))
-        num_bytes = wide + 4 * narrow + scratch_bytes()
+        num_bytes = wide + 4 * narrow + torch.get_num_threads() * self._thread_scratch
         if self._places is None or num_rows != self._places.num_rows or self._memory.numel() < num_bytes:
             if self._memory.numel() < num_bytes:
                 self._memory = torch.empty(num_bytes, dtype=torch.uint8)
@@ -102,7 +103,7 @@ class LayerOperations:
         self,
         layer: int,
         norms: tuple[Norm, Norm],
-        products: tuple[TileProduct, TileProduct, TileProduct, TileProduct],
+        products: tuple[CompactProduct, CompactProduct, CompactProduct, CompactProduct],
         heads: RotaryKernel,
         options: AttentionOptions,
     ) -> None:
@@ -111,6 +112,7 @@ class LayerOperations:
         self.first_norm = norms[0]
         self._project, self._output, self._gate, self._down = (product.operation() for product in products)
         self._widths = products[0].width, products[2].width, products[3].width
+        self._thread_scratch = max(product.thread_scratch for product in products)
         self._shapes, self._rotary = heads.shapes, heads.operation()
         self._options = options
         self._norm, self._norm_of_sum, self._next_norm = (RowOperation() for _ in range(3))
@@ -137,11 +139,11 @@ class LayerOperations:
             "sum, next norm": self._next_norm,
         }
 
-    def widths(self) -> tuple[int, int]:
-        """Elements of a row of `wide`, and of the others."""
+    def sizes(self) -> tuple[int, int, int]:
+        """Elements of a row of `wide`, and of the others; bytes that products need for each thread."""
         project, gate, width = self._widths
         heads = project + (self._query_bytes + self._mixed_bytes) // _ITEM_BYTES
-        return max(heads + _LINE, gate), width
+        return max(heads + _LINE, gate), width, self._thread_scratch
 
     def hand_to(self, following: LayerOperations) -> None:
         """The layer's last sum is normalised for `following`, which runs next."""
@@ -201,7 +203,7 @@ class LayerChain:
             layer.hand_to(following)
         self._of_layers = [one for layer in layers for one in layer.operations.values()]
         self.program = Program(self._of_layers)
-        self._head: tuple[TileProduct, TileOperation] | None = None
+        self._head: tuple[CompactProduct, ProductOperation] | None = None
         self._storage: Callable[[], KVStorage | None] = lambda: None
         """Weak: a model outlives engines, whose blocks are to be freed."""
         self._kernel: AttentionKernel | None = None
@@ -214,10 +216,11 @@ class LayerChain:
         self._passed: tuple[Tensor, Tensor, ForwardContext] | None = None
         """What the other layers of a step must be given: rows, cosines and the step itself. None when all have run."""
 
-    def end_with(self, norm: Norm, head: TileProduct) -> None:
+    def end_with(self, norm: Norm, head: CompactProduct) -> None:
         """What follows the last layer, if the chain is a whole model."""
         self.layers[-1].hand_to_norm(norm)
         self._head = head, head.operation()
+        self._space.widen(0, 0, head.thread_scratch)
         self.program = Program([*self._of_layers, self._head[1]])
 
     def logits(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from foreword.config import keep_onednn_to_vectors
-from foreword.model.tile_product import TileProduct
+from foreword.model.compact_product import CompactProduct
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ class PackedLinear(nn.Module):
         """`weights` [any, in_features], whose outputs follow each other, `bias` [out_features]."""
         super().__init__()
         self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
-        self.tiles = TileProduct(weights, bias) if TileProduct.can_take(weights[0]) else None
-        """The product, where this processor has tiles for it."""
-        if self.tiles is None:
+        self.compact = CompactProduct(weights, bias) if CompactProduct.can_take(weights[0]) else None
+        """The product, where this processor has instructions for it."""
+        if self.compact is None:
             # Neither parameter nor buffer: an opaque tensor can be neither moved nor cast.
             weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
@@ -52,12 +52,12 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """[out_features, in_features]: a plain copy, made on every access, for models that compute with it."""
-        plain: Tensor = self._packed.to_dense() if self.tiles is None else self.tiles.weight
+        plain: Tensor = self._packed.to_dense() if self.compact is None else self.compact.weight
         return plain
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.tiles is not None:
-            return self.tiles(input)
+        if self.compact is not None:
+            return self.compact(input)
         output: Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
         return output
 

@@ -72,8 +72,8 @@ class StraightPass:
             if found is None or not found._agrees(trial, tokens, positions, torch.tensor(keep), expected):
                 return None
         assert found is not None
-        assert found.head.tiles is not None
-        chain.end_with(found.norm.norm, found.head.tiles)
+        assert found.head.compact is not None
+        chain.end_with(found.norm.norm, found.head.compact)
         return found
 
     @classmethod
@@ -83,7 +83,7 @@ class StraightPass:
         if not (len(trial.norms) == len(trial.rotaries) == 1 and trial.num_layers == len(chain.layers)):
             return None
         [norm], [rotary] = trial.norms, trial.rotaries
-        if type(norm) is not FusedNorm or type(head) is not PackedLinear or head.tiles is None:
+        if type(norm) is not FusedNorm or type(head) is not PackedLinear or head.compact is None:
             return None
         inside = {part for one in module.modules() if isinstance(one.forward, FusedForward) for part in one.modules()}
         outside = [one for one in module.modules() if one not in inside or isinstance(one.forward, FusedForward)]

@@ -26,10 +26,10 @@ from numba import njit, types
 from numba.core import cgutils
 
 from foreword.model.kernels import simd
-from foreword.model.kernels.cpu_layout import inlined
 from foreword.model.kernels.huge_pages import HugePages
 
 STEP_WEIGHTS, STEP_BYTES = 1024, 1536
+STEP_GROUPS, GROUP_BYTES = 8, 192
 NUM_CODES = 16
 COUNTED = 64
 """Exponents are counted in about so many of a weight's outputs: which of them are the commonest is clear from these.
@@ -203,20 +203,35 @@ def expand_step(builder: Any, source: Any, table: Any, target: Any, far: Any, ne
 
     Asked for all at once, lines wait for each other, and what is computed waits for them.
     """
-    exponents = simd._load(builder, table, 0, _WORDS)
-    for group in range(8):
-        for line in range(3):
-            simd.fetch(builder, builder.add(far, simd._int(192 * group + 64 * line)))
-            simd.fetch(builder, builder.add(near, simd._int(192 * group + 64 * line)), near=True)
-        codes = simd._load(builder, source, 192 * group, _WORDS)
-        for row in range(4):
-            if row % 2 == 0:
-                mixed = simd._load(builder, source, 192 * group + 64 + 32 * row, _WORDS)
-            else:
-                mixed = builder.or_(builder.shl(mixed, _word(8)), builder.lshr(mixed, _word(8)))
-            numbers = builder.lshr(codes, _word(4 * row)) if row else codes
-            weights = builder.or_(builder.and_(mixed, _word(_SIGN_MANTISSA)), _look_up(builder, exponents, numbers))
-            simd._store(builder, weights, target, 256 * group + 64 * row)
+    exponents = load_table(builder, table)
+    for group in range(STEP_GROUPS):
+        emit_fetch(builder, group, far, near)
+        emit_group(builder, group, exponents, source, target)
+
+
+def load_table(builder: Any, table: Any) -> Any:
+    """The exponents of codes, as `emit_group` wants them."""
+    return simd._load(builder, table, 0, _WORDS)
+
+
+def emit_fetch(builder: Any, group: int, far: Any, near: Any) -> None:
+    """Ask for a group of the steps at `far`, into the second cache, and at `near`, into the first."""
+    for line in range(0, GROUP_BYTES, 64):
+        simd.fetch(builder, builder.add(far, simd._int(GROUP_BYTES * group + line)))
+        simd.fetch(builder, builder.add(near, simd._int(GROUP_BYTES * group + line)), near=True)
+
+
+def emit_group(builder: Any, group: int, exponents: Any, source: Any, target: Any) -> None:
+    """The 256 bytes of a group of the step at `source`, to their place in the step at `target`."""
+    codes = simd._load(builder, source, GROUP_BYTES * group, _WORDS)
+    for row in range(4):
+        if row % 2 == 0:
+            mixed = simd._load(builder, source, GROUP_BYTES * group + 64 + 32 * row, _WORDS)
+        else:
+            mixed = builder.or_(builder.shl(mixed, _word(8)), builder.lshr(mixed, _word(8)))
+        numbers = builder.lshr(codes, _word(4 * row)) if row else codes
+        weights = builder.or_(builder.and_(mixed, _word(_SIGN_MANTISSA)), _look_up(builder, exponents, numbers))
+        simd._store(builder, weights, target, 256 * group + 64 * row)
 
 
 def _word(value: int) -> ir.Constant:
@@ -230,15 +245,36 @@ def _look_up(builder: Any, table: Any, numbers: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [table, numbers])
 
 
-@inlined
-def write_exceptions(entry: int, place: int, end: int, target: int) -> int:
+def emit_exceptions(builder: Any, entry: Any, place: Any, end: Any, target: Any) -> Any:
     """Write a panel's weights from `place` to before `end` that are exceptions; `target` is where `place` lies.
 
     `entry`: the address of an entry of `exceptions`, none before it belonging there. Returns that of the next one.
     """
-    while simd.load_int32(entry) < place:
-        entry += 8
-    while simd.load_int32(entry) < end:
-        simd.copy_bytes(target + 2 * (simd.load_int32(entry) - place), entry + 4, 2)
-        entry += 8
+
+    def skip(builder: Any, entry: Any, own: Any) -> None:
+        del builder, entry, own
+
+    def write(builder: Any, entry: Any, own: Any) -> None:
+        offset = builder.mul(builder.sub(own, place), simd._int(2))
+        simd._store(builder, simd._load(builder, entry, 4, simd.I16), builder.add(target, offset))
+
+    for limit, what in ((place, skip), (end, write)):
+        before, head = builder.block, builder.append_basic_block("entry")
+        inside, after = builder.append_basic_block("exception"), builder.append_basic_block("no_more")
+        builder.branch(head)
+        builder.position_at_end(head)
+        at = builder.phi(simd.I64)
+        at.add_incoming(entry, before)
+        own = builder.sext(simd._load(builder, at, 0, simd.I32), simd.I64)
+        builder.cbranch(builder.icmp_signed("<", own, limit), inside, after)
+        builder.position_at_end(inside)
+        what(builder, at, own)
+        at.add_incoming(builder.add(at, simd._int(8)), inside)
+        builder.branch(head)
+        builder.position_at_end(after)
+        entry = at
     return entry
+
+
+write_exceptions = simd._instructions("aiia", types.intp)(emit_exceptions)
+"""The same, to be called."""

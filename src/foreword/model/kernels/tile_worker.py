@@ -18,10 +18,36 @@ from numba import carray
 from foreword.model.kernels import compact, simd, tiles
 from foreword.model.kernels.compact import STEP_BYTES, STEP_WEIGHTS
 from foreword.model.kernels.cpu_layout import inlined, source_digest
-from foreword.model.kernels.rows import silu
-from foreword.model.kernels.simd import BF16S, I16S
+from foreword.model.kernels.product_units import (
+    BIAS,
+    COUNTERS,
+    GATED,
+    GROUP,
+    NUM_ARGUMENTS,
+    NUM_PANELS,
+    NUM_ROWS,
+    NUM_STEPS,
+    PART_STEPS,
+    ROW_BYTES,
+    ROWS,
+    SCRATCH,
+    SUMS_BYTES,
+    TABLE,
+    THREAD_SCRATCH,
+    UNIT_ROWS,
+    WIDTH,
+    ProductWorker,
+    emit_end,
+    emit_gate,
+    end_rows,
+    exceptions_of,
+    is_whole,
+    target_of,
+    weights_of,
+)
+from foreword.model.kernels.step_plan import Int64Array
 from foreword.model.kernels.team import native_worker
-from foreword.model.kernels.tiles import PANEL, TILE_BYTES, TILE_ROWS
+from foreword.model.kernels.tiles import TILE_BYTES, TILE_ROWS
 
 BLOCK_ROWS = 2 * TILE_ROWS
 FEW_ROWS = 64
@@ -34,35 +60,12 @@ a unit."""
 FAR, NEAR = 8, 2
 """How many steps before their use weights are asked for: from memory into the second cache, and from there into the
 first."""
-(
-    ROWS,
-    ROW_BYTES,
-    WEIGHT,
-    TABLE,
-    EXCEPTIONS,
-    STARTS,
-    BIAS,
-    TARGET,
-    NUM_ROWS,
-    WIDTH,
-    NUM_STEPS,
-    PART_STEPS,
-    NUM_PANELS,
-    GROUP,
-    UNIT_ROWS,
-    GATED,
-    COUNTERS,
-    SCRATCH,
-) = range(18)
-NUM_ARGUMENTS = 18
-"""int64 each: addresses, and counts. WIDTH: columns of the result; PART_STEPS: of all parts but the last; GROUP and
-UNIT_ROWS: panels and rows of a unit."""
-_SUMS_BYTES = 4 * PANEL * BLOCK_ROWS
+_SUMS_BYTES = SUMS_BYTES * BLOCK_ROWS
 _WEIGHTS_BYTES = 2 * TILE_BYTES
 _FETCHED_ROWS = BLOCK_ROWS // MOST_PANELS
 _CONFIG, _STAGED, _SUMS = 0, 64, 256
 _EXPANDED = _SUMS + MOST_ROWS // BLOCK_ROWS * MOST_PANELS * _SUMS_BYTES
-SCRATCH_BYTES = _EXPANDED + MOST_PANELS * MOST_STEPS * _WEIGHTS_BYTES
+_SCRATCH_BYTES = _EXPANDED + MOST_PANELS * MOST_STEPS * _WEIGHTS_BYTES
 
 (_begin_16, _, _multiply_16, _end_16), (_begin_32, _go_on_32, _multiply_32, _end_32) = (
     tiles.product_16,
@@ -70,25 +73,14 @@ SCRATCH_BYTES = _EXPANDED + MOST_PANELS * MOST_STEPS * _WEIGHTS_BYTES
 )
 
 
-def _bfloat16(builder: Any, vector: Any) -> Any:
-    return builder.bitcast(builder.fptrunc(vector, BF16S), I16S)
-
-
-def _half(builder: Any, sums: Any, bias: Any, half: int) -> Any:
-    return builder.fadd(simd._load(builder, sums, 64 * half), simd._load(builder, bias, 64 * half))
-
-
-def _emit_end(builder: Any, sums: Any, bias: Any, target: Any) -> None:
-    """32 sums of one row, with their bias, as bfloat16."""
-    for half in (0, 1):
-        simd._store(builder, _bfloat16(builder, _half(builder, sums, bias, half)), target, 32 * half)
-
-
-def _emit_gate(builder: Any, sums: Any, bias: Any, target: Any) -> None:
-    """silu(g) * u of 16 g and 16 u of one row, each rounded as if it were written to memory."""
-    gate, up = (simd._widened(builder, _bfloat16(builder, _half(builder, sums, bias, half))) for half in (0, 1))
-    rounded = simd._widened(builder, _bfloat16(builder, silu(builder, gate)))
-    simd._store(builder, _bfloat16(builder, builder.fmul(rounded, up)), target)
+def _set_units(a: Int64Array, num_threads: int) -> None:
+    num_rows = int(a[NUM_ROWS])
+    most = FEW_PANELS if num_rows <= FEW_ROWS else MOST_PANELS
+    a[GROUP] = min(most, max(1, int(a[NUM_PANELS]) // (4 * num_threads)))
+    unit = -(-num_rows // -(-num_rows // MOST_ROWS))
+    a[UNIT_ROWS] = -(-unit // BLOCK_ROWS) * BLOCK_ROWS
+    num_steps = int(a[NUM_STEPS])
+    a[PART_STEPS] = num_steps if num_steps <= MOST_STEPS else -(-num_steps // -(-num_steps // PART))
 
 
 def _beside(finish: Callable[..., None]) -> Any:
@@ -106,45 +98,12 @@ def _beside(finish: Callable[..., None]) -> Any:
             place = builder.add(builder.mul(row_bytes, simd._int(row)), builder.mul(step, simd._int(64)))
             simd.fetch(builder, builder.add(next_rows, place))
         with builder.if_then(builder.icmp_signed("<", step, num_rows)):
-            finish(builder, builder.add(sums, builder.mul(step, simd._int(4 * PANEL))), bias, own_target)
+            finish(builder, builder.add(sums, builder.mul(step, simd._int(SUMS_BYTES))), bias, own_target)
 
     return tiles.multiply_beside("iaaaiiia", emit)
 
 
-_write, _write_gate = simd._instructions("aaa")(_emit_end), simd._instructions("aaa")(_emit_gate)
-_multiply_beside_ends, _multiply_beside_gates = _beside(_emit_end), _beside(_emit_gate)
-
-
-@inlined
-def _target(a: Any, row: int, panel: int) -> Any:
-    """Address of a row's first element of a panel."""
-    return a[TARGET] + 2 * (row * a[WIDTH] + panel * (PANEL // 2 if a[GATED] else PANEL))
-
-
-@inlined
-def _is_whole(a: Any, panel: int) -> Any:
-    """Whether the result has all columns of a panel."""
-    return (panel + 1) * (PANEL // 2 if a[GATED] else PANEL) <= a[WIDTH]
-
-
-@inlined
-def _end_rows(a: Any, scratch: int, sums: int, row: int, numbers: tuple[int, int], panel: int) -> None:
-    """Write some of the rows from `row` on, whose sums lie in scratch memory."""
-    whole, staged = _is_whole(a, panel), scratch + _STAGED
-    for number in range(numbers[0], numbers[1]):
-        target = _target(a, row + number, panel)
-        if a[GATED]:
-            _write_gate(sums + number * 4 * PANEL, a[BIAS] + panel * 4 * PANEL, target if whole else staged)
-        else:
-            _write(sums + number * 4 * PANEL, a[BIAS] + panel * 4 * PANEL, target if whole else staged)
-        if not whole:
-            simd.copy_bytes(target, staged, _target(a, row + number, 0) + 2 * a[WIDTH] - target)
-
-
-@inlined
-def _exceptions(a: Any, panel: int) -> Any:
-    """The address of a panel's first."""
-    return a[EXCEPTIONS] + 8 * simd.load_int(a[STARTS] + 8 * panel)
+_multiply_beside_ends, _multiply_beside_gates = _beside(emit_end), _beside(emit_gate)
 
 
 @inlined
@@ -163,8 +122,8 @@ def _stream(a: Any, scratch: int, row: int, panel: int, following: int) -> None:
     """
     num_rows, num_steps = min(BLOCK_ROWS, a[NUM_ROWS] - row), a[NUM_STEPS]
     sums, ready = scratch + _SUMS, scratch + _EXPANDED
-    source, entry = a[WEIGHT] + panel * num_steps * STEP_BYTES, _exceptions(a, panel)
-    beyond = a[WEIGHT] + (following - 1) * num_steps * STEP_BYTES
+    source, entry = weights_of(a, panel, 0), exceptions_of(a, panel)
+    beyond = weights_of(a, following - 1, 0)
     if num_rows > TILE_ROWS:
         _begin_32()
     else:
@@ -188,7 +147,7 @@ def _stream(a: Any, scratch: int, row: int, panel: int, following: int) -> None:
         _end_32(sums)
     else:
         _end_16(sums)
-    _end_rows(a, scratch, sums, row, (0, num_rows), panel)
+    end_rows(a, scratch + _STAGED, sums, row, (0, num_rows), panel)
 
 
 @inlined
@@ -196,13 +155,13 @@ def _expand(a: Any, scratch: int, panels: tuple[int, int], part: tuple[int, int]
     """Some panels' steps of a part, one panel after the other."""
     target = scratch + _EXPANDED
     for panel in range(panels[0], panels[1]):
-        source, start = a[WEIGHT] + (panel * a[NUM_STEPS] + part[0]) * STEP_BYTES, target
+        source, start = weights_of(a, panel, part[0]), target
         for _ in range(part[0], part[1]):
             far, near = source + FAR * STEP_BYTES, source + NEAR * STEP_BYTES
             compact.expand_step(source, a[TABLE], target, far, near)
             source += STEP_BYTES
             target += _WEIGHTS_BYTES
-        entry = _exceptions(a, panel)
+        entry = exceptions_of(a, panel)
         compact.write_exceptions(entry, part[0] * STEP_WEIGHTS, part[1] * STEP_WEIGHTS, start)
 
 
@@ -230,21 +189,21 @@ def _multiply_block(a: Any, scratch: int, row: int, block: int, panels: tuple[in
             _begin_32()
         else:
             _go_on_32(sums)
-        bias, target = a[BIAS] + (panel - 1) * 4 * PANEL, _target(a, row, panel - 1)
-        next_target, next_rows = _target(a, row, panel) - target, x + (BLOCK_ROWS + number * _FETCHED_ROWS) * stride
+        bias, target = a[BIAS] + (panel - 1) * SUMS_BYTES, target_of(a, row, panel - 1)
+        next_target, next_rows = target_of(a, row, panel) - target, x + (BLOCK_ROWS + number * _FETCHED_ROWS) * stride
         others = waiting, last_sums, bias, target, 2 * a[WIDTH], next_target, stride, next_rows
         if a[GATED]:
             _multiply_beside_gates(x, stride, weights, num_steps, *others)
         else:
             _multiply_beside_ends(x, stride, weights, num_steps, *others)
         _end_32(sums)
-        _end_rows(a, scratch, last_sums, row, (num_steps, waiting), panel - 1)
+        end_rows(a, scratch + _STAGED, last_sums, row, (num_steps, waiting), panel - 1)
         waiting = 0
         if part[1] == a[NUM_STEPS]:
-            if panel + 1 < panels[1] and _is_whole(a, panel):
+            if panel + 1 < panels[1] and is_whole(a, panel):
                 waiting = BLOCK_ROWS
             else:
-                _end_rows(a, scratch, sums, row, (0, BLOCK_ROWS), panel)
+                end_rows(a, scratch + _STAGED, sums, row, (0, BLOCK_ROWS), panel)
 
 
 @inlined
@@ -282,7 +241,7 @@ def _expand_units(a: Any, scratch: int) -> None:
 
 
 @functools.cache
-def compile_worker() -> Any:
+def _compile() -> Any:
     """What each thread of a team runs: units until none are left. Compiled once per machine and kept."""
     digest = source_digest()
 
@@ -291,7 +250,7 @@ def compile_worker() -> Any:
         a = carray(arguments, NUM_ARGUMENTS)
         if digest == 0:
             return
-        scratch = a[SCRATCH] + simd.fetch_add(a[COUNTERS] + 64, 1) * SCRATCH_BYTES
+        scratch = a[SCRATCH] + simd.fetch_add(a[COUNTERS] + 64, 1) * a[THREAD_SCRATCH]
         if a[NUM_ROWS] <= FEW_ROWS:
             _stream_units(a, scratch)
         else:
@@ -299,3 +258,6 @@ def compile_worker() -> Any:
         tiles.release()
 
     return worker
+
+
+IN_TILES = ProductWorker(_compile, lambda num_steps: _SCRATCH_BYTES, _set_units)

@@ -1,8 +1,10 @@
-"""Linear layers in bfloat16 whose weights are packed for AMX tiles.
+"""Linear layers in bfloat16 whose weights are held in 12 bits each, for AMX tiles or for pairs in vectors.
 
 Knows weights and rows; knows nothing of modules. oneDNN uses tiles too, but cuts the inner dimension as the number of
-rows suggests, so a row's bits depend on its company (docs/decisions/0017-tiles.md). Here they do not. For a gated
-feed-forward network gate and up lie side by side in a panel, and the gate is computed before anything is written.
+rows suggests, so a row's bits depend on its company (docs/decisions/0017-tiles.md). Here they do not. Where there are
+no tiles, pairs of bfloat16 are multiplied in vectors (docs/decisions/0023-products-in-pairs.md), from the same packed
+weights. For a gated feed-forward network gate and up lie side by side in a panel, and the gate is computed before
+anything is written.
 
     weights   panels of 32 columns; a panel: for 32 of k at a time two tiles; a tile: 16 pairs of k x 16 columns;
               12 bits each (`kernels/compact.py`)
@@ -20,38 +22,31 @@ import torch
 from torch import Tensor
 
 from foreword.model.kernels import compact, tiles
-from foreword.model.kernels.step_plan import Int64Array
-from foreword.model.kernels.team import Operation
-from foreword.model.kernels.tile_worker import (
+from foreword.model.kernels.pair_worker import IN_PAIRS
+from foreword.model.kernels.product_units import (
     BIAS,
-    BLOCK_ROWS,
     COUNTERS,
     EXCEPTIONS,
-    FEW_PANELS,
-    FEW_ROWS,
     GATED,
-    GROUP,
-    MOST_PANELS,
-    MOST_ROWS,
-    MOST_STEPS,
     NUM_ARGUMENTS,
     NUM_PANELS,
     NUM_ROWS,
     NUM_STEPS,
-    PART,
-    PART_STEPS,
     ROW_BYTES,
     ROWS,
     SCRATCH,
-    SCRATCH_BYTES,
     STARTS,
     TABLE,
     TARGET,
-    UNIT_ROWS,
+    THREAD_SCRATCH,
     WEIGHT,
     WIDTH,
-    compile_worker,
+    ProductWorker,
 )
+from foreword.model.kernels.simd import HAS_BF16_DOT
+from foreword.model.kernels.step_plan import Int64Array
+from foreword.model.kernels.team import Operation
+from foreword.model.kernels.tile_worker import IN_TILES
 from foreword.model.kernels.tiles import PANEL, STEP
 
 logger = logging.getLogger(__name__)
@@ -62,7 +57,7 @@ ALONE_OPERATIONS = 1 << 19
 """A product of fewer multiplications is done by the calling thread: waking the others takes longer."""
 
 
-class TileProduct:
+class CompactProduct:
     """Weights, packed: rows [..., in_features] to [..., out_features], or [..., out_features / 2] if they are gated."""
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, *, gated: bool = False) -> None:
@@ -70,7 +65,7 @@ class TileProduct:
 
         `gated`: the first half of the outputs is the gate, the second up.
         """
-        assert tiles.has_tiles()  # which also asks the system to let this process use them
+        self._worker = fastest_worker()
         self._gated = gated
         self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
         self.width = self.out_features // 2 if gated else self.out_features
@@ -97,18 +92,18 @@ class TileProduct:
         a[EXCEPTIONS], a[STARTS] = self._panels.exceptions.ctypes.data, self._panels.starts.ctypes.data
         a[ROW_BYTES], a[BIAS], a[WIDTH] = 2 * self.in_features, self._bias.data_ptr(), self.width
         a[NUM_STEPS], a[NUM_PANELS], a[GATED] = num_steps, self._num_panels, gated
-        a[PART_STEPS] = num_steps if num_steps <= MOST_STEPS else -(-num_steps // -(-num_steps // PART))
+        a[THREAD_SCRATCH] = self._worker.thread_scratch(num_steps)
         self._own = self.operation()
 
-    def operation(self) -> TileOperation:
+    def operation(self) -> ProductOperation:
         """The product as an operation, of which there may be many."""
-        return TileOperation(self._constants, (self._panels, self._bias))
+        return ProductOperation(self._worker, self._constants, (self._panels, self._bias))
 
     @staticmethod
     def can_take(weight: Tensor) -> bool:
-        """Whether this processor has tiles, and the weight is for them."""
+        """Whether this processor has instructions for such products, and the weight is for them."""
         wanted = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % STEP == 0
-        return wanted and tiles.has_tiles()
+        return wanted and can_multiply()
 
     def _columns(self) -> Tensor:
         """Where each output's column lies in the panels."""
@@ -118,6 +113,11 @@ class TileProduct:
         half, width = PANEL // 2, self.out_features // 2
         place = outputs % width
         return place // half * PANEL + outputs // width * half + place % half
+
+    @property
+    def thread_scratch(self) -> int:
+        """How many bytes each thread needs for itself while the product runs."""
+        return int(self._constants[THREAD_SCRATCH])
 
     @property
     def num_bytes(self) -> int:
@@ -147,34 +147,39 @@ class TileProduct:
         output = rows.new_empty(*rows.shape[:-1], self.width)
         num_rows = rows.numel() // self.in_features
         if num_rows:
-            self._own.bind(rows.data_ptr(), num_rows, output.data_ptr(), _scratch(scratch_bytes()))
+            self._own.bind(
+                rows.data_ptr(), num_rows, output.data_ptr(), _scratch(self.thread_scratch * torch.get_num_threads())
+            )
             self._own.run(alone=num_rows * self.in_features * self.out_features < ALONE_OPERATIONS)
         return output
 
 
-class TileOperation(Operation):
+class ProductOperation(Operation):
     """A product of the rows that it was bound to last."""
 
-    def __init__(self, constants: Int64Array, kept: object) -> None:
+    def __init__(self, worker: ProductWorker, constants: Int64Array, kept: object) -> None:
         """`constants`: its arguments, apart from counters and what `bind` sets; `kept`: what they are addresses of."""
-        super().__init__(compile_worker(), NUM_ARGUMENTS, COUNTERS)
-        self._kept = kept
-        self.arguments[:COUNTERS] = constants[:COUNTERS]
+        super().__init__(worker.compile(), NUM_ARGUMENTS, COUNTERS)
+        self._kept, self._set_units = kept, worker.set_units
+        own = np.arange(NUM_ARGUMENTS) != COUNTERS
+        self.arguments[own] = constants[own]
 
     def bind(self, rows: int, num_rows: int, target: int, scratch: int) -> None:
-        """Addresses of rows [num_rows, in_features], the result's, and of `scratch_bytes()` that nobody else uses."""
-        a, num_threads = self.arguments, torch.get_num_threads()
-        a[ROWS], a[TARGET], a[NUM_ROWS] = rows, target, num_rows
-        most = FEW_PANELS if num_rows <= FEW_ROWS else MOST_PANELS
-        a[GROUP] = min(most, max(1, int(a[NUM_PANELS]) // (4 * num_threads)))
-        unit = -(-num_rows // -(-num_rows // MOST_ROWS))
-        a[UNIT_ROWS] = -(-unit // BLOCK_ROWS) * BLOCK_ROWS
-        a[SCRATCH] = scratch
+        """Addresses of rows [num_rows, in_features], the result's, and of `thread_scratch` bytes for each thread."""
+        a = self.arguments
+        a[ROWS], a[TARGET], a[NUM_ROWS], a[SCRATCH] = rows, target, num_rows, scratch
+        self._set_units(a, torch.get_num_threads())
 
 
-def scratch_bytes() -> int:
-    """What a product needs for itself while it runs."""
-    return torch.get_num_threads() * SCRATCH_BYTES
+def can_multiply() -> bool:
+    """Whether this processor has instructions for such products."""
+    return tiles.has_tiles() or HAS_BF16_DOT
+
+
+def fastest_worker() -> ProductWorker:
+    """For tiles, if the processor has them and the system lets this process use them."""
+    assert can_multiply()
+    return IN_TILES if tiles.has_tiles() else IN_PAIRS
 
 
 _OF_THREAD = threading.local()

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foreword.model.kernels import tiles
+from foreword.model.compact_product import CompactProduct, can_multiply
 from foreword.model.kernels.compact import COUNTED
 from foreword.model.packed import PackedLinear
-from foreword.model.tile_product import TileProduct
 
-pytestmark = pytest.mark.skipif(not tiles.has_tiles(), reason="this processor has no tiles")
+pytestmark = pytest.mark.skipif(not can_multiply(), reason="this processor has no instructions for such products")
 SIZES = [(128, 896), (4864, 896), (896, 4864), (1, 32), (37, 64), (33, 96), (500, 4096)]
 
 
@@ -25,7 +24,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_a_row_has_the_same_bits_among_any_rows_and_threads(outputs: int, inputs: int, num_threads: int) -> None:
-    product = TileProduct([(random(outputs, inputs) * inputs**-0.5).bfloat16()], random(outputs, seed=1).bfloat16())
+    product = CompactProduct([(random(outputs, inputs) * inputs**-0.5).bfloat16()], random(outputs, seed=1).bfloat16())
     rows, before = random(600, inputs, seed=2).bfloat16(), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -44,7 +43,7 @@ def test_the_product_is_that_of_exact_arithmetic_rounded_once(outputs: int, inpu
     weight, added = (random(outputs, inputs) * inputs**-0.5).bfloat16(), random(outputs, seed=1).bfloat16()
     rows = random(2, 9, inputs, seed=2).bfloat16()
     exact = rows.double() @ weight.double().T + (added.double() if bias else 0.0)
-    found = TileProduct([weight], added if bias else None)(rows)
+    found = CompactProduct([weight], added if bias else None)(rows)
     assert found.shape == (2, 9, outputs)
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5)
 
@@ -54,14 +53,14 @@ def test_a_gated_product_is_the_gate_of_two_products(width: int) -> None:
     gate, up = (random(width, 128, seed=seed).bfloat16() * 0.2 for seed in (1, 2))
     bias = random(2 * width, seed=3).bfloat16()
     rows = random(40, 128, seed=4).bfloat16()
-    found = TileProduct([gate, up], bias, gated=True)(rows)
-    both = TileProduct([gate, up], bias)(rows)
+    found = CompactProduct([gate, up], bias, gated=True)(rows)
+    both = CompactProduct([gate, up], bias)(rows)
     assert found.shape == (40, width)
     torch.testing.assert_close(found, nn.functional.silu(both[:, :width]) * both[:, width:], rtol=2**-6, atol=2**-8)
 
 
 def test_nothing_is_written_beyond_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    product, size = TileProduct([random(37, 64).bfloat16()], None), 19 * 37
+    product, size = CompactProduct([random(37, 64).bfloat16()], None), 19 * 37
     memory = torch.full((size + 64,), 7.0, dtype=torch.bfloat16)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda _, *shape: memory[:size].view(shape))
     output = product(random(19, 64).bfloat16())
@@ -82,13 +81,13 @@ def test_nothing_is_read_beyond_the_rows(num_rows: int) -> None:
     assert ctypes.CDLL(None).mprotect(guard, mmap.PAGESIZE, 0) == 0
     rows = everything[size - num_bytes : size].view(torch.bfloat16).view(num_rows, inputs)
     rows.copy_(random(num_rows, inputs))
-    product = TileProduct([random(40, inputs).bfloat16()], None)
+    product = CompactProduct([random(40, inputs).bfloat16()], None)
     assert torch.equal(product(rows), product(rows.clone()))
     assert ctypes.CDLL(None).mprotect(guard, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
 def test_one_rows_infinities_stay_its_own() -> None:
-    product = TileProduct([random(64, 64).bfloat16()], None)
+    product = CompactProduct([random(64, 64).bfloat16()], None)
     rows = random(5, 64).bfloat16()
     clean = product(rows)
     rows[2] = torch.inf
@@ -98,7 +97,7 @@ def test_one_rows_infinities_stay_its_own() -> None:
 
 
 def test_rows_apart_in_memory_and_no_rows_at_all() -> None:
-    product = TileProduct([random(48, 64).bfloat16()], None)
+    product = CompactProduct([random(48, 64).bfloat16()], None)
     wide = random(6, 128).bfloat16()
     assert torch.equal(product(wide[:, :64]), product(wide[:, :64].contiguous()))
     assert product(wide[:0, :64]).shape == (0, 48)
@@ -107,33 +106,33 @@ def test_rows_apart_in_memory_and_no_rows_at_all() -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_plain_weight_is_given_back(gated: bool) -> None:
     weight = random(74, 64).bfloat16()
-    assert torch.equal(TileProduct([weight], None, gated=gated).weight, weight)
+    assert torch.equal(CompactProduct([weight], None, gated=gated).weight, weight)
 
 
 def test_weights_begin_at_cache_lines() -> None:
     """Or most loads of a step's weights would take two lines."""
     for outputs in (1, 37, 128):
-        assert TileProduct([random(outputs, 64).bfloat16()], None)._panels.steps.ctypes.data % 64 == 0
+        assert CompactProduct([random(outputs, 64).bfloat16()], None)._panels.steps.ctypes.data % 64 == 0
 
 
 def test_weights_that_are_packed_together_follow_each_other() -> None:
     weights = [random(outputs, 64, seed=outputs).bfloat16() for outputs in (70, 9, 33)]
-    product = TileProduct(weights, None)
+    product = CompactProduct(weights, None)
     assert torch.equal(product.weight, torch.cat(weights))
     rows = random(5, 64).bfloat16()
-    assert torch.equal(product(rows), TileProduct([torch.cat(weights)], None)(rows))
+    assert torch.equal(product(rows), CompactProduct([torch.cat(weights)], None)(rows))
 
 
 def test_few_exponents_are_missed_where_one_dimension_of_each_head_is_unlike_the_others() -> None:
     weight = random(64, 64, 64)
     weight[:, 0] *= 2.0**-20
-    assert TileProduct([weight.flatten(0, 1).bfloat16()], None).num_exceptions < weight.numel() // 100
+    assert CompactProduct([weight.flatten(0, 1).bfloat16()], None).num_exceptions < weight.numel() // 100
 
 
 def test_only_weights_that_fill_tiles_are_taken() -> None:
-    assert TileProduct.can_take(random(5, 64).bfloat16())
-    assert not TileProduct.can_take(random(5, 61).bfloat16())
-    assert not TileProduct.can_take(random(5, 64))
+    assert CompactProduct.can_take(random(5, 64).bfloat16())
+    assert not CompactProduct.can_take(random(5, 61).bfloat16())
+    assert not CompactProduct.can_take(random(5, 64))
     assert PackedLinear([random(5, 61).bfloat16()], None)(random(3, 61).bfloat16()).shape == (3, 5)
 
 
@@ -155,14 +154,14 @@ def any_bits(*shape: int) -> Tensor:
     ids=["any", "more", "zeros", "negative zeros"],
 )
 def test_no_bit_of_a_weight_is_lost(weight: Tensor) -> None:
-    assert torch.equal(TileProduct([weight], None).weight.view(torch.int16), weight.view(torch.int16))
+    assert torch.equal(CompactProduct([weight], None).weight.view(torch.int16), weight.view(torch.int16))
 
 
 def test_no_bit_is_lost_where_the_outputs_that_are_counted_are_unlike_the_others() -> None:
     """There is no room for so many exceptions at first."""
     weight = any_bits(300, 64)
     weight[:: len(weight) // COUNTED | 1] = 1.0
-    product = TileProduct([weight], None)
+    product = CompactProduct([weight], None)
     assert product.num_exceptions > weight.numel() // 2
     assert torch.equal(product.weight.view(torch.int16), weight.view(torch.int16))
 
@@ -175,7 +174,7 @@ def test_exceptions_take_part_in_products_as_other_weights_do(
     weight = any_bits(45, inputs)
     exponent = (weight.view(torch.int16) >> 7) & 255
     weight[(exponent == 255) | (exponent == 0)] = 3.0  # tiles take no denormal numbers, and infinities spread
-    product = TileProduct([weight], None)
+    product = CompactProduct([weight], None)
     assert product.num_exceptions > weight.numel() // 2
     assert "unusual exponents" in caplog.text
     chosen = torch.randint(inputs, (num_rows,), generator=torch.Generator().manual_seed(1))
@@ -184,4 +183,4 @@ def test_exceptions_take_part_in_products_as_other_weights_do(
 
 def test_weights_of_a_normal_distribution_take_three_quarters_of_their_size() -> None:
     weight = random(896, 896).bfloat16()
-    assert TileProduct([weight], None).num_bytes < 0.752 * 2 * weight.numel()
+    assert CompactProduct([weight], None).num_bytes < 0.752 * 2 * weight.numel()
