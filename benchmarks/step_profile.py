@@ -34,6 +34,7 @@ from rich.table import Table
 
 from foreword import LLM, SamplingParams
 from foreword.model import (
+    compact_product,
     fused,
     fused_layer,
     loader,
@@ -43,7 +44,6 @@ from foreword.model import (
     row_kernels,
     runner,
     storage,
-    tile_product,
 )
 from foreword.model.kernels import cpu_attention
 from foreword.model.kernels.team import Program
@@ -109,7 +109,7 @@ def watch_parts(clock: Clock, llm: LLM) -> None:
     clock.watch("batch to tensors, logits to the sampler", runner.ModelRunner, "execute")
     clock.watch("products", packed.PackedLinear, "forward")
     clock.watch("products", fused.ProductPart, "forward")
-    clock.watch("products", tile_product.CompactProduct, "__call__")
+    clock.watch("products", compact_product.CompactProduct, "__call__")
     clock.watch("norms and gates", row_kernels.RowKernels, "rms_norm")
     clock.watch("norms and gates", row_kernels.RowKernels, "silu_gate")
     clock.watch("norms and gates", row_kernels.RowKernels, "add_norm")

@@ -22,7 +22,6 @@ from foreword.model.kernels.compact import STEP_BYTES, STEP_WEIGHTS
 from foreword.model.kernels.cpu_layout import inlined, source_digest
 from foreword.model.kernels.pairs import EXPANDED_BYTES, FIRST_ROWS, MOST_ROWS, STEP_PAIRS
 from foreword.model.kernels.product_units import (
-    BLOCK,
     COUNTERS,
     FIRST,
     GROUP,
@@ -57,7 +56,8 @@ MOST_BLOCKS = 20
 PART = 28
 """Most steps of a part, unless there is but one: the rows of a block lie in the first cache then."""
 _STAGED, _ADDRESSES, _SUMS = 0, 64, 256
-_SUMS_BYTES = (MOST_FIRST + MOST_BLOCKS * MOST_ROWS) * SUMS_BYTES
+_UNIT_ROWS = MOST_FIRST + MOST_BLOCKS * MOST_ROWS
+_SUMS_BYTES = _UNIT_ROWS * SUMS_BYTES
 """Of a panel."""
 _EXPANDED = _SUMS + MOST_PANELS * _SUMS_BYTES
 _PACKED = _EXPANDED + MOST_PANELS * PART * EXPANDED_BYTES
@@ -69,12 +69,9 @@ def _set_units(a: Int64Array, num_threads: int) -> None:
     a[GROUP] = min(most, max(1, int(a[NUM_PANELS]) // (4 * num_threads)))
     if num_rows <= MOST_FIRST:
         a[FIRST] = next(count for count in FIRST_ROWS if count >= num_rows)
-        a[BLOCK], a[UNIT_ROWS], a[PART_STEPS] = 1, a[FIRST], num_steps
+        a[UNIT_ROWS], a[PART_STEPS] = a[FIRST], num_steps
         return
-    unit_rows = -(-num_rows // -(-num_rows // (MOST_FIRST + MOST_BLOCKS * MOST_ROWS)))
-    num_blocks = -(-(unit_rows - MOST_FIRST) // MOST_ROWS)
-    a[FIRST], a[BLOCK] = MOST_FIRST, -(-(unit_rows - MOST_FIRST) // num_blocks)
-    a[UNIT_ROWS] = a[FIRST] + num_blocks * a[BLOCK]
+    a[FIRST], a[UNIT_ROWS] = MOST_FIRST, -(-num_rows // -(-num_rows // _UNIT_ROWS))
     a[PART_STEPS] = -(-num_steps // -(-num_steps // PART))
 
 
@@ -104,71 +101,89 @@ def _pack(a: Any, scratch: int, rows: tuple[int, int], count: int, steps: tuple[
 
 @inlined
 def _pack_few(a: Any, scratch: int) -> None:
-    """Pack all of few rows, for all steps: the first, and then the others."""
-    target, everything = scratch + _PACKED, (0, a[NUM_STEPS])
-    for row in range(0, a[NUM_ROWS], a[FIRST]):
-        count = a[FIRST] if row == 0 else a[BLOCK]
-        if count > 1 or row > 0:
-            _pack(a, scratch, (row, a[NUM_ROWS]), count, everything, target)
+    """Pack all of few rows, for all steps: the first, unless it is one alone, and then the others."""
+    target, everything, num_rows = scratch + _PACKED, (0, a[NUM_STEPS]), a[NUM_ROWS]
+    if a[FIRST] > 1:
+        _pack(a, scratch, (0, num_rows), a[FIRST], everything, target)
+    if num_rows > a[FIRST]:
         target += a[NUM_STEPS] * _packed_bytes(a[FIRST])
+        _pack(a, scratch, (a[FIRST], num_rows), num_rows - a[FIRST], everything, target)
+
+
+@inlined
+def _begin_sums(a: Any, scratch: int, number: int, row: int, count: int, first_step: int) -> Any:
+    """Where sums of `count` rows, from the unit's `row` on, and of a panel, by its number in the unit, are.
+
+    They wait there from part to part; if there is but one part, they make room for the next rows'.
+    """
+    sums = scratch + _SUMS + number * _SUMS_BYTES
+    if a[PART_STEPS] < a[NUM_STEPS]:
+        sums += row * SUMS_BYTES
+    if first_step == 0:
+        simd.clear_bytes(sums, count * SUMS_BYTES)
+    return sums
 
 
 @inlined
 def _multiply_first(
-    a: Any, scratch: int, packed: int, panels: tuple[int, int], part: tuple[int, int], ahead: int
+    a: Any, scratch: int, panels: tuple[int, int], rows: tuple[int, int], part: tuple[int, int], ahead: int
 ) -> None:
     """The unit's first rows by some panels, which are expanded. Those at `ahead` follow."""
-    num_steps, target = part[1] - part[0], scratch + _EXPANDED
+    num_steps, target, packed = part[1] - part[0], scratch + _EXPANDED, scratch + _PACKED
+    if a[FIRST] == 1:
+        packed = a[ROWS]
+    elif a[NUM_ROWS] <= FEW_ROWS:
+        packed += part[0] * _packed_bytes(a[FIRST])
+    else:
+        _pack(a, scratch, rows, a[FIRST], part, packed)
     for panel in range(panels[0], panels[1]):
         source, end = weights_of(a, panel, part[0]), weights_of(a, panel, part[1])
         following = weights_of(a, panel + 1, part[0]) if panel + 1 < panels[1] else ahead
         entry, place, mask = exceptions_of(a, panel), part[0] * STEP_WEIGHTS, EXPANDED_BYTES
         if a[NUM_ROWS] > MOST_FIRST:
             mask = -1
-        sums = scratch + _SUMS + (panel - panels[0]) * _SUMS_BYTES
+        sums = _begin_sums(a, scratch, panel - panels[0], 0, a[FIRST], part[0])
         pairs.multiply_expanding(
             a[FIRST], packed, source, a[TABLE], num_steps, entry, place, following - end, target, mask, sums
         )
         if a[NUM_ROWS] > MOST_FIRST:
             target += num_steps * EXPANDED_BYTES
+        if part[1] == a[NUM_STEPS]:
+            end_rows(a, scratch + _STAGED, sums, rows[0], (0, min(a[FIRST], rows[1] - rows[0])), panel)
+
+
+@inlined
+def _multiply_others(
+    a: Any, scratch: int, panels: tuple[int, int], rows: tuple[int, int], part: tuple[int, int], ahead: int
+) -> None:
+    """The unit's other rows by some panels, which have been expanded. Those at `ahead` are asked for."""
+    num_steps, others = part[1] - part[0], rows[1] - rows[0] - a[FIRST]
+    num_blocks = (others + MOST_ROWS - 1) // MOST_ROWS
+    for block in range(num_blocks):
+        row, end = a[FIRST] + others * block // num_blocks, a[FIRST] + others * (block + 1) // num_blocks
+        packed, count = scratch + _PACKED, end - row
+        if a[NUM_ROWS] <= FEW_ROWS:
+            packed += a[NUM_STEPS] * _packed_bytes(a[FIRST]) + part[0] * _packed_bytes(count)
+        else:
+            _pack(a, scratch, (rows[0] + row, rows[0] + end), count, part, packed)
+        for panel in range(panels[0], panels[1]):
+            number = panel - panels[0]
+            weights = scratch + _EXPANDED + number * num_steps * EXPANDED_BYTES
+            sums = _begin_sums(a, scratch, number, row, count, part[0])
+            following = ahead + number * a[NUM_STEPS] * STEP_BYTES
+            pairs.multiply_expanded(count, packed, weights, num_steps, sums, following)
+            if part[1] == a[NUM_STEPS]:
+                end_rows(a, scratch + _STAGED, sums, rows[0] + row, (0, count), panel)
 
 
 @inlined
 def _multiply_unit(a: Any, scratch: int, panels: tuple[int, int], rows: tuple[int, int], following: int) -> None:
     """Some rows by some panels; the panel `following` is the next unit's first."""
-    few, first_rows = a[NUM_ROWS] <= FEW_ROWS, (rows[0], rows[1])
-    num_panels, panel_bytes = panels[1] - panels[0], a[NUM_STEPS] * STEP_BYTES
-    for number in range(num_panels):
-        simd.clear_bytes(scratch + _SUMS + number * _SUMS_BYTES, a[UNIT_ROWS] * SUMS_BYTES)
     for first_step in range(0, a[NUM_STEPS], a[PART_STEPS]):
         part = first_step, min(first_step + a[PART_STEPS], a[NUM_STEPS])
-        num_steps = part[1] - part[0]
         ahead = weights_of(a, panels[0], part[1]) if part[1] < a[NUM_STEPS] else weights_of(a, following, 0)
-        packed = scratch + _PACKED
-        if few:
-            packed = _packed_first(a, scratch) + part[0] * _packed_bytes(a[FIRST])
-        else:
-            _pack(a, scratch, first_rows, a[FIRST], part, packed)
-        _multiply_first(a, scratch, packed, panels, part, ahead)
-        for row in range(rows[0] + a[FIRST], rows[1], a[BLOCK]):
-            packed = scratch + _PACKED
-            if few:
-                packed += a[NUM_STEPS] * _packed_bytes(a[FIRST]) + part[0] * _packed_bytes(a[BLOCK])
-            else:
-                _pack(a, scratch, (row, rows[1]), a[BLOCK], part, packed)
-            for number in range(num_panels):
-                weights = scratch + _EXPANDED + number * num_steps * EXPANDED_BYTES
-                sums = scratch + _SUMS + number * _SUMS_BYTES + (row - rows[0]) * SUMS_BYTES
-                pairs.multiply_expanded(a[BLOCK], packed, weights, num_steps, sums, ahead + number * panel_bytes)
-    for panel in range(panels[0], panels[1]):
-        sums = scratch + _SUMS + (panel - panels[0]) * _SUMS_BYTES
-        end_rows(a, scratch + _STAGED, sums, rows[0], (0, rows[1] - rows[0]), panel)
-
-
-@inlined
-def _packed_first(a: Any, scratch: int) -> Any:
-    """Where the first of few rows are packed; one row needs no packing."""
-    return a[ROWS] if a[FIRST] == 1 else scratch + _PACKED
+        _multiply_first(a, scratch, panels, rows, part, ahead)
+        _multiply_others(a, scratch, panels, rows, part, ahead)
 
 
 @functools.cache

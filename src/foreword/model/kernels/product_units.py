@@ -38,12 +38,11 @@ from foreword.model.kernels.tiles import PANEL
     SCRATCH,
     THREAD_SCRATCH,
     FIRST,
-    BLOCK,
-) = range(21)
-NUM_ARGUMENTS = 21
+) = range(20)
+NUM_ARGUMENTS = 20
 """int64 each: addresses, and counts. WIDTH: columns of the result; PART_STEPS: of all parts but the last; GROUP and
-UNIT_ROWS: panels and rows of a unit; THREAD_SCRATCH: bytes of scratch memory that each thread has; FIRST and
-BLOCK: rows multiplied at a time, the first and the others."""
+UNIT_ROWS: panels and rows of a unit; THREAD_SCRATCH: bytes of scratch memory that each thread has; FIRST: of a
+unit's rows, how many are multiplied first (`pair_worker.py`)."""
 SUMS_BYTES = 4 * PANEL
 """Of a row and a panel."""
 
