@@ -1,4 +1,4 @@
-"""Products in AMX tiles: right, and with the same bits for a row in any company."""
+"""Products of compact weights, in AMX tiles and in pairs: right, and with the same bits for a row in any company."""
 
 from __future__ import annotations
 
@@ -9,12 +9,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foreword.model.compact_product import CompactProduct, can_multiply
+from foreword.model import compact_product
+from foreword.model.compact_product import CompactProduct
+from foreword.model.kernels import tiles
 from foreword.model.kernels.compact import COUNTED
+from foreword.model.kernels.pair_worker import IN_PAIRS
+from foreword.model.kernels.product_units import ProductWorker
+from foreword.model.kernels.simd import HAS_BF16_DOT
+from foreword.model.kernels.tile_worker import IN_TILES
 from foreword.model.packed import PackedLinear
 
-pytestmark = pytest.mark.skipif(not can_multiply(), reason="this processor has no instructions for such products")
 SIZES = [(128, 896), (4864, 896), (896, 4864), (1, 32), (37, 64), (33, 96), (500, 4096)]
+
+
+WORKERS = {"tiles": (IN_TILES, tiles.has_tiles()), "pairs": (IN_PAIRS, HAS_BF16_DOT)}
+
+
+@pytest.fixture(autouse=True, params=WORKERS)
+def worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ProductWorker:
+    """What multiplies."""
+    chosen, available = WORKERS[request.param]
+    if not available:
+        pytest.skip(f"this processor has no instructions for {request.param}")
+    monkeypatch.setattr(compact_product, "fastest_worker", lambda: chosen)
+    return chosen
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -30,7 +48,7 @@ def test_a_row_has_the_same_bits_among_any_rows_and_threads(outputs: int, inputs
         torch.set_num_threads(1)
         together = product(rows)
         torch.set_num_threads(num_threads)
-        for count in (*range(1, 36), 63, 64, 65, 81, 255, 256, 257, 512, 513, 600):
+        for count in (*range(1, 36), 63, 64, 65, 81, 255, 256, 257, 288, 289, 512, 513, 600):
             assert torch.equal(product(rows[:count]), together[:count]), f"{count} rows"
             assert torch.equal(product(rows[-count:].clone()), together[-count:]), f"the last {count} rows"
     finally:
@@ -69,7 +87,7 @@ def test_nothing_is_written_beyond_the_result(monkeypatch: pytest.MonkeyPatch) -
     assert (memory[size:] == 7.0).all()
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 17, 33, 48, 64, 65, 80, 97, 520])
+@pytest.mark.parametrize("num_rows", [1, 7, 9, 16, 17, 33, 48, 64, 65, 80, 97, 520])
 def test_nothing_is_read_beyond_the_rows(num_rows: int) -> None:
     """The rows end where memory ends that may be read."""
     inputs = 2048
@@ -167,7 +185,7 @@ def test_no_bit_is_lost_where_the_outputs_that_are_counted_are_unlike_the_others
 
 
 @pytest.mark.parametrize("inputs", [32, 96, 1312])
-@pytest.mark.parametrize("num_rows", [1, 20, 64, 100])
+@pytest.mark.parametrize("num_rows", [1, 8, 13, 20, 64, 100])
 def test_exceptions_take_part_in_products_as_other_weights_do(
     inputs: int, num_rows: int, caplog: pytest.LogCaptureFixture
 ) -> None:

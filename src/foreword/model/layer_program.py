@@ -43,6 +43,8 @@ _ITEM_BYTES = 2
 _LINE = 64
 _NUMBERS = len(rotary.STEP_ARGUMENTS) + len(cpu_attention.STEP_ARGUMENTS)
 """New in every step, for layers of one kind."""
+_AFTER_KEYS = 7
+"""How many of a layer's operations follow the one that writes keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class LayerOperations:
         shapes = self._shapes
         self._query_bytes = shapes.query_heads * shapes.key_dim * _ITEM_BYTES
         self._mixed_bytes = shapes.query_heads * shapes.value_dim * _ITEM_BYTES
-        self._bound: tuple[Places, int, int, bool] | None = None
+        self._bound: tuple[Places, int, int, bool, tuple[int, int] | None] | None = None
         self._queries = self._mixed = 0
         self.operations: dict[str, Operation] = {
             "norm": self._norm,
@@ -168,9 +170,14 @@ class LayerOperations:
             yield self.attention.items, argument, number
             yield self.attention.merges, argument, number
 
-    def bind_rows(self, places: Places, rows: int, result: int, *, is_normed: bool) -> None:
-        """Addresses of the layer's rows and of its result, and whether the norm of `rows` is in its place already."""
-        if self._bound == (places, rows, result, is_normed):
+    def bind_rows(
+        self, places: Places, rows: int, result: int, *, is_normed: bool, wanted: tuple[int, int] | None = None
+    ) -> None:
+        """Addresses of the layer's rows and of its result, and whether the norm of `rows` is in its place already.
+
+        `wanted`: the first row and how many from it on are computed beyond attention, if not all are.
+        """
+        if self._bound == (places, rows, result, is_normed, wanted):
             return
         self._bound = None
         num_rows, wide, normed, scratch = places.num_rows, places.wide, places.normed, places.scratch
@@ -181,12 +188,14 @@ class LayerOperations:
         self.attention.bind_rows(query, self._mixed)
         self._norm.bind(rows, 0, 0, normed, 0 if is_normed else num_rows)
         self._project.bind(normed, num_rows, wide, scratch)
-        self._output.bind(self._mixed, num_rows, places.added, scratch)
-        self._norm_of_sum.bind(rows, places.added, places.total, normed, num_rows)
-        self._gate.bind(normed, num_rows, wide, scratch)
-        self._down.bind(wide, num_rows, places.added, scratch)
-        self._next_norm.bind(places.total, places.added, result, normed, num_rows)
-        self._bound = places, rows, result, is_normed
+        first, count = (0, num_rows) if wanted is None else wanted
+        skipped = first * self._widths[2] * _ITEM_BYTES
+        self._output.bind(self._mixed + first * self._mixed_bytes, count, places.added, scratch)
+        self._norm_of_sum.bind(rows + skipped, places.added, places.total, normed, count)
+        self._gate.bind(normed, count, wide, scratch)
+        self._down.bind(wide, count, places.added, scratch)
+        self._next_norm.bind(places.total, places.added, result + skipped, normed + skipped, count)
+        self._bound = places, rows, result, is_normed, wanted
 
 
 class BrokenChainError(Exception):
@@ -226,16 +235,20 @@ class LayerChain:
     def logits(
         self, hidden_states: Tensor, turns: tuple[Tensor, Tensor], context: ForwardContext, keep: Tensor
     ) -> Tensor | None:
-        """Logits [len(keep), vocab] of some rows, ascending, each once; None if the program is not for such a step."""
+        """Logits [len(keep), vocab] of some rows, ascending, each once; None if the program is not for such a step.
+
+        Of other rows the last layer computes keys and values, which later tokens want, and not much else.
+        """
         if self._head is None or not self._can_run(hidden_states, context):
             return None
         (product, operation), width = self._head, hidden_states.shape[2]
         x = hidden_states.contiguous()  # kept until the program has run
-        places = self._bind(x, None, turns, context)
         if not len(keep):
-            self.program.run(len(self._of_layers))
+            self._bind(x, None, turns, context)
+            self.program.run(len(self._of_layers) - _AFTER_KEYS)
             return hidden_states.new_empty(0, product.width)
         first, last = int(keep[0]), int(keep[-1])
+        places = self._bind(x, None, turns, context, wanted=(first, last - first + 1))
         if last - first + 1 != len(keep):
             self.program.run(len(self._of_layers))
             return product(self._space.normed_rows(width)[keep])
@@ -298,8 +311,9 @@ class LayerChain:
         context: ForwardContext,
         *,
         is_normed: bool = False,
+        wanted: tuple[int, int] | None = None,
     ) -> Places:
-        """Bind all layers; without a result the last one's rows are left where the others' are."""
+        """Bind all layers; without a result the last one's rows are left where the others' are, as far as `wanted`."""
         space = self._space
         places = space.places(x.shape[1])
         space.normed = None, None
@@ -310,6 +324,7 @@ class LayerChain:
                 x.data_ptr() if layer is first else places.rows,
                 result.data_ptr() if layer is last and result is not None else places.rows,
                 is_normed=is_normed or layer is not first,
+                wanted=wanted if layer is last else None,
             )
         self._bind_step((turns[0].contiguous(), turns[1].contiguous()), context)
         return places

@@ -76,7 +76,7 @@ def _set_units(a: Int64Array, num_threads: int) -> None:
 
 
 def _thread_scratch(num_steps: int) -> int:
-    return _PACKED + num_steps * _packed_bytes(FEW_ROWS) + 64
+    return _PACKED + num_steps * 4 * STEP_PAIRS * FEW_ROWS + 64
 
 
 @inlined
@@ -191,7 +191,7 @@ def _compile() -> Any:
     """What each thread of a team runs: units until none are left. Compiled once per machine and kept."""
     digest = source_digest()
 
-    @native_worker  # type: ignore[untyped-decorator]
+    @native_worker
     def worker(arguments: Any) -> None:
         a = carray(arguments, NUM_ARGUMENTS)
         if digest == 0:
