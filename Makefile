@@ -9,7 +9,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-BENCHMARKS := $(wildcard benchmarks/workloads.py benchmarks/cache_core.py benchmarks/attention.py benchmarks/tile_product.py \
+BENCHMARKS := $(wildcard benchmarks/workloads.py benchmarks/cache_core.py benchmarks/attention.py benchmarks/products.py \
 	benchmarks/hybrid.py benchmarks/state_machine.py)
 
 .DEFAULT_GOAL := help

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,16 +15,16 @@ from foreword.model import compact_product
 from foreword.model.compact_product import CompactProduct
 from foreword.model.kernels import tiles
 from foreword.model.kernels.compact import COUNTED
-from foreword.model.kernels.pair_worker import IN_PAIRS
+from foreword.model.kernels.pair_worker import PAIR_WORKER
 from foreword.model.kernels.product_units import ProductWorker
 from foreword.model.kernels.simd import HAS_BF16_DOT
-from foreword.model.kernels.tile_worker import IN_TILES
+from foreword.model.kernels.tile_worker import TILE_WORKER
 from foreword.model.packed import PackedLinear
 
 SIZES = [(128, 896), (4864, 896), (896, 4864), (1, 32), (37, 64), (33, 96), (500, 4096)]
 
 
-WORKERS = {"tiles": (IN_TILES, tiles.has_tiles()), "pairs": (IN_PAIRS, HAS_BF16_DOT)}
+WORKERS = {"tiles": (TILE_WORKER, tiles.has_tiles()), "pairs": (PAIR_WORKER, HAS_BF16_DOT)}
 
 
 @pytest.fixture(autouse=True, params=WORKERS)
@@ -77,31 +79,60 @@ def test_a_gated_product_is_the_gate_of_two_products(width: int) -> None:
     torch.testing.assert_close(found, nn.functional.silu(both[:, :width]) * both[:, width:], rtol=2**-6, atol=2**-8)
 
 
-def test_nothing_is_written_beyond_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    product, size = CompactProduct([random(37, 64).bfloat16()], None), 19 * 37
-    memory = torch.full((size + 64,), 7.0, dtype=torch.bfloat16)
+@pytest.mark.parametrize("num_rows", [1, 5, 12, 39, 300])
+def test_a_gated_row_has_the_same_bits_among_any_rows(num_rows: int) -> None:
+    product = CompactProduct([random(33, 928).bfloat16(), random(33, 928, seed=1).bfloat16()], None, gated=True)
+    rows = random(300, 928, seed=2).bfloat16()
+    assert torch.equal(product(rows[:num_rows]), product(rows)[:num_rows])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 5, 7, 8, 9, 13, 16, 17, 19, 289])
+def test_nothing_is_written_beyond_the_result(num_rows: int, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    product = CompactProduct([random(74, 64).bfloat16()], None, gated=gated)
+    size = num_rows * product.width
+    memory = torch.full((size + 512,), 2.0**60, dtype=torch.bfloat16)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda _, *shape: memory[:size].view(shape))
-    output = product(random(19, 64).bfloat16())
+    output = product(random(num_rows, 64).bfloat16())
     assert output.data_ptr() == memory.data_ptr()
-    assert not (output == 7.0).any()
-    assert (memory[size:] == 7.0).all()
+    assert not (output == 2.0**60).any()
+    assert (memory[size:] == 2.0**60).all()
+
+
+@contextmanager
+def ending_at_a_wall(num_bytes: int) -> Iterator[Tensor]:
+    """So many bytes, behind which memory may be neither read nor written."""
+    size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    everything = torch.frombuffer(memory, dtype=torch.uint8)
+    guard, protect = ctypes.c_void_p(everything.data_ptr() + size), ctypes.CDLL(None).mprotect
+    assert protect(guard, mmap.PAGESIZE, 0) == 0
+    yield everything[size - num_bytes : size]
+    assert protect(guard, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 9, 16, 17, 33, 48, 64, 65, 80, 97, 520])
 def test_nothing_is_read_beyond_the_rows(num_rows: int) -> None:
-    """The rows end where memory ends that may be read."""
-    inputs = 2048
-    num_bytes = num_rows * inputs * 2
-    size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, size + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    everything = torch.frombuffer(memory, dtype=torch.uint8)
-    guard = ctypes.c_void_p(everything.data_ptr() + size)
-    assert ctypes.CDLL(None).mprotect(guard, mmap.PAGESIZE, 0) == 0
-    rows = everything[size - num_bytes : size].view(torch.bfloat16).view(num_rows, inputs)
-    rows.copy_(random(num_rows, inputs))
-    product = CompactProduct([random(40, inputs).bfloat16()], None)
-    assert torch.equal(product(rows), product(rows.clone()))
-    assert ctypes.CDLL(None).mprotect(guard, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+    product = CompactProduct([random(40, 2048).bfloat16()], None)
+    with ending_at_a_wall(num_rows * 2048 * 2) as memory:
+        rows = memory.view(torch.bfloat16).view(num_rows, 2048)
+        rows.copy_(random(num_rows, 2048))
+        assert torch.equal(product(rows), product(rows.clone()))
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 9, 16, 17, 22, 288, 289, 700])
+@pytest.mark.parametrize("num_steps", [1, 28, 29, 64])
+def test_scratch_memory_suffices(num_rows: int, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    product = CompactProduct([random(600, 32 * num_steps).bfloat16()], None)
+    rows, before = random(num_rows, 32 * num_steps).bfloat16(), torch.get_num_threads()
+    expected = product(rows)
+    try:
+        torch.set_num_threads(1)
+        with ending_at_a_wall(product.thread_scratch) as memory:
+            monkeypatch.setattr(compact_product, "_scratch", lambda _: memory.data_ptr())
+            assert torch.equal(product(rows), expected)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_one_rows_infinities_stay_its_own() -> None:

@@ -13,8 +13,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache
 
 from foreword.config import ModelConfig
-from foreword.model.compact_product import can_multiply
+from foreword.model.compact_product import ProductOperation, can_multiply
 from foreword.model.fused_layer import FusedForward
+from foreword.model.kernels.product_units import NUM_ROWS
+from foreword.model.kernels.team import Program
 from foreword.model.layer_program import LayerChain
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.straight_pass import StraightPass
@@ -50,6 +52,23 @@ def test_a_straight_pass_gives_the_bits_of_the_models_own_code(
         found = answers(model)
     model.straight.clear()
     assert answers(model) == found
+
+
+def test_the_last_layer_computes_what_is_asked_for(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, run, seen = load(tiny_models), Program.run, []
+
+    def note(program: Program, number: int | None = None) -> None:
+        run(program, number)
+        gates = [one for one in program.operations if isinstance(one, ProductOperation)][2::4]
+        seen.append((number, int(gates[0].arguments[NUM_ROWS]), int(gates[-1].arguments[NUM_ROWS])))
+
+    engine = build_engine(model, num_blocks=96, max_num_batched_tokens=64)
+    layers = parts(model)[0].layers
+    monkeypatch.setattr(Program, "run", note)
+    complete(engine, [random_tokens(np.random.default_rng(0), 100)], greedy(1))
+    (without_logits, *_), (everything, first, last) = seen
+    assert without_logits == 10 * len(layers) - 7  # keys and values of the last layer, and nothing behind them
+    assert (everything, first, last) == (None, 36, 1)
 
 
 def parts(model: LoadedModel) -> tuple[LayerChain, Run]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from foreword.model.kernels import compact, tiles
-from foreword.model.kernels.pair_worker import IN_PAIRS
+from foreword.model.kernels.pair_worker import PAIR_WORKER
 from foreword.model.kernels.product_units import (
     BIAS,
     COUNTERS,
@@ -46,7 +46,7 @@ from foreword.model.kernels.product_units import (
 from foreword.model.kernels.simd import HAS_BF16_DOT
 from foreword.model.kernels.step_plan import Int64Array
 from foreword.model.kernels.team import Operation
-from foreword.model.kernels.tile_worker import IN_TILES
+from foreword.model.kernels.tile_worker import TILE_WORKER
 from foreword.model.kernels.tiles import PANEL, STEP
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ def can_multiply() -> bool:
 def fastest_worker() -> ProductWorker:
     """For tiles, if the processor has them and the system lets this process use them."""
     assert can_multiply()
-    return IN_TILES if tiles.has_tiles() else IN_PAIRS
+    return TILE_WORKER if tiles.has_tiles() else PAIR_WORKER
 
 
 _OF_THREAD = threading.local()

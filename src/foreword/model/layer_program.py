@@ -43,8 +43,6 @@ _ITEM_BYTES = 2
 _LINE = 64
 _NUMBERS = len(rotary.STEP_ARGUMENTS) + len(cpu_attention.STEP_ARGUMENTS)
 """New in every step, for layers of one kind."""
-_AFTER_KEYS = 7
-"""How many of a layer's operations follow the one that writes keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +126,7 @@ class LayerOperations:
         self._mixed_bytes = shapes.query_heads * shapes.value_dim * _ITEM_BYTES
         self._bound: tuple[Places, int, int, bool, tuple[int, int] | None] | None = None
         self._queries = self._mixed = 0
-        self.operations: dict[str, Operation] = {
+        self.operations: dict[str, Operation] = {  # in the order in which they run
             "norm": self._norm,
             "project": self._project,
             "heads": self._rotary,
@@ -140,6 +138,11 @@ class LayerOperations:
             "down": self._down,
             "sum, next norm": self._next_norm,
         }
+
+    @property
+    def num_after_keys(self) -> int:
+        """How many operations follow the one that writes keys and values."""
+        return len(self.operations) - list(self.operations).index("heads") - 1
 
     def sizes(self) -> tuple[int, int, int]:
         """Elements of a row of `wide`, and of the others; bytes that products need for each thread."""
@@ -237,7 +240,7 @@ class LayerChain:
     ) -> Tensor | None:
         """Logits [len(keep), vocab] of some rows, ascending, each once; None if the program is not for such a step.
 
-        Of other rows the last layer computes keys and values, which later tokens want, and not much else.
+        Of rows before the first of them and behind the last, the last layer computes no more than attention.
         """
         if self._head is None or not self._can_run(hidden_states, context):
             return None
@@ -245,7 +248,7 @@ class LayerChain:
         x = hidden_states.contiguous()  # kept until the program has run
         if not len(keep):
             self._bind(x, None, turns, context)
-            self.program.run(len(self._of_layers) - _AFTER_KEYS)
+            self.program.run(len(self._of_layers) - self.layers[-1].num_after_keys)
             return hidden_states.new_empty(0, product.width)
         first, last = int(keep[0]), int(keep[-1])
         places = self._bind(x, None, turns, context, wanted=(first, last - first + 1))

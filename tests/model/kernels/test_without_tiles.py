@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from foreword.model.kernels import tile_worker
+
 llvm = pytest.importorskip("llvmlite.binding")
 
 PROGRAM = """
@@ -56,3 +58,12 @@ def test_the_kernel_compiles_and_is_right_without_tiles(tmp_path: Path, lack: st
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "right\n"
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="another processor has none anyway")
+def test_products_in_tiles_compile_without_tiles() -> None:
+    """So that who changes what products have in common sees more than on an own processor."""
+    pytest.importorskip("numba")
+    if not llvm.get_host_cpu_features().get("avx512bw"):
+        pytest.skip("weights are expanded with AVX512")
+    assert tile_worker.TILE_WORKER.compile().address != 0

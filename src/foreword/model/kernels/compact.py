@@ -1,4 +1,4 @@
-"""Weights in bfloat16, held in 12 bits each without losing one: what tiles read, three quarters as large.
+"""Weights in bfloat16, held in 12 bits each without losing one: what products read, three quarters as large.
 
 Knows panels of weights and memory addresses; knows nothing of rows or products. Of a bfloat16's 16 bits sign and
 mantissa (8) are as good as random, but trained weights have few exponents: sixteen of them are all but one weight in
@@ -30,6 +30,9 @@ from foreword.model.kernels.huge_pages import HugePages
 
 STEP_WEIGHTS, STEP_BYTES = 1024, 1536
 STEP_GROUPS, GROUP_BYTES = 8, 192
+FAR, NEAR = 8, 2
+"""How many steps before their use weights are asked for: from memory into the second cache, and from there into the
+first."""
 NUM_CODES = 16
 COUNTED = 64
 """Exponents are counted in about so many of a weight's outputs: which of them are the commonest is clear from these.
@@ -250,15 +253,7 @@ def emit_exceptions(builder: Any, entry: Any, place: Any, end: Any, target: Any)
 
     `entry`: the address of an entry of `exceptions`, none before it belonging there. Returns that of the next one.
     """
-
-    def skip(builder: Any, entry: Any, own: Any) -> None:
-        del builder, entry, own
-
-    def write(builder: Any, entry: Any, own: Any) -> None:
-        offset = builder.mul(builder.sub(own, place), simd._int(2))
-        simd._store(builder, simd._load(builder, entry, 4, simd.I16), builder.add(target, offset))
-
-    for limit, what in ((place, skip), (end, write)):
+    for limit, is_written in ((place, False), (end, True)):
         before, head = builder.block, builder.append_basic_block("entry")
         inside, after = builder.append_basic_block("exception"), builder.append_basic_block("no_more")
         builder.branch(head)
@@ -268,7 +263,9 @@ def emit_exceptions(builder: Any, entry: Any, place: Any, end: Any, target: Any)
         own = builder.sext(simd._load(builder, at, 0, simd.I32), simd.I64)
         builder.cbranch(builder.icmp_signed("<", own, limit), inside, after)
         builder.position_at_end(inside)
-        what(builder, at, own)
+        if is_written:
+            offset = builder.mul(builder.sub(own, place), simd._int(2))
+            simd._store(builder, simd._load(builder, at, 4, simd.I16), builder.add(target, offset))
         at.add_incoming(builder.add(at, simd._int(8)), inside)
         builder.branch(head)
         builder.position_at_end(after)

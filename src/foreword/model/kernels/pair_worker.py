@@ -5,9 +5,17 @@ weights while these are expanded, which costs the multiplication next to nothing
 which lies in the core's second cache, in blocks of equal size. What is long (along k) is taken in *parts*, and sums
 wait in memory from part to part; they are float32 there as in registers, so cutting changes no bit.
 
-    up to 8 rows     nothing else is multiplied: only two steps of expanded weights are kept
-    up to 16         rows are packed once by each thread
-    more             a block of rows is packed for some panels at a time
+    up to 8 rows     no others; only two steps of expanded weights are kept
+    up to 16         one block of others; as above, rows are packed once by each thread, for all steps
+    more             a block of rows is packed for some panels and one part at a time
+
+A thread's scratch memory:
+
+    staged       the end of a row that the result has no whole panel for
+    addresses    of the rows that are being packed
+    sums         for each panel of a unit those of all its rows
+    expanded     for each panel of a unit the weights of a part
+    packed       rows: the first, and behind them, if they are few, the others
 """
 
 from __future__ import annotations
@@ -57,26 +65,27 @@ PART = 28
 """Most steps of a part, unless there is but one: the rows of a block lie in the first cache then."""
 _STAGED, _ADDRESSES, _SUMS = 0, 64, 256
 _UNIT_ROWS = MOST_FIRST + MOST_BLOCKS * MOST_ROWS
-_SUMS_BYTES = _UNIT_ROWS * SUMS_BYTES
+_PANEL_SUMS_BYTES = _UNIT_ROWS * SUMS_BYTES
 """Of a panel."""
-_EXPANDED = _SUMS + MOST_PANELS * _SUMS_BYTES
+_EXPANDED = _SUMS + MOST_PANELS * _PANEL_SUMS_BYTES
 _PACKED = _EXPANDED + MOST_PANELS * PART * EXPANDED_BYTES
+assert FEW_ROWS - MOST_FIRST <= MOST_ROWS <= min(FEW_ROWS, LANES)  # one block of others; what is packed finds room
 
 
 def _set_units(a: Int64Array, num_threads: int) -> None:
     num_rows, num_steps = int(a[NUM_ROWS]), int(a[NUM_STEPS])
-    most = FEW_PANELS if num_rows <= FEW_ROWS else MOST_PANELS
-    a[GROUP] = min(most, max(1, int(a[NUM_PANELS]) // (4 * num_threads)))
+    most, row_units = FEW_PANELS if num_rows <= FEW_ROWS else MOST_PANELS, -(-num_rows // _UNIT_ROWS)
+    a[GROUP] = min(most, max(1, int(a[NUM_PANELS]) * row_units // (4 * num_threads)))
     if num_rows <= MOST_FIRST:
         a[FIRST] = next(count for count in FIRST_ROWS if count >= num_rows)
         a[UNIT_ROWS], a[PART_STEPS] = a[FIRST], num_steps
         return
-    a[FIRST], a[UNIT_ROWS] = MOST_FIRST, -(-num_rows // -(-num_rows // _UNIT_ROWS))
+    a[FIRST], a[UNIT_ROWS] = MOST_FIRST, -(-num_rows // row_units)
     a[PART_STEPS] = -(-num_steps // -(-num_steps // PART))
 
 
 def _thread_scratch(num_steps: int) -> int:
-    return _PACKED + num_steps * 4 * STEP_PAIRS * FEW_ROWS + 64
+    return _PACKED + num_steps * 4 * STEP_PAIRS * FEW_ROWS + 64  # which the last word that is packed reaches beyond
 
 
 @inlined
@@ -116,7 +125,7 @@ def _begin_sums(a: Any, scratch: int, number: int, row: int, count: int, first_s
 
     They wait there from part to part; if there is but one part, they make room for the next rows'.
     """
-    sums = scratch + _SUMS + number * _SUMS_BYTES
+    sums = scratch + _SUMS + number * _PANEL_SUMS_BYTES
     if a[PART_STEPS] < a[NUM_STEPS]:
         sums += row * SUMS_BYTES
     if first_step == 0:
@@ -199,17 +208,18 @@ def _compile() -> Any:
         scratch = a[SCRATCH] + simd.fetch_add(a[COUNTERS] + 64, 1) * a[THREAD_SCRATCH]
         num_groups = (a[NUM_PANELS] + a[GROUP] - 1) // a[GROUP]
         num_units = num_groups * ((a[NUM_ROWS] + a[UNIT_ROWS] - 1) // a[UNIT_ROWS])
-        following = simd.fetch_add(a[COUNTERS], 1)
-        if following < num_units and a[NUM_ROWS] <= FEW_ROWS:
+        unit, few = simd.fetch_add(a[COUNTERS], 1), a[NUM_ROWS] <= FEW_ROWS
+        if unit < num_units and few:
             _pack_few(a, scratch)
-        while following < num_units:
-            unit, following = following, simd.fetch_add(a[COUNTERS], 1)
+        while unit < num_units:
+            following = simd.fetch_add(a[COUNTERS], 1) if few else unit + 1  # the latter is a guess
             first_panel, first_row = unit % num_groups * a[GROUP], unit // num_groups * a[UNIT_ROWS]
             panels = first_panel, min(first_panel + a[GROUP], a[NUM_PANELS])
             rows = first_row, min(first_row + a[UNIT_ROWS], a[NUM_ROWS])
             _multiply_unit(a, scratch, panels, rows, following % num_groups * a[GROUP])
+            unit = following if few else simd.fetch_add(a[COUNTERS], 1)
 
     return worker
 
 
-IN_PAIRS = ProductWorker(_compile, _thread_scratch, _set_units)
+PAIR_WORKER = ProductWorker(_compile, _thread_scratch, _set_units)

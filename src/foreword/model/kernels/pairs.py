@@ -20,7 +20,7 @@ from typing import Any
 from llvmlite import ir
 
 from foreword.model.kernels import compact, simd
-from foreword.model.kernels.compact import STEP_BYTES, STEP_GROUPS, STEP_WEIGHTS
+from foreword.model.kernels.compact import FAR, NEAR, STEP_BYTES, STEP_GROUPS, STEP_WEIGHTS
 from foreword.model.kernels.tiles import PANEL, STEP, TILE_BYTES
 
 STEP_PAIRS = STEP // 2
@@ -29,12 +29,9 @@ COLUMNS = PANEL // simd.LANES
 EXPANDED_BYTES = COLUMNS * TILE_BYTES
 """Of a step."""
 FIRST_ROWS = (1, 2, 3, 4, 6, 8)
-"""Numbers of rows that weights are multiplied with as they are expanded."""
+"""Numbers of rows that weights are multiplied with as they are expanded; 5 and 7 are worth no code of their own."""
 MOST_ROWS = 14
 """That expanded weights are multiplied with: their sums fill 28 of 32 registers."""
-FAR, NEAR = 8, 2
-"""How many steps before their use weights are asked for: from memory into the second cache, and from there into the
-first."""
 
 
 def _by_rows(signature: str, counts: Sequence[int], emit: Callable[[Any, int, Sequence[Any]], None]) -> Any:
@@ -155,5 +152,6 @@ def _emit_expanded(builder: Any, num_rows: int, arguments: Sequence[Any]) -> Non
 multiply_expanded = _by_rows("aaiaa", range(1, MOST_ROWS + 1), _emit_expanded)
 """Add the products of packed rows and some expanded steps to the sums.
 
-How many rows; rows, weights; how many steps; the sums; where weights lie that are wanted next, and are asked for.
+How many rows; rows, weights; how many steps; the sums; where weights lie that are wanted next, and are asked for: two
+lines at each pair, which is a third more than there are.
 """

@@ -16,7 +16,7 @@ from typing import Any
 from numba import carray
 
 from foreword.model.kernels import compact, simd, tiles
-from foreword.model.kernels.compact import STEP_BYTES, STEP_WEIGHTS
+from foreword.model.kernels.compact import FAR, NEAR, STEP_BYTES, STEP_WEIGHTS
 from foreword.model.kernels.cpu_layout import inlined, source_digest
 from foreword.model.kernels.product_units import (
     BIAS,
@@ -57,14 +57,11 @@ MOST_ROWS, MOST_PANELS, FEW_PANELS = 576, 8, 2
 MOST_STEPS, PART = 40, 14
 """Of a panel that is not cut, and of a part of one that is: 32 rows of a part stay in the first cache for all panels of
 a unit."""
-FAR, NEAR = 8, 2
-"""How many steps before their use weights are asked for: from memory into the second cache, and from there into the
-first."""
-_SUMS_BYTES = SUMS_BYTES * BLOCK_ROWS
+_BLOCK_SUMS_BYTES = SUMS_BYTES * BLOCK_ROWS
 _WEIGHTS_BYTES = 2 * TILE_BYTES
 _FETCHED_ROWS = BLOCK_ROWS // MOST_PANELS
 _CONFIG, _STAGED, _SUMS = 0, 64, 256
-_EXPANDED = _SUMS + MOST_ROWS // BLOCK_ROWS * MOST_PANELS * _SUMS_BYTES
+_EXPANDED = _SUMS + MOST_ROWS // BLOCK_ROWS * MOST_PANELS * _BLOCK_SUMS_BYTES
 _SCRATCH_BYTES = _EXPANDED + MOST_PANELS * MOST_STEPS * _WEIGHTS_BYTES
 
 (_begin_16, _, _multiply_16, _end_16), (_begin_32, _go_on_32, _multiply_32, _end_32) = (
@@ -169,7 +166,7 @@ def _expand(a: Any, scratch: int, panels: tuple[int, int], part: tuple[int, int]
 def _sums_of(a: Any, scratch: int, block: int, number: int) -> Any:
     """Where the sums of a block of rows and a panel, by its number in the unit, are; two suffice if nothing waits."""
     place = number % 2 if a[PART_STEPS] == a[NUM_STEPS] else block * MOST_PANELS + number
-    return scratch + _SUMS + place * _SUMS_BYTES
+    return scratch + _SUMS + place * _BLOCK_SUMS_BYTES
 
 
 @inlined
@@ -260,4 +257,4 @@ def _compile() -> Any:
     return worker
 
 
-IN_TILES = ProductWorker(_compile, lambda num_steps: _SCRATCH_BYTES, _set_units)
+TILE_WORKER = ProductWorker(_compile, lambda num_steps: _SCRATCH_BYTES, _set_units)

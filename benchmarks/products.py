@@ -1,11 +1,12 @@
-"""Linear layers in AMX tiles: ours beside oneDNN's, in time and in bits.
+"""Linear layers from weights of 12 bits: ours beside oneDNN's, in time and in bits.
 
-For every shape and number of rows both compute the same product in turn, in one process; a second process does the
-same with oneDNN kept to vectors, as foreword keeps it. Rows whose bits depend on how many rows there are, are counted:
-512 rows are the reference for the first rows among fewer. Then the products of a whole step of 24 such layers, whose
-weights come from memory: oneDNN reads 16 bits of each, ours 12. On a processor without tiles it says so and stops.
+For every shape and number of rows both compute the same product in turn, in one process; where there are AMX tiles, a
+second process does the same with oneDNN kept to vectors, as foreword keeps it. Rows whose bits depend on how many rows
+there are, are counted: 512 rows are the reference for the first rows among fewer. Then the products of a whole step of
+24 such layers, whose weights come from memory: oneDNN reads 16 bits of each, ours 12. On a processor that multiplies
+no bfloat16 it says so and stops.
 
-    python benchmarks/tile_product.py [--repeats 15] [--threads N] [--json]
+    python benchmarks/products.py [--repeats 15] [--threads N] [--json]
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from foreword.model.compact_product import CompactProduct, can_multiply
 from foreword.model.kernels import tiles
 
 SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
 """Outputs and inputs of Qwen2-0.5B's layers: projections, output, gate and up, down."""
 ROWS = (1, 16, 64, 256, 1024)
-NUM_LAYERS, STEP_ROWS = 24, (1, 16, 64)
+NUM_LAYERS, STEP_ROWS = 24, (1, 8, 16, 64, 256)
 CHECKED = (*range(1, 70), 80, 96, 100, 112, 128, 160, 192, 224, 256, 320, 384, 448)
 INSTRUCTIONS = {"tiles": "AVX10_1_512_AMX", "vectors": "AVX512_CORE_FP16"}
 
@@ -68,8 +70,6 @@ def random_weight(outputs: int, inputs: int, seed: int = 0) -> Tensor:
 
 def measure(repeats: int, threads: int) -> dict[str, list[dict[str, float]]]:
     """In a process whose oneDNN has its instructions from the environment."""
-    from foreword.model.compact_product import CompactProduct
-
     torch.set_num_threads(threads)
     found = []
     for outputs, inputs in SHAPES:
@@ -86,8 +86,6 @@ def measure(repeats: int, threads: int) -> dict[str, list[dict[str, float]]]:
 
 def measure_steps(repeats: int) -> list[dict[str, float]]:
     """All products of a step, every weight of which comes from memory."""
-    from foreword.model.compact_product import CompactProduct
-
     theirs, ours = [], []
     for layer in range(NUM_LAYERS):
         for outputs, inputs in SHAPES:
@@ -120,12 +118,14 @@ def main() -> int:
     if args.measure:
         print(json.dumps(measure(args.repeats, args.threads)))
         return 0
-    if not tiles.has_tiles():
-        print("This processor has no AMX tiles for bfloat16: nothing to measure.", file=sys.stderr)
+    if not can_multiply():
+        print("This processor multiplies no bfloat16: nothing to measure.", file=sys.stderr)
         print("{}")
         return 0
     report = {}
     for name, instructions in INSTRUCTIONS.items():
+        if name == "tiles" and not tiles.has_tiles():
+            continue
         options = ["--measure", "--repeats", str(args.repeats), "--threads", str(args.threads)]
         environment = os.environ | {"ONEDNN_MAX_CPU_ISA": instructions}
         output = subprocess.run(
