@@ -1,9 +1,9 @@
 """What threads do for a linear layer in pairs of bfloat16, compiled by numba, where the processor has no tiles.
 
 Knows compact weights and rows as memory addresses; knows nothing of modules. A unit's first rows are multiplied with
-weights while these are expanded, which costs the multiplication next to nothing; the others with what was expanded,
-which lies in the core's second cache, in blocks of equal size. What is long (along k) is taken in *parts*, and sums
-wait in memory from part to part; they are float32 there as in registers, so cutting changes no bit.
+weights while these are expanded, part of which the processor does beside multiplying; the others with what was
+expanded, which lies in the core's second cache, in blocks of equal size. What is long (along k) is taken in *parts*,
+and sums wait in memory from part to part; they are float32 there as in registers, so cutting changes no bit.
 
     up to 8 rows     no others; only two steps of expanded weights are kept
     up to 16         one block of others; as above, rows are packed once by each thread, for all steps
