@@ -148,8 +148,8 @@ def test_whatever_an_engine_does_no_block_is_lost_or_wrong(kind):
 @pytest.mark.slow
 def test_a_hundred_thousand_steps_lose_no_block_and_hit_no_wrong_one():
     happened = Happened()
-    while happened.steps < 100_000:
-        happened.add(run_machine(KINDS, 250, 200))
+    while happened.steps < 100_000 or (min(vars(happened).values()) < 10 and happened.steps < 500_000):
+        happened.add(run_machine(KINDS, 250, 200))  # which may leave out for long what is rare
     assert min(vars(happened).values()) >= 10, f"hardly ever happened: {happened}"
 
 
