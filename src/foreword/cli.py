@@ -179,7 +179,6 @@ def _serve(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"serving needs the package {error.name}; run `pip install foreword[serve]`") from error
     from foreword.demo.run import EMBEDDED_KV_BYTES, embedded_model
-    from foreword.llm import LLM
 
     environment = Environment.read()
     options = {name: getattr(args, name) for name in args.server_options if getattr(args, name) is not None}
@@ -194,7 +193,11 @@ def _serve(args: argparse.Namespace) -> int:
             options.setdefault("served_model_name", "foreword-demo")
             engine_options.setdefault("kv_cache_memory_bytes", EMBEDDED_KV_BYTES)
         config = ServerConfig(**options, server_secret=environment.server_secret)
-        serve(stack.enter_context(LLM(model, **engine_options)), config)
+        with _without_garbage_collection():
+            from foreword.llm import LLM
+
+            llm = stack.enter_context(LLM(model, **engine_options))
+        serve(llm, config)
     return 0
 
 

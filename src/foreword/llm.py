@@ -83,9 +83,9 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         self.config = EngineConfig.from_options(model, **options)
         self.tokenizer = Tokenizer.load(model, trust_remote_code=self.config.model.trust_remote_code)
+        loaded = load(self.config.model)
         from foreword.model.self_check import find_inexactness  # imports torch: a model that is not there needs none
 
-        loaded = load(self.config.model)
         self.inexactness = find_inexactness(loaded) if self.config.model.self_check else None
         """What breaks the promise of equal bits on this machine; None if nothing was found (or looked for)."""
         if self.inexactness:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import weakref
 
 import pytest
 import torch
 
-from foreword.model.kernels.huge_pages import CACHE_LINE, HUGE_PAGE, REGION_BYTES, HugePages, allocate
+from foreword.model.kernels.huge_pages import (
+    CACHE_LINE,
+    HUGE_PAGE,
+    REGION_BYTES,
+    TOUCHED_BYTES,
+    HugePages,
+    allocate,
+)
 from foreword.model.layout import LayoutOptions
 from foreword.model.storage import KVStorage
 from tiny_models import TinyModels
@@ -77,6 +85,52 @@ def test_a_region_is_freed_with_its_last_piece() -> None:
     gc.collect()
     assert region() is None
     assert len(pages.allocate(10)) == 10
+
+
+def test_memory_touched_ahead_is_there_when_it_is_asked_for_and_the_rest_is_given_back() -> None:
+    pages, num_bytes = HugePages(), 8 * HUGE_PAGE
+    with pages.touched_ahead(num_bytes):
+        for thread in threading.enumerate():
+            if thread.name == "touch-memory":
+                thread.join(60)
+        piece = pages.allocate(HUGE_PAGE)
+        assert piece.ctypes.data % HUGE_PAGE == 0
+        assert resident_bytes(piece.ctypes.data) >= num_bytes
+        piece[:] = 7
+    assert HUGE_PAGE <= resident_bytes(piece.ctypes.data) <= 2 * HUGE_PAGE
+    assert set(piece.tolist()) == {7}
+    following = pages.allocate(HUGE_PAGE)
+    assert following.base is piece.base
+    assert not following.any()
+
+
+def resident_bytes(address: int) -> int:
+    """Of the region from a huge page on: the pages that its mappings have in memory."""
+    region, found = range(address, address + 9 * HUGE_PAGE), 0
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            first, *rest = line.split()
+            if not first.endswith(":"):
+                start = int(first.split("-")[0], 16)
+            elif first == "Rss:" and start in region:
+                found += 1024 * int(rest[0])
+    return found
+
+
+def test_who_touches_ahead_stops_before_memory_is_handed_out() -> None:
+    pages = HugePages()
+    with pages.touched_ahead(4 * TOUCHED_BYTES):
+        pieces = [pages.allocate(TOUCHED_BYTES) for _ in range(5)]  # the last: in a region of its own
+        for number, piece in enumerate(pieces, 1):
+            piece[:] = number
+    assert [set(piece[:: HUGE_PAGE // 8].tolist()) for piece in pieces] == [{1}, {2}, {3}, {4}, {5}]
+    assert pieces[4].base is not pieces[3].base
+
+
+def test_what_cannot_be_had_is_not_touched_ahead() -> None:
+    pages = HugePages()
+    with pages.touched_ahead(2**61):
+        assert len(pages.allocate(10)) == 10
 
 
 def test_too_much_memory_is_refused() -> None:

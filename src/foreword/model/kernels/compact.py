@@ -42,7 +42,7 @@ They lie an odd number apart, so that they are not the same dimension of every h
 _SIGN_MANTISSA = 0x807F
 _NEVER = 2**31 - 1
 _WORDS = ir.VectorType(ir.IntType(16), 32)
-_WEIGHTS = HugePages()
+WEIGHTS = HugePages()
 """Of all weights of the process: what one leaves of a region is the next one's."""
 
 
@@ -75,7 +75,7 @@ def compact(weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int
     counts = sum(_count_exponents(weight, max(1, len(weight) // COUNTED) | 1) for weight in weights)
     codes, table = _codes(counts)
     expected = int(counts[codes == NUM_CODES].sum()) // num_threads
-    steps = _WEIGHTS.allocate(num_panels * num_steps * STEP_BYTES).view(np.uint16)
+    steps = WEIGHTS.allocate(num_panels * num_steps * STEP_BYTES).view(np.uint16)
     steps = steps.reshape(num_panels, num_steps, 8, 3, 32)
     starts = np.zeros(num_panels, np.int64)
     nothing = np.zeros(num_inputs, np.uint16)

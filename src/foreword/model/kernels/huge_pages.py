@@ -12,6 +12,7 @@ import mmap
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,10 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 HUGE_PAGE = 1 << 21
 CACHE_LINE = 64
+SMALL_PAGE = 4096
 REGION_BYTES = 1 << 26
+TOUCHED_BYTES = 1 << 24
+"""At a time, between which a thread looks whether it shall stop."""
 
 
 def allocate(num_bytes: int) -> Bytes:
@@ -54,14 +58,75 @@ class HugePages:
         self._lock = threading.Lock()
         self._region: weakref.ref[Bytes] | None = None
         self._next = 0
+        self._toucher: _Toucher | None = None
 
     def allocate(self, num_bytes: int) -> Bytes:
         """[num_bytes], beginning at a cache line. Raises MemoryError if the system refuses."""
         with self._lock:
+            self._stop_touching()
             region = None if self._region is None else self._region()
             if region is None or len(region) < self._next + num_bytes:
+                if region is not None:
+                    _give_back(region, self._next)
                 region, self._next = _reserve(max(REGION_BYTES, num_bytes))
                 self._region = weakref.ref(region)
             piece = region[self._next : self._next + num_bytes]
             self._next += -(-num_bytes // CACHE_LINE) * CACHE_LINE
             return piece
+
+    @contextlib.contextmanager
+    def touched_ahead(self, num_bytes: int) -> Iterator[None]:
+        """While the caller does something else, a thread touches memory for so many bytes, up to the first `allocate`.
+
+        A page takes time when it is written to first: 0.1 s a GB where the system has it at hand, 2 s where a virtual
+        machine must ask its host. At the end what was not allocated is given back.
+        """
+        try:
+            region, start = _reserve(num_bytes)
+        except MemoryError:  # who needs it is told
+            yield
+            return
+        with self._lock:
+            self._stop_touching()
+            self._region, self._next = weakref.ref(region), start
+            self._toucher = _Toucher(region[start : start + num_bytes])
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stop_touching()
+                if self._region() is region:
+                    _give_back(region, self._next)
+
+    def _stop_touching(self) -> None:
+        if self._toucher is not None:
+            self._toucher.stop()
+            self._toucher = None
+
+
+class _Toucher:
+    """A thread that writes to every page of memory that nobody else uses yet."""
+
+    def __init__(self, memory: Bytes) -> None:
+        self._stopped = False
+        self._thread = threading.Thread(target=self._touch, args=(memory,), name="touch-memory", daemon=True)
+        self._thread.start()
+
+    def _touch(self, memory: Bytes) -> None:
+        for at in range(0, len(memory), TOUCHED_BYTES):
+            if self._stopped:
+                return
+            memory[at : at + TOUCHED_BYTES : SMALL_PAGE] = 0  # so many elements that numpy lets other threads run
+
+    def stop(self) -> None:
+        """Returns when it writes no more, after some tens of milliseconds at most."""
+        self._stopped = True
+        self._thread.join()
+
+
+def _give_back(region: Bytes, start: int) -> None:
+    """Let the system have the pages from `start` to the region's end: nothing is in them."""
+    first = -(-(region.ctypes.data + start) // SMALL_PAGE) * SMALL_PAGE - region.ctypes.data
+    if sys.platform == "linux" and first < len(region):
+        memory: mmap.mmap = region.base.obj  # type: ignore[union-attr]
+        memory.madvise(mmap.MADV_DONTNEED, first, len(region) - first)

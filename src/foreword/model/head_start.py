@@ -1,0 +1,45 @@
+"""What can begin before transformers is imported: that takes one to two seconds of one core, with Python's lock held.
+
+Knows a checkpoint's files; knows nothing of modules. A thread that seldom needs the lock touches the memory that
+packed weights will take. A wrong guess costs time of a core that had nothing to do. Native code of kernels, read from
+numba's cache in a thread of its own, takes as much from the import as it saves: tried, not done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from foreword.config import ModelConfig
+from foreword.model.compact_product import can_multiply
+from foreword.model.kernels.compact import STEP_BYTES, STEP_WEIGHTS, WEIGHTS
+
+MOST_BYTES = 1 << 30
+"""Touched ahead: more than can be in the time, and what is given back again does not crowd out others."""
+_MOST_HEADER_BYTES = 1 << 26
+
+
+@contextlib.contextmanager
+def head_start(options: ModelConfig) -> Iterator[None]:
+    """Make ready what loading a model will need, until the end at the latest."""
+    num_weights = _num_weights(Path(options.model)) if options.dtype in ("auto", "bfloat16") else 0
+    if not num_weights or options.device != "cpu" or not can_multiply():
+        yield
+        return
+    with WEIGHTS.touched_ahead(min(MOST_BYTES, num_weights * STEP_BYTES // STEP_WEIGHTS)):
+        yield
+
+
+def _num_weights(folder: Path) -> int:
+    """How many of a checkpoint's numbers are bfloat16 in matrices. 0 if the files cannot be read: not told here."""
+    found = 0
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        for path in folder.glob("*.safetensors"):
+            with path.open("rb") as file:
+                header = json.loads(file.read(min(_MOST_HEADER_BYTES, int.from_bytes(file.read(8), "little"))))
+            for tensor in header.values():
+                if tensor.get("dtype") == "BF16" and len(tensor["shape"]) == 2:
+                    found += tensor["shape"][0] * tensor["shape"][1]
+    return found
