@@ -41,12 +41,9 @@ logger = logging.getLogger(__name__)
 
 def load(options: ModelConfig) -> LoadedModel:
     """Load a model. Raises ModelLoadError or UnsupportedModelError."""
-    from foreword.model.head_start import head_start
+    from foreword.model.loader import load_model
 
-    with head_start(options):
-        from foreword.model.loader import load_model
-
-        return load_model(options, num_threads=Environment.read().num_threads)
+    return load_model(options, num_threads=Environment.read().num_threads)
 
 
 def plan_layout(config: EngineConfig, model: LoadedModel) -> CacheLayout:

@@ -27,6 +27,7 @@ from foreword.cache import (
 from foreword.config import EngineConfig
 from foreword.engine import Engine, Prompt
 from foreword.errors import ConfigError, EngineError, InvalidRequestError
+from foreword.model.head_start import head_start
 from foreword.request import RequestOutput, SamplingParams
 from foreword.text import Tokenizer
 
@@ -82,8 +83,9 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = EngineConfig.from_options(model, **options)
-        self.tokenizer = Tokenizer.load(model, trust_remote_code=self.config.model.trust_remote_code)
-        loaded = load(self.config.model)
+        with head_start(self.config.model):
+            self.tokenizer = Tokenizer.load(model, trust_remote_code=self.config.model.trust_remote_code)
+            loaded = load(self.config.model)
         from foreword.model.self_check import find_inexactness  # imports torch: a model that is not there needs none
 
         self.inexactness = find_inexactness(loaded) if self.config.model.self_check else None

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from foreword.config import ModelConfig
-from foreword.model import head_start as module
 from foreword.model.compact_product import can_multiply
 from foreword.model.head_start import MOST_BYTES, head_start
+from foreword.model.kernels.compact import WEIGHTS
 
 pytestmark = pytest.mark.skipif(not can_multiply(), reason="weights are not packed on this processor")
 
@@ -28,7 +28,7 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(num_bytes)
         yield
 
-    monkeypatch.setattr(module.WEIGHTS, "touched_ahead", touched_ahead)
+    monkeypatch.setattr(WEIGHTS, "touched_ahead", touched_ahead)
     return found
 
 

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from foreword.config import ModelConfig
-from foreword.model.compact_product import can_multiply
-from foreword.model.kernels.compact import STEP_BYTES, STEP_WEIGHTS, WEIGHTS
 
 MOST_BYTES = 1 << 30
 """Touched ahead: more than can be in the time, and what is given back again does not crowd out others."""
@@ -25,7 +23,13 @@ _MOST_HEADER_BYTES = 1 << 26
 def head_start(options: ModelConfig) -> Iterator[None]:
     """Make ready what loading a model will need, until the end at the latest."""
     num_weights = _num_weights(Path(options.model)) if options.dtype in ("auto", "bfloat16") else 0
-    if not num_weights or options.device != "cpu" or not can_multiply():
+    if not num_weights or options.device != "cpu":
+        yield
+        return
+    from foreword.model.compact_product import can_multiply  # imports torch: a model that is not there needs none
+    from foreword.model.kernels.compact import STEP_BYTES, STEP_WEIGHTS, WEIGHTS
+
+    if not can_multiply():
         yield
         return
     with WEIGHTS.touched_ahead(min(MOST_BYTES, num_weights * STEP_BYTES // STEP_WEIGHTS)):
