@@ -126,7 +126,7 @@ class CompactProduct:
 
     @property
     def num_exceptions(self) -> int:
-        """How many weights have an exponent that is not among the sixteen commonest."""
+        """How many weights have an exponent that is not among the commonest."""
         return self._panels.num_exceptions
 
     @property
@@ -173,7 +173,7 @@ class ProductOperation(Operation):
 
 def can_multiply() -> bool:
     """Whether this processor has instructions for such products."""
-    return tiles.has_tiles() or HAS_BF16_DOT
+    return compact.HAS_BYTE_LOOK_UP and (tiles.has_tiles() or HAS_BF16_DOT)
 
 
 def fastest_worker() -> ProductWorker:

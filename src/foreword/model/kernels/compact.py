@@ -2,18 +2,21 @@
 
 Knows panels of weights and memory addresses; knows nothing of rows or products. Of a bfloat16's 16 bits sign and
 mantissa (8) are as good as random, but trained weights have few exponents: sixteen of them are all but one weight in
-thousands. So a weight is stored as its sign and mantissa and the number (4 bits) of its exponent among the sixteen
-commonest; the others are *exceptions*, kept beside and written over what the sixteen gave. Found in DFloat11 (Zhang et
-al., 2025), which spends 11 bits and a Huffman code; numbers of one length unpack in a few vector instructions.
+thousands. So of a weight's two bytes the lower, the mantissa and the exponent's last bit, is stored as it is, and of
+the upper, the sign and the rest of the exponent, a *code* of 4 bits: which of the eight commonest it is, with either
+sign. Others are *exceptions*, kept beside and written over what the codes gave. Found in DFloat11 (Zhang et al., 2025),
+which spends 11 bits and a Huffman code; codes of one length unpack in a few vector instructions.
 
     a step    1024 weights, two tiles, 32 rows of 32: eight groups of 192 bytes
-    a group   32 codes of 16 bits, 4 for each of four rows      row 0: bits 0 to 3, row 1: 4 to 7, ...
-              32 x 16 bits of rows 0 and 1, 32 of rows 2 and 3  sign and mantissa of the first in bits 15 and 0 to 6,
-                                                                of the second in 7 and 8 to 14
+    a group   64 bytes of codes      of rows 0 and 1 in bits 0 to 3, of rows 2 and 3 in bits 4 to 7
+              64 lower bytes         of rows 0 and 1
+              64 lower bytes         of rows 2 and 3
+    64 bytes  of two rows: 8 words of the first, the same 8 of the second, the next 8 of the first, ...
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -35,13 +39,16 @@ FAR, NEAR = 8, 2
 first."""
 NUM_CODES = 16
 COUNTED = 64
-"""Exponents are counted in about so many of a weight's outputs: which of them are the commonest is clear from these.
+"""Upper bytes are counted in about so many of a weight's outputs: which are the commonest is clear from these.
 
 They lie an odd number apart, so that they are not the same dimension of every head.
 """
-_SIGN_MANTISSA = 0x807F
 _NEVER = 2**31 - 1
-_WORDS = ir.VectorType(ir.IntType(16), 32)
+_WORDS, _BYTES = ir.VectorType(ir.IntType(16), 32), ir.VectorType(ir.IntType(8), 64)
+_OF_TWO_ROWS = [row * 32 + 8 * part + word for part in range(4) for row in (0, 1) for word in range(8)]
+"""Which word of two rows each byte is of."""
+HAS_BYTE_LOOK_UP = bool(llvm.get_host_cpu_features().get("avx512vbmi"))
+"""Whether this processor has the instruction that looks codes up; where it has not, nobody calls what needs it."""
 WEIGHTS = HugePages()
 """Of all weights of the process: what one leaves of a region is the next one's."""
 
@@ -52,8 +59,8 @@ class CompactPanels:
 
     steps: npt.NDArray[np.uint16]
     """[panels, steps, 8, 3, 32]"""
-    table: npt.NDArray[np.uint16]
-    """[32]: what a code's exponent is in a bfloat16, twice: a code's fifth bit belongs to its neighbour."""
+    table: npt.NDArray[np.uint8]
+    """[64]: a code's upper byte, four times: of the six bits that are looked up two belong to other codes."""
     exceptions: npt.NDArray[np.int32]
     """[any, 2]: the place of a weight in its panel, ascending, and its bits; a place beyond all ends each panel's."""
     starts: npt.NDArray[np.int64]
@@ -61,7 +68,7 @@ class CompactPanels:
 
     @property
     def num_exceptions(self) -> int:
-        """How many weights have none of the sixteen exponents."""
+        """How many weights have no code."""
         return len(self.exceptions) - len(self.starts)
 
 
@@ -72,7 +79,7 @@ def compact(weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int
     """
     num_panels, num_inputs = len(order) // 32, weights[0].shape[1]
     num_steps = num_inputs // 32
-    counts = sum(_count_exponents(weight, max(1, len(weight) // COUNTED) | 1) for weight in weights)
+    counts = sum(_count_upper(weight, max(1, len(weight) // COUNTED) | 1) for weight in weights)
     codes, table = _codes(counts)
     expected = int(counts[codes == NUM_CODES].sum()) // num_threads
     steps = WEIGHTS.allocate(num_panels * num_steps * STEP_BYTES).view(np.uint16)
@@ -99,21 +106,22 @@ def compact(weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int
     return CompactPanels(steps, table, np.concatenate(found), starts)
 
 
-def _codes(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
-    """The code of each exponent, NUM_CODES if it has none, and the table of codes."""
-    commonest = np.argsort(-counts, kind="stable")[:NUM_CODES]
+def _codes(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8]]:
+    """The code of each upper byte, NUM_CODES if it has none, and the table of codes; from counts of upper bytes."""
+    commonest = np.argsort(-(counts[:128] + counts[128:]), kind="stable")[: NUM_CODES // 2]
+    upper = np.concatenate([commonest, commonest + 128])
     codes = np.full(256, NUM_CODES, np.uint16)
-    codes[commonest] = np.arange(NUM_CODES)
-    return codes, np.tile(commonest.astype(np.uint16) << 7, 2)
+    codes[upper] = np.arange(NUM_CODES)
+    return codes, np.tile(upper.astype(np.uint8), 4)
 
 
 @njit(cache=True, nogil=True)
-def _count_exponents(weight: Any, stride: int) -> Any:
-    """About how often each exponent occurs [256], from every `stride`-th output."""
+def _count_upper(weight: Any, stride: int) -> Any:
+    """About how often each upper byte occurs [256], from every `stride`-th output."""
     counts = np.zeros(256, np.int64)
     for output in range(0, weight.shape[0], stride):
         for bits in weight[output]:
-            counts[(bits >> 7) & 255] += stride
+            counts[bits >> 8] += stride
     return counts
 
 
@@ -138,7 +146,7 @@ def _compact_panels(rows: Any, codes: Any, steps: Any, exceptions: Any, starts: 
                     continue
                 place = STEP_WEIGHTS * step + 128 * group
                 for number, bits in enumerate(source.ravel()):
-                    if codes[(bits >> 7) & 255] == NUM_CODES:
+                    if codes[bits >> 8] == NUM_CODES:
                         if found < len(exceptions):
                             exceptions[found, 0], exceptions[found, 1] = place + number, bits
                         found += 1
@@ -152,52 +160,43 @@ def _compact_panels(rows: Any, codes: Any, steps: Any, exceptions: Any, starts: 
 def compact_group(builder: Any, source: Any, codes: Any, target: Any) -> Any:
     """The 192 bytes of a group from its weights [4, 32]; not 0 if some of them are exceptions, whose code is 0."""
     tables = [simd._load(builder, codes, 64 * number, _WORDS) for number in range(8)]
-    all_numbers, unknown = _zeros(), _zeros()
-    halves = []
-    for row in range(4):
-        bits = simd._load(builder, source, 64 * row, _WORDS)
-        exponents = builder.lshr(bits, _word(7))
-        numbers = _code_of(builder, tables, exponents)
-        unknown = builder.or_(unknown, numbers)
-        own = builder.and_(numbers, _word(NUM_CODES - 1))
-        all_numbers = builder.or_(all_numbers, builder.shl(own, _word(4 * row)) if row else own)
-        halves.append(builder.and_(bits, _word(_SIGN_MANTISSA)))
-    simd._store(builder, all_numbers, target)
-    for pair in (0, 1):
-        first, second = halves[2 * pair : 2 * pair + 2]
-        turned = builder.or_(builder.shl(second, _word(8)), builder.lshr(second, _word(8)))
-        simd._store(builder, builder.or_(first, turned), target, 64 + 64 * pair)
-    some = builder.icmp_unsigned("!=", builder.and_(unknown, _word(NUM_CODES)), _zeros())
+    rows = [simd._load(builder, source, 64 * row, _WORDS) for row in range(4)]
+    numbers = [_code_of(builder, tables, builder.lshr(bits, _word(8))) for bits in rows]
+    unknown = functools.reduce(builder.or_, numbers)
+    own = [builder.and_(number, _word(NUM_CODES - 1)) for number in numbers]
+    both = [builder.or_(own[row], builder.shl(own[row + 2], _word(4))) for row in (0, 1)]
+    for number, two in enumerate((both, rows[:2], rows[2:])):
+        order = ir.Constant(ir.VectorType(simd.I32, 64), [2 * word for word in _OF_TWO_ROWS])  # their lower bytes
+        lower = builder.shuffle_vector(*(builder.bitcast(row, _BYTES) for row in two), order)
+        simd._store(builder, lower, target, 64 * number)
+    some = builder.icmp_unsigned("!=", builder.and_(unknown, _word(NUM_CODES)), _word(0))
     return builder.zext(builder.bitcast(some, ir.IntType(32)), ir.IntType(64))
 
 
-def _code_of(builder: Any, tables: list[Any], exponents: Any) -> Any:
-    """An element of 256 for each exponent, of which eight bits count: four look-ups among 64."""
+def _code_of(builder: Any, tables: list[Any], upper: Any) -> Any:
+    """An element of 256 for each upper byte: four look-ups among 64."""
     kind = ir.FunctionType(_WORDS, [_WORDS] * 3)
     look_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpermi2var.hi.512")
-    found = [builder.call(look_up, [tables[two], exponents, tables[two + 1]]) for two in (0, 2, 4, 6)]
+    found = [builder.call(look_up, [tables[two], upper, tables[two + 1]]) for two in (0, 2, 4, 6)]
     for bit in (64, 128):
-        above = builder.icmp_unsigned("!=", builder.and_(exponents, _word(bit)), _zeros())
+        above = builder.icmp_unsigned("!=", builder.and_(upper, _word(bit)), _word(0))
         found = [builder.select(above, high, low) for low, high in zip(found[::2], found[1::2], strict=True)]
     return found[0]
 
 
-def _zeros() -> ir.Constant:
-    return _word(0)
-
-
 def expanded(panels: CompactPanels) -> npt.NDArray[np.uint16]:
     """All weights [panels, steps, 32, 32], as tiles hold them."""
-    codes, mixed = panels.steps[:, :, :, 0], panels.steps[:, :, :, 1:].repeat(2, axis=3)
-    mixed[:, :, :, 1::2] = mixed[:, :, :, 1::2] << 8 | mixed[:, :, :, 1::2] >> 8
-    numbers = codes[:, :, :, None] >> np.arange(0, 16, 4, dtype=np.uint16)[:, None]
-    weights: npt.NDArray[np.uint16] = mixed & np.uint16(_SIGN_MANTISSA) | panels.table[numbers % NUM_CODES]
+    stored = panels.steps.view(np.uint8)
+    codes, lower = stored[:, :, :, :1], stored[:, :, :, 1:].astype(np.uint16)
+    upper = panels.table[np.concatenate([codes % NUM_CODES, codes // NUM_CODES], axis=3)].astype(np.uint16)
+    of_two_rows = (upper << 8 | lower).reshape(*panels.steps.shape[:2], 16, 4, 2, 8)
+    weights = np.ascontiguousarray(of_two_rows.swapaxes(3, 4)).reshape(*panels.steps.shape[:2], 32, 32)
     flat = weights.reshape(len(weights), -1)
     ends = np.append(panels.starts[1:], len(panels.exceptions)) - 1
     for panel, (first, last) in enumerate(zip(panels.starts, ends, strict=True)):
         places, bits = panels.exceptions[first:last].T
         flat[panel, places] = bits
-    return weights.reshape(*weights.shape[:2], 32, 32)
+    return weights
 
 
 @simd._instructions("aaaaa")
@@ -206,15 +205,15 @@ def expand_step(builder: Any, source: Any, table: Any, target: Any, far: Any, ne
 
     Asked for all at once, lines wait for each other, and what is computed waits for them.
     """
-    exponents = load_table(builder, table)
+    upper = load_table(builder, table)
     for group in range(STEP_GROUPS):
         emit_fetch(builder, group, far, near)
-        emit_group(builder, group, exponents, source, target)
+        emit_group(builder, group, upper, source, target)
 
 
 def load_table(builder: Any, table: Any) -> Any:
-    """The exponents of codes, as `emit_group` wants them."""
-    return simd._load(builder, table, 0, _WORDS)
+    """The upper bytes of codes, as `emit_group` wants them."""
+    return simd._load(builder, table, 0, _BYTES)
 
 
 def emit_fetch(builder: Any, group: int, far: Any, near: Any) -> None:
@@ -224,28 +223,30 @@ def emit_fetch(builder: Any, group: int, far: Any, near: Any) -> None:
         simd.fetch(builder, builder.add(near, simd._int(GROUP_BYTES * group + line)), near=True)
 
 
-def emit_group(builder: Any, group: int, exponents: Any, source: Any, target: Any) -> None:
+def emit_group(builder: Any, group: int, table: Any, source: Any, target: Any) -> None:
     """The 256 bytes of a group of the step at `source`, to their place in the step at `target`."""
     codes = simd._load(builder, source, GROUP_BYTES * group, _WORDS)
-    for row in range(4):
-        if row % 2 == 0:
-            mixed = simd._load(builder, source, GROUP_BYTES * group + 64 + 32 * row, _WORDS)
-        else:
-            mixed = builder.or_(builder.shl(mixed, _word(8)), builder.lshr(mixed, _word(8)))
-        numbers = builder.lshr(codes, _word(4 * row)) if row else codes
-        weights = builder.or_(builder.and_(mixed, _word(_SIGN_MANTISSA)), _look_up(builder, exponents, numbers))
-        simd._store(builder, weights, target, 256 * group + 64 * row)
+    for two in (0, 1):
+        upper = _look_up(builder, table, builder.lshr(codes, _word(4)) if two else codes)
+        lower = simd._load(builder, source, GROUP_BYTES * group + 64 + 64 * two, _BYTES)
+        for row in (0, 1):
+            words = [place for place, word in enumerate(_OF_TWO_ROWS) if word // 32 == row]
+            order = ir.Constant(ir.VectorType(simd.I32, 64), [half + word for word in words for half in (0, 64)])
+            simd._store(
+                builder, builder.shuffle_vector(lower, upper, order), target, 256 * group + 128 * two + 64 * row
+            )
 
 
 def _word(value: int) -> ir.Constant:
     return ir.Constant(_WORDS, [value] * 32)
 
 
-def _look_up(builder: Any, table: Any, numbers: Any) -> Any:
-    """An element of `table` for each number, of which five bits count (AVX512BW)."""
-    kind = ir.FunctionType(_WORDS, [_WORDS, _WORDS])
-    name = "llvm.x86.avx512.permvar.hi.512"
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [table, numbers])
+def _look_up(builder: Any, table: Any, codes: Any) -> Any:
+    """An element of `table` for each byte of `codes`, of which six bits count (AVX512_VBMI)."""
+    kind = ir.FunctionType(_BYTES, [_BYTES, _BYTES])
+    name = "llvm.x86.avx512.permvar.qi.512"
+    look_up = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(look_up, [table, builder.bitcast(codes, _BYTES)])
 
 
 def emit_exceptions(builder: Any, entry: Any, place: Any, end: Any, target: Any) -> Any:

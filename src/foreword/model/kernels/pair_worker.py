@@ -54,8 +54,8 @@ from foreword.model.kernels.simd import LANES
 from foreword.model.kernels.step_plan import Int64Array
 from foreword.model.kernels.team import native_worker
 
-FEW_PANELS, MOST_PANELS = 2, 8
-"""Of a unit, if there are few rows and if there are more."""
+MOST_PANELS = 8
+"""Of a unit, if there are more than a few rows; otherwise it is one: threads wait for each other's last."""
 MOST_FIRST = FIRST_ROWS[-1]
 FEW_ROWS = 2 * MOST_FIRST
 """Up to so many rows are packed once."""
@@ -74,7 +74,7 @@ assert FEW_ROWS - MOST_FIRST <= MOST_ROWS <= min(FEW_ROWS, LANES)  # one block o
 
 def _set_units(a: Int64Array, num_threads: int) -> None:
     num_rows, num_steps = int(a[NUM_ROWS]), int(a[NUM_STEPS])
-    most, row_units = FEW_PANELS if num_rows <= FEW_ROWS else MOST_PANELS, -(-num_rows // _UNIT_ROWS)
+    most, row_units = 1 if num_rows <= FEW_ROWS else MOST_PANELS, -(-num_rows // _UNIT_ROWS)
     a[GROUP] = min(most, max(1, int(a[NUM_PANELS]) * row_units // (4 * num_threads)))
     if num_rows <= MOST_FIRST:
         a[FIRST] = next(count for count in FIRST_ROWS if count >= num_rows)
