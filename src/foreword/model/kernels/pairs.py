@@ -14,7 +14,7 @@ nothing but its own row and column.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -32,26 +32,6 @@ FIRST_ROWS = (1, 2, 3, 4, 6, 8)
 """Numbers of rows that weights are multiplied with as they are expanded; 5 and 7 are worth no code of their own."""
 MOST_ROWS = 14
 """That expanded weights are multiplied with: their sums fill 28 of 32 registers."""
-
-
-def _by_rows(signature: str, counts: Sequence[int], emit: Callable[[Any, int, Sequence[Any]], None]) -> Any:
-    """A numba function of a number of rows, one of `counts`, and what `signature` says: code for each of them."""
-
-    @simd._instructions("i" + signature)
-    def function(builder: Any, num_rows: Any, *arguments: Any) -> None:
-        done, impossible = builder.append_basic_block("done"), builder.append_basic_block("impossible")
-        switch = builder.switch(num_rows, impossible)
-        for count in counts:
-            block = builder.append_basic_block(f"rows{count}")
-            switch.add_case(simd._int(count), block)
-            builder.position_at_end(block)
-            emit(builder, count, arguments)
-            builder.branch(done)
-        builder.position_at_end(impossible)
-        builder.branch(done)
-        builder.position_at_end(done)
-
-    return function
 
 
 def _multiply(builder: Any, rows: Any, weights: Any, pairs: range, sums: list[Any]) -> None:
@@ -117,7 +97,7 @@ def _ahead(builder: Any, source: Any, distance: int, step: Any, num_steps: Any, 
     return builder.select(inside, later, builder.add(later, jump))
 
 
-multiply_expanding = _by_rows("aaaiaiiaia", FIRST_ROWS, _emit_expanding)
+multiply_expanding = simd._by_rows("aaaiaiiaia", FIRST_ROWS, _emit_expanding)
 """Add the products of packed rows and some steps of a panel to the sums; the steps are expanded as they are multiplied.
 
 How many rows; rows, weights, the table of exponents; how many steps; an entry of exceptions, none before it belonging
@@ -149,7 +129,7 @@ def _emit_expanded(builder: Any, num_rows: int, arguments: Sequence[Any]) -> Non
     _store_sums(builder, found, sums)
 
 
-multiply_expanded = _by_rows("aaiaa", range(1, MOST_ROWS + 1), _emit_expanded)
+multiply_expanded = simd._by_rows("aaiaa", range(1, MOST_ROWS + 1), _emit_expanded)
 """Add the products of packed rows and some expanded steps to the sums.
 
 How many rows; rows, weights; how many steps; the sums; where weights lie that are wanted next, and are asked for: two

@@ -13,7 +13,7 @@ An element of C is one chain of fused multiply-adds along k, from 0 upwards, sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -318,30 +318,39 @@ def interleave(builder: Any, first: Any, second: Any, target: Any) -> None:
 # ------------------------------------------------------------------------------------------------ products
 
 
+def _by_rows(signature: str, counts: Iterable[int], emit: Callable[[Any, int, Sequence[Any]], None]) -> Any:
+    """A numba function of a number of rows, one of `counts`, and what `signature` says: code for each of them."""
+
+    @_instructions("i" + signature)
+    def function(builder: Any, num_rows: Any, *arguments: Any) -> None:
+        done, impossible = builder.append_basic_block("done"), builder.append_basic_block("impossible")
+        switch = builder.switch(num_rows, impossible)
+        for count in counts:
+            block = builder.append_basic_block(f"rows{count}")
+            switch.add_case(_int(count), block)
+            builder.position_at_end(block)
+            emit(builder, count, arguments)
+            builder.branch(done)
+        builder.position_at_end(impossible)
+        builder.branch(done)
+        builder.position_at_end(done)
+
+    return function
+
+
 def _product(num_vectors: int, of_pairs: bool) -> Any:
     """C = A B for `num_rows` of 1 to ROWS rows and a fixed number of vectors of 16 lanes.
 
     a, lda (bytes between rows); b: [k, lanes] without gaps; k: words; c, ldc (bytes between rows).
     """
 
-    @_instructions("iaiaiai")
-    def product(builder: Any, num_rows: Any, a: Any, lda: Any, b: Any, k: Any, c: Any, ldc: Any) -> None:
-        done, impossible = builder.append_basic_block("done"), builder.append_basic_block("impossible")
-        switch = builder.switch(num_rows, impossible)
-        for count in range(1, ROWS + 1):
-            block = builder.append_basic_block(f"rows{count}")
-            switch.add_case(_int(count), block)
-            builder.position_at_end(block)
-            _emit_product(builder, (count, num_vectors, of_pairs), (a, lda, b, k, c, ldc))
-            builder.branch(done)
-        builder.position_at_end(impossible)
-        builder.branch(done)
-        builder.position_at_end(done)
+    def emit(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
+        _emit_product(builder, (num_rows, num_vectors, of_pairs), arguments)
 
-    return product
+    return _by_rows("aiaiai", range(1, ROWS + 1), emit)
 
 
-def _emit_product(builder: Any, variant: tuple[int, int, bool], arguments: tuple[Any, ...]) -> None:
+def _emit_product(builder: Any, variant: tuple[int, int, bool], arguments: Sequence[Any]) -> None:
     num_rows, num_vectors, of_pairs = variant
     a, lda, b, k, c, ldc = arguments
     rows = [a]
