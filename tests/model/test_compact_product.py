@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from foreword.model import compact_product
 from foreword.model.compact_product import CompactProduct
-from foreword.model.kernels import tiles
-from foreword.model.kernels.compact import COUNTED
+from foreword.model.kernels import compact, tiles
+from foreword.model.kernels.compact import COUNTED, HAS_BYTE_LOOK_UP
 from foreword.model.kernels.pair_worker import PAIR_WORKER
 from foreword.model.kernels.product_units import ProductWorker
 from foreword.model.kernels.simd import HAS_BF16_DOT
@@ -24,7 +24,7 @@ from foreword.model.packed import PackedLinear
 SIZES = [(128, 896), (4864, 896), (896, 4864), (1, 32), (37, 64), (33, 96), (500, 4096)]
 
 
-WORKERS = {"tiles": (TILE_WORKER, tiles.has_tiles()), "pairs": (PAIR_WORKER, HAS_BF16_DOT)}
+WORKERS = {"tiles": (TILE_WORKER, tiles.has_tiles()), "pairs": (PAIR_WORKER, HAS_BF16_DOT and HAS_BYTE_LOOK_UP)}
 
 
 @pytest.fixture(autouse=True, params=WORKERS)
@@ -183,6 +183,12 @@ def test_only_weights_that_fill_tiles_are_taken() -> None:
     assert not CompactProduct.can_take(random(5, 61).bfloat16())
     assert not CompactProduct.can_take(random(5, 64))
     assert PackedLinear([random(5, 61).bfloat16()], None)(random(3, 61).bfloat16()).shape == (3, 5)
+
+
+def test_a_processor_that_cannot_look_codes_up_takes_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compact, "HAS_BYTE_LOOK_UP", False)
+    assert not CompactProduct.can_take(random(5, 64).bfloat16())
+    assert PackedLinear([random(5, 64).bfloat16()], None)(random(3, 64).bfloat16()).shape == (3, 5)
 
 
 @pytest.mark.parametrize("rows", [torch.ones(2, 64), torch.ones(2, 63).bfloat16(), torch.ones(2, 64).half()])
