@@ -76,6 +76,11 @@ def test_models_that_are_not_packed_get_none(tmp_path: Path, touched: list[int])
         b"\xff" * 8,
         b"\xff" * 9,
         (2).to_bytes(8, "little") + b"[]",
+        *(
+            len(header).to_bytes(8, "little") + header
+            for sizes in ("-8, 32", '"8", "x"', "Infinity, 1", "0.5, 1", "8")
+            for header in [b'{"w":{"dtype":"BF16","shape":[%s]}}' % sizes.encode()]
+        ),
         (4).to_bytes(8, "little") + b"\xff\xfe{}",
     ],
 )

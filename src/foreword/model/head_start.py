@@ -39,11 +39,11 @@ def head_start(options: ModelConfig) -> Iterator[None]:
 def _num_weights(folder: Path) -> int:
     """How many of a checkpoint's numbers are bfloat16 in matrices. 0 if the files cannot be read: not told here."""
     found = 0
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         for path in folder.glob("*.safetensors"):
             with path.open("rb") as file:
                 header = json.loads(file.read(min(_MOST_HEADER_BYTES, int.from_bytes(file.read(8), "little"))))
             for tensor in header.values():
                 if tensor.get("dtype") == "BF16" and len(tensor["shape"]) == 2:
-                    found += tensor["shape"][0] * tensor["shape"][1]
+                    found += max(0, int(tensor["shape"][0]) * int(tensor["shape"][1]))
     return found

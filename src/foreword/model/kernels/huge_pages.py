@@ -20,7 +20,6 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 HUGE_PAGE = 1 << 21
 CACHE_LINE = 64
-SMALL_PAGE = 4096
 REGION_BYTES = 1 << 26
 TOUCHED_BYTES = 1 << 24
 """At a time, between which a thread looks whether it shall stop."""
@@ -79,7 +78,8 @@ class HugePages:
         """While the caller does something else, a thread touches memory for so many bytes, up to the first `allocate`.
 
         A page takes time when it is written to first: 0.1 s a GB where the system has it at hand, 2 s where a virtual
-        machine must ask its host. At the end what was not allocated is given back.
+        machine must ask its host. At the end what was not allocated is given back, and is nobody's: a region of that
+        size must not stay for a piece of something else.
         """
         try:
             region, start = _reserve(num_bytes)
@@ -95,8 +95,9 @@ class HugePages:
         finally:
             with self._lock:
                 self._stop_touching()
-                if self._region() is region:
+                if self._region is not None and self._region() is region:
                     _give_back(region, self._next)
+                    self._region = None
 
     def _stop_touching(self) -> None:
         if self._toucher is not None:
@@ -116,7 +117,7 @@ class _Toucher:
         for at in range(0, len(memory), TOUCHED_BYTES):
             if self._stopped:
                 return
-            memory[at : at + TOUCHED_BYTES : SMALL_PAGE] = 0  # so many elements that numpy lets other threads run
+            memory[at : at + TOUCHED_BYTES : mmap.PAGESIZE] = 0  # so many elements that numpy lets other threads run
 
     def stop(self) -> None:
         """Returns when it writes no more, after some tens of milliseconds at most."""
@@ -126,7 +127,7 @@ class _Toucher:
 
 def _give_back(region: Bytes, start: int) -> None:
     """Let the system have the pages from `start` to the region's end: nothing is in them."""
-    first = -(-(region.ctypes.data + start) // SMALL_PAGE) * SMALL_PAGE - region.ctypes.data
+    first = start + -(region.ctypes.data + start) % mmap.PAGESIZE
     if sys.platform == "linux" and first < len(region):
         memory: mmap.mmap = region.base.obj  # type: ignore[union-attr]
         memory.madvise(mmap.MADV_DONTNEED, first, len(region) - first)
