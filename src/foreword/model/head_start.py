@@ -1,7 +1,7 @@
 """What can begin before transformers is imported: that takes one to two seconds of one core, with Python's lock held.
 
 Knows a checkpoint's files; knows nothing of modules. A thread that seldom needs the lock touches the memory that
-packed weights will take. A wrong guess costs time of a core that had nothing to do. Native code of kernels, read from
+packed weights will take. A wrong guess costs time of a core that had little to do. Native code of kernels, read from
 numba's cache in a thread of its own, takes as much from the import as it saves: tried, not done.
 """
 
@@ -37,13 +37,16 @@ def head_start(options: ModelConfig) -> Iterator[None]:
 
 
 def _num_weights(folder: Path) -> int:
-    """How many of a checkpoint's numbers are bfloat16 in matrices. 0 if the files cannot be read: not told here."""
+    """How many of a checkpoint's numbers are bfloat16 in matrices, without experts, which are not packed.
+
+    What a file that cannot be read would have, is missing; the loader tells of it.
+    """
     found = 0
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        for path in folder.glob("*.safetensors"):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        for path in folder.glob("model*.safetensors"):
             with path.open("rb") as file:
                 header = json.loads(file.read(min(_MOST_HEADER_BYTES, int.from_bytes(file.read(8), "little"))))
-            for tensor in header.values():
-                if tensor.get("dtype") == "BF16" and len(tensor["shape"]) == 2:
+            for name, tensor in header.items():
+                if tensor.get("dtype") == "BF16" and len(tensor["shape"]) == 2 and ".experts." not in name:
                     found += max(0, int(tensor["shape"][0]) * int(tensor["shape"][1]))
     return found

@@ -126,6 +126,19 @@ def test_who_touches_ahead_stops_before_memory_is_handed_out() -> None:
     assert pieces[4].base is not pieces[3].base
 
 
+def test_of_two_who_touch_ahead_the_first_keeps_what_it_has_only() -> None:
+    pages, num_bytes = HugePages(), 4 * HUGE_PAGE
+    with pages.touched_ahead(num_bytes):
+        piece = pages.allocate(HUGE_PAGE)
+        piece[:] = 5
+        whole = piece.base[piece.ctypes.data - piece.base.ctypes.data :][:num_bytes]
+        whole[HUGE_PAGE:] = 1
+        with pages.touched_ahead(num_bytes):
+            assert pages.allocate(1).base is not piece.base
+        assert resident_bytes(piece.ctypes.data, num_bytes) == HUGE_PAGE
+    assert set(piece.tolist()) == {5}
+
+
 def test_what_cannot_be_had_is_not_touched_ahead() -> None:
     pages = HugePages()
     with pages.touched_ahead(2**61):

@@ -58,6 +58,7 @@ class HugePages:
         self._region: weakref.ref[Bytes] | None = None
         self._next = 0
         self._toucher: _Toucher | None = None
+        self._is_touched = False
 
     def allocate(self, num_bytes: int) -> Bytes:
         """[num_bytes], beginning at a cache line. Raises MemoryError if the system refuses."""
@@ -65,8 +66,7 @@ class HugePages:
             self._stop_touching()
             region = None if self._region is None else self._region()
             if region is None or len(region) < self._next + num_bytes:
-                if region is not None:
-                    _give_back(region, self._next)
+                self._leave_region()
                 region, self._next = _reserve(max(REGION_BYTES, num_bytes))
                 self._region = weakref.ref(region)
             piece = region[self._next : self._next + num_bytes]
@@ -88,7 +88,8 @@ class HugePages:
             return
         with self._lock:
             self._stop_touching()
-            self._region, self._next = weakref.ref(region), start
+            self._leave_region()
+            self._region, self._next, self._is_touched = weakref.ref(region), start, True
             self._toucher = _Toucher(region[start : start + num_bytes])
         try:
             yield
@@ -96,8 +97,14 @@ class HugePages:
             with self._lock:
                 self._stop_touching()
                 if self._region is not None and self._region() is region:
-                    _give_back(region, self._next)
-                    self._region = None
+                    self._leave_region()
+
+    def _leave_region(self) -> None:
+        """Nothing follows the last piece of it; what was touched behind that is given back."""
+        region = None if self._region is None else self._region()
+        if region is not None and self._is_touched:
+            _give_back(region, self._next)
+        self._region, self._is_touched = None, False
 
     def _stop_touching(self) -> None:
         if self._toucher is not None:
@@ -126,8 +133,9 @@ class _Toucher:
 
 
 def _give_back(region: Bytes, start: int) -> None:
-    """Let the system have the pages from `start` to the region's end: nothing is in them."""
-    first = start + -(region.ctypes.data + start) % mmap.PAGESIZE
+    """Let the system have the huge pages from `start` to the region's end: nothing is in them."""
+    first = start + -(region.ctypes.data + start) % HUGE_PAGE
     if sys.platform == "linux" and first < len(region):
         memory: mmap.mmap = region.base.obj  # type: ignore[union-attr]
-        memory.madvise(mmap.MADV_DONTNEED, first, len(region) - first)
+        with contextlib.suppress(OSError):  # memory is locked
+            memory.madvise(mmap.MADV_DONTNEED, first, len(region) - first)

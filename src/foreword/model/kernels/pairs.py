@@ -64,9 +64,9 @@ def _store_sums(builder: Any, found: Sequence[Any], sums: Any) -> None:
 def _emit_expanding(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
     """Between the products with one step the next is expanded."""
     rows, source, table, num_steps, entry, place, jump, buffer, mask, sums = arguments
-    exponents, step_weights = compact.load_table(builder, table), simd._int(STEP_WEIGHTS)
+    upper, step_weights = compact.load_table(builder, table), simd._int(STEP_WEIGHTS)
     for group in range(STEP_GROUPS):
-        compact.emit_group(builder, group, exponents, source, buffer)
+        compact.emit_group(builder, group, upper, source, buffer)
     entry = compact.emit_exceptions(builder, entry, place, builder.add(place, step_weights), buffer)
     pairs = STEP_PAIRS // STEP_GROUPS
 
@@ -78,7 +78,7 @@ def _emit_expanding(builder: Any, num_rows: int, arguments: Sequence[Any]) -> No
         far, near = (_ahead(builder, source, distance, step, num_steps, jump) for distance in (FAR, NEAR))
         for group in range(STEP_GROUPS):
             compact.emit_fetch(builder, group, far, near)
-            compact.emit_group(builder, group, exponents, source, target)
+            compact.emit_group(builder, group, upper, source, target)
             _multiply(builder, rows, ready, range(group * pairs, (group + 1) * pairs), found)
         place = builder.add(place, step_weights)
         entry = compact.emit_exceptions(builder, entry, place, builder.add(place, step_weights), target)
@@ -100,7 +100,7 @@ def _ahead(builder: Any, source: Any, distance: int, step: Any, num_steps: Any, 
 multiply_expanding = simd._by_rows("aaaiaiiaia", FIRST_ROWS, _emit_expanding)
 """Add the products of packed rows and some steps of a panel to the sums; the steps are expanded as they are multiplied.
 
-How many rows; rows, weights, the table of exponents; how many steps; an entry of exceptions, none before it belonging
+How many rows; rows, weights, the table of codes; how many steps; an entry of exceptions, none before it belonging
 to the panel; the place of the first weight in the panel; how many bytes beyond the last step those weights begin that
 are wanted next; where steps are expanded to; -1 if they are to stay there one after the other, EXPANDED_BYTES if there
 is room for two; the sums.

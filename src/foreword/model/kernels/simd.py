@@ -13,7 +13,7 @@ An element of C is one chain of fused multiply-adds along k, from 0 upwards, sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -318,7 +318,7 @@ def interleave(builder: Any, first: Any, second: Any, target: Any) -> None:
 # ------------------------------------------------------------------------------------------------ products
 
 
-def _by_rows(signature: str, counts: Iterable[int], emit: Callable[[Any, int, Sequence[Any]], None]) -> Any:
+def _by_rows(signature: str, counts: Sequence[int], emit: Callable[[Any, int, Sequence[Any]], None]) -> Any:
     """A numba function of a number of rows, one of `counts`, and what `signature` says: code for each of them."""
 
     @_instructions("i" + signature)
