@@ -222,9 +222,13 @@ def test_rows_of_padding_change_nothing_and_come_back_as_zeros(kernel: Attention
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(8))
 def test_a_query_has_the_same_bits_in_every_batch(kernel: AttentionKernel, seed: int, dtype: torch.dtype) -> None:
-    """One request whole, in two pieces, and one query at a time among others."""
+    """One request whole, in two pieces, and one query at a time among others.
+
+    Heads of whole vectors are multiplied where they lie if rows are few, and packed if they are many.
+    """
     rng = np.random.default_rng(200 + seed)
-    shape = Shape(6, 2, int(rng.choice([16, 20, 64])), 24, int(rng.choice([4, 16])), dtype)
+    num_heads, key_dim, value_dim = [(6, 16, 24), (6, 64, 32), (10, 20, 24), (18, 128, 64)][seed % 4]
+    shape = Shape(num_heads, 2, key_dim, value_dim, int(rng.choice([4, 16])), dtype)
     options = random_options(rng, shape)
     length = int(rng.integers(20, 560))
     whole = Case(shape, [(0, length)], rng)

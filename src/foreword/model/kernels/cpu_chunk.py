@@ -1,4 +1,4 @@
-"""One chunk of KV with any number of rows, compiled by numba: pack, multiply, weigh, multiply.
+"""One chunk of KV with any number of rows, compiled by numba: pack, unless rows are few; multiply, weigh, multiply.
 
 Knows packed memory and rows; knows nothing of block tables, requests or the order of chunks.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 from numba import carray, cfunc, types
 
+from foreword.model.kernels.cpu_direct import are_few, multiply_keys_directly, multiply_values_directly
 from foreword.model.kernels.cpu_layout import (
     FLOATS,
     IN_PAIRS,
@@ -133,10 +134,10 @@ def _pack_values(a: Any, scratch: int, kv_head: int, start: int, stop: int) -> N
 
 
 @inlined
-def _attend_rows(a: Any, scratch: int, rows: tuple[int, int], kind: int, ask: int) -> None:
-    """Partial results of some rows of the row table, at most MOST_ROWS, with the chunk that is packed.
+def _attend_rows(a: Any, scratch: int, kv_head: int, rows: tuple[int, int], kind: int, packed: Any, ask: int) -> None:
+    """Partial results of some rows of the row table, at most MOST_ROWS, with the chunk, which is `packed` or not.
 
-    `ask`: as `weigh_in_tiles` has it.
+    `ask`: how many tokens of the next chunk are asked for with each row, times 2 ** 16.
     """
     num_rows = rows[1] - rows[0]
     table, scores, stats = part(scratch, ROW_TABLE) + 24 * rows[0], part(scratch, ROW_SCORES), part(scratch, ROW_STATS)
@@ -147,11 +148,18 @@ def _attend_rows(a: Any, scratch: int, rows: tuple[int, int], kind: int, ask: in
     if a[MODE] == TILES:
         weigh_in_tiles(a, scratch, rows, bounds, ask)
     else:
-        _multiply_keys(a, scratch, rows, start, stop)
+        if packed:
+            _multiply_keys(a, scratch, rows, start, stop)
+        else:
+            multiply_keys_directly(a, scratch, kv_head, rows, (start, bounds[1]), ask)
+        cap_scores(a, num_rows, scores, SCORE_BYTES, (start, stop))
         find_peaks(a, table, num_rows, scores, stats, (start, stop))
         for row in range(num_rows):
             weigh_row(a, scratch, table + 24 * row, scores + row * SCORE_BYTES, stats + 8 * row, (start, stop))
-    _multiply_values(a, scratch, num_rows, start, bounds[1])
+    if packed:
+        _multiply_values(a, scratch, num_rows, start, bounds[1])
+    else:
+        multiply_values_directly(a, scratch, kv_head, rows, (start, bounds[1]), ask)
     keep_rows(a, scratch, table, num_rows, stats, part(scratch, ROW_MIXED), kind)
 
 
@@ -168,7 +176,6 @@ def _multiply_keys(a: Any, scratch: int, rows: tuple[int, int], start: int, stop
             pair_product_64(num_rows, queries, num_words * 4, panel, num_words, scores, SCORE_BYTES)
         else:
             product_64(num_rows, queries, num_words * 4, panel, num_words, scores, SCORE_BYTES)
-    cap_scores(a, num_rows, part(scratch, ROW_SCORES), SCORE_BYTES, (start, stop))
 
 
 @inlined
@@ -201,11 +208,12 @@ def _multiply_values(a: Any, scratch: int, num_rows: int, start: int, high: int)
 @inlined
 def _attend(a: Any, scratch: int, kv_head: int, num_rows: int, bounds: tuple[int, int], kind: int) -> None:
     """All rows of the row table with one chunk, whose tokens have been found; `bounds`: what some row sees."""
-    start, stop = bounds[0] // PANEL * PANEL, -(-bounds[1] // PANEL) * PANEL
-    _pack_keys(a, scratch, kv_head, start, stop)
-    _pack_values(a, scratch, kv_head, start, stop)
-    num_parts, ask = -(-num_rows // (MOST_ROWS if a[MODE] == TILES else ROWS)), 0
-    if a[MODE] == TILES and num_parts > 1:
+    num_parts, ask, packed = -(-num_rows // (MOST_ROWS if a[MODE] == TILES else ROWS)), 0, not are_few(a, num_rows)
+    if packed:
+        start, stop = bounds[0] // PANEL * PANEL, -(-bounds[1] // PANEL) * PANEL
+        _pack_keys(a, scratch, kv_head, start, stop)
+        _pack_values(a, scratch, kv_head, start, stop)
+    if not packed or (a[MODE] == TILES and num_parts > 1):
         ask = (load_int(scratch + NEXT_LENGTH) << 16) // num_rows + 1
     else:
         ask_ahead(a, scratch, 0, CHUNK)
@@ -215,7 +223,7 @@ def _attend(a: Any, scratch: int, kv_head: int, num_rows: int, bounds: tuple[int
         if a[MODE] == TILES and end - first != laid_out:
             laid_out = end - first
             lay_out(part(scratch, TILE_CONFIG), laid_out)
-        _attend_rows(a, scratch, (first, end), kind, ask)
+        _attend_rows(a, scratch, kv_head, (first, end), kind, packed, ask)
     if laid_out:
         release()
 

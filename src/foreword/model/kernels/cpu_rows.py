@@ -35,10 +35,22 @@ from foreword.model.kernels.step_plan import CHUNK, FOLD
 @inlined
 def ask_ahead(a: Any, scratch: int, first: int, last: int) -> None:
     """Ask for the keys and values of some tokens of the next chunk, while this one is computed."""
-    item_bytes = 4 if a[MODE] == FLOATS else 2
+    ask_for_keys(a, scratch, first, last)
+    ask_for_values(a, scratch, first, last)
+
+
+@inlined
+def ask_for_keys(a: Any, scratch: int, first: int, last: int) -> None:
+    """The keys alone."""
     for token in range(first, min(last, load_int(scratch + NEXT_LENGTH))):
-        prefetch(load_int(scratch + NEXT_KEY_ROWS + 8 * token), a[KEY_DIM] * item_bytes)
-        prefetch(load_int(scratch + NEXT_VALUE_ROWS + 8 * token), a[VALUE_DIM] * item_bytes)
+        prefetch(load_int(scratch + NEXT_KEY_ROWS + 8 * token), a[KEY_DIM] * (4 if a[MODE] == FLOATS else 2))
+
+
+@inlined
+def ask_for_values(a: Any, scratch: int, first: int, last: int) -> None:
+    """The values alone."""
+    for token in range(first, min(last, load_int(scratch + NEXT_LENGTH))):
+        prefetch(load_int(scratch + NEXT_VALUE_ROWS + 8 * token), a[VALUE_DIM] * (4 if a[MODE] == FLOATS else 2))
 
 
 @inlined

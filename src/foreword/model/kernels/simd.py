@@ -273,8 +273,9 @@ def widen(builder: Any, target: Any, source: Any, size: Any) -> None:
 # ------------------------------------------------------------------------------------------------- packing
 
 
-def _emit_transpose(builder: Any, words: list[Any], target: Any, stride_bytes: Any) -> None:
-    """Write 16 vectors of 16 words as columns: word i of all of them goes to target + i * stride."""
+def _transposed(builder: Any, words: list[Any]) -> list[Any]:
+    """Columns of 16 vectors of 16 words: vector i has word i of all of them."""
+    words = list(words)
     for distance in (8, 4, 2, 1):
         low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
         high = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
@@ -282,7 +283,12 @@ def _emit_transpose(builder: Any, words: list[Any], target: Any, stride_bytes: A
             one, two = words[first], words[first + distance]
             words[first] = builder.shuffle_vector(one, two, ir.Constant(I32S, low))
             words[first + distance] = builder.shuffle_vector(one, two, ir.Constant(I32S, high))
-    for word in words:
+    return words
+
+
+def _emit_transpose(builder: Any, words: list[Any], target: Any, stride_bytes: Any) -> None:
+    """Write 16 vectors of 16 words as columns: word i of all of them goes to target + i * stride."""
+    for word in _transposed(builder, words):
         _store(builder, word, target)
         target = builder.add(target, stride_bytes)
 
@@ -304,15 +310,20 @@ def transpose_widened(builder: Any, rows: Any, offset_bytes: Any, target: Any, s
     _emit_transpose(builder, words, target, stride_bytes)
 
 
+def _interleaved(builder: Any, first: Any, second: Any) -> list[Any]:
+    """32 bfloat16 at each of two addresses as two vectors of pairs."""
+    kind = ir.VectorType(I16, 2 * LANES)
+    one, two = _load(builder, first, 0, kind), _load(builder, second, 0, kind)
+    orders = ([side * 2 * LANES + 16 * half + lane for lane in range(LANES) for side in (0, 1)] for half in (0, 1))
+    masks = (ir.Constant(ir.VectorType(I32, 2 * LANES), order) for order in orders)
+    return [builder.bitcast(builder.shuffle_vector(one, two, mask), I32S) for mask in masks]
+
+
 @_instructions("aaa")
 def interleave(builder: Any, first: Any, second: Any, target: Any) -> None:
     """32 bfloat16 of two rows as 32 pairs."""
-    kind = ir.VectorType(I16, 2 * LANES)
-    one, two = _load(builder, first, 0, kind), _load(builder, second, 0, kind)
-    for half in (0, 1):
-        order = [side * 2 * LANES + half * LANES + lane for lane in range(LANES) for side in (0, 1)]
-        mask = ir.Constant(ir.VectorType(I32, 2 * LANES), order)
-        _store(builder, builder.shuffle_vector(one, two, mask), target, 64 * half)
+    for half, pairs in enumerate(_interleaved(builder, first, second)):
+        _store(builder, pairs, target, 64 * half)
 
 
 # ------------------------------------------------------------------------------------------------ products
