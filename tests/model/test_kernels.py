@@ -396,6 +396,17 @@ def test_joining_is_left_where_threads_would_wait() -> None:
     assert items[1:] == [[SHARED, chunk, 0, 1] for chunk in range(8, 16)]
 
 
+def test_a_request_of_one_chunk_leaves_no_partial_results() -> None:
+    """For however many threads; one that shares its only chunk does, and so does a chunk behind a shared one."""
+    spans = [(70, 71), (255, 256), (255, 256), (9, 10), (599, 600), (599, 600)]
+    case = Case(Shape(2, 2, 8, 8, 16), spans, np.random.default_rng(16))
+    share_blocks(case, [([1, 2], 256), ([4, 5], 512)])
+    joined = join_leading(plan_step(case.batch, 16, LOOK_ALWAYS), 2, 16)
+    folds = [item[1] for item in joined.items.tolist() if item[0] == FOLD]
+    assert sorted(folds) == [0, 3]
+    assert sorted(joined.merges[:, 0].tolist()) == [1, 2, 4, 5]
+
+
 @pytest.mark.usefixtures("num_threads")
 def test_the_number_of_threads_changes_no_bit() -> None:
     rng = np.random.default_rng(14)

@@ -7,7 +7,7 @@ bounded so that all threads stay busy:
 
     chunk       0   1   2   3   4
     member 0    A   A   A   D          items of step_plan.py: 4 x A, D, E | joined: A (leading, 4 chunks of both), D, E
-    member 1    A   A   A   A   E      A request that has all of its chunks for itself becomes a fold.
+    member 1    A   A   A   A   E      A request that has all of its chunks for itself becomes a fold, even of one.
 """
 
 from __future__ import annotations
@@ -55,14 +55,16 @@ def join_leading(step: StepPlan, num_kv_heads: int, num_threads: int) -> JoinedI
     alone = step.items[step.num_folds :]
     merges = np.zeros((len(step.merges), 3), np.int64)
     merges[:, :2] = step.merges
-    if not len(alone) or not alone[-1, 1]:  # nobody has a second chunk
+    if not len(alone):
         return JoinedItems(step.items, merges)
     groups = alone[alone[:, 1] == 0, 2:]
     group = np.searchsorted(groups[:, 0], alone[:, 2], side="right") - 1
     is_of_all = (alone[:, 2:] == groups[group]).all(1)
     length = np.bincount(group[is_of_all], minlength=len(groups))
     length = np.minimum(length, _longest(step, alone, groups, (num_kv_heads, num_threads)))
+    single = (groups[:, 1] == groups[:, 0] + 1) & (step.requests[step.members[groups[:, 0]], 3] == 1)
     length[length < 2] = 0
+    length[single] = 1  # nobody waits for the rest of it
     chosen = length.nonzero()[0]
     if not len(chosen):
         return JoinedItems(step.items, merges)
