@@ -16,9 +16,9 @@ An item of work is done by one thread for one KV head:
               leaves partial results, which a second pass merges row by row                  (decoding)
     leading   the first chunks of requests that share them, merged as it goes; then as a chunk
 
-Keys are packed so that 16 tokens fill a vector, values so that 16 dimensions do; queries and weights are broadcast. Where
-the processor multiplies pairs of bfloat16, weights are rounded to bfloat16 first (and summed rounded), and few rows
-multiply keys and values where they lie (`cpu_direct.py`).
+Keys are packed so that 16 tokens fill a vector, values so that 16 dimensions do; queries and weights are broadcast.
+Where the processor multiplies pairs of bfloat16, weights are rounded to bfloat16 first (and summed rounded), and few
+rows multiply keys and values where they lie (`cpu_direct.py`).
 """
 
 from __future__ import annotations
