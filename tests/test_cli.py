@@ -109,3 +109,33 @@ def test_serve_names_an_option_that_it_cannot_keep(arguments, message):
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+WATCHED = """
+import gc, sys
+from foreword import cli, llm
+
+load = llm.LLM.__init__
+
+def watched(self, *arguments, **options):
+    print("loading", gc.isenabled())
+    load(self, *arguments, **options)
+
+llm.LLM.__init__ = watched
+print("left", cli.main(sys.argv[1:]), gc.isenabled())
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left"),
+    [
+        (["serve", "nowhere/at/all"], "left 2 True"),
+        (["generate", "nowhere/at/all", "--prompt", "x"], "left 2 True"),
+        (["generate", MODEL, "--prompt", "x", "--max-tokens", "1"], "left 0 True"),
+    ],
+)
+def test_models_load_without_garbage_collection_which_then_goes_on(arguments, left):
+    command = [sys.executable, "-c", WATCHED, *arguments]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout.splitlines()
+    assert lines[0] == "loading False"
+    assert lines[-1] == left

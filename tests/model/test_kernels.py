@@ -254,6 +254,33 @@ def test_a_query_has_the_same_bits_in_every_batch(kernel: AttentionKernel, seed:
         assert torch.equal(alone[0], expected[position])
 
 
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("mode", [None, PAIRS])
+@pytest.mark.parametrize("soft_cap", [None, 4.0])
+def test_what_a_thread_computed_before_changes_no_bit(mode: int | None, soft_cap: float | None) -> None:
+    """Scores that are no numbers lie behind those of a shorter request, whether its rows are few or many."""
+    if mode == PAIRS and not HAS_BF16_DOT:
+        pytest.skip("this processor multiplies no pairs of bfloat16")
+    torch.set_num_threads(1)
+    shape, options = Shape(6, 2, 64, 32, 16, torch.bfloat16), AttentionOptions(0.125, softcap=soft_cap)
+    case = Case(shape, [(0, 100)], np.random.default_rng(31))
+    expected = case.run(CpuAttention(bfloat16=mode), options)
+    assert expected.isfinite().all()
+    for start in (0, 99):
+        kernel, before = CpuAttention(bfloat16=mode), Case(shape, [(start, 256)], np.random.default_rng(32))
+        before.key_blocks[:] = torch.nan
+        assert before.run(kernel, options).isnan().all()
+        assert torch.equal(case.run(kernel, options), expected)
+        last = Case(shape, [(99, 100)], np.random.default_rng(33))
+        last.queries[0] = case.queries[0][-1:]
+        blocks = last.batch.block_tables[0]
+        last.key_blocks[blocks], last.value_blocks[blocks] = (
+            kv[case.batch.block_tables[0]] for kv in (case.key_blocks, case.value_blocks)
+        )
+        before.run(kernel, options)
+        assert torch.equal(last.run(kernel, options)[0], expected[-1])
+
+
 def test_tiles_cover_every_query_once_and_hide_the_ends_of_tables() -> None:
     spans = [(0, 300), (9, 10), (50, 90), (511, 512)]
     case = Case(Shape(2, 1, 8, 8, 16), spans, np.random.default_rng(11))
@@ -405,6 +432,20 @@ def test_a_request_of_one_chunk_leaves_no_partial_results() -> None:
     folds = [item[1] for item in joined.items.tolist() if item[0] == FOLD]
     assert sorted(folds) == [0, 3]
     assert sorted(joined.merges[:, 0].tolist()) == [1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 16])
+def test_nor_do_requests_that_all_have_one_chunk(num_threads: int) -> None:
+    """One that shares its chunk with the beginning of a longer one leaves some, as that does."""
+    shape, rng = Shape(2, 2, 8, 8, 16), np.random.default_rng(16)
+    short = join_leading(plan_step(Case(shape, [(70, 71), (9, 12)], rng).batch, 16, LOOK_ALWAYS), 2, num_threads)
+    assert sorted(short.items.tolist()) == [[FOLD, 0, 0, 1], [FOLD, 1, 0, 3]]
+    assert len(short.merges) == 0
+    case = Case(shape, [(255, 256), (299, 300)], rng)
+    share_blocks(case, [([0, 1], 256)])
+    shared = join_leading(plan_step(case.batch, 16, LOOK_ALWAYS), 2, num_threads)
+    assert FOLD not in shared.items[:, 0]
+    assert sorted(shared.merges[:, 0].tolist()) == [0, 1]
 
 
 @pytest.mark.usefixtures("num_threads")

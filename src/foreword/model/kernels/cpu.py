@@ -11,14 +11,15 @@ Knows the layout of its arguments and the order of all sums; knows nothing of mo
 
 An item of work is done by one thread for one KV head:
 
-    fold      up to 64 queries of one request; walks the chunks and merges as it goes        (prefill)
+    fold      up to 64 queries of one request; walks the chunks and merges as it goes
+              (prefill; decoding, where the request shares nothing and no thread would wait)
     chunk     one chunk for the few queries of one request, or of many that share it;
               leaves partial results, which a second pass merges row by row                  (decoding)
     leading   the first chunks of requests that share them, merged as it goes; then as a chunk
 
 Keys are packed so that 16 tokens fill a vector, values so that 16 dimensions do; queries and weights are broadcast.
-Where the processor multiplies pairs of bfloat16, weights are rounded to bfloat16 first (and summed rounded), and few
-rows multiply keys and values where they lie (`cpu_direct.py`).
+Where the processor multiplies pairs of bfloat16, weights are rounded to bfloat16 first (and summed rounded). In vectors
+of pairs few rows multiply keys and values where they lie (`cpu_direct.py`).
 """
 
 from __future__ import annotations
@@ -257,10 +258,11 @@ def _fold(a: Any, scratch: int, item: int, kv_head: int) -> Any:
     first_row = load_int(a[REQUESTS] + 40 * request)
     position = load_int(a[REQUESTS] + 40 * request + 16) + first
     _take_queries(a, scratch, (request, kv_head, 0), (first, first + count))
-    last_chunk, following = (position + count - 1) // CHUNK, 0
-    for chunk in range(_first_seen(a, position) // CHUNK, last_chunk + 1):
+    first_chunk, last_chunk, following = _first_seen(a, position) // CHUNK, (position + count - 1) // CHUNK, 0
+    for chunk in range(first_chunk, last_chunk + 1):
         low, high = _add_rows(a, scratch, (request, kv_head, 0), (first, first + count), chunk, FOLD)
-        _find_tokens(a, scratch, request, chunk, low, high)
+        if first_chunk < last_chunk or load_int(part(scratch, CURRENT_ITEM)) != item:  # as in `_attend_shared`
+            _find_tokens(a, scratch, request, chunk, low, high)
         if chunk < last_chunk:
             _look_ahead(a, scratch, request, chunk + 1, kv_head)
         else:
@@ -321,7 +323,6 @@ def _attend_shared(a: Any, scratch: int, item: int, kv_head: int) -> Any:
     count = _take_members(a, scratch, (first, end), kv_head)
     if load_int(part(scratch, CURRENT_ITEM)) != item:  # the tokens are the same for every head
         _find_tokens(a, scratch, load_int(a[MEMBERS] + 8 * first), chunk, low, high)
-        store_int(part(scratch, CURRENT_ITEM), item)
     call_chunk(a[ATTEND_CHUNK], a[SELF], scratch, kv_head, count, low, high, SHARED)
     return following
 
@@ -397,9 +398,11 @@ def _work(a: Any) -> None:
         kind = load_int(item)
         if kind == SHARED:
             unit = _attend_shared(a, scratch, item, kv_head)
-            continue
-        store_int(part(scratch, CURRENT_ITEM), 0)
-        unit = _fold(a, scratch, item, kv_head) if kind == FOLD else _attend_leading(a, scratch, item, kv_head)
+        elif kind == FOLD:
+            unit = _fold(a, scratch, item, kv_head)
+        else:
+            unit = _attend_leading(a, scratch, item, kv_head)
+        store_int(part(scratch, CURRENT_ITEM), item)  # of its last chunk the tokens are known
 
 
 @functools.cache

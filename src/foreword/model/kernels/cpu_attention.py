@@ -163,7 +163,8 @@ class CpuAttention:
         items_alone = step.num_folds == 0 and len(step.items) * key_blocks.shape[2] <= ALONE_UNITS
         if items_alone or not len(plan.joined.merges):
             operations.items.run(alone=items_alone)
-            operations.merges.run(alone=step.num_slots * num_heads <= ALONE_PARTIALS)
+            if len(plan.joined.merges):
+                operations.merges.run(alone=step.num_slots * num_heads <= ALONE_PARTIALS)
         else:
             self._both.run()
         return output.to(query.dtype)

@@ -39,8 +39,9 @@ def are_few(a: Any, num_rows: int) -> Any:
 def multiply_keys_directly(
     a: Any, scratch: int, kv_head: int, rows: tuple[int, int], seen: tuple[int, int], ask: int
 ) -> None:
-    """Scores of some rows' queries and of whole vectors of tokens; `seen`: from where to where there are any to see.
+    """Scores of some rows' queries and of whole vectors of tokens.
 
+    `seen`: from where to where tokens may be seen; begins with a panel, as weights and packed memory do.
     `ask`: how many tokens of the next chunk are asked for with each row, times 2 ** 16.
     """
     num_steps, key_bytes = -(-(seen[1] - seen[0]) // LANES), 2 * a[KEY_DIM]

@@ -1,4 +1,4 @@
-"""What attention does row by row with a packed chunk, compiled by numba: scores become weights, results are kept.
+"""What attention does row by row with a chunk, compiled by numba: scores become weights, results are kept.
 
 Knows the row table; knows nothing of how scores and mixtures are multiplied.
 """

@@ -7,7 +7,7 @@ bounded so that all threads stay busy:
 
     chunk       0   1   2   3   4
     member 0    A   A   A   D          items of step_plan.py: 4 x A, D, E | joined: A (leading, 4 chunks of both), D, E
-    member 1    A   A   A   A   E      A request that has all of its chunks for itself becomes a fold, even of one.
+    member 1    A   A   A   A   E      A request all of whose chunks are joined, for it alone, becomes a fold.
 """
 
 from __future__ import annotations
