@@ -281,6 +281,19 @@ def test_what_a_thread_computed_before_changes_no_bit(mode: int | None, soft_cap
         assert torch.equal(last.run(kernel, options)[0], expected[-1])
 
 
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("spans", [[(70, 71)], [(300, 301)], [(0, 9)]], ids=["one chunk", "two", "prefill"])
+def test_a_plan_serves_layers_whose_kv_lies_elsewhere(kernel: AttentionKernel, spans: list[tuple[int, int]]) -> None:
+    """The second one's values are those of the first with the other sign, and so is what it gives."""
+    torch.set_num_threads(1)
+    case = Case(Shape(4, 2, 32, 32, 16, torch.bfloat16), spans, np.random.default_rng(34))
+    plan = kernel.plan(case.batch, len(case.key_blocks) - 1, 16, torch.device("cpu"))
+    layers = [(case.key_blocks.clone(), sign * case.value_blocks) for sign in (1, -1)]
+    first, second = (kernel.attend(case.queries[0], *layer, plan, AttentionOptions(0.2)) for layer in layers)
+    assert torch.equal(second, -first)
+    assert first.count_nonzero() == first.numel()
+
+
 def test_tiles_cover_every_query_once_and_hide_the_ends_of_tables() -> None:
     spans = [(0, 300), (9, 10), (50, 90), (511, 512)]
     case = Case(Shape(2, 1, 8, 8, 16), spans, np.random.default_rng(11))

@@ -31,31 +31,24 @@ from numba import carray
 
 from foreword.model.kernels.cpu_layout import (
     ATTEND_CHUNK,
-    BLOCK_SIZE,
     COUNTERS,
-    CURRENT_ITEM,
     FLOATS,
     FOLD_MIXED,
     FOLD_STATS,
+    FOUND,
     IN_PAIRS,
     ITEMS,
     KEY_DIM,
-    KEY_ROWS,
-    KEYS,
-    LOCAL_CHUNK,
     MEMBERS,
     MERGES,
     MODE,
-    NEXT_KEY_ROWS,
     NEXT_LENGTH,
-    NEXT_VALUE_ROWS,
     NUM_ARGUMENTS,
     NUM_GROUPS,
     NUM_ITEMS,
     NUM_KV_HEADS,
     NUM_MERGES,
     OUTPUT,
-    PANEL,
     PARTIAL_MIXED,
     PARTIAL_STATS,
     PHASE,
@@ -71,18 +64,14 @@ from foreword.model.kernels.cpu_layout import (
     SELF,
     SINKS,
     STAGED_QUERY,
-    TABLE_WIDTH,
-    TABLES,
     VALUE_DIM,
-    VALUE_ROWS,
-    VALUES,
     WIDENED,
-    WINDOW,
     ZEROS,
     compiled,
     part,
     source_digest,
 )
+from foreword.model.kernels.cpu_tokens import find_tokens, first_seen, look_ahead
 from foreword.model.kernels.simd import (
     LOG2_E,
     LOWEST,
@@ -92,7 +81,6 @@ from foreword.model.kernels.simd import (
     fetch_add,
     load_float,
     load_int,
-    load_int32,
     store_float,
     store_int,
     widen,
@@ -100,61 +88,6 @@ from foreword.model.kernels.simd import (
 from foreword.model.kernels.softmax import finish, merge
 from foreword.model.kernels.step_plan import CHUNK, FOLD, SHARED
 from foreword.model.kernels.team import native_worker
-
-
-@compiled
-def _first_seen(a: Any, position: int) -> Any:
-    """Least position that a query at `position` sees."""
-    if a[WINDOW] > 0:
-        return max(0, position - a[WINDOW] + 1)
-    if a[LOCAL_CHUNK] > 0:
-        return position // a[LOCAL_CHUNK] * a[LOCAL_CHUNK]
-    return 0
-
-
-@compiled
-def _find_tokens(a: Any, scratch: int, request: int, chunk: int, low: int, high: int) -> None:
-    """Addresses of a chunk's keys and values, token by token; zeros where nobody sees the token."""
-    zeros = part(scratch, ZEROS)
-    for token in range(low // PANEL * PANEL, low):
-        store_int(scratch + KEY_ROWS + 8 * token, zeros)
-        store_int(scratch + VALUE_ROWS + 8 * token, zeros)
-    _locate(a, (scratch + KEY_ROWS, scratch + VALUE_ROWS), (request, chunk, 0), low, high)
-    for token in range(high, -(-high // PANEL) * PANEL):
-        store_int(scratch + KEY_ROWS + 8 * token, zeros)
-        store_int(scratch + VALUE_ROWS + 8 * token, zeros)
-
-
-@compiled
-def _locate(a: Any, rows: tuple[int, int], place: tuple[int, int, int], low: int, high: int) -> None:
-    """Write the addresses of keys and values to `rows`; `place`: request, chunk, KV head."""
-    item_bytes = 4 if a[MODE] == FLOATS else 2
-    key_bytes, value_bytes = a[KEY_DIM] * item_bytes, a[VALUE_DIM] * item_bytes
-    (request, chunk, kv_head), (key_rows, value_rows) = place, rows
-    keys, values = a[KEYS], a[VALUES]
-    table = a[TABLES] + 4 * request * a[TABLE_WIDTH]
-    block_size, num_heads = a[BLOCK_SIZE], a[NUM_KV_HEADS]
-    token = low
-    while token < high:
-        position = chunk * CHUNK + token
-        block = position // block_size
-        inside = position - block * block_size
-        first = (load_int32(table + 4 * block) * block_size + inside) * num_heads + kv_head
-        key, value = keys + first * key_bytes, values + first * value_bytes
-        for _ in range(min(block_size - inside, high - token)):
-            store_int(key_rows + 8 * token, key)
-            store_int(value_rows + 8 * token, value)
-            token, key, value = token + 1, key + num_heads * key_bytes, value + num_heads * value_bytes
-
-
-@compiled
-def _look_ahead(a: Any, scratch: int, request: int, chunk: int, kv_head: int) -> None:
-    """Where the next chunk will be read: asked for while this one is computed, which makes decoding 17% faster."""
-    about = a[REQUESTS] + 40 * request
-    length = load_int(about + 16) + load_int(about + 8)
-    rows = scratch + NEXT_KEY_ROWS, scratch + NEXT_VALUE_ROWS
-    store_int(scratch + NEXT_LENGTH, min(CHUNK, length - chunk * CHUNK))
-    _locate(a, rows, (request, chunk, kv_head), 0, min(CHUNK, length - chunk * CHUNK))
 
 
 @compiled
@@ -170,10 +103,10 @@ def _take_unit(a: Any, scratch: int) -> Any:
     if kind == FOLD:
         request = load_int(item + 8)
         position = load_int(a[REQUESTS] + 40 * request + 16) + load_int(item + 16)
-        _look_ahead(a, scratch, request, _first_seen(a, position) // CHUNK, kv_head)
+        look_ahead(a, scratch, request, first_seen(a, position) // CHUNK, kv_head)
     else:
         request = load_int(a[MEMBERS] + 8 * load_int(item + 16))
-        _look_ahead(a, scratch, request, load_int(item + 8) if kind == SHARED else 0, kv_head)
+        look_ahead(a, scratch, request, load_int(item + 8) if kind == SHARED else 0, kv_head)
     return unit
 
 
@@ -217,7 +150,7 @@ def _add_rows(
     low, high = CHUNK, 0
     for query in range(queries[0], queries[1]):
         position = first_position + query
-        row_low = max(0, _first_seen(a, position) - chunk * CHUNK)
+        row_low = max(0, first_seen(a, position) - chunk * CHUNK)
         row_high = min(CHUNK, position + 1 - chunk * CHUNK)
         if row_low < row_high:
             low, high = min(low, row_low), max(high, row_high)
@@ -258,13 +191,12 @@ def _fold(a: Any, scratch: int, item: int, kv_head: int) -> Any:
     first_row = load_int(a[REQUESTS] + 40 * request)
     position = load_int(a[REQUESTS] + 40 * request + 16) + first
     _take_queries(a, scratch, (request, kv_head, 0), (first, first + count))
-    first_chunk, last_chunk, following = _first_seen(a, position) // CHUNK, (position + count - 1) // CHUNK, 0
-    for chunk in range(first_chunk, last_chunk + 1):
+    last_chunk, following = (position + count - 1) // CHUNK, 0
+    for chunk in range(first_seen(a, position) // CHUNK, last_chunk + 1):
         low, high = _add_rows(a, scratch, (request, kv_head, 0), (first, first + count), chunk, FOLD)
-        if first_chunk < last_chunk or load_int(part(scratch, CURRENT_ITEM)) != item:  # as in `_attend_shared`
-            _find_tokens(a, scratch, request, chunk, low, high)
+        find_tokens(a, scratch, request, chunk, low, high)
         if chunk < last_chunk:
-            _look_ahead(a, scratch, request, chunk + 1, kv_head)
+            look_ahead(a, scratch, request, chunk + 1, kv_head)
         else:
             following = _take_unit(a, scratch)
         call_chunk(a[ATTEND_CHUNK], a[SELF], scratch, kv_head, num_rows, low, high, FOLD)
@@ -321,8 +253,7 @@ def _attend_shared(a: Any, scratch: int, item: int, kv_head: int) -> Any:
     if low >= high:
         return following
     count = _take_members(a, scratch, (first, end), kv_head)
-    if load_int(part(scratch, CURRENT_ITEM)) != item:  # the tokens are the same for every head
-        _find_tokens(a, scratch, load_int(a[MEMBERS] + 8 * first), chunk, low, high)
+    find_tokens(a, scratch, load_int(a[MEMBERS] + 8 * first), chunk, low, high)
     call_chunk(a[ATTEND_CHUNK], a[SELF], scratch, kv_head, count, low, high, SHARED)
     return following
 
@@ -340,12 +271,12 @@ def _attend_leading(a: Any, scratch: int, item: int, kv_head: int) -> Any:
     following = 0
     for chunk in range(num_chunks):
         if chunk + 1 < num_chunks:
-            _look_ahead(a, scratch, request, chunk + 1, kv_head)
+            look_ahead(a, scratch, request, chunk + 1, kv_head)
         else:
             following = _take_unit(a, scratch)
         low, high = _add_members(a, scratch, members, kv_head, chunk, FOLD)
         if low < high:
-            _find_tokens(a, scratch, request, chunk, low, high)
+            find_tokens(a, scratch, request, chunk, low, high)
             call_chunk(a[ATTEND_CHUNK], a[SELF], scratch, kv_head, count, low, high, FOLD)
     _add_members(a, scratch, members, kv_head, 0, SHARED)
     width = (a[VALUE_DIM] + 31) // 32 * 32
@@ -365,7 +296,7 @@ def _merge_query(a: Any, scratch: int, merge_item: int) -> None:
     width = (a[VALUE_DIM] + 31) // 32 * 32
     position = load_int(about + 16) + query
     slot = load_int(about + 32) + query * load_int(about + 24)
-    first_chunk = max(num_leading, _first_seen(a, position) // CHUNK)
+    first_chunk = max(num_leading, first_seen(a, position) // CHUNK)
     stats, mixed = part(scratch, FOLD_STATS), part(scratch, FOLD_MIXED)
     for head in range(num_heads):
         if num_leading > 0:
@@ -391,7 +322,7 @@ def _work(a: Any) -> None:
             if unit >= a[NUM_MERGES]:
                 return
             _merge_query(a, scratch, a[MERGES] + 24 * unit)
-    store_int(part(scratch, CURRENT_ITEM), 0)
+    store_int(part(scratch, FOUND), -1)  # what lies there is another layer's
     unit = _take_unit(a, scratch)
     while unit // a[NUM_KV_HEADS] < a[NUM_ITEMS]:
         item, kv_head = a[ITEMS] + 32 * (unit // a[NUM_KV_HEADS]), unit % a[NUM_KV_HEADS]
@@ -402,7 +333,6 @@ def _work(a: Any) -> None:
             unit = _fold(a, scratch, item, kv_head)
         else:
             unit = _attend_leading(a, scratch, item, kv_head)
-        store_int(part(scratch, CURRENT_ITEM), item)  # of its last chunk the tokens are known
 
 
 @functools.cache

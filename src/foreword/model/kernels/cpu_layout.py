@@ -74,7 +74,7 @@ NEXT_VALUE_ROWS = NEXT_KEY_ROWS + 8 * CHUNK
 NEXT_LENGTH = NEXT_VALUE_ROWS + 8 * CHUNK  # how many tokens those are
 LAYOUT = NEXT_LENGTH + 8
 (ZEROS, STAGE, PACKED_KEYS, PACKED_VALUES, ROW_QUERIES, STAGED_QUERY, ROW_SCORES, ROW_STATS, ROW_MIXED) = range(9)
-(ROW_TABLE, FOLD_STATS, FOLD_MIXED, CURRENT_ITEM, TILE_CONFIG, ROW_FACTORS) = range(9, 15)
+(ROW_TABLE, FOLD_STATS, FOLD_MIXED, FOUND, TILE_CONFIG, ROW_FACTORS) = range(9, 15)
 (ROW_WEIGHTS, ROW_TOTALS, LAYOUT_SIZE) = range(15, 18)
 VARIABLE = LAYOUT + 8 * LAYOUT_SIZE + 8  # kept a multiple of 64 below
 
@@ -112,7 +112,7 @@ def scratch_layout(mode: int, key_dim: int, value_dim: int, token_bytes: int, mo
         most_rows * 24,  # ROW_TABLE: low, high, target
         most_rows * 8 + 64,  # eight rows at a time
         most_rows * 4 * values,
-        8,
+        32,  # FOUND: request, chunk, from and to which token lie at KEY_ROWS
         CONFIG_BYTES,
         MOST_ROWS * 8,
         MOST_ROWS * WEIGHT_BYTES,
