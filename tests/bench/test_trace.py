@@ -16,6 +16,7 @@ from rich.console import Console
 from foreword.bench.recording import TraceRequest, UnlimitedCache, prompt_token_ids, read_trace
 from foreword.bench.trace import TraceBenchOptions, TraceReport, add_arguments, run, run_trace
 from foreword.errors import ConfigError, TraceError
+from foreword.replay.trace import TraceWriter
 
 MOONCAKE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation_trace.jsonl"
 BYTES_PER_BLOCK = 16 * 2 * 2 * 2 * 16 * 2  # tokens, layers, keys and values, KV heads, head size, bytes
@@ -114,6 +115,28 @@ def test_lines_after_the_last_wanted_request_are_not_read(tmp_path: Path) -> Non
     assert len(read(file, max_requests=2)) == 2
 
 
+def test_a_partial_block_without_an_id_is_like_no_other(tmp_path: Path) -> None:
+    first, second = read(write(tmp_path, line(1126, [0, 7]), line(1126, [0, 7])))
+    assert (first.num_prompt_tokens, first.full_block_ids) == (36, (0, 7))
+    tokens = [prompt_token_ids(request, 1000, seed=0).tolist() for request in (first, second)]
+    assert tokens[0][:32] == tokens[1][:32]
+    assert tokens[0][32:] != tokens[1][32:]
+    assert len(read(write(tmp_path, line(100, [])))[0].block_ids) == 1
+
+
+def test_what_the_server_records_is_read_with_its_own_lengths(tmp_path: Path) -> None:
+    file = tmp_path / "recorded.jsonl"
+    with TraceWriter(file) as writer:
+        for tail in (3, 4):
+            prompt = [*range(40), tail]
+            writer.write(timestamp_ms=tail, prompt_token_ids=prompt, num_output_tokens=5)
+    first, second = read(file)
+    assert (first.num_prompt_tokens, first.num_output_tokens) == (41, 5)
+    assert first.full_block_ids == second.full_block_ids
+    assert len(first.full_block_ids) == 2
+    assert first.block_ids[2] != second.block_ids[2]
+
+
 def test_a_block_id_always_stands_for_the_same_tokens_and_a_partial_block_for_their_beginning() -> None:
     first = prompt_token_ids(TraceRequest(0, (4, 5), 32, 1), 1000, seed=0)
     second = prompt_token_ids(TraceRequest(0, (9, 4, 5), 40, 1), 1000, seed=0)
@@ -139,7 +162,7 @@ def test_a_block_id_always_stands_for_the_same_tokens_and_a_partial_block_for_th
         (line(512, [-1]), "line 2 .*hash_ids=.*at least 0"),
         (line(512, [0]).replace("[0]", "[0.5]"), "line 2 .*hash_ids="),
         (line(512, [0]).replace("[0]", "7"), "line 2 .*hash_ids=7"),
-        (line(513, [0]), "line 2 .*1 ids, but input_length=513 takes 2 blocks .*one id per block"),
+        (line(1025, [0]), "line 2 .*1 ids, but input_length=1025 takes 2 full or 3 blocks .*one id per block"),
         (line(512, [0, 1]), "line 2 .*2 ids, but input_length=512 takes 1 blocks"),
     ],
 )

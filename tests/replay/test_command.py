@@ -7,6 +7,7 @@ import xml.etree.ElementTree
 
 import pytest
 
+from foreword.cache.eviction import POLICIES
 from foreword.cli import main
 from foreword.errors import ConfigError, ModelLoadError
 from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity
@@ -64,6 +65,32 @@ def test_a_capacity_with_a_unit_is_bytes_of_the_models_kv(trace, tmp_path, capsy
     report = json.loads(capsys.readouterr().out)
     assert report["hit_ratio"]["lru"]["4"] == report["hit_ratio"]["lru"][size]
     assert report["capacity_blocks"] == {"4": 4, size: 4}
+
+
+def test_a_trace_of_full_blocks_is_replayed_whole_prompts_shorter_than_a_block_too(tmp_path, capsys):
+    file = tmp_path / "trace.jsonl"
+    prompts = [[], [1], [1, 2], []] * 10
+    lines = [json.dumps({"timestamp": 0, "input_length": 512 * len(ids) + 9, "hash_ids": ids}) for ids in prompts]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    policies = ",".join(["lru", "optimum", *(policy for policy in POLICIES if policy != "lru")])
+    assert run(file, "--policy", policies, "--capacity", "10", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["requests"], report["blocks"], report["malformed_lines"]) == (40, 30, 0)
+    assert {ratio["10"] for ratio in report["hit_ratio"].values()} == {round(28 / 30, 6)}
+    file.write_text(lines[0], encoding="utf-8")
+    assert run(file, "--policy", policies, "--capacity", "10", "--json", "--picture", tmp_path / "page.html") == 0
+    assert json.loads(capsys.readouterr().out)["hit_ratio"]["lru"]["10"] == 0
+
+
+def test_a_policy_has_points_where_it_was_measured_and_no_line_between(trace, tmp_path):
+    drawn = {}
+    for policies in ("lru", "lru,value,optimum"):
+        svg = tmp_path / "curve.svg"
+        assert run(trace, "--policy", policies, "--capacity", "4,8,20", "--picture", svg) == 0
+        text = svg.read_text(encoding="utf-8")
+        drawn[policies] = (text.count("<polyline"), text.count("<circle"))
+    assert drawn["lru,value,optimum"][0] == drawn["lru"][0]
+    assert drawn["lru,value,optimum"][1] == drawn["lru"][1] + 2 * (3 + 1)
 
 
 def test_pictures_are_well_formed_and_need_nothing_else(trace, tmp_path):

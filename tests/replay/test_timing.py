@@ -104,6 +104,14 @@ def test_steps_in_which_nothing_is_decided_can_be_taken_at_once(num_blocks, poli
     assert simulate_time(trace, options) == at_once
 
 
+def test_a_block_without_a_key_is_like_no_other():
+    keys = chain(as_content_ids([1, 2]))
+    one, other = (make_request(RecordedRequest(0.0, keys, 11, 1, 4), number).sequence.token_ids for number in (3, 4))
+    assert len(one) == len(other) == 11
+    assert one[:8].tolist() == other[:8].tolist()
+    assert one[8] != other[8]
+
+
 def test_a_lone_request_takes_its_steps_and_no_more():
     (request,) = recorded([[1, 2, 3]])
     report = simulate_time([request], TimingOptions(100, COST))

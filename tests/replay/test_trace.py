@@ -102,6 +102,18 @@ def test_a_mooncake_line_is_read_with_its_lengths_and_time(tmp_path):
     assert (request.tokens_of(1), request.tokens_of(2)) == (512, 700)
 
 
+def test_lines_may_list_full_blocks_only(tmp_path):
+    lines = [mooncake([1, 2], 1200), mooncake([1, 2, 3], 1200), mooncake([1, 2], 1024)]
+    short = [mooncake([], 100), '{"hash_ids":[ ], "input_length": 511}']
+    reader = TraceReader(write(tmp_path, *lines, *short))
+    requests = list(reader)
+    assert reader.num_malformed == 0
+    assert [len(request.keys) for request in requests] == [2, 3, 2, 0, 0]
+    assert [request.num_prompt_tokens for request in requests] == [1200, 1200, 1024, 100, 511]
+    assert [request.num_full_blocks for request in requests] == [2, 2, 2, 0, 0]
+    assert shared(requests[0], requests[1]) == 2
+
+
 def test_ids_of_single_blocks_are_keyed_again_by_what_is_before_them(tmp_path):
     one, other, longer = read(write(tmp_path, mooncake([1, 2, 3]), mooncake([9, 2, 3]), mooncake([1, 2, 4])))
     assert shared(one, other) == 0
@@ -248,7 +260,8 @@ MALFORMED = [
     ('{"input_length": 512, "hash_ids": [1], "block_tokens": 0}', "block_tokens=0"),
     ('{"input_length": 512, "hash_ids": [1], "block_tokens": 1' + "0" * 30 + "}", "at most 2147483647"),
     ('{"input_length": 512, "hash_ids": [1], "timestamp": 1e100}', "timestamp=1e+100"),
-    ('{"hash_ids":[], "x": {"hash_ids": [5]}, "input_length": 5}', "0 ids, but input_length=5"),
+    ('{"hash_ids":[], "x": {"hash_ids": [5]}, "input_length": 512}', "0 ids, but input_length=512"),
+    ('{"input_length": 1025, "hash_ids": [1]}', "takes 2 full or 3 blocks of 512 tokens; give one id per block"),
     ('{"prompt_token_ids": [1], "max_tokens": "9"}', "max_tokens='9'"),
 ]
 
@@ -333,6 +346,16 @@ def test_what_is_written_is_read_back_with_the_same_sharing_and_no_token(tmp_pat
     for one in range(0, 200, 7):
         for other in range(200):
             assert shared(back[one], back[other]) == shared(plain[one], plain[other])
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
+def test_a_writer_that_is_killed_loses_no_line(tmp_path, name):
+    writer = TraceWriter(tmp_path / name)
+    for number in range(3):
+        writer.write(timestamp_ms=number, prompt_token_ids=range(40), num_output_tokens=1)
+    (tmp_path / f"left-{name}").write_bytes((tmp_path / name).read_bytes())
+    assert len(read(tmp_path / f"left-{name}")) == 3
+    writer.close()
 
 
 def test_ids_cannot_be_compared_without_the_secret(tmp_path):

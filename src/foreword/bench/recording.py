@@ -1,14 +1,16 @@
-"""A recording of requests, as Mooncake publishes them, scaled down to a desk.
+"""A recording of requests, as Mooncake publishes them or `serve --record` writes them, scaled down to a desk.
 
 Knows the file format and which request shares what with which; knows neither the engine nor a model. The
 reuse that a recording allows is worked out here from its block ids alone, so that an engine's own count can
 be checked against it.
 
-A recording names the content of every 512 tokens by an id. Both are divided by 32; the sharing stays
-as it was:
+A recording names the content of every block by an id. Blocks of 512 tokens become blocks of 16, lengths shrink
+as much, and the sharing stays as it was; blocks of 16 tokens stay as they are:
 
     recorded   |-- id 0: 512 tokens --|-- id 7: 512 tokens --|- id 9: 102 -|    input_length 1126
     scaled     |-- id 0:  16 tokens --|-- id 7:  16 tokens --|- id 9:   4 -|    36 prompt tokens
+
+A partial last block without an id shares nothing, so it gets an id of its own.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.errors import TraceError
-from foreword.replay.lines import MOONCAKE_BLOCK_TOKENS, parse_json_line, parse_mooncake_record
+from foreword.replay.lines import parse_json_line, parse_mooncake_record
 
-RECORDED_BLOCK_TOKENS = MOONCAKE_BLOCK_TOKENS
 BLOCK_TOKENS = 16
-SCALE = RECORDED_BLOCK_TOKENS // BLOCK_TOKENS
+FIRST_OWN_ID = 2**256
+"""Recorded ids are smaller: they are numbers of 64 bits, or digests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def read_trace(file: Path, *, max_requests: int, max_output_tokens: int) -> list
         with file.open(encoding="utf-8") as lines:
             filled = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
             requests = [
-                _parse_line(line, f"line {number} of trace {str(file)!r}", max_output_tokens)
+                _parse_line(line, number, f"line {number} of trace {str(file)!r}", max_output_tokens)
                 for number, line in islice(filled, max_requests)
             ]
     except (OSError, UnicodeDecodeError) as error:
@@ -63,14 +65,20 @@ def read_trace(file: Path, *, max_requests: int, max_output_tokens: int) -> list
     return sorted(requests, key=lambda request: request.timestamp_ms)
 
 
-def _parse_line(line: str, where: str, max_output_tokens: int) -> TraceRequest:
-    record = parse_mooncake_record(parse_json_line(line, where), where, block_tokens=RECORDED_BLOCK_TOKENS)
+def _parse_line(line: str, number: int, where: str, max_output_tokens: int) -> TraceRequest:
+    record = parse_mooncake_record(parse_json_line(line, where), where)
+    size = record.block_tokens
+    has_own_id = len(record.hash_ids) * size < record.input_length
     return TraceRequest(
         record.timestamp_ms,
-        tuple(record.hash_ids),
-        -(-record.input_length // SCALE),
-        max(1, min(-(-record.output_length // SCALE), max_output_tokens)),
+        (*record.hash_ids, FIRST_OWN_ID + number) if has_own_id else tuple(record.hash_ids),
+        _scaled(record.input_length, size),
+        max(1, min(_scaled(record.output_length, size), max_output_tokens)),
     )
+
+
+def _scaled(num_tokens: int, block_tokens: int) -> int:
+    return -(-num_tokens * BLOCK_TOKENS // block_tokens)
 
 
 def prompt_token_ids(request: TraceRequest, vocab_size: int, seed: int) -> npt.NDArray[np.int32]:

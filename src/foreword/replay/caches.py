@@ -92,7 +92,7 @@ class ManagerCache:
 
     def admit(self, request: RecordedRequest) -> int:
         num_tokens = PIECES * len(request.keys)
-        if len(request.keys) > self.capacity:
+        if not 0 < len(request.keys) <= self.capacity:
             return 0
         manager = self.manager
         manager.begin_step()

@@ -2,7 +2,8 @@
 
 Knows JSON values and formats; knows no file. A line's keys tell its format:
 
-    hash_ids            Mooncake: one id per block of the prompt, with input_length, output_length, timestamp (ms)
+    hash_ids            Mooncake: one id per block of the prompt, with input_length, output_length, timestamp (ms);
+                        a partial last block may have an id or none
     prompt_token_ids    or token_ids, or a bare list: plain token ids
     prompt | messages   OpenAI: text or a conversation, alone or as the `body` of a batch line; needs a tokenizer
 """
@@ -38,12 +39,15 @@ class PromptEncoder(Protocol):
 
 
 class MooncakeRecord(NamedTuple):
-    """One line as Mooncake publishes it."""
+    """One line as Mooncake publishes it, or as `serve --record` writes it."""
 
     timestamp_ms: float
     input_length: int
     output_length: int
-    hash_ids: list[Any]
+    hash_ids: list[int]
+    """One per block; a partial last block may have none."""
+    block_tokens: int
+    """Prompt tokens per block."""
 
 
 def parse_json_line(line: str, where: str) -> Any:
@@ -60,14 +64,15 @@ def parse_json_line(line: str, where: str) -> Any:
         raise TraceError(f"{where} is not JSON ({what}); each line must be one JSON object") from error
 
 
-def parse_mooncake_record(record: object, where: str, *, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> MooncakeRecord:
+def parse_mooncake_record(record: object, where: str) -> MooncakeRecord:
     """Check what a line of Mooncake's format says. Raises TraceError, naming the value."""
     if not isinstance(record, dict):
         raise TraceError(f"{where} is {json.dumps(record)[:40]!r}; each line must be one JSON object")
     ids = record.get("hash_ids")
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:
         raise TraceError(f"{where}: hash_ids={str(ids)[:40]}; it must be a list of numbers of at least 0")
-    return MooncakeRecord(*_times_and_lengths(record, len(ids), where, block_tokens), ids)
+    block_tokens = _block_tokens(record, where) or MOONCAKE_BLOCK_TOKENS
+    return MooncakeRecord(*_times_and_lengths(record, len(ids), where, block_tokens), ids, block_tokens)
 
 
 def _times_and_lengths(record: dict[str, Any], num_ids: int, where: str, block_tokens: int) -> tuple[float, int, int]:
@@ -80,11 +85,12 @@ def _times_and_lengths(record: dict[str, Any], num_ids: int, where: str, block_t
         raise TraceError(f"{where}: input_length={input_length!r}; it must be a number of at least 1")
     if type(output_length) is not int or output_length < 0:
         raise TraceError(f"{where}: output_length={output_length!r}; it must be a number of at least 0")
-    num_blocks = -(-input_length // block_tokens)
-    if num_ids != num_blocks:
+    num_full, num_blocks = input_length // block_tokens, -(-input_length // block_tokens)
+    if num_ids not in (num_full, num_blocks):
+        takes = f"{num_blocks}" if num_full == num_blocks else f"{num_full} full or {num_blocks}"
         raise TraceError(
-            f"{where}: hash_ids has {num_ids} ids, but input_length={input_length} takes {num_blocks} "
-            f"blocks of {block_tokens} tokens; give one id per block"
+            f"{where}: hash_ids has {num_ids} ids, but input_length={input_length} takes {takes} "
+            f"blocks of {block_tokens} tokens; give one id per block, or per full block"
         )
     return float(timestamp), input_length, output_length
 
@@ -125,7 +131,7 @@ class LineParser:
             if found:
                 break
         ids, bracket, after = rest.partition(b"]")
-        if not bracket or b"hash_ids" in before or b"hash_ids" in after:
+        if not bracket or not ids.strip() or b"hash_ids" in before or b"hash_ids" in after:
             return None
         num_ids = ids.count(b",") + 1
         try:

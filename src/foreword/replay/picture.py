@@ -89,7 +89,7 @@ class _Plot:
 
 
 def as_svg(result: ReplayResult, title: str, kv_bytes_per_token: int | None = None) -> str:
-    """The picture: LRU's curve, a line with points for each other policy, the limit and the knee."""
+    """The picture: LRU's curve, points where other policies were measured, the limit and the knee."""
     plot = _Plot(result)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="{FONTS}" '
@@ -116,8 +116,6 @@ def as_svg(result: ReplayResult, title: str, kv_bytes_per_token: int | None = No
             (plot.x(capacity.num_blocks), plot.y(result.block_ratio(by_capacity[capacity.name])))
             for capacity in result.capacities
         )
-        if policy != "lru":
-            parts.append(_line(points, colour, dashes="2 4"))  # between the points nothing was measured
         parts += [f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>' for x, y in points]
         x, y = WIDTH - RIGHT + 12, plot.y(limit) + 24 + 18 * number
         parts.append(f'<circle cx="{x}" cy="{y - 4}" r="3.5" fill="{colour}"/>')
@@ -195,7 +193,7 @@ td:has(i) {{ text-align: left; }} i {{ display: inline-block; height: 0.7rem; ba
 {_table(headings, found)}
 <h2>Blocks missed because they had been evicted</h2>
 {_table(headings, evicted)}
-<p>Never seen before, and missed by any cache: {never_seen:,} blocks ({never_seen / result.num_blocks:.1%}).</p>
+<p>Never seen before, and missed by any cache: {never_seen:,} blocks ({never_seen / max(1, result.num_blocks):.1%}).</p>
 <h2>Time from one use of a block to the next ({unit})</h2>
 {_table([unit, "share", ""], intervals)}
 <script type="application/json" id="figures">{figures}</script>

@@ -173,9 +173,8 @@ def print_report(result: ReplayResult, console: Console, title: str, kv_bytes_pe
         never_seen = result.num_blocks - result.unlimited.blocks
         console.print("\nBlocks missed because they had been evicted", style="bold")
         console.print(_evicted(result))
-        console.print(
-            f"Never seen before, and missed by any cache: {never_seen:,} blocks ({never_seen / result.num_blocks:.1%})."
-        )
+        share = never_seen / max(1, result.num_blocks)
+        console.print(f"Never seen before, and missed by any cache: {never_seen:,} blocks ({share:.1%}).")
         for name, num_blocks in _refused(result).items():
             console.print(f"In prompts that do not fit into {capacity_name(name)} at all: {num_blocks:,} blocks.")
         console.print(f"\nTime from one use of a block to the next ({result.reuse_intervals.unit})", style="bold")

@@ -48,7 +48,7 @@ class ReplayResult:
     sampling_rate: float
 
     def block_ratio(self, count: HitCount) -> float:
-        return count.blocks / self.num_blocks
+        return count.blocks / max(1, self.num_blocks)
 
     def token_ratio(self, count: HitCount) -> float:
         return count.tokens / self.num_tokens

@@ -274,6 +274,8 @@ def make_request(recorded: RecordedRequest, number: int, max_output_tokens: int 
     """A request whose prompt shares with others what the recorded one shared; nothing beyond whole blocks."""
     of_block = ((recorded.keys >> np.uint64(33)) & np.uint64(2**31 - 1)).astype(np.int32)
     tokens: npt.NDArray[np.int32] = np.repeat(of_block, recorded.block_tokens)[: recorded.num_prompt_tokens]
+    tail = np.full(recorded.num_prompt_tokens - len(tokens), number, np.int32)  # tokens of a block that has no key
+    tokens = np.concatenate((tokens, tail))
     num_output = max(1, recorded.num_output_tokens)
     return Request(
         TokenSequence(str(number), tokens, block_size=recorded.block_tokens),

@@ -43,7 +43,8 @@ class RecordedRequest(NamedTuple):
     timestamp_ms: float | None
     """Arrival; None where the recording does not tell."""
     keys: PrefixKeys
-    """[blocks]: one number for each block of the prompt, a partial last one included; equal for equal prefixes."""
+    """[blocks]: one number for each block of the prompt, equal for equal prefixes. A recording may leave out a partial
+    last block, so a short prompt may have none."""
     num_prompt_tokens: int
     num_output_tokens: int
     block_tokens: int
@@ -230,7 +231,8 @@ class TraceWriter:
     """Writes a recording that `TraceReader` reads: lengths, times and hashed ids, no text and no token.
 
     Ids are hashes under a secret that is forgotten when the writer is closed, so nobody can try out whether
-    a text that he guesses was among the prompts; equal prefixes get equal ids within one file only.
+    a text that he guesses was among the prompts; equal prefixes get equal ids within one file only. A line is in
+    the file when `write` returns, so a process that is killed loses none.
     """
 
     def __init__(self, file: Path, *, block_tokens: int = TOKEN_BLOCK_TOKENS, secret: bytes | None = None) -> None:
@@ -271,6 +273,7 @@ class TraceWriter:
             "hash_ids": ids,
         }
         self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
 
     def close(self) -> None:
         """Finish the file; a second call does nothing."""
