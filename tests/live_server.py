@@ -57,6 +57,10 @@ class ServerProcess:
         assert "serving" in line, f"the server did not start: {line!r}"
         self.url = line.split()[-1]
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def terminate(self) -> None:
         """Send SIGTERM, and do not wait."""
         self._process.send_signal(signal.SIGTERM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -16,6 +17,7 @@ from foreword.engine import Engine, Prompt
 from foreword.request import SamplingParams
 from foreword.server.answer_stream import Job
 from foreword.server.engine_thread import EngineThread
+from foreword.server.listeners import Listener
 from foreword.server.options import ServerConfig
 from foreword.server.records import Records, RequestRecord
 from hash_runner import HashEngine, continuation
@@ -208,3 +210,48 @@ def test_an_answer_that_ended_while_the_next_launch_failed_is_told_as_it_is():
 
     answer = asyncio.run(ask())
     assert (answer.finish_reason, len(answer.token_ids)) == ("stop", 3)
+
+
+def test_nothing_that_listens_ends_the_engine_whatever_it_raises(caplog):
+    def fail(_: object) -> None:
+        raise RuntimeError("no")
+
+    async def ask(number: int, thread: EngineThread) -> str | None:
+        record = RequestRecord(str(number), str(number), "t", "completions", np.arange(1, 6, dtype=np.int32))
+        stream = thread.submit([Job(record, Prompt(record.prompt_token_ids), SamplingParams(max_tokens=2))], whole=True)
+        await stream.accepted()
+        async for _ in stream.deltas():
+            pass
+        return stream.outputs[0].outputs[0].finish_reason
+
+    async def ask_twice():
+        world = HashEngine.build(vocab_size=VOCAB_SIZE)
+        records = Records()
+        records.on_finished(Listener("of records", fail))
+        after_step = Listener("after steps", fail)
+        thread = EngineThread(world.engine, records, after_step=[after_step])
+        thread.start()
+        reasons = [await ask(number, thread) for number in range(2)]
+        await thread.stop()
+        return reasons, [*records.listeners(), after_step.health]
+
+    reasons, listeners = asyncio.run(ask_twice())
+    assert reasons == ["length", "length"]
+    assert [(health.num_failures, health.failure) for health in listeners] == [(2, "RuntimeError")] * 2
+    assert sum("requests are served all the same" in entry.message for entry in caplog.records) == 2, "once for each"
+
+
+def test_a_look_that_nobody_waits_for_any_more_does_not_end_the_engine():
+    async def look():
+        thread = EngineThread(HashEngine.build(vocab_size=VOCAB_SIZE).engine, Records())
+        busy = threading.Event()
+        thread.start()
+        waiting = asyncio.ensure_future(thread.call(lambda _: busy.wait(60)))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(thread.call(lambda _: 1), 0.05)
+        busy.set()
+        assert await waiting
+        assert await thread.call(lambda _: 2) == 2
+        await thread.stop()
+
+    asyncio.run(look())

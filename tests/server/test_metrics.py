@@ -9,6 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from foreword.server.listeners import Listener
 from foreword.server.options import ServerConfig
 from foreword.server.prefill_speed import PrefillSpeed
 from live_server import MODEL, ServerProcess, ServerThread, embedded_llm, post, wait_until
@@ -169,7 +170,7 @@ def test_a_request_is_a_span_with_what_the_cache_found():
     exporter = in_memory.InMemorySpanExporter()
     with embedded_llm() as llm, ServerThread(llm, ServerConfig()) as server:
         tracing = Tracing(MODEL, sdk.SimpleSpanProcessor(exporter))
-        server.service.records.on_finished(tracing.record)
+        server.service.records.on_finished(Listener("traces", tracing.record))
         trace_id = "0af7651916cd43dd8448eb211c80319c"
         headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
         body = {"prompt": facts("traced"), "max_tokens": 2}

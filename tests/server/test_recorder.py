@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ from foreword.replay.trace import TraceReader
 from foreword.server.options import ServerConfig
 from foreword.server.recorder import Recorder
 from foreword.server.records import RequestRecord
-from live_server import ServerThread, embedded_llm, post
+from live_server import ServerProcess, ServerThread, embedded_llm, post, wait_until
 
 DOCUMENT = "".join(f"The code of the amber falcon {number} is 4821.\n" for number in range(20))
 
@@ -70,3 +72,54 @@ def test_requests_are_written_in_order_of_arrival_though_they_end_in_another(tmp
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no-such-folder"):
         Recorder(tmp_path / "no-such-folder" / "trace.jsonl", list)
+
+
+# ------------------------------------------------------------------- a full disk
+
+ASK = {"prompt": DOCUMENT, "max_tokens": 2, "ignore_eos": True}
+
+
+def test_a_file_that_cannot_grow_stops_nobody_and_is_written_once_it_can_again(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    with ServerProcess("--record", str(file)) as server:
+
+        def num_served(count: int) -> int:
+            return sum(post(server.url, "/v1/completions", ASK).status_code == 200 for _ in range(count))
+
+        assert num_served(1) == 1
+        wait_until(file.read_text)
+        size = file.stat().st_size
+        _, hard = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (size + 100, hard))  # the next line has room for its head
+        assert num_served(3) == 3
+        wait_until(lambda: "failing_listeners" in httpx.get(f"{server.url}/health").json())
+        answer = httpx.get(f"{server.url}/health")
+        assert answer.status_code == 200
+        assert answer.json()["failing_listeners"]["record"]["reason"] == "File too large"
+        assert 'foreword_listener_failing{listener="record",model_name="foreword-demo"} 1.0' in metrics(server.url)
+        assert file.read_text().count("\n") == len(list(TraceReader(file))) == 1, "no part of a line"
+
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (hard, hard))
+        wait_until(lambda: file.read_text().count("\n") == 4)
+        assert num_served(1) == 1
+        wait_until(lambda: file.read_text().count("\n") == 5)
+        assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+        assert 'foreword_listener_lost_requests_total{listener="record",model_name="foreword-demo"} 0.0' in metrics(
+            server.url
+        )
+    assert len(list(TraceReader(file))) == 5, "though the process was killed"
+
+
+def metrics(url: str) -> str:
+    return httpx.get(f"{url}/metrics").text
+
+
+def test_what_waits_for_the_disk_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foreword.server.recorder.MAX_WAITING_BYTES", 5000)
+    recorder = Recorder(Path("/dev/full"), list)
+    for number in range(100):
+        recorder.record(record(number, float(number)))
+    wait_until(lambda: recorder.health.failure == "No space left on device")
+    assert recorder.num_waiting_bytes < 10_000
+    assert recorder.health.num_lost > 90
+    recorder.close()

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.errors import ConfigError, TraceError
 from foreword.replay.keys import PrefixKeys, chain_each
+from foreword.replay.line_file import LineFile
 from foreword.replay.lines import (
     MAX_BLOCK_TOKENS,
     TOKEN_BLOCK_TOKENS,
@@ -243,11 +244,11 @@ class TraceWriter:
             raise ConfigError(f"the secret has {len(secret)} bytes; use 16 to 64")
         self.block_tokens = block_tokens
         self._secret = secret if secret is not None else secrets.token_bytes(32)
+        self._path = file
         try:
-            opened: IO[Any] = gzip.open(file, "wt") if file.suffix == ".gz" else file.open("w")  # noqa: SIM115
+            self._file: LineFile | None = LineFile(file)
         except OSError as error:
-            raise TraceError(f"trace {str(file)!r} cannot be written: {error}; choose another place") from error
-        self._file: IO[str] | None = opened
+            raise self._unwritable(error, "choose another place") from error
 
     def write(
         self, *, timestamp_ms: float, prompt_token_ids: npt.ArrayLike, num_output_tokens: int, namespace: str = ""
@@ -255,6 +256,7 @@ class TraceWriter:
         """Append one request. Prompts share ids only within a `namespace` (adapter and salt, say).
 
         Times should be relative to the recording's start: an absolute one is a fact about a user too.
+        Raises TraceError; then the file is as it was before, and the same request may be tried again.
         """
         assert self._file is not None, "write() after close()"
         tokens = np.ascontiguousarray(prompt_token_ids, np.int32)
@@ -272,15 +274,23 @@ class TraceWriter:
             "block_tokens": size,
             "hash_ids": ids,
         }
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record))
+        except OSError as error:
+            raise self._unwritable(error, "make room for it") from error
+
+    def _unwritable(self, error: OSError, remedy: str) -> TraceError:
+        return TraceError(f"trace {str(self._path)!r} cannot be written: {error.strerror or error}; {remedy}")
 
     def close(self) -> None:
-        """Finish the file; a second call does nothing."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-            self._secret = b""
+        """Finish the file; a second call does nothing. Raises TraceError; the file is closed all the same."""
+        file, self._file, self._secret = self._file, None, b""
+        if file is None:
+            return
+        try:
+            file.close()
+        except OSError as error:
+            raise self._unwritable(error, "make room for it") from error
 
     def __enter__(self) -> TraceWriter:
         return self

@@ -23,11 +23,18 @@ router = APIRouter()
 
 @router.get("/health", tags=["server"])
 async def health(request: Request) -> Response:
-    """200 while the engine works, 503 when it does not."""
-    thread = service_of(request).thread
-    if thread.failure is not None:
-        return json_response({"status": "failed", "reason": thread.failure}, 503)
-    return json_response({"status": "ok"})
+    """200 while the engine works, 503 when it does not; names listeners (records, traces) that fail meanwhile."""
+    service = service_of(request)
+    details: dict[str, Any] = {}
+    failing = {listener.name: listener for listener in service.listeners() if listener.failure is not None}
+    if failing:
+        details["failing_listeners"] = {
+            name: {"reason": listener.failure, "failures": listener.num_failures, "lost": listener.num_lost}
+            for name, listener in failing.items()
+        }
+    if service.thread.failure is not None:
+        return json_response({"status": "failed", "reason": service.thread.failure, **details}, 503)
+    return json_response({"status": "ok", **details})
 
 
 @router.get("/version", tags=["server"])

@@ -44,7 +44,7 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
             if service.tracing is not None:
                 await asyncio.to_thread(service.tracing.close)
             if service.recorder is not None:
-                service.recorder.close()
+                await asyncio.to_thread(service.recorder.close)
 
     app = FastAPI(title="foreword", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service

@@ -82,7 +82,7 @@ async def metrics(request: Request) -> Response:
     service = service_of(request)
     if service.tenants.asks_for_keys or service.operators.have_a_key:
         service.operators.check(request.scope)
-    text, media_type = service.metrics.write(await service.insight.look(), service.records)
+    text, media_type = service.metrics.write(await service.insight.look(), service.records, service.listeners())
     return Response(text, media_type=media_type)
 
 

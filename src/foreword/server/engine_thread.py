@@ -26,6 +26,7 @@ from foreword.errors import EngineError
 from foreword.request import RequestOutput
 from foreword.server.answer_stream import Accepted, AnswerStream, Delta, Event, Finished, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error, step_failed
+from foreword.server.listeners import Listener
 from foreword.server.prefill_speed import PrefillSpeed
 from foreword.server.records import Records
 
@@ -46,7 +47,7 @@ class Ended:
     """Generated tokens of each choice; none if it was refused."""
 
 
-AfterStep = Callable[[Sequence[Ended]], None]
+AfterStep = Listener[Sequence[Ended]]
 
 
 @dataclass(slots=True)
@@ -128,6 +129,8 @@ class EngineThread:
         future: Future[T] = Future()
 
         def carry_out() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked waits no longer
             try:
                 future.set_result(function(self._engine))
             except Exception as error:
@@ -314,10 +317,7 @@ class EngineThread:
     def _hand_over(self) -> None:
         ended, self._ended = self._ended, []
         for keep_account in self._after_step if ended else ():
-            try:
-                keep_account(ended)
-            except Exception:
-                logger.exception("after a step")
+            keep_account(ended)
         if self._outbox:
             outbox, self._outbox = self._outbox, {}
             assert self._loop is not None

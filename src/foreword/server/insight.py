@@ -22,6 +22,7 @@ from foreword.replay.live_curve import CurvePoint
 from foreword.server.api_errors import APIError
 from foreword.server.engine_thread import EngineThread
 from foreword.server.explanations import most_similar
+from foreword.server.listeners import Listener
 from foreword.server.more_memory import MoreMemory
 from foreword.server.records import Records, RequestRecord
 from foreword.text import Tokenizer
@@ -77,7 +78,7 @@ class Insight:
         """Totals of what was counted before the last reset. Changed on the engine's thread alone."""
         self.num_saved_seconds = 0.0
         """Seconds of prefill that hits saved, by the mean time of a computed token at that moment."""
-        records.on_finished(self._count_saved)
+        records.on_finished(Listener("saved_seconds", self._count_saved))
 
     async def look(self, max_age_s: float = 0.0) -> Look:
         """The engine as it is now, or was at most so long ago.

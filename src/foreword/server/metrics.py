@@ -7,7 +7,7 @@ tokens with which a chat template begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from foreword.cache import BlockState, EvictionCause, MissReason
 from foreword.server.insight import Insight, Look
+from foreword.server.listeners import ListenerHealth
 from foreword.server.records import Records, RequestRecord
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -103,9 +104,9 @@ class Metrics:
         for before, after in pairwise(record.token_times):
             self._inter_token[hit].observe(after - before)
 
-    def write(self, look: Look, records: Records) -> tuple[bytes, str]:
+    def write(self, look: Look, records: Records, listeners: Sequence[ListenerHealth]) -> tuple[bytes, str]:
         """All metrics as text, and its media type."""
-        self._engine.show(look, records)
+        self._engine.show(look, records, listeners)
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
 
@@ -117,6 +118,7 @@ class _EngineCollector(Collector):
         self._insight = insight
         self._look: Look | None = None
         self._records: Records | None = None
+        self._listeners: Sequence[ListenerHealth] = ()
         self._outcomes: dict[str, int] = {}
         self._requests = {"hit": 0, "miss": 0}
         self._prompt_tokens = 0
@@ -130,9 +132,9 @@ class _EngineCollector(Collector):
             self._prompt_tokens += record.num_prompt_tokens
             self._requests["hit" if is_hit(record) else "miss"] += 1
 
-    def show(self, look: Look, records: Records) -> None:
+    def show(self, look: Look, records: Records, listeners: Sequence[ListenerHealth]) -> None:
         """From now on report this."""
-        self._look, self._records = look, records
+        self._look, self._records, self._listeners = look, records, listeners
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -145,6 +147,7 @@ class _EngineCollector(Collector):
         yield from self._prefix_cache(look)
         yield from self._pool(look)
         yield from self._tenants(self._records)
+        yield from self._of_listeners()
 
     def _requests_and_queue(self, look: Look) -> Iterator[Metric]:
         yield self._gauge("num_requests_running", "Requests that hold blocks.", look.num_running)
@@ -194,6 +197,19 @@ class _EngineCollector(Collector):
             ("tenant_hit_tokens", "Prompt tokens found.", {t: stats.hit_tokens for t, stats in tenants.items()}),
         ):
             yield self._counters(name, documentation, "tenant", counts)
+
+    def _of_listeners(self) -> Iterator[Metric]:
+        """Those who are told of requests (records, traces, these metrics): do they work?"""
+        failures = {listener.name: listener.num_failures for listener in self._listeners}
+        yield self._counters("listener_failures", "Failed attempts of a listener.", "listener", failures)
+        lost = {listener.name: listener.num_lost for listener in self._listeners}
+        yield self._counters("listener_lost_requests", "Requests that a listener missed.", "listener", lost)
+        failing = GaugeMetricFamily(
+            "foreword_listener_failing", "1 where a listener's last attempt failed.", labels=("model_name", "listener")
+        )
+        for listener in self._listeners:
+            failing.add_metric((self._model, listener.name), listener.failure is not None)
+        yield failing
 
     def _gauge(self, name: str, documentation: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"foreword_{name}", documentation, labels=("model_name",))

@@ -1,40 +1,119 @@
 """Recorder: what clients asked for, as a trace that `foreword replay` reads.
 
-Knows finished records and the writer of traces; writes lengths, times and hashed ids, no text and no token.
+Knows finished records and the writer of traces; writes lengths, times and hashed ids, no text and no token. A thread
+of its own writes, so that a disk that is slow, or full, holds up nobody.
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
+import queue
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from foreword.errors import TraceError
 from foreword.replay.trace import TraceWriter
+from foreword.server.listeners import ListenerHealth
 from foreword.server.records import RequestRecord
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING_BYTES = 64 * 2**20
+"""Most bytes of requests that wait to be written; what ends while there are so many is left out."""
+
+RECORD_BYTES = 1024
+"""What a waiting record takes besides its prompt, roughly."""
+
+RETRY_S = 1.0
+"""After a failure the next attempt waits so long."""
 
 
 class Recorder:
     """Writes each request when it and all that arrived before it have ended, so that the file is in order of arrival.
 
     Requests that were refused before they ran are left out. Tenants' prompts have no ids in common, as they have no
-    blocks in common. Called on the engine's thread, `close` from any thread after it.
+    blocks in common. While the file cannot be written, requests wait here, and are written once it can be again.
     """
 
     def __init__(self, file: Path, running: Callable[[], list[RequestRecord]]) -> None:
         """Begins `file` anew; `running` lists the records that are still open. Raises TraceError."""
+        self.health = ListenerHealth("record")
         self._writer = TraceWriter(file)
         self._running = running
         self._start = time.monotonic()
+        self._ended: queue.SimpleQueue[tuple[RequestRecord, float] | None] = queue.SimpleQueue()
         self._waiting: list[tuple[float, str, RequestRecord]] = []
+        self._lock = threading.Lock()
+        self._num_waiting_bytes = 0
+        self._may_write_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="foreword-recorder", daemon=True)
+        self._thread.start()
 
     def record(self, record: RequestRecord) -> None:
-        """A request ended."""
+        """A request ended. Called on the engine's thread."""
+        with self._lock:
+            if self._num_waiting_bytes > MAX_WAITING_BYTES:
+                self.health.num_lost += 1
+                return
+            self._num_waiting_bytes += _num_bytes(record)
+        earliest = min((other.arrival_time for other in self._running()), default=float("inf"))
+        self._ended.put((record, earliest))
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Bytes of requests that wait to be written."""
+        return self._num_waiting_bytes
+
+    def close(self) -> None:
+        """Write what is left, and finish the file; a second call does nothing. Waits for the disk, but not for ever."""
+        if self._thread.is_alive():
+            self._ended.put(None)
+            self._thread.join(timeout=10.0)
+
+    # ------------------------------------------------------------- its own thread
+
+    def _run(self) -> None:
+        earliest = float("inf")
+        while True:
+            try:
+                ended = self._ended.get(timeout=RETRY_S if self.health.failure is not None else None)
+            except queue.Empty:
+                pass
+            else:
+                if ended is None:
+                    break
+                earliest = ended[1]
+                self._take(ended[0])
+            if time.monotonic() >= self._may_write_at:
+                self._write_those_before(earliest)
+        self._write_those_before(float("inf"))
+        self._finish()
+
+    def _take(self, record: RequestRecord) -> None:
+        """Keep a record until those before it have ended."""
         if record.first_scheduled_time is not None:
             heapq.heappush(self._waiting, (record.arrival_time, record.request_id, record))
-        earliest = min((other.arrival_time for other in self._running()), default=float("inf"))
-        while self._waiting and self._waiting[0][0] < earliest:
-            self._write(heapq.heappop(self._waiting)[2])
+        else:
+            self._let_go(record)
+
+    def _let_go(self, record: RequestRecord) -> None:
+        with self._lock:
+            self._num_waiting_bytes -= _num_bytes(record)
+
+    def _write_those_before(self, moment: float) -> None:
+        """Write the waiting requests that arrived before `moment`, unless that fails."""
+        while self._waiting and self._waiting[0][0] < moment:
+            try:
+                self._write(self._waiting[0][2])
+            except Exception as error:
+                self.health.failed(error)
+                self._may_write_at = time.monotonic() + RETRY_S
+                return
+            self._let_go(heapq.heappop(self._waiting)[2])
+            self.health.worked()
 
     def _write(self, record: RequestRecord) -> None:
         self._writer.write(
@@ -44,8 +123,14 @@ class Recorder:
             namespace=record.salt or "",
         )
 
-    def close(self) -> None:
-        """Write what is left, and finish the file; a second call does nothing."""
-        while self._waiting:
-            self._write(heapq.heappop(self._waiting)[2])
-        self._writer.close()
+    def _finish(self) -> None:
+        if self._waiting:
+            logger.error("%d requests are missing in the recording", len(self._waiting))
+        try:
+            self._writer.close()
+        except TraceError as error:
+            logger.error("%s", error)
+
+
+def _num_bytes(record: RequestRecord) -> int:
+    return RECORD_BYTES + record.prompt_token_ids.nbytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import LookupExplanation
+from foreword.server.listeners import Listener, ListenerHealth
 
 MAX_RECORDS = 1000
 
@@ -97,11 +98,15 @@ class Records:
         self._by_response: OrderedDict[str, RequestRecord] = OrderedDict()
         self._max = max_finished
         self._tenants: dict[str, TenantStats] = {}
-        self._listeners: list[Callable[[RequestRecord], None]] = []
+        self._listeners: list[Listener[RequestRecord]] = []
 
-    def on_finished(self, listener: Callable[[RequestRecord], None]) -> None:
+    def on_finished(self, listener: Listener[RequestRecord]) -> None:
         """Have every closed record handed to `listener`, on the engine's thread: it must be quick."""
         self._listeners.append(listener)
+
+    def listeners(self) -> list[ListenerHealth]:
+        """How those do that are told of closed records."""
+        return [listener.health for listener in self._listeners]
 
     def open(self, record: RequestRecord) -> None:
         """A request was accepted."""

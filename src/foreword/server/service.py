@@ -27,6 +27,7 @@ from foreword.server.answer_stream import AnswerStream, Job
 from foreword.server.api_errors import bad_request, too_busy, unknown_model, wrong_key
 from foreword.server.engine_thread import EngineThread
 from foreword.server.insight import Insight
+from foreword.server.listeners import Listener, ListenerHealth
 from foreword.server.metrics import Metrics
 from foreword.server.more_memory import MoreMemory
 from foreword.server.operators import Operators
@@ -104,19 +105,23 @@ class Service:
         )
         self.quotas = Quotas(manager, self.tenants)
         self.more_memory = MoreMemory(manager)
-        self.thread = EngineThread(llm.engine, self.records, after_step=(self.quotas.enforce, self.more_memory.note))
+        self._after_step = (
+            Listener("quotas", self.quotas.enforce),
+            Listener("more_memory", self.more_memory.note),
+        )
+        self.thread = EngineThread(llm.engine, self.records, after_step=self._after_step)
         self.operators = Operators(config.operator_key, asks_for_keys=self.tenants.asks_for_keys)
         self.insight = Insight(self.thread, self.records, self.more_memory, llm.tokenizer)
         self.metrics = Metrics(model_name, self.insight)
-        self.records.on_finished(self.metrics.observe)
+        self.records.on_finished(Listener("metrics", self.metrics.observe))
         self.tracing = None
         if config.otlp_traces_endpoint is not None:
             self.tracing = Tracing.to_endpoint(config.otlp_traces_endpoint, model_name)
-            self.records.on_finished(self.tracing.record)
+            self.records.on_finished(Listener("traces", self.tracing.record))
         self.recorder = None
         if config.record is not None:
             self.recorder = Recorder(config.record, self.records.running)
-            self.records.on_finished(self.recorder.record)
+            self.records.on_finished(Listener("record_queue", self.recorder.record))
         self.template_changes = [] if llm.tokenizer is None else check_template(llm.tokenizer)
         warn_of(self.template_changes)
         self.shared_prefixes = SharedPrefixes(
@@ -157,6 +162,12 @@ class Service:
         """Raises APIError 404 for a model that is not the one served."""
         if name is not None and name != self.model_name:
             raise unknown_model(name)
+
+    def listeners(self) -> list[ListenerHealth]:
+        """How those do that are told what happened to requests."""
+        found = [*(listener.health for listener in self._after_step), *self.records.listeners()]
+        found += [sender.health for sender in (self.recorder, self.tracing) if sender is not None]
+        return found
 
     @property
     def tokenizer(self) -> Tokenizer:

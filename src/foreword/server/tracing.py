@@ -7,24 +7,27 @@ Names follow the semantic conventions for generative AI; what is ours begins wit
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from foreword.errors import ConfigError
+from foreword.server.listeners import ListenerHealth
 from foreword.server.records import RequestRecord
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
     from opentelemetry.util.types import AttributeValue
 
 
 class Tracing:
     """Turns records into spans and sends them; `close` sends what is left."""
 
-    def __init__(self, model_name: str, processor: SpanProcessor) -> None:
+    def __init__(self, model_name: str, processor: SpanProcessor, health: ListenerHealth | None = None) -> None:
+        """`health` is that of what the processor sends to."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
 
+        self.health = health or ListenerHealth("trace_export")
         self._model = model_name
         self._provider = TracerProvider(resource=Resource.create({"service.name": "foreword"}), shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
@@ -35,12 +38,24 @@ class Tracing:
         """Send spans as OTLP over HTTP, in batches. Raises ConfigError where the packages are missing."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"otlp_traces_endpoint needs the package {error.name}; run `pip install foreword[trace]`"
             ) from error
-        return cls(model_name, BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        health = ListenerHealth("trace_export")
+
+        class Watched(OTLPSpanExporter):
+            def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+                result = super().export(spans)
+                if result is SpanExportResult.SUCCESS:
+                    health.worked()
+                else:
+                    health.num_lost += len(spans)
+                    health.failed("the traces' endpoint did not take them")
+                return result
+
+        return cls(model_name, BatchSpanProcessor(Watched(endpoint=endpoint)), health)
 
     def record(self, record: RequestRecord) -> None:
         """A request ended: its span is queued. Called on the engine's thread."""
