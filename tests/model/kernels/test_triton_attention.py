@@ -14,6 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
 from foreword.errors import ConfigError
 from foreword.model.kernels.reference import AttentionOptions
 from foreword.model.kernels.select import make_kernel
@@ -297,3 +300,17 @@ def test_without_a_gpu_triton_is_refused_unless_it_interprets(monkeypatch: pytes
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ConfigError, match="the model is on cpu"):
         make_kernel("triton", torch.device("cpu"))
+
+
+def test_the_interpreter_multiplies_rows_that_do_not_depend_on_their_number(device: torch.device) -> None:
+    """Its own product is numpy's, whose rows do on some processors (OPENBLAS_CORETYPE=Haswell shows it)."""
+    if device.type != "cpu":
+        pytest.skip("a GPU is not interpreted")
+    rng = np.random.default_rng(18)
+    left, right = (TensorHandle(rng.normal(size=size).astype(np.float32), tl.float32) for size in [(64, 20), (20, 64)])
+    builder, total = InterpreterBuilder(), TensorHandle(np.zeros((64, 64), np.float32), tl.float32)
+    whole = builder.create_dot(left, right, total, None, 0).data
+    assert np.allclose(whole, left.data @ right.data, atol=1e-5)
+    for num_rows in range(1, 64):
+        part, sums = (TensorHandle(handle.data[:num_rows], tl.float32) for handle in (left, total))
+        assert np.array_equal(builder.create_dot(part, right, sums, None, 0).data, whole[:num_rows])
