@@ -469,3 +469,35 @@ def test_all_indexes_agree_on_whole_blocks_while_tails_go_before_heads():
             assert [set(index.remove(ids(block)).tolist()) for index in indexes] == [{block}] * 3
             stored = [(t, e, [b for b in blocks if b != block]) for t, e, blocks in stored]
             stored = [entry for entry in stored if entry[2]]
+
+
+# ------------------------------------------------------------------------------- what was confused before
+
+
+def test_one_picture_in_two_resolutions_is_two_pictures(index):
+    small, large = MediaItem("cat", 0, 4), MediaItem("cat", 0, 8)
+    insert(index, "xxxxxxxx", 0, 1, media=(small, MediaItem("dog", 4, 4)))
+    assert found(index, "xxxxxxxx", media=(large,)) == []
+    insert(index, "xxxxxxxx", 2, 3, media=(large,))
+    assert found(index, "xxxxxxxx", media=(large,)) == [2, 3]
+    assert found(index, "xxxxxxxx", media=(small, MediaItem("dog", 4, 4))) == [0, 1]
+
+
+@pytest.mark.parametrize("salt_offset", [4, 5])
+def test_a_salt_that_begins_at_a_placeholder_hides_no_picture(index, salt_offset):
+    def salted(name):
+        return {"salt": "x", "salt_offset": salt_offset, "media": (MediaItem(name, 4, 2),)}
+
+    insert(index, "ABCDyyEF", 0, 1, **salted("cat"))
+    match = index.match(sequence("ABCDyyEF", **salted("dog")))
+    assert match.block_ids.tolist() == [0]
+    assert match.partial is None
+    assert found(index, "ABCDyyEF", **salted("cat")) == [0, 1]
+
+
+def test_a_picture_named_like_a_salt_is_a_picture(index):
+    """A client chooses the hash, so no text may stand for something else."""
+    insert(index, "ABCDEFGH", 0, 1, salt="x", salt_offset=5)
+    match = index.match(sequence("ABCDEFGH", media=(MediaItem("salted token 70 x", 5, 1),)))
+    assert match.block_ids.tolist() == [0]
+    assert match.partial is None or match.partial.num_tokens == 1

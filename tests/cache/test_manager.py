@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from foreword.cache import ExtraKeys, KVCacheManager, TokenSequence
+from foreword.cache import ExtraKeys, HashIndex, KVCacheManager, RadixIndex, TokenSequence
 from foreword.errors import CacheBusyError, ConfigError
 
 
@@ -241,3 +241,9 @@ def test_random_lives_over_two_tokens_leak_nothing_and_hit_only_true_prefixes():
             manager.free(name)
         assert manager.get_num_free_blocks() == 24
         manager.check_integrity()
+
+
+@pytest.mark.parametrize("index", [RadixIndex(8, 4), HashIndex(8)], ids=["radix", "hash"])
+def test_an_empty_sequence_hits_nothing(index):
+    manager = KVCacheManager(8, block_size=4, index=index)
+    assert manager.get_computed_blocks(TokenSequence("r", [], block_size=4)).num_tokens == 0

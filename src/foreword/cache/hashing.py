@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Integral
 from typing import Literal, NewType, Protocol
 
 import numpy as np
@@ -31,6 +32,7 @@ BlockHash = NewType("BlockHash", bytes)
 TokenArray = npt.NDArray[np.int32]
 
 _INT32_LITTLE_ENDIAN = np.dtype("<i4")
+MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 PACKED_AT_ONCE = 1024
 """Tokens: few enough to stay in the processor's fastest cache."""
 
@@ -138,8 +140,16 @@ class ExtraKeys:
     embeddings_hash: str | None = None
     """Hash of prompt embeddings given instead of token ids; enters every block."""
 
-    def check_media(self, num_tokens: int) -> None:
-        """Raise InvalidRequestError unless the items lie in a prompt of so many tokens, one behind the other."""
+    def check(self, num_tokens: int) -> None:
+        """Raise InvalidRequestError unless these can belong to a prompt of that many tokens.
+
+        Media items have to lie inside it, one after the other, and the salt has to begin somewhere.
+        """
+        if self.salt_offset < 0:
+            raise InvalidRequestError(
+                f"salt_offset={self.salt_offset} is before the first token, so the salt would keep nothing apart; "
+                "give 0 or more"
+            )
         free_from = 0
         for item in self.media:
             end = item.offset + item.num_tokens
@@ -159,7 +169,7 @@ class ExtraKeys:
             keys.append(f"embeddings={self.embeddings_hash}")
         for item in self.media:
             if item.offset < end and start < item.offset + item.num_tokens:
-                keys.append(f"media={item.offset - start}:{item.content_hash}")
+                keys.append(f"media={item.offset - start}:{item.num_tokens}:{item.content_hash}")
         if self.salt is not None and start <= self.salt_offset < end:
             keys.append(f"salt={self.salt}")
         return tuple(keys)
@@ -182,25 +192,50 @@ NO_EXTRA_KEYS = ExtraKeys()
 
 
 def as_token_array(token_ids: npt.ArrayLike) -> TokenArray:
-    """Token ids as a new array of int32.
+    """Token ids as a new array of int32, [tokens].
 
-    A list is packed piece by piece: twice as fast as np.array, which looks at every element's type.
+    Raises InvalidRequestError for ids below 0 or beyond int32: an index gives the numbers below 0 to media.
     """
-    if not isinstance(token_ids, list):
-        return np.array(token_ids, dtype=np.int32)
+    return _pack(token_ids) if isinstance(token_ids, list) else _convert(token_ids)
+
+
+def _pack(token_ids: list[int]) -> TokenArray:
+    """A list, packed piece by piece: twice as fast as np.array, which looks at every element's type."""
     count = len(token_ids)
     tokens = np.empty(count, np.int32)
     try:
         if count <= PACKED_AT_ONCE:
             struct.pack_into(f"{count}i", tokens.data, 0, *token_ids)
-            return tokens
-        target = tokens.data.cast("B")
-        for at in range(0, count, PACKED_AT_ONCE):
-            piece = token_ids[at : at + PACKED_AT_ONCE]
-            struct.pack_into(f"{len(piece)}i", target, 4 * at, *piece)
+        else:
+            target = tokens.data.cast("B")
+            for at in range(0, count, PACKED_AT_ONCE):
+                piece = token_ids[at : at + PACKED_AT_ONCE]
+                struct.pack_into(f"{len(piece)}i", target, 4 * at, *piece)
     except struct.error:
-        return np.array(token_ids, dtype=np.int32)
-    return tokens
+        return _convert(token_ids)
+    return tokens if not count or tokens.min() >= 0 else _convert(tokens)
+
+
+def _convert(token_ids: npt.ArrayLike) -> TokenArray:
+    """Any row of integers as a new array."""
+    try:
+        given = np.asarray(token_ids)
+    except ValueError:  # lists of different lengths
+        given = np.empty((0, 0))
+    if given.ndim != 1:
+        raise InvalidRequestError("token ids must stand in one row; give a list, or an array of one dimension")
+    if given.size and (given.dtype.kind not in "iub" or given.min() < 0 or given.max() > MAX_TOKEN_ID):
+        for token in given.tolist():
+            check_token_id(token)
+    return given.astype(np.int32)
+
+
+def check_token_id(token: object) -> None:
+    """Raise InvalidRequestError unless this is an integer from 0 to the greatest of int32."""
+    if not isinstance(token, Integral) or not 0 <= int(token) <= MAX_TOKEN_ID:
+        raise InvalidRequestError(
+            f"token id {token!r} is not an integer from 0 to {MAX_TOKEN_ID}; give ids of the model's vocabulary"
+        )
 
 
 def hash_block_tokens(
@@ -210,7 +245,7 @@ def hash_block_tokens(
     extra_keys: Sequence[str] = (),
 ) -> BlockHash:
     """Key of one full block; `parent_hash` is None for the first block of a sequence without fingerprint."""
-    tokens = np.asarray(token_ids, dtype=np.int32)
+    tokens = as_token_array(token_ids)
     blocks = _encode_tokens(hash_fn, tokens, len(tokens))
     return _fold(hash_fn, parent_hash or ROOT_HASH, blocks, [_encode_extra(hash_fn, extra_keys)])[0]
 

@@ -26,16 +26,14 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.block_pool import BlockIds
-from foreword.cache.hashing import ExtraKeys, MediaItem, TokenArray
+from foreword.cache.hashing import ExtraKeys, TokenArray
 from foreword.cache.index import Divergence, HashIndex, PartialBlock, PrefixIndex, PrefixMatch
-from foreword.cache.media_numbers import MediaNumbers
+from foreword.cache.media_numbers import MediaNumbers, Placed, placed_media, placed_stretches
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.tree_view import PrefixNode, top_nodes
 
 Namespace = tuple[str | None, str | None, str | None]
 NOT_INDEXED = -1
-_SALTED = "salted token "
-"""With this begin the items that are salts."""
 
 MAX_APPENDED_TOKENS = 4096
 """A node that is longer is not lengthened, to bound what adding one block copies."""
@@ -131,7 +129,7 @@ class RadixIndex:
         node, position, _ = self._walk(sequence, tokens)
         if position == len(tokens):
             return None
-        own = self._media.replace(sequence.token_ids, sequence.extra_keys.media)
+        own = self._media.replace(sequence.token_ids, placed_media(sequence.extra_keys))
         ours = tuple(own[position : position + num_tokens].tolist())
         theirs: list[int] = []
         start = position
@@ -139,7 +137,9 @@ class RadixIndex:
             theirs += node.tokens[start - node.start :][: num_tokens - len(theirs)].tolist()
             start = node.end
             node = next(iter(node.children.values()), None)
-        theirs = list(takewhile(lambda token: not self._is_salted(token), theirs))  # the rest is under another's salt
+        theirs = list(
+            takewhile(lambda token: self._media.salted_token(token) is None, theirs)
+        )  # the rest is under another's salt
         return Divergence(position, ours, tuple(theirs))
 
     def original_of(self, block_id: int) -> int | None:
@@ -178,9 +178,9 @@ class RadixIndex:
 
     def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         size = self._block_size
-        items = _items(sequence)
-        if items:
-            self._know_media(items)
+        placed = placed_stretches(sequence.extra_keys, sequence.token_ids)
+        if placed:
+            self._know(placed)
         tokens = self._tokens(sequence)[: (first + len(block_ids)) * size]
         node, position = self._start(sequence, first * size)
         while position < len(tokens):
@@ -371,24 +371,19 @@ class RadixIndex:
     # -------------------------------------------------------------------- keys
 
     def _tokens(self, sequence: TokenSequence) -> TokenArray:
-        """The sequence's tokens, its media's placeholders replaced by numbers below 0 for their content."""
-        items = _items(sequence)
-        return self._media.replace(sequence.token_ids, items) if items else sequence.token_ids
+        """The sequence's tokens; numbers below 0 where media stand, and where its salt begins."""
+        placed = placed_stretches(sequence.extra_keys, sequence.token_ids)
+        return self._media.replace(sequence.token_ids, placed) if placed else sequence.token_ids
 
-    def _is_salted(self, number: int) -> bool:
-        """Whether this stands for the token from which on a salt keeps prefixes apart."""
-        content = self._media.content_of(number) if number < 0 else None
-        return content is not None and content.startswith(_SALTED)
-
-    def _know_media(self, items: Sequence[MediaItem]) -> None:
-        """Give these items numbers; forget those that are in no node any more, if there are too many."""
-        if self._media.is_full(items):
+    def _know(self, placed: Sequence[Placed]) -> None:
+        """Give these stretches numbers; forget those that are in no node any more, if there are too many."""
+        if self._media.is_full(placed):
             nodes = list(self._nodes.values())
             for node, tokens in zip(nodes, self._media.keep(node.tokens.copy() for node in nodes), strict=True):
                 node.tokens = tokens
             for node in nodes:
                 node.children = {int(child.tokens[0]): child for child in node.children.values()}
-        self._media.add(items)
+        self._media.add(placed)
 
     # -------------------------------------------------------------------- view
 
@@ -396,10 +391,10 @@ class RadixIndex:
         self, limit: int, num_reuses: npt.NDArray[np.int64] | None, under_salt: str = ""
     ) -> list[PrefixNode] | None:
         def told(number: int) -> tuple[int, str | None]:
-            if not self._is_salted(number):
+            salted = self._media.salted_token(number)
+            if salted is None:
                 return number, None
-            token, salt = (self._media.content_of(number) or "").removeprefix(_SALTED).split(" ", 1)
-            return int(token), salt
+            return (salted.token_id if salted.media is None else number), salted.salt
 
         roots = ((salt, root) for (_, salt, _), root in self._roots.items())
         return top_nodes(
@@ -465,15 +460,6 @@ def make_index(name: Literal["radix", "hash"], num_blocks: int, block_size: int)
 
 def _namespace(keys: ExtraKeys) -> Namespace:
     return (keys.adapter, None if keys.salt_offset else keys.salt, keys.embeddings_hash)
-
-
-def _items(sequence: TokenSequence) -> tuple[MediaItem, ...]:
-    """Its media; and as another item the token from which on its salt counts, where that is not the first one."""
-    keys = sequence.extra_keys
-    if keys.salt is None or not 0 < keys.salt_offset < len(sequence):
-        return keys.media
-    token = int(sequence.token_ids[keys.salt_offset])
-    return (*keys.media, MediaItem(f"{_SALTED}{token} {keys.salt}", keys.salt_offset, 1))
 
 
 def _common_length(ours: TokenArray, theirs: TokenArray) -> int:

@@ -25,8 +25,9 @@ class TokenSequence:
     """An append-only array of token ids whose block keys are computed once each.
 
     `len(sequence)` counts prompt and generated tokens. `root` is `chain_root(fingerprint)` of the model; sequences that
-    share an index have the same hash function. Raises InvalidRequestError for media items that overlap or do not lie
-    inside `token_ids`.
+    share an index have the same hash function. Raises InvalidRequestError for token ids below 0 or beyond int32 (those
+    that are generated are checked when they are first read), and for media items that overlap or do not lie inside
+    `token_ids`.
     """
 
     __slots__ = (
@@ -64,8 +65,8 @@ class TokenSequence:
         self.generated: list[int] = []
         """Tokens behind those that were given; the list may be appended to."""
         self._hashes: list[BlockHash] = []
-        if extra_keys.media:
-            extra_keys.check_media(self._num_given)
+        if extra_keys is not NO_EXTRA_KEYS:
+            extra_keys.check(self._num_given)
         self._plain_hashes: list[BlockHash] = []
 
     def __len__(self) -> int:
@@ -78,7 +79,7 @@ class TokenSequence:
         if known < length:
             if length > len(self._tokens):
                 self._tokens = np.concatenate((self._tokens[:known], np.empty(max(64, length), np.int32)))
-            self._tokens[known:length] = self.generated[known - self._num_given :]
+            self._tokens[known:length] = as_token_array(self.generated[known - self._num_given :])
             self._num_gathered = length
         return self._tokens[:length]
 

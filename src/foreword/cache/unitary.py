@@ -63,7 +63,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         if match is NO_MATCH:
             return self.nothing
         num_shared = len(match.block_ids) * self._size
-        computed_last = len(sequence) - 1
+        computed_last = max(0, len(sequence) - 1)
         partial = match.partial
         if partial is None or num_shared >= computed_last or self._is_being_filled(partial.block_id):
             # A block that this very step fills is filled too late to be copied.
