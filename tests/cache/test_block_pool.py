@@ -63,7 +63,7 @@ def test_a_block_is_free_when_its_last_holder_lets_go():
     pool.free_blocks(held)
     assert pool.get_num_free_blocks() == 1
     pool.free_blocks(held[::-1])
-    assert pool.free_block_ids().tolist() == [2, 1, 0]
+    assert pool.free_block_ids().tolist() == [1, 0, 2]
     assert pool.get_usage() == 0.0
 
 

@@ -48,8 +48,14 @@ class Model:
         return self.time
 
     def append(self, blocks):
+        self.put_first([block for block in blocks if block not in self.cached])
         for block in blocks:
-            self.free[block] = self.tick()
+            if block in self.cached:
+                self.free[block] = self.tick()
+
+    def put_first(self, blocks):
+        for block in reversed(blocks):
+            self.free[block] = -self.tick()
 
     def remove(self, blocks):
         for block in blocks:
@@ -72,9 +78,7 @@ class Model:
                 self.cached[block]["hits"] += 1
 
     def note_forgotten(self, blocks):
-        for block in blocks:
-            if self.cached.pop(block, None) is not None and block in self.free:
-                self.free[block] = self.tick()
+        self.put_first([b for b in blocks if self.cached.pop(b, None) is not None and b in self.free])
 
     def set_priority(self, blocks, priority):
         for block in blocks:
@@ -93,11 +97,8 @@ class Model:
 
 
 class LruModel(Model):
-    def note_forgotten(self, blocks):
-        pass
-
-    def key(self, block):
-        return self.free[block]
+    def cached_key(self, block, content):
+        return (self.free[block],)
 
 
 class LfuModel(Model):
@@ -130,19 +131,14 @@ class FifoModel(Model):
 
 class LastAccessedModel(Model):
     def append(self, blocks):
+        super().append(blocks)
         now = self.tick()
         for at, block in enumerate(blocks):
-            depth = self.cached[block]["depth"] if block in self.cached else 0
-            self.free[block] = (now, -depth, at)
+            if block in self.cached:
+                self.free[block] = (now, -self.cached[block]["depth"], at)
 
-    def note_forgotten(self, blocks):
-        for at, block in enumerate(blocks):
-            if self.cached.pop(block, None) is not None and block in self.free:
-                self.free[block] = (self.tick(), 0, at)
-
-    def key(self, block):
-        place = self.free[block]
-        return (block in self.cached, place if isinstance(place, tuple) else (place, 0, 0))
+    def cached_key(self, block, content):
+        return (self.free[block],)
 
 
 class PriorityModel(Model):
@@ -289,21 +285,17 @@ def test_a_fresh_policy_gives_blocks_by_number(name):
     assert make_policy(name, 4).popleft(3).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "lru"])
-def test_blocks_that_hold_nothing_go_first(name):
-    policy = make_policy(name, 4)
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_that_hold_nothing_go_first_and_of_these_the_last_freed(name):
+    policy = make_policy(name, 6)
     policy.note_cached(policy.popleft(2), ids(0, 1))
     policy.append(ids(1, 0))
-    policy.append(policy.popleft(2))
-    assert policy.in_order().tolist() == [2, 3, 1, 0]
-
-
-def test_lru_does_not_ask_what_blocks_hold():
-    policy = make_policy("lru", 4)
-    policy.note_cached(policy.popleft(2), ids(0, 1))
-    policy.append(ids(1, 0))
-    policy.append(policy.popleft(2))
-    assert policy.in_order().tolist() == [1, 0, 2, 3]
+    policy.append(policy.popleft(1))
+    assert policy.in_order().tolist() == [2, 3, 4, 5, 1, 0]
+    taken = policy.popleft(3)
+    policy.append(taken[:1])
+    policy.append(taken[1:])
+    assert policy.in_order().tolist() == [3, 4, 2, 5, 1, 0]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "fifo"])
@@ -332,8 +324,7 @@ def test_a_forgotten_block_is_as_good_as_new(name):
     policy.note_cached(ids(0), ids(0))
     policy.append(ids(1, 0, 2))
     policy.check_integrity()
-    if name != "lru":
-        assert policy.in_order().tolist()[0] == 2
+    assert policy.in_order().tolist()[0] == 2
 
 
 def test_an_unknown_name_is_refused_with_the_choices():
@@ -422,7 +413,7 @@ def test_priority_keeps_the_higher_number_and_forgets_it_with_the_content():
     policy.set_priority(answer, -1)
     assert policy.in_order().tolist() == [3, *answer, *question, *system]
     policy.note_forgotten(system)
-    assert policy.in_order().tolist() == [3, *system, *answer, *question]
+    assert policy.in_order().tolist() == [*system, 3, *answer, *question]
     blocks = policy.popleft(4)
     policy.note_cached(blocks, ids(0, 1, 2, 3))
     policy.append(blocks)
@@ -474,12 +465,11 @@ def test_random_requests_keep_every_policy_and_index_in_step(name, index):
         elif not live:
             manager.reset_prefix_cache()
         manager.check_integrity()
-        if name != "lru":
-            known = int(policy._is_cached.sum())
-            # A radix index takes no block behind one that was evicted from under a running request.
-            assert known == manager.get_num_cached_blocks() or (
-                index == "radix" and known > manager.get_num_cached_blocks()
-            )
+        known = int(policy._is_cached.sum())
+        # A radix index takes no block behind one that was evicted from under a running request.
+        assert known == manager.get_num_cached_blocks() or (
+            index == "radix" and known > manager.get_num_cached_blocks()
+        )
 
 
 def test_what_a_radix_index_forgets_along_with_a_head_goes_first():
@@ -533,8 +523,8 @@ class GivesTwice(FreeKVCacheBlockQueue):
 class KeepsPlaces(FreeKVCacheBlockQueue):
     def _compact(self):
         alive = self.in_order()
-        self._head, self._tail = 0, len(alive)
-        self._buffer[: self._tail] = alive
+        self._head, self._tail = self._num_blocks, self._num_blocks + len(alive)
+        self._buffer[self._head : self._tail] = alive
 
 
 class LruLosesAppended(LosesAppended, LruPolicy):

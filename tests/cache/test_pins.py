@@ -119,7 +119,7 @@ def test_only_content_can_be_pinned_and_losing_it_ends_the_pin(name):
     assert policy.pin(ids(0, 1), until=10.0, now=0.0).tolist() == [0, 1]
     policy.note_forgotten(ids(0, 3))
     assert policy.pinned_block_ids().tolist() == [1]
-    assert policy.in_order().tolist() == [2, 3, 0, 1]
+    assert policy.in_order().tolist() == [0, 2, 3, 1]
     policy.check_integrity()
 
 

@@ -3,9 +3,8 @@
 Knows what a pool tells its policy, and the policies' names; knows neither keys nor tokens, requests or
 time. `make_policy` takes the name that a user chose.
 
-A free block that holds nothing cached costs nothing to give away, so every policy gives those first, in
-the order in which they became free; `lru` alone does not tell them apart, as vLLM v1 does not. All
-policies work on many blocks per call.
+A free block that holds nothing cached costs nothing to give away, so every policy gives those first, the last
+freed first: its memory is the likeliest to be in a processor's cache. All policies work on many blocks per call.
 
 Whatever the policy, a good order takes the tail of a prefix before its head: a head without its tail is
 still a hit, a tail without its head can never be found. Requests free their last block first, so that
@@ -17,6 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from foreword.cache.free_queue import BlockIds, FreeKVCacheBlockQueue
 from foreword.cache.policies import FifoPolicy, LastAccessedPolicy, LfuPolicy, PriorityPolicy, SlruPolicy
@@ -39,7 +41,10 @@ class EvictionPolicy(Protocol):
         """Whether the block is free."""
 
     def append(self, block_ids: BlockIds) -> None:
-        """These blocks, which were held, are free from now on; they were freed in the order given."""
+        """These blocks, which were held, are free from now on; they were freed in the order given.
+
+        Those that hold nothing cached go first, in the order given.
+        """
 
     def remove(self, block_ids: BlockIds) -> None:
         """These free blocks are held from now on, and keep what they hold."""
@@ -73,20 +78,46 @@ class EvictionPolicy(Protocol):
 
 
 class LruPolicy(FreeKVCacheBlockQueue):
-    """Least recently freed first, whatever the blocks hold: the order of vLLM v1, block id by block id.
+    """Blocks that hold nothing, the last freed first; then the least recently freed first: vLLM's order, id by id.
 
     A hit takes its blocks out of the queue and the end of the request puts them back at the tail, last
     block first; so the order is that of last use, and within a request tail before head.
     """
 
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
+
+    def append(self, block_ids: BlockIds) -> None:
+        cached = self._is_cached.take(block_ids)
+        if cached.all():
+            super().append(block_ids)
+        else:
+            self.appendleft(block_ids.compress(~cached))
+            super().append(block_ids.compress(cached))
+
+    def popleft(self, count: int) -> BlockIds:
+        block_ids = super().popleft(count)
+        self._is_cached[block_ids] = False
+        return block_ids
+
     def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
-        pass
+        self._is_cached[block_ids] = True
 
     def note_hit(self, block_ids: BlockIds) -> None:
         pass
 
     def note_forgotten(self, block_ids: BlockIds) -> None:
-        pass
+        forgotten = block_ids.compress(self._is_cached.take(block_ids))
+        self._is_cached[forgotten] = False
+        freed = forgotten.compress(self.holds(forgotten))
+        self.remove(freed)
+        self.appendleft(freed)
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        cached = self._is_cached[self.in_order()]
+        assert (np.diff(cached.astype(np.int8)) >= 0).all(), "a cached block goes before one that holds nothing"
 
 
 POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(

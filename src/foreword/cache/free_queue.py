@@ -28,16 +28,17 @@ class FreeKVCacheBlockQueue:
         buffer   . . . 7 8 9 4 3 2 . . .        place[8] == head + 1
                        ^head       ^tail        place[5] == NOT_QUEUED
 
-    The buffer holds twice as many entries as there are blocks and is compacted when the tail reaches
-    its end, which then frees at least half of it: amortised O(1) a block.
+    The buffer holds three times as many entries as there are blocks. When one of its ends is reached, the queue
+    is compacted into its middle, which leaves room for as many as there are blocks: amortised O(1) a block.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._buffer: BlockIds = np.empty(2 * num_blocks, np.int32)
-        self._buffer[:num_blocks] = np.arange(num_blocks, dtype=np.int32)
-        self._place: npt.NDArray[np.int32] = np.arange(num_blocks, dtype=np.int32)
-        self._head = 0
-        self._tail = num_blocks
+        self._num_blocks = num_blocks
+        self._buffer: BlockIds = np.empty(3 * num_blocks, np.int32)
+        self._buffer[num_blocks : 2 * num_blocks] = np.arange(num_blocks, dtype=np.int32)
+        self._place: npt.NDArray[np.int32] = np.arange(num_blocks, 2 * num_blocks, dtype=np.int32)
+        self._head = num_blocks
+        self._tail = 2 * num_blocks
         self._num_free = num_blocks
 
     @classmethod
@@ -45,7 +46,8 @@ class FreeKVCacheBlockQueue:
         """A queue for block ids below `num_blocks` in which none is yet."""
         queue = cls(num_blocks)
         queue._place[:] = NOT_QUEUED
-        queue._tail = queue._num_free = 0
+        queue._tail = queue._head
+        queue._num_free = 0
         return queue
 
     def __len__(self) -> int:
@@ -67,6 +69,16 @@ class FreeKVCacheBlockQueue:
         self._buffer[self._tail : self._tail + count] = block_ids
         self._place[block_ids] = np.arange(self._tail, self._tail + count, dtype=np.int32)
         self._tail += count
+        self._num_free += count
+
+    def appendleft(self, block_ids: BlockIds) -> None:
+        """Put blocks that are not in the queue at its head: they go next, in the order given."""
+        count = len(block_ids)
+        if count > self._head:
+            self._compact()
+        self._head -= count
+        self._buffer[self._head : self._head + count] = block_ids
+        self._place[block_ids] = np.arange(self._head, self._head + count, dtype=np.int32)
         self._num_free += count
 
     def remove(self, block_ids: BlockIds) -> None:
@@ -124,9 +136,9 @@ class FreeKVCacheBlockQueue:
 
     def _compact(self) -> None:
         alive = self.in_order()
-        self._head, self._tail = 0, len(alive)
-        self._buffer[: self._tail] = alive
-        self._place[alive] = np.arange(self._tail, dtype=np.int32)
+        self._head, self._tail = self._num_blocks, self._num_blocks + len(alive)
+        self._buffer[self._head : self._tail] = alive
+        self._place[alive] = np.arange(self._head, self._tail, dtype=np.int32)
 
 
 class _Lane:

@@ -16,7 +16,7 @@ from foreword.cache.free_queue import NO_BLOCKS, BlockIds, FreeKVCacheBlockQueue
 
 
 class _EmptyFirst(ABC):
-    """Blocks that hold nothing, least recently freed first; then cached ones, as the subclass orders them.
+    """Blocks that hold nothing, the last freed first; then cached ones, as the subclass orders them.
 
     The subclass keeps the free cached blocks (`_add`, `_discard`, `_take`, `_kept`), and whatever it
     wants to know of the content of all cached blocks (`_learn`, `note_hit`, `_unlearn`).
@@ -64,7 +64,7 @@ class _EmptyFirst(ABC):
 
     def append(self, block_ids: BlockIds) -> None:
         cached, empty = self._divide(block_ids)
-        self._empty.append(empty)
+        self._empty.appendleft(empty)
         self._add(cached)
         self._is_free[block_ids] = True
         self._num_free += len(block_ids)
@@ -106,7 +106,7 @@ class _EmptyFirst(ABC):
         self._discard(freed)
         self._is_cached[block_ids] = False
         self._unlearn(block_ids)
-        self._empty.append(freed)
+        self._empty.appendleft(freed)
 
     def check_integrity(self) -> None:
         self._empty.check_integrity()
