@@ -27,7 +27,7 @@ from foreword.cache import (
 )
 from foreword.config import CacheConfig, EngineConfig, Environment, ModelConfig
 from foreword.engine import BlockKeys, Engine, ModelLimits
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, ModelLoadError
 from foreword.request import SamplingParams
 from foreword.scheduler import Scheduler
 from foreword.text import TextStream, Tokenizer
@@ -44,6 +44,26 @@ def load(options: ModelConfig) -> LoadedModel:
     from foreword.model.loader import load_model
 
     return load_model(options, num_threads=Environment.read().num_threads)
+
+
+def load_tokenizer(options: ModelConfig) -> Tokenizer | None:
+    """Load a model's tokenizer, or the one that was asked for in its place; None if the model has none.
+
+    Raises ModelLoadError, or ConfigError for a chat template that cannot be read.
+    """
+    revision = options.tokenizer_revision or (options.revision if options.tokenizer is None else None)
+    tokenizer = Tokenizer.load(
+        options.tokenizer or options.model, revision=revision, trust_remote_code=options.trust_remote_code
+    )
+    if tokenizer is None and options.tokenizer is not None:
+        raise ModelLoadError(
+            f"tokenizer={options.tokenizer!r} has no tokenizer files; name a folder or hub id that has"
+        )
+    if options.chat_template is not None:
+        if tokenizer is None:
+            raise ConfigError("chat_template needs a tokenizer, and this model has none; name one with tokenizer")
+        tokenizer.set_chat_template(options.chat_template)
+    return tokenizer
 
 
 def plan_layout(config: EngineConfig, model: LoadedModel) -> CacheLayout:
@@ -72,9 +92,13 @@ def build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer 
     layout = plan_layout(config, model)
     longest = min(model.max_positions, config.model.max_model_len or model.max_positions)
     steps = RunnerLimits.of(config, longest)
-    measure = measure_on_gpu(model, layout, steps, config.scheduler.max_num_batched_tokens)
-    budget = kv_cache_bytes(config.model, measure)
-    num_blocks = budget // layout.bytes_per_block
+    num_blocks = config.cache.num_gpu_blocks_override
+    if num_blocks is None:
+        measure = measure_on_gpu(model, layout, steps, config.scheduler.max_num_batched_tokens)
+        budget = kv_cache_bytes(config.model, measure)
+        num_blocks = budget // layout.bytes_per_block
+    else:
+        budget = num_blocks * layout.bytes_per_block
     if num_blocks < 1:
         raise ConfigError(
             f"{budget} bytes of KV memory do not hold one block of {layout.block_size} tokens "
@@ -85,7 +109,8 @@ def build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer 
         manager = _make_manager(config, layout, num_blocks)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
-            f"{budget} bytes of KV memory cannot be had on {model.device}; lower kv_cache_memory_bytes"
+            f"{budget} bytes of KV memory ({num_blocks} blocks) cannot be had on {model.device}; lower "
+            f"{'kv_cache_memory_bytes' if config.cache.num_gpu_blocks_override is None else 'num_gpu_blocks_override'}"
         ) from error
     limits = ModelLimits(
         vocab_size=model.vocab_size,
@@ -138,6 +163,8 @@ def _block_keys(config: EngineConfig, model: LoadedModel) -> BlockKeys:
         "config": described,
         "salt": config.cache.key_salt,
     }
+    if config.model.revision is not None:
+        facts["revision"] = config.model.revision
     fingerprint = json.dumps(facts, sort_keys=True, default=str)
     return BlockKeys(make_hash_function(config.cache.hash_function), chain_root(fingerprint))
 

@@ -14,14 +14,19 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from foreword import __version__
-from foreword.config import Dtype, Environment, EvictionName, IndexName, KernelName, Policy
+from foreword.config import Environment, engine_options
 from foreword.errors import ConfigError, ForewordError, InvalidRequestError
+from foreword.flags import Flags, unknown_argument, with_hyphens
+from foreword.log_format import JsonLines, LogConfig, TextLines
+from foreword.options import options_of
+from foreword.vllm_options import ENGINE_OPTIONS, SERVER_OPTIONS
 
 if TYPE_CHECKING:
     from foreword.llm import LLM
@@ -31,11 +36,15 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = _parser()
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
     try:
-        logging.basicConfig(level=Environment.read().log_level, format="%(levelname)s %(name)s: %(message)s")
+        if unknown:
+            raise unknown_argument(unknown[0], args.parser)
+        environment = Environment.read()
+        options = args.flags.given(args) if "flags" in args else {}
+        _configure_logging(LogConfig(**_taken(options, LogConfig)), environment.log_level or args.log_level)
         _prepare_libraries()
-        code: int = args.run(args)
+        code: int = args.run(args, options) if "flags" in args else args.run(args)
         return code
     except ForewordError as error:
         print(f"foreword: {type(error).__name__}: {error}", file=sys.stderr)
@@ -49,35 +58,51 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-class _LateParser(argparse.ArgumentParser):
-    """A command whose arguments may be known to a module, which is imported when the command is given.
+def _configure_logging(config: LogConfig, default_level: str) -> None:
+    """Lines to standard error; of other packages warnings and errors only, which say more than they should."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines() if config.log_format == "json" else TextLines())
+    level = (config.log_level or default_level).upper()
+    logging.basicConfig(level=max(logging.WARNING, logging.getLevelNamesMapping()[level]), handlers=[handler])
+    logging.getLogger("foreword").setLevel(level)
 
-    So other commands start sooner. The module has `add_arguments` and `run`.
+
+def _taken(options: dict[str, Any], config: type) -> dict[str, Any]:
+    """Take out of `options` those that are fields of a configuration class."""
+    return {field.name: options.pop(field.name) for field in fields(config) if field.name in options}
+
+
+class _LateParser(argparse.ArgumentParser):
+    """A command whose arguments are added when it is given, by a module that is imported then.
+
+    So other commands start sooner.
     """
 
-    module: str | None = None
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+        self.later: Callable[[argparse.ArgumentParser], None] | None = None
+        self.set_defaults(parser=self, log_level="WARNING")
 
-    def parse_known_args(self, *args: Any, **options: Any) -> Any:
-        if self.module is not None:
-            module = importlib.import_module(self.module)
-            self.module = None
-            module.add_arguments(self)
-            self.set_defaults(run=module.run)
-        return super().parse_known_args(*args, **options)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.later is not None:
+            add_arguments, self.later = self.later, None
+            add_arguments(self)
+        return super().parse_known_args(None if args is None else with_hyphens(args), namespace)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="foreword", description="LLM inference with automatic prefix caching.")
+    parser = argparse.ArgumentParser(
+        prog="foreword", description="LLM inference with automatic prefix caching.", allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"foreword {__version__}")
+    parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_LateParser)
 
     generate = commands.add_parser("generate", help="continue prompts, or answer a chat message")
-    _add_generate_arguments(generate)
-    generate.set_defaults(run=_generate)
+    generate.later = _add_generate_arguments
 
     serve = commands.add_parser("serve", help="answer over HTTP, in OpenAI's dialect")
-    _add_serve_arguments(serve)
-    serve.set_defaults(run=_serve)
+    serve.later = _add_serve_arguments
 
     demo = commands.add_parser("demo", help="three workloads with and without the prefix cache, in a table")
     demo.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
@@ -86,19 +111,38 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measurements on recorded traffic")
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
     trace = kinds.add_parser("trace", help="drive the engine with a Mooncake trace")
-    trace.module = "foreword.bench.trace"
+    trace.later = _arguments_of("foreword.bench.trace")
     calibration = kinds.add_parser("calibrate", help="measure the rates that `replay` needs to tell times")
-    calibration.module = "foreword.bench.calibrate"
+    calibration.later = _arguments_of("foreword.bench.calibrate")
 
     replay = commands.add_parser(
         "replay", help="what caches of other sizes and policies would find of recorded traffic"
     )
-    replay.module = "foreword.replay.command"
+    replay.later = _arguments_of("foreword.replay.command")
     return parser
 
 
+def _arguments_of(name: str) -> Callable[[argparse.ArgumentParser], None]:
+    """A module that has `add_arguments` and `run`."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        module = importlib.import_module(name)
+        module.add_arguments(parser)
+        parser.set_defaults(run=module.run)
+
+    return add
+
+
+SAMPLING = "max_tokens temperature top_p top_k min_p seed stop ignore_eos".split()
+"""Fields of SamplingParams that `generate` has flags for."""
+SAMPLING_DEFAULTS = {"max_tokens": 128, "temperature": 0.0}
+"""Those whose default is another one here."""
+
+
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder or hub id of a Hugging Face causal LM")
+    from foreword.request import SamplingParams
+
+    parser.add_argument("given_model", metavar="MODEL", nargs="?", help="folder or hub id of a Hugging Face causal LM")
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be given several times")
     parser.add_argument("--prompt-file", type=Path, action="append", default=[], help="file whose text to continue")
     parser.add_argument("--prompt-token-ids", action="append", default=[], metavar="IDS", help="such as 5,17,9")
@@ -109,70 +153,39 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="say on standard error what the cache held of each prompt, why not more, and what attention shared",
     )
-
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=128)
-    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    sampling.add_argument("--top-p", type=float, default=1.0)
-    sampling.add_argument("--top-k", type=int, default=0)
-    sampling.add_argument("--seed", type=int)
-    sampling.add_argument("--stop", action="append", default=[], help="string that ends the answer")
-    sampling.add_argument("--ignore-eos", action="store_true")
-
-    _add_engine_arguments(parser)
-
-
-def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--dtype", choices=get_args(Dtype))
-    engine.add_argument("--device")
-    engine.add_argument("--max-model-len", type=int)
-    engine.add_argument("--kv-cache-memory-bytes", type=int)
-    engine.add_argument("--gpu-memory-utilization", type=float)
-    engine.add_argument("--block-size", type=int)
-    engine.add_argument("--max-num-batched-tokens", type=int)
-    engine.add_argument("--max-num-seqs", type=int)
-    engine.add_argument("--long-prefill-token-threshold", type=int)
-    engine.add_argument("--scheduling-policy", choices=get_args(Policy))
-    engine.add_argument("--prefix-index", choices=get_args(IndexName))
-    engine.add_argument("--eviction-policy", choices=get_args(EvictionName))
-    engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
-    engine.add_argument("--attention-kernel", choices=get_args(KernelName))
-    engine.add_argument("--trust-remote-code", action="store_true", default=None)
-    engine.set_defaults(engine_options=[action.dest for action in engine._group_actions])
+    fields = options_of(SamplingParams)
+    sampling = {
+        name: replace(fields[name], default=SAMPLING_DEFAULTS.get(name, fields[name].default)) for name in SAMPLING
+    }
+    engine = {name: option for name, option in engine_options().items() if name not in SAMPLING}
+    flags = Flags({"sampling": sampling, "engine": engine, "logging": options_of(LogConfig)}, ENGINE_OPTIONS)
+    flags.add_to(parser)
+    parser.set_defaults(run=_generate, flags=flags)
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="folder or hub id; the embedded model if left out")
-    _add_engine_arguments(parser)
-    server = parser.add_argument_group("server")
-    server.add_argument("--host", help="address to listen on (default: 127.0.0.1, this machine alone)")
-    server.add_argument("--port", type=int, help="default: 8000; 0: any free port")
-    server.add_argument("--served-model-name", metavar="NAME", help="name that clients give")
-    server.add_argument("--api-key", metavar="KEY", help="one key for everybody (or FOREWORD_API_KEY)")
-    server.add_argument(
-        "--operator-key", metavar="KEY", help="key that opens /dashboard and /metrics (or FOREWORD_OPERATOR_KEY)"
+    from foreword.server.options import ServerConfig
+
+    parser.add_argument(
+        "given_model", metavar="MODEL", nargs="?", help="folder or hub id; the embedded model if left out"
     )
-    server.add_argument("--dashboard", action=argparse.BooleanOptionalAction, help="show /dashboard (default)")
-    server.add_argument("--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry traces there")
-    server.add_argument("--record", type=Path, metavar="FILE", help="record requests, not their text, for replay")
-    server.add_argument("--keys-file", type=Path, metavar="FILE", help="TOML file of tenants and their keys")
-    server.add_argument(
-        "--share-prefix",
-        type=Path,
-        action="append",
-        metavar="FILE",
-        help="text with which prompts of all tenants may begin and share it; may be given several times",
-    )
-    server.add_argument("--max-queued", type=int, help="choices that may wait; more are refused with 429")
-    server.add_argument("--max-body-bytes", type=int)
-    server.add_argument("--max-prompt-tokens", type=int)
-    server.add_argument("--request-timeout-s", type=float, metavar="SECONDS", help="most seconds of one request")
-    server.add_argument("--shutdown-timeout-s", type=float, metavar="SECONDS", help="most seconds to finish in")
-    server.set_defaults(server_options=[action.dest for action in server._group_actions])
+    engine = {**engine_options(), "model": replace(engine_options()["model"], default="the embedded model")}
+    groups = {"server": options_of(ServerConfig), "logging": options_of(LogConfig), "engine": engine}
+    flags = Flags(groups, {**ENGINE_OPTIONS, **SERVER_OPTIONS})
+    flags.add_to(parser)
+    parser.set_defaults(run=_serve, flags=flags, log_level="INFO")
 
 
-def _serve(args: argparse.Namespace) -> int:
+def _model(args: argparse.Namespace, options: dict[str, Any]) -> str | None:
+    """The model, which may be given in two ways."""
+    named: str | None = options.pop("model", None)
+    given: str | None = args.given_model
+    if given is not None and named is not None and given != named:
+        raise ConfigError(f"two models are given, {given!r} and --model {named!r}; give one")
+    return given or named
+
+
+def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
     try:
         from foreword.server.options import ServerConfig
         from foreword.server.run import serve
@@ -181,44 +194,36 @@ def _serve(args: argparse.Namespace) -> int:
     from foreword.demo.run import EMBEDDED_KV_BYTES, embedded_model
 
     environment = Environment.read()
-    options = {name: getattr(args, name) for name in args.server_options if getattr(args, name) is not None}
-    options.setdefault("api_key", environment.api_key)
-    options.setdefault("operator_key", environment.operator_key)
-    options["share_prefix"] = tuple(options.get("share_prefix", ()))
-    engine_options = {name: getattr(args, name) for name in args.engine_options if getattr(args, name) is not None}
+    model = _model(args, options)
+    server_options = _taken(options, ServerConfig)
+    for name in ("api_key", "operator_key", "server_secret"):
+        server_options.setdefault(name, getattr(environment, name))
     with contextlib.ExitStack() as stack:
-        model = args.model
         if model is None:
             model = str(stack.enter_context(embedded_model()))
-            options.setdefault("served_model_name", "foreword-demo")
-            engine_options.setdefault("kv_cache_memory_bytes", EMBEDDED_KV_BYTES)
-        config = ServerConfig(**options, server_secret=environment.server_secret)
+            server_options.setdefault("served_model_name", "foreword-demo")
+            options.setdefault("kv_cache_memory_bytes", EMBEDDED_KV_BYTES)
+        config = ServerConfig(**server_options)
         with _without_garbage_collection():
             from foreword.llm import LLM
 
-            llm = stack.enter_context(LLM(model, **engine_options))
+            llm = stack.enter_context(LLM(model, **options))
         serve(llm, config)
     return 0
 
 
-def _generate(args: argparse.Namespace) -> int:
-    prompts = _prompts(args)
+def _generate(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    model, prompts = _model(args, options), _prompts(args)
+    if model is None:
+        raise ConfigError("no model is given; name a folder or a hub id")
     from foreword.request import SamplingParams
 
-    options = {name: getattr(args, name) for name in args.engine_options if getattr(args, name) is not None}
-    params = SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        seed=args.seed,
-        stop=tuple(args.stop),
-        ignore_eos=args.ignore_eos,
-    )
+    given = {name: options.pop(name) for name in SAMPLING if name in options}
+    params = SamplingParams(**{**SAMPLING_DEFAULTS, **given})
     with _without_garbage_collection():
         from foreword.llm import LLM
 
-        llm = LLM(args.model, **options)
+        llm = LLM(model, **options)
     with llm:
         if len(prompts) == 1 and not args.json and llm.tokenizer is not None:
             outputs = [_print_stream(llm, prompts[0], params, chat=args.chat)]

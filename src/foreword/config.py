@@ -5,7 +5,7 @@ Knows names, defaults and ranges; knows nothing of how an option is carried out.
 
 from __future__ import annotations
 
-import difflib
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,11 +13,15 @@ from types import UnionType
 from typing import Any, Literal, get_args
 
 from foreword.errors import ConfigError
+from foreword.options import Option, options_of, read_options
+from foreword.vllm_options import ENGINE_OPTIONS
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KernelName = Literal["auto", "cpu", "triton", "reference"]
 Policy = Literal["fcfs", "priority"]
 IndexName = Literal["radix", "hash"]
+_DTYPES = {"half": "float16", "float": "float32"}
+"""vLLM's other names of a precision."""
 HashName = Literal["sha256", "sha256_cbor", "xxhash"]
 EvictionName = Literal["lru", "lfu", "slru", "fifo", "last_accessed", "priority", "value"]
 
@@ -28,6 +32,14 @@ class ModelConfig:
 
     model: str
     """Local folder or hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of the model's repository on the hub. None: its main branch."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer. None: the model's."""
+    tokenizer_revision: str | None = None
+    """Branch, tag or commit of the tokenizer's repository on the hub. None: `revision`, if it is the model's."""
+    chat_template: str | None = None
+    """Jinja template of conversations, or a file that holds one. None: the tokenizer's."""
     dtype: Dtype = "auto"
     """Precision of weights and KV; "auto" takes the checkpoint's, if it is one of these, or float32.
 
@@ -87,6 +99,8 @@ class CacheConfig:
     """How prefixes are found: "radix" compares tokens and matches to the token, "hash" compares block keys."""
     eviction_policy: EvictionName = "value"
     """Which cached block makes room when memory is short; `foreword.cache.eviction` describes the orders."""
+    num_gpu_blocks_override: int | None = None
+    """Number of blocks in the pool, on any device. None: as many as the memory for KV holds."""
     keep_all_kv: bool = False
     """Keep all KV of layers that attend to a window or chunk only, as if they attended to everything."""
     sink_token_ids: tuple[int, ...] = ()
@@ -121,6 +135,7 @@ class CacheConfig:
             raise ConfigError(f"max_pinned_share={self.max_pinned_share} is not a share of the pool; use 0.0 to 1.0")
         _one_of("hash_function", self.hash_function, get_args(HashName))
         _at_least("block_size", self.block_size, 1)
+        _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 1)
         object.__setattr__(self, "sink_token_ids", tuple(self.sink_token_ids))
         _at_least("state_block_size", self.state_block_size, 1)
         _at_least("state_interval", self.state_interval, 1)
@@ -167,34 +182,42 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> EngineConfig:
-        """Sort flat keyword options into their rooms; unknown names raise ConfigError."""
-        rooms: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "engine": {}}
-        home = {
-            **{f.name: "model" for f in fields(ModelConfig) if f.name != "model"},
-            **{f.name: "cache" for f in fields(CacheConfig)},
-            **{f.name: "scheduler" for f in fields(SchedulerConfig)},
-            "seed": "engine",
-        }
-        for name, value in options.items():
-            if name not in home:
-                close = difflib.get_close_matches(name, home, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known options: {', '.join(sorted(home))}"
-                raise ConfigError(f"unknown option {name!r}={value!r}; {hint}")
-            rooms[home[name]][name] = value
+        """Sort flat keyword options into their rooms; unknown names raise ConfigError, naming the nearest one.
+
+        Sizes may be texts such as "4GB". Options of vLLM that foreword does not have are accepted with values that
+        change nothing (foreword.vllm_options).
+        """
+        for name in ("dtype", "device"):
+            if type(options.get(name)).__module__ == "torch":  # torch.float16, torch.device("cpu")
+                options[name] = str(options[name]).removeprefix("torch.")
+        options["dtype"] = _DTYPES.get(str(options.get("dtype")), options.get("dtype"))
+        known = engine_options()
+        values = read_options(options, {name: known[name] for name in known if name != "model"}, ENGINE_OPTIONS)
+
+        def of(room: type) -> dict[str, Any]:
+            return {field.name: values[field.name] for field in fields(room) if field.name in values}
+
         return cls(
-            ModelConfig(os.path.expanduser(model), **rooms["model"]),
-            CacheConfig(**rooms["cache"]),
-            SchedulerConfig(**rooms["scheduler"]),
-            **rooms["engine"],
+            ModelConfig(os.path.expanduser(os.fspath(model)), **of(ModelConfig)),
+            CacheConfig(**of(CacheConfig)),
+            SchedulerConfig(**of(SchedulerConfig)),
+            **of(EngineConfig),
         )
+
+
+@functools.cache
+def engine_options() -> Mapping[str, Option]:
+    """All options of an engine by name: what `LLM` takes as keywords, and commands as flags."""
+    own = options_of(EngineConfig, without=("model", "cache", "scheduler"))
+    return {**options_of(ModelConfig, CacheConfig, SchedulerConfig), **own}
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
     """What FOREWORD_* variables say."""
 
-    log_level: str = "WARNING"
-    """FOREWORD_LOG_LEVEL."""
+    log_level: str | None = None
+    """FOREWORD_LOG_LEVEL; None: the command's own."""
     num_threads: int | None = None
     """FOREWORD_NUM_THREADS: threads for numerical code; None leaves torch's choice."""
     api_key: str | None = None
@@ -209,8 +232,9 @@ class Environment:
         threads = environ.get("FOREWORD_NUM_THREADS")
         if threads is not None and not (threads.isdecimal() and int(threads) > 0):
             raise ConfigError(f"FOREWORD_NUM_THREADS={threads!r} is not a positive number")
-        level = environ.get("FOREWORD_LOG_LEVEL", "WARNING").upper()
-        _one_of("FOREWORD_LOG_LEVEL", level, ("DEBUG", "INFO", "WARNING", "ERROR"))
+        level = environ.get("FOREWORD_LOG_LEVEL", "").upper() or None
+        if level is not None:
+            _one_of("FOREWORD_LOG_LEVEL", level, ("DEBUG", "INFO", "WARNING", "ERROR"))
         return cls(
             level,
             int(threads) if threads else None,

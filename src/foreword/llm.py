@@ -5,6 +5,7 @@ Knows prompts as users give them, and outputs; `assembly.py` puts the rooms toge
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import math
@@ -12,21 +13,22 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.assembly import build_engine, load, plan_layout
+from foreword.assembly import build_engine, load, load_tokenizer, plan_layout
 from foreword.cache import (
     NO_EXTRA_KEYS,
     ExtraKeys,
     LookupExplanation,
     NumberedEvent,
 )
-from foreword.config import EngineConfig
+from foreword.config import EngineConfig, engine_options
 from foreword.engine import Engine, Prompt
 from foreword.errors import ConfigError, EngineError, InvalidRequestError
+from foreword.keywords import EngineKeywords
 from foreword.model.head_start import head_start
 from foreword.request import RequestOutput, SamplingParams
 from foreword.text import Tokenizer
@@ -77,14 +79,15 @@ class LLM:
     """A model with a prefix cache, for use from Python.
 
     Options are the fields of `foreword.config.ModelConfig`, `CacheConfig` and `SchedulerConfig`, and
-    `seed`. Raises ModelLoadError, UnsupportedModelError or ConfigError. Can be used as a context
-    manager; `close()` gives the memory back.
+    `seed`. Options of vLLM that foreword does not have are accepted where they change nothing. Raises
+    ModelLoadError, UnsupportedModelError or ConfigError. Can be used as a context manager; `close()` gives
+    the memory back.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str, **options: Unpack[EngineKeywords]) -> None:
         self.config = EngineConfig.from_options(model, **options)
         with head_start(self.config.model):
-            self.tokenizer = Tokenizer.load(model, trust_remote_code=self.config.model.trust_remote_code)
+            self.tokenizer = load_tokenizer(self.config.model)
             loaded = load(self.config.model)
         from foreword.model.self_check import find_inexactness  # imports torch: a model that is not there needs none
 
@@ -328,6 +331,19 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _signature() -> inspect.Signature:
+    """What help() and notebooks show of `LLM(...)`: all options with their defaults."""
+    parameters = [inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str)]
+    for option in engine_options().values():
+        if option.name != "model":
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(option.name, kind, default=option.default, annotation=option.kind))
+    return inspect.Signature(parameters)
+
+
+LLM.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _extra_keys(salt: Any) -> ExtraKeys:

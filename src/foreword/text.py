@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from foreword.errors import ChatTemplateError, InvalidRequestError, ModelLoadError
+from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError, ModelLoadError
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -70,19 +70,21 @@ class Tokenizer:
         self._token_texts: dict[int, str] = {}
 
     @classmethod
-    def load(cls, model: str, *, trust_remote_code: bool = False) -> Tokenizer | None:
+    def load(cls, model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Tokenizer | None:
         """Loads the tokenizer of a local folder or a hub id; None when the model comes without one.
 
         Raises `ModelLoadError` when the folder is missing, the hub cannot be asked, or the files
         are damaged.
         """
-        source = _find_tokenizer_files(model)
+        source = _find_tokenizer_files(model, revision)
         if source is None:
             return None
         from transformers import AutoTokenizer
 
         try:
-            hf_tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            hf_tokenizer = AutoTokenizer.from_pretrained(
+                source, revision=revision or "main", trust_remote_code=trust_remote_code
+            )
         except Exception as error:  # tokenizers raises bare Exception for damaged files
             raise ModelLoadError(
                 f"The tokenizer of {model!r} cannot be loaded: {_one_line(error)} Check its tokenizer files, "
@@ -101,6 +103,26 @@ class Tokenizer:
         """The template's source; None if there is none, or if it is one of several by name."""
         template = self._hf.chat_template
         return template if isinstance(template, str) else None
+
+    def set_chat_template(self, template: str) -> None:
+        """Lay conversations out by another template: its source, or the path of a file that holds it.
+
+        Raises ConfigError for a file that cannot be read, or a source that is no template.
+        """
+        source = template
+        if "\n" not in template and "{" not in template:
+            try:
+                source = Path(template).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"chat_template={template!r} cannot be read as UTF-8 text: {error}") from error
+        from jinja2 import Environment, TemplateSyntaxError
+
+        try:
+            Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+        except TemplateSyntaxError as error:
+            if "generation" not in str(error):  # transformers has a block of that name
+                raise ConfigError(f"chat_template={template!r:.60} is not a Jinja template: {error}") from error
+        self._hf.chat_template = source
 
     def definition(self) -> str | None:
         """The contents of a `tokenizer.json` that defines it; None for a slow tokenizer, which has no such form."""
@@ -453,7 +475,7 @@ def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     return [dict(message) for message in messages]
 
 
-def _find_tokenizer_files(model: str) -> str | None:
+def _find_tokenizer_files(model: str, revision: str | None) -> str | None:
     """The folder or hub id to load from; None when it is there, but has no tokenizer."""
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -465,7 +487,7 @@ def _find_tokenizer_files(model: str) -> str | None:
     from huggingface_hub import snapshot_download
 
     try:
-        snapshot = Path(snapshot_download(model, allow_patterns=list(_TOKENIZER_FILES)))
+        snapshot = Path(snapshot_download(model, revision=revision, allow_patterns=list(_TOKENIZER_FILES)))
     except Exception as error:
         raise ModelLoadError(
             f"{model!r} is neither a folder here nor a model that the hub provides: {_one_line(error)}"

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from foreword.bench.recording import BLOCK_TOKENS, TraceRequest, UnlimitedCache, prompt_token_ids, read_trace
 from foreword.errors import ConfigError, PromptTooLongError, RequestTooLargeError
+from foreword.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from foreword.engine import Engine
@@ -270,7 +271,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-requests", type=int, default=defaults.max_requests, metavar="N")
     parser.add_argument("--max-in-flight", type=int, default=defaults.max_in_flight, metavar="N")
     parser.add_argument("--max-output-tokens", type=int, default=defaults.max_output_tokens, metavar="N")
-    parser.add_argument("--kv-cache-memory-bytes", type=int, metavar="BYTES")
+    parser.add_argument("--kv-cache-memory-bytes", metavar="SIZE", help="such as 4GB")
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--prefix-index", choices=("radix", "hash"), default=defaults.prefix_index)
     parser.add_argument("--seed", type=int, default=defaults.seed)
@@ -286,7 +287,7 @@ def run(args: argparse.Namespace) -> int:
         max_requests=args.max_requests,
         max_in_flight=args.max_in_flight,
         max_output_tokens=args.max_output_tokens,
-        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        kv_cache_memory_bytes=None if args.kv_cache_memory_bytes is None else parse_bytes(args.kv_cache_memory_bytes),
         enable_prefix_caching=args.enable_prefix_caching,
         prefix_index=args.prefix_index,
         seed=args.seed,

@@ -61,9 +61,10 @@ def embedded_model() -> Any:
 
 def _run_workloads(console: Console) -> list[WorkloadReport]:
     with embedded_model() as folder:
-        options = {"kv_cache_memory_bytes": EMBEDDED_KV_BYTES}
-        cached = LLM(str(folder), **options)
-        uncached = LLM(str(folder), enable_prefix_caching=False, self_check=False, **options)
+        cached = LLM(str(folder), kv_cache_memory_bytes=EMBEDDED_KV_BYTES)
+        uncached = LLM(
+            str(folder), kv_cache_memory_bytes=EMBEDDED_KV_BYTES, enable_prefix_caching=False, self_check=False
+        )
     with cached, uncached:
         if cached.inexactness:
             console.print(f"[yellow]this machine breaks bit-exactness: {cached.inexactness}[/]")

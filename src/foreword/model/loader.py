@@ -196,8 +196,12 @@ def _load_config(options: ModelConfig) -> PretrainedConfig:
         raise ModelLoadError(f"model folder {name!r} does not exist; give a folder with config.json or a hub id")
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise ModelLoadError(f"model folder {name!r} has no config.json; is it a Hugging Face checkpoint?")
+    if os.path.isdir(name) and options.revision is not None:
+        raise ConfigError(f"revision={options.revision!r} is of a repository on the hub, and {name!r} is a folder")
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=options.trust_remote_code)
+        return AutoConfig.from_pretrained(
+            name, revision=options.revision or "main", trust_remote_code=options.trust_remote_code
+        )
     except ValueError as error:
         if "does not recognize this architecture" in str(error) or "model_type" in str(error):
             raise UnsupportedModelError(
@@ -232,6 +236,7 @@ def _load_weights(options: ModelConfig, config: PretrainedConfig, dtype: torch.d
         module, report = AutoModelForCausalLM.from_pretrained(
             options.model,
             config=config,
+            revision=options.revision or "main",
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             experts_implementation=EXPERTS_NAME if _has_experts(config) else None,

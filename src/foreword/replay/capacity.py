@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from foreword.errors import ConfigError, ModelLoadError
+from foreword.sizes import parse_bytes
 
-UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
-BINARY_UNITS = {"Ki": 1024, "Mi": 1024**2, "Gi": 1024**3, "Ti": 1024**4}
 MAX_BLOCKS = 2**31 - 1
 """Numbers of blocks have 32 bits."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
@@ -47,15 +46,6 @@ def parse_capacity(text: str, block_tokens: int, kv_bytes_per_token: int | None)
     if not 1 <= num_blocks <= MAX_BLOCKS:
         raise ConfigError(f"capacity {name!r} is {num_blocks:,} blocks; give one that holds 1 to {MAX_BLOCKS:,}")
     return Capacity(name, num_blocks)
-
-
-def parse_bytes(text: str) -> int:
-    """`4GB` and `4GiB` as a number of bytes. Raises ConfigError."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ConfigError(f"{text!r} is no number of bytes; write it as 4GB or 512MiB")
-    unit = (match[2] or "").capitalize()
-    return int(float(match[1]) * {**UNITS, **BINARY_UNITS}[unit])
 
 
 def read_model_config(model: str) -> dict[str, Any]:

@@ -19,13 +19,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from foreword.errors import ConfigError
-from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_bytes, parse_capacity, read_model_config
+from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity, read_model_config
 from foreword.replay.lines import PromptEncoder
 from foreword.replay.picture import check_format, write_picture
 from foreword.replay.report import as_json, capacity_name, print_report
 from foreword.replay.simulator import OPTIMUM, ReplayResult, Simulation
 from foreword.replay.timing import Routing, StepCost, TimingOptions, simulate_time
 from foreword.replay.trace import TraceReader
+from foreword.sizes import parse_bytes
 
 DEFAULT_POLICIES = "lru,value,optimum"
 SATURATED = 0.95

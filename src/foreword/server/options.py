@@ -1,6 +1,7 @@
 """Options of the server; those of the engine are in foreword.config.
 
-Knows names, defaults and ranges.
+Knows names, defaults and ranges. A field with a docstring is also a flag of `foreword serve` and a key of its config
+files (foreword.options).
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ class ServerConfig:
     """Who may ask what, and how much of it at a time."""
 
     host: str = "127.0.0.1"
+    """Address to listen on; 127.0.0.1 is reached from this machine alone, 0.0.0.0 from others too."""
     port: int = 8000
+    """Port to listen on; 0: any free one."""
     served_model_name: str | None = None
     """Name that clients give; None: the last part of the model's folder or hub id."""
     api_key: str | None = None
-    """One key for everybody; see `keys_file` for several tenants. Neither: no key is asked for."""
+    """One key for everybody, or FOREWORD_API_KEY; `keys_file` has several tenants. None: no key is asked for."""
     keys_file: Path | None = None
-    """TOML file of tenants and their keys (tenants.py); read again when it changes."""
+    """TOML file of tenants and their keys; read again when it changes."""
     operator_key: str | None = None
-    """Opens /dashboard, /metrics, /reset_prefix_cache and the whole of /v1/cache (operators.py has the rule)."""
+    """Opens /dashboard, /metrics, /reset_prefix_cache and the whole of /v1/cache; or FOREWORD_OPERATOR_KEY."""
     dashboard: bool = True
     """Show /dashboard, where its packages are installed."""
     otlp_traces_endpoint: str | None = None
@@ -32,12 +35,13 @@ class ServerConfig:
     record: Path | None = None
     """File to which requests are recorded for `foreword replay`, without their text."""
     server_secret: str | None = None
-    """Decides the cache namespaces of tenants. None: a random one for each start."""
+    """Decides the cache namespaces of tenants, or FOREWORD_SERVER_SECRET. None: a random one for each start."""
     share_prefix: tuple[Path, ...] = ()
     """Files of text whose tokens all tenants share in the cache, where a prompt begins with them."""
     max_queued: int = 256
     """Choices that may wait beyond those that run (`max_num_seqs`); more are refused with 429."""
     max_body_bytes: int = 16 * 2**20
+    """Most bytes of a request's body; longer ones are refused with 413."""
     max_prompt_tokens: int | None = None
     """Most tokens of one prompt; None: what `max_model_len` leaves."""
     max_choices: int = 128
@@ -48,11 +52,17 @@ class ServerConfig:
     """Most seconds that a request's body may take to arrive."""
     shutdown_timeout_s: float = 600.0
     """Most seconds that accepted requests may take to finish after SIGTERM."""
+    log_requests: bool = False
+    """Log a line for each request that ends: tokens, times, outcome; never its text."""
+    log_interval_s: float = 10.0
+    """Seconds between two lines about the traffic, while there is any; 0: none."""
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_choices", "request_timeout_s", "body_timeout_s", "shutdown_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is too small; use a positive number")
+        if self.log_interval_s < 0:
+            raise ConfigError(f"log_interval_s={self.log_interval_s} is negative; use 0 for no lines about the traffic")
         if self.max_queued < 0:
             raise ConfigError(f"max_queued={self.max_queued} is negative; use 0 to refuse whatever cannot run at once")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:

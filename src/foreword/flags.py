@@ -1,0 +1,157 @@
+"""Flags: the options of a command, given on the command line, in a config file, or both.
+
+Knows argparse; knows no option by name. What the command line says goes before what the file says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foreword.config_file import read_config_file
+from foreword.errors import ConfigError
+from foreword.options import Option, read_options
+from foreword.vllm_options import RENAMED, VllmOption
+
+SAID = "option:"
+"""What the parsed arguments have before an option's name, so that nothing else has the same."""
+CONFIG_HELP = "YAML, TOML or JSON file of options, under the names of these flags; flags go before it"
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """The options of one command: `add_to` its parser, then read what was `given`."""
+
+    groups: Mapping[str, Mapping[str, Option]]
+    """Options by name, under the titles of --help."""
+    vllm: Mapping[str, VllmOption]
+    """Options of vLLM that are accepted if they change nothing, and otherwise refused by name."""
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """All of them, by name."""
+        return {name: option for group in self.groups.values() for name, option in group.items()}
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Add a flag for each option, with its description and default."""
+        parser.add_argument("--config", type=Path, metavar="FILE", help=CONFIG_HELP)
+        for title, options in self.groups.items():
+            group = parser.add_argument_group(title)
+            for option in options.values():
+                _add_flag(group, option)
+        known = self.options
+        for name, renamed in RENAMED.items():
+            if name not in known and renamed.name in known and renamed.convert is not None:
+                _add_hidden(parser, name, takes_value=False)  # all of them are switches
+        for name, other in self.vllm.items():
+            if name not in known and (name not in RENAMED or RENAMED[name].name not in known):
+                _add_hidden(parser, name, takes_value=other.takes_value)
+
+    def given(self, args: argparse.Namespace) -> dict[str, Any]:
+        """What was said about each option, in the command line or else in the file; nothing of the others.
+
+        Raises ConfigError for values of a wrong type and for unknown keys, naming the nearest one.
+        """
+        known = self.options
+        found: dict[str, Any] = {}
+        if args.config is not None:
+            try:
+                found = read_options(read_config_file(args.config), known, self.vllm)
+            except ConfigError as error:
+                raise ConfigError(f"--config {args.config}: {error}") from None
+        said = {name.removeprefix(SAID): value for name, value in vars(args).items() if name.startswith(SAID)}
+        for name, value in said.items():
+            if name in known:
+                said[name] = _meant(known[name], value)
+        return {**found, **read_options(said, known, self.vllm)}
+
+
+def with_hyphens(arguments: Sequence[str]) -> list[str]:
+    """Arguments with --flag_names spelt --flag-names; values stay as they are."""
+
+    def spelt(argument: str) -> str:
+        flag, equals, value = argument.partition("=")
+        return flag.replace("_", "-") + equals + value if re.fullmatch(r"--[a-z][a-z0-9_-]*", flag) else argument
+
+    return [spelt(argument) for argument in arguments]
+
+
+def unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigError:
+    """The error for an argument that a command does not take: it names the nearest flag."""
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    close = difflib.get_close_matches(argument.partition("=")[0], flags, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"`{parser.prog} --help` lists all"
+    return ConfigError(f"unknown argument {argument!r}; {hint}")
+
+
+def _add_flag(group: argparse._ActionsContainer, option: Option) -> None:
+    others = [_flag(name) for name, one in RENAMED.items() if one.name == option.name and one.convert is None]
+    dest, default, text = SAID + option.name, argparse.SUPPRESS, _help(option)
+    if option.kind is bool:
+        group.add_argument(
+            option.flag, *others, action=argparse.BooleanOptionalAction, dest=dest, default=default, help=text
+        )
+        return
+    action = "append" if option.is_list else "store"
+    group.add_argument(
+        option.flag, *others, action=action, dest=dest, default=default, metavar=_metavar(option), help=text
+    )
+
+
+def _help(option: Option) -> str:
+    """`What it is (default: what it is without the flag)`."""
+    text, none, meaning = option.help.rstrip(".").partition("None: ")
+    default = meaning if none and option.default is None else option.default_text
+    repeated = "; may be given several times" if option.is_list else ""
+    return f"{text.rstrip(' .;')}{repeated} (default: {default})".replace("%", "%%")  # argparse formats it with %
+
+
+def _add_hidden(parser: argparse.ArgumentParser, name: str, *, takes_value: bool) -> None:
+    """A flag that is understood, and not shown."""
+    hidden = argparse.SUPPRESS
+    if takes_value:
+        parser.add_argument(_flag(name), type=_plain, dest=SAID + name, default=hidden, help=hidden)
+    else:
+        parser.add_argument(
+            _flag(name), action=argparse.BooleanOptionalAction, dest=SAID + name, default=hidden, help=hidden
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _metavar(option: Option) -> str:
+    if option.choices:
+        return "{" + ",".join(option.choices) + "}"
+    if option.is_size:
+        return "SIZE"
+    known = {int: "N", Path: "FILE", tuple[int, ...]: "N,N", tuple[Path, ...]: "FILE"}
+    if option.kind is float:
+        return "SECONDS" if option.name.endswith("_s") else "X"
+    return known.get(option.kind, option.name.rpartition("_")[2].upper())
+
+
+def _meant(option: Option, said: Any) -> Any:
+    """What a flag's text, or list of texts, means for its option."""
+    if isinstance(said, bool):
+        return said
+    if isinstance(said, list):
+        return [value for text in said for value in option.read_text(text)]
+    return option.read_text(said)
+
+
+def _plain(text: str) -> Any:
+    """A value of an option that has no type here."""
+    if text.lower() in ("none", "null"):
+        return None
+    try:
+        return json.loads(text.lower() if text.lower() in ("true", "false") else text)
+    except ValueError:
+        return text

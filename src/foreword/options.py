@@ -1,0 +1,212 @@
+"""Options: the fields of configuration classes, as flags, config files and keywords see them.
+
+Knows a field's name, type, default and the docstring below it, and reads values for it; knows no option by name.
+A new option is a new field with a docstring: its flag, its key in config files and its line in --help follow.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from foreword.errors import ConfigError
+from foreword.sizes import format_bytes, parse_bytes
+from foreword.vllm_options import RENAMED, VllmOption, check_vllm_option
+
+TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option."""
+
+    name: str
+    """As a keyword: `max_num_seqs`."""
+    kind: Any
+    """The type of its values, without None: int, float, bool, str, Path, a Literal, or a tuple of one of these."""
+    default: Any
+    help: str
+    """The first paragraph of its docstring, and the one that says what None means."""
+
+    @property
+    def flag(self) -> str:
+        """As an argument of a command: `--max-num-seqs`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def is_size(self) -> bool:
+        """Whether its values are numbers of bytes, which may be written as 4GB."""
+        return self.kind is int and self.name.endswith("_bytes")
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """All values, if there is a list of them."""
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+    @property
+    def default_text(self) -> str:
+        """The default as people read it."""
+        if self.default is None:
+            return "none"
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        if self.is_list:
+            return ",".join(map(str, self.default)) or "none"
+        if isinstance(self.default, float):
+            return f"{self.default:g}"
+        return format_bytes(self.default) if self.is_size else str(self.default) or "empty"
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it takes several values."""
+        return get_origin(self.kind) is tuple
+
+    def read_text(self, text: str) -> Any:
+        """What a flag's text means. Raises ConfigError."""
+        if self.is_list:
+            return self._read_items(text.split(",") if get_args(self.kind)[0] is int else [text])
+        return _from_text(self, self.kind, text)
+
+    def read(self, value: Any) -> Any:
+        """What a value from Python or from a config file means; None leaves the default. Raises ConfigError."""
+        if value is None:
+            return None
+        if self.is_list:
+            if isinstance(value, str | Path):
+                return self.read_text(str(value))
+            if not isinstance(value, Iterable):
+                raise ConfigError(f"{self.name}={value!r} has the wrong type; use a list")
+            return self._read_items(value)
+        if self.is_size and isinstance(value, str):
+            return _from_text(self, int, value)
+        return _checked(self, self.kind, value)
+
+    def _read_items(self, values: Iterable[Any]) -> tuple[Any, ...]:
+        kind = get_args(self.kind)[0]
+        return tuple(
+            _from_text(self, kind, value) if isinstance(value, str) else _checked(self, kind, value) for value in values
+        )
+
+
+def options_of(*classes: type, without: Collection[str] = ()) -> dict[str, Option]:
+    """The options that are fields of dataclasses, by name, in the order of the fields."""
+    found = {}
+    for one in classes:
+        hints, docs = get_type_hints(one), field_docs(one)
+        for field in dataclasses.fields(one):
+            if field.name not in without:
+                default = None if field.default is dataclasses.MISSING else field.default
+                found[field.name] = Option(field.name, _kind(hints[field.name]), default, docs.get(field.name, ""))
+    return found
+
+
+def field_docs(one: type) -> dict[str, str]:
+    """Docstrings below a class's fields, as in `Option.help`; none where the source is not at hand."""
+    try:
+        tree = ast.parse(inspect.getsource(inspect.getmodule(one) or one))
+    except (OSError, TypeError):
+        return {}
+    docs: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == one.__name__:
+            for field, below in zip(node.body, node.body[1:], strict=False):
+                if (
+                    isinstance(field, ast.AnnAssign)
+                    and isinstance(field.target, ast.Name)
+                    and isinstance(below, ast.Expr)
+                    and isinstance(below.value, ast.Constant)
+                ):
+                    first, *rest = inspect.cleandoc(str(below.value.value)).split("\n\n")
+                    said = [first, *(paragraph for paragraph in rest if paragraph.startswith("None:"))]
+                    docs[field.target.id] = " ".join(" ".join(said).split())
+    return docs
+
+
+def read_options(
+    values: Mapping[str, Any], known: Mapping[str, Option], vllm: Mapping[str, VllmOption]
+) -> dict[str, Any]:
+    """Values by the names of `known`; those that are None are left out.
+
+    Raises ConfigError for values of a wrong type, for values of `vllm`'s options that would change something, and for
+    names that neither has.
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        renamed = RENAMED.get(name)
+        if name not in known and renamed is not None and renamed.name in known:
+            option = known[renamed.name]
+            value = value if renamed.convert is None or value is None else renamed.convert(value)
+            if value is not None and values.get(option.name) is not None:
+                raise ConfigError(f"{name} and {option.name} are one option; give one of them")
+        elif name in known:
+            option = known[name]
+        elif name in vllm:
+            check_vllm_option(name, value, vllm[name])
+            continue
+        else:
+            raise unknown_option(name, value, known)
+        read = option.read(value)
+        if read is not None:
+            found[option.name] = read
+    return found
+
+
+def unknown_option(name: str, value: Any, known: Collection[str]) -> ConfigError:
+    """The error for an option that does not exist: it names the nearest one that does."""
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known options: {', '.join(sorted(known))}"
+    return ConfigError(f"unknown option {name!r}={value!r}; {hint}")
+
+
+def _kind(hint: Any) -> Any:
+    """A type without None."""
+    if get_origin(hint) in (Union, UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        assert len(kinds) == 1, f"an option of type {hint} cannot be a flag"
+        return kinds[0]
+    return hint
+
+
+def _from_text(option: Option, kind: Any, text: str) -> Any:
+    if kind is bool:
+        if text.lower() in TRUE + FALSE:
+            return text.lower() in TRUE
+        raise ConfigError(f"{option.name}={text!r} is neither true nor false")
+    if kind is int and option.is_size:
+        try:
+            return parse_bytes(text)
+        except ConfigError as error:
+            raise ConfigError(f"{option.name}={error}") from None
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            what = "an integer" if kind is int else "a number"
+            raise ConfigError(f"{option.name}={text!r} is not {what}") from None
+    if kind is Path:
+        return Path(text).expanduser()
+    return text
+
+
+def _checked(option: Option, kind: Any, value: Any) -> Any:
+    """A value of the right type, or ConfigError; ranges and choices are the configuration classes' to check."""
+    if kind is Path and isinstance(value, str | Path):
+        return Path(value).expanduser()
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is int and isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if kind is float and isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    if (kind is str or option.choices) and isinstance(value, str):
+        return value
+    remedy = {bool: "True or False", int: "an integer", float: "a number", Path: "a path"}.get(kind, "a text")
+    raise ConfigError(f"{option.name}={value!r} has the wrong type; use {remedy}")

@@ -1,0 +1,34 @@
+"""Sizes in bytes, as people write them and as they read them.
+
+Knows units; knows nothing of what is measured.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from foreword.errors import ConfigError
+
+UNITS = {
+    "": 1,
+    **{unit: 1000**power for power, unit in enumerate("KMGT", start=1)},
+    **{f"{unit}i": 1024**power for power, unit in enumerate("KMGT", start=1)},
+}
+
+
+def parse_bytes(text: str) -> int:
+    """`4GB`, `512MiB`, `1.5G` or `4000000000` as a number of bytes. Raises ConfigError."""
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{text!r} is no number of bytes; write it as 4GB, 512MiB or 4000000000")
+    return int(Fraction(match[1]) * UNITS[(match[2] or "").capitalize()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`1.5 GiB`: a number of bytes to read, in the largest binary unit that it fills."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        size = UNITS[unit[:-1].capitalize()]
+        if num_bytes >= size:
+            return f"{num_bytes / size:.4g} {unit}"
+    return f"{num_bytes:.0f} bytes"

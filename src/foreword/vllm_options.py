@@ -1,0 +1,162 @@
+"""vLLM's options that foreword does not have, so that a command or a script written for vLLM runs as it is.
+
+Knows which of their values change nothing here: these are accepted. All others are refused by name, with what to do
+instead. An option of the same name in `foreword.config` or `foreword.server.options` goes first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from foreword.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """An option that foreword has under another name."""
+
+    name: str
+    """Ours."""
+    convert: Callable[[Any], Any] | None = None
+    """Turns a value of vLLM's option into one of ours; None: they mean the same."""
+
+
+RENAMED: Mapping[str, Renamed] = {
+    "prefix_caching_hash_algo": Renamed("hash_function"),
+    "enforce_eager": Renamed("cuda_graphs", lambda value: not value),
+    "enable_log_requests": Renamed("log_requests", bool),
+    "disable_log_stats": Renamed("log_interval_s", lambda value: 0.0 if value else None),
+}
+"""By vLLM's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOption:
+    """An option that foreword does not have."""
+
+    harmless: tuple[Any, ...] | None
+    """Values that change nothing; None: whatever it is given."""
+    remedy: str = ""
+    """What to do instead of any other value."""
+    takes_value: bool = True
+    """False: as a flag it stands alone."""
+
+
+def _any() -> VllmOption:
+    return VllmOption(None)
+
+
+def _switch() -> VllmOption:
+    return VllmOption(None, takes_value=False)
+
+
+def _only(*harmless: Any, remedy: str) -> VllmOption:
+    return VllmOption(harmless, remedy, takes_value=not any(isinstance(one, bool) for one in harmless))
+
+
+_ONE_DEVICE = "a model runs in one process on one device; for more of them start a server each, behind a proxy"
+_TLS = "the server speaks plain HTTP; put a proxy before it for TLS"
+_LATER = "this version has no such thing; leave it out"
+
+ENGINE_OPTIONS: Mapping[str, VllmOption] = {
+    "tensor_parallel_size": _only(1, remedy=_ONE_DEVICE),
+    "pipeline_parallel_size": _only(1, remedy=_ONE_DEVICE),
+    "data_parallel_size": _only(1, remedy=_ONE_DEVICE),
+    "decode_context_parallel_size": _only(1, remedy=_ONE_DEVICE),
+    "enable_expert_parallel": _only(False, remedy=_ONE_DEVICE),
+    "distributed_executor_backend": _only("uni", "mp", remedy=_ONE_DEVICE),
+    "disable_custom_all_reduce": _switch(),
+    "kv_cache_dtype": _only("auto", remedy="KV has the type of the weights; choose both with dtype"),
+    "calculate_kv_scales": _only(False, remedy="KV has the type of the weights"),
+    "quantization": _only(remedy="leave it out; what a checkpoint is quantized with is read from its config.json"),
+    "swap_space": _any(),  # preempted requests are computed again, as in vLLM
+    "preemption_mode": _only("recompute", remedy="preempted requests are computed again"),
+    "cpu_offload_gb": _only(0, remedy="weights stay where they are computed with; use a smaller model or dtype"),
+    "enable_chunked_prefill": _only(True, remedy="prompts are always computed in chunks of max_num_batched_tokens"),
+    "max_seq_len_to_capture": _any(),
+    "num_scheduler_steps": _only(1, remedy="the scheduler looks at the queue before each step"),
+    "async_scheduling": _switch(),
+    "use_v2_block_manager": _switch(),
+    "disable_hybrid_kv_cache_manager": _only(False, remedy="use keep_all_kv to keep all KV of windowed layers"),
+    "disable_sliding_window": _only(False, remedy="layers attend as the model's config says"),
+    "attention_backend": _only(remedy="choose with attention_kernel: auto, cpu, triton or reference"),
+    "tokenizer_mode": _only("auto", "hf", remedy="transformers chooses the tokenizer's class"),
+    "skip_tokenizer_init": _only(False, remedy="a model without tokenizer files runs on token ids alone"),
+    "load_format": _only("auto", "hf", "safetensors", "pt", remedy="give a checkpoint in transformers' format"),
+    "config_format": _only("auto", "hf", remedy="give a checkpoint in transformers' format"),
+    "hf_overrides": _only({}, remedy="edit config.json in a copy of the model's folder"),
+    "hf_config_path": _only(remedy="put config.json into the model's folder"),
+    "hf_token": _only(remedy="set the environment variable HF_TOKEN"),
+    "download_dir": _only(remedy="set the environment variable HF_HOME"),
+    "code_revision": _only(remedy="use revision, which holds for the code too"),
+    "rope_scaling": _only({}, remedy="edit config.json in a copy of the model's folder"),
+    "rope_theta": _only(remedy="edit config.json in a copy of the model's folder"),
+    "task": _only("auto", "generate", remedy="models generate text here"),
+    "runner": _only("auto", "generate", remedy="models generate text here"),
+    "convert": _only("auto", "none", remedy="models generate text here"),
+    "generation_config": _only("vllm", remedy="samplers take what requests say; give temperature and others there"),
+    "override_generation_config": _only({}, remedy="give temperature and others with the requests"),
+    "logits_processors": _only([], (), remedy="use logit_bias, or a grammar"),
+    "guided_decoding_backend": _only("auto", "guidance", remedy="grammars run in llguidance"),
+    "structured_outputs_config": _only({}, remedy="grammars run in llguidance"),
+    "enable_lora": _only(False, remedy="LoRA is for a later version; merge the adapter into the weights"),
+    "enable_prompt_adapter": _only(False, remedy=_LATER),
+    "enable_sleep_mode": _only(False, remedy=_LATER),
+    "speculative_config": _only({}, remedy=_LATER),
+    "speculative_model": _only(remedy=_LATER),
+    "kv_transfer_config": _only({}, remedy=_LATER),
+    "kv_events_config": _only({}, remedy="use cache_events=True and LLM.take_cache_events()"),
+    "compilation_config": _only(0, {}, remedy="nothing is compiled by torch; see cuda_graphs"),
+    "limit_mm_per_prompt": _any(),  # images and audio are refused in any number
+    "mm_processor_kwargs": _any(),
+    "disable_mm_preprocessor_cache": _switch(),
+    "allowed_local_media_path": _only("", remedy="images and audio are for a later version"),
+    "max_logprobs": _any(),
+    "disable_log_stats": _switch(),
+    "worker_cls": _only("auto", remedy=_LATER),
+}
+"""Options of vLLM's `LLM` and of `vllm serve`."""
+
+SERVER_OPTIONS: Mapping[str, VllmOption] = {
+    "uvicorn_log_level": _any(),
+    "disable_uvicorn_access_log": _switch(),
+    "disable_log_requests": _switch(),
+    "max_log_len": _any(),
+    "disable_fastapi_docs": _switch(),
+    "disable_frontend_multiprocessing": _switch(),
+    "enable_prompt_tokens_details": _switch(),  # always there
+    "enable_server_load_tracking": _only(False, remedy="/metrics has the running and waiting requests"),
+    "api_server_count": _only(1, remedy="one process serves; start several behind a proxy"),
+    "headless": _only(False, remedy=_LATER),
+    "response_role": _only("assistant", remedy="answers have the role assistant"),
+    "chat_template_content_format": _only("auto", "string", remedy="text parts reach the template as one text"),
+    "enable_auto_tool_choice": _only(True, remedy="calls are read wherever a request brings tools; send none"),
+    "tool_call_parser": _only("hermes", remedy="calls are read in the form <tool_call>{...}</tool_call>"),
+    "reasoning_parser": _only("", remedy="reasoning stays part of the text"),
+    "return_tokens_as_token_ids": _only(False, remedy=_LATER),
+    "enable_force_include_usage": _only(False, remedy="requests ask for it with stream_options"),
+    "lora_modules": _only([], (), remedy="LoRA is for a later version; merge the adapter into the weights"),
+    "middleware": _only([], (), remedy="put a proxy before the server"),
+    "ssl_keyfile": _only(remedy=_TLS),
+    "ssl_certfile": _only(remedy=_TLS),
+    "ssl_ca_certs": _only(remedy=_TLS),
+}
+"""Options of `vllm serve` alone."""
+
+
+def check_vllm_option(name: str, value: Any, option: VllmOption) -> None:
+    """Accept a value that changes nothing. Raises ConfigError for any other."""
+    if value is not None and option.harmless is not None and not any(_same(value, one) for one in option.harmless):
+        accepted = f" (accepted: {', '.join(map(repr, option.harmless))})" if option.harmless else ""
+        raise ConfigError(f"{name}={value!r} is an option of vLLM that cannot be kept here{accepted}; {option.remedy}")
+    logger.debug("%s=%r changes nothing here", name, value)
+
+
+def _same(value: Any, harmless: Any) -> bool:
+    """Equal, and 1 is not True."""
+    return isinstance(value, bool) == isinstance(harmless, bool) and bool(value == harmless)

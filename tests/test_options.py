@@ -1,0 +1,268 @@
+"""Options: one definition that becomes keywords, flags, keys of config files and help."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import json
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from foreword import LLM, cli
+from foreword.config import EngineConfig, engine_options
+from foreword.errors import ConfigError
+from foreword.flags import Flags
+from foreword.keywords import EngineKeywords
+from foreword.options import Option, options_of
+from foreword.server.options import ServerConfig
+from foreword.sizes import format_bytes, parse_bytes
+from foreword.vllm_options import ENGINE_OPTIONS, RENAMED, SERVER_OPTIONS
+
+
+def command(name: str) -> argparse.ArgumentParser:
+    """The parser of a command, with all its arguments."""
+    parser = cli._parser()
+    with contextlib.suppress(SystemExit):
+        parser.parse_known_args([name, "--help"])
+    actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    found: argparse.ArgumentParser = actions[0].choices[name]
+    return found
+
+
+def given(*arguments: str) -> dict[str, Any]:
+    args, unknown = cli._parser().parse_known_args(["serve", *arguments])
+    assert not unknown
+    flags: Flags = args.flags
+    return flags.given(args)
+
+
+# --------------------------------------------------------------------------------------- one definition
+
+
+@pytest.mark.parametrize("name", ["serve", "generate"])
+def test_every_flag_has_a_description_and_its_default(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = command(name)
+    actions = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    assert len(actions) > 40
+    assert [action.dest for action in actions if not action.help] == []
+    generated = [action for action in actions if action.dest.startswith("option:")]
+    assert [action.dest for action in generated if "(default: " not in (action.help or "")] == []
+    parser.print_help()  # % and brackets in descriptions do not break it
+    assert "None:" not in capsys.readouterr().out
+
+
+def test_every_option_of_an_engine_is_a_flag_and_a_keyword() -> None:
+    names = set(engine_options()) - {"model"}
+    flags = {action.dest for action in command("serve")._actions}
+    assert {f"option:{name}" for name in names} <= flags
+    assert set(get_type_hints(EngineKeywords)) == names, "foreword.keywords lists what foreword.config has"
+    assert set(inspect.signature(LLM).parameters) == {"model", *names}
+
+
+def test_no_option_is_in_two_places() -> None:
+    own = [*engine_options(), *options_of(ServerConfig)]
+    assert len(own) == len(set(own))
+    assert not set(own) & {*ENGINE_OPTIONS, *SERVER_OPTIONS, *RENAMED}
+    assert {renamed.name for renamed in RENAMED.values()} <= set(own)
+
+
+def test_a_field_with_a_docstring_is_an_option() -> None:
+    option = options_of(ServerConfig)["max_body_bytes"]
+    assert (option.flag, option.kind, option.default) == ("--max-body-bytes", int, 16 * 2**20)
+    assert option.help.startswith("Most bytes")
+    assert option.default_text == "16 MiB"
+
+
+# ------------------------------------------------------------------------------------------------ sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("4GB", 4 * 10**9),
+        ("512MiB", 512 * 2**20),
+        ("1.5g", 15 * 10**8),
+        (" 2 Ti", 2 * 2**40),
+        ("1_000", 1000),
+        ("7B", 7),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "4 apples", "-1GB", "4GBs", "1e9", "nan"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="4GB"):
+        parse_bytes(text)
+
+
+def test_sizes_are_written_in_the_largest_unit_that_they_fill() -> None:
+    assert [format_bytes(n) for n in (12, 2048, 3 * 2**29)] == ["12 bytes", "2 KiB", "1.5 GiB"]
+
+
+# --------------------------------------------------------------------------------------------- keywords
+
+
+def test_keywords_of_llm_take_sizes_and_vllms_names() -> None:
+    config = EngineConfig.from_options(
+        "m", kv_cache_memory_bytes="4GB", dtype="half", prefix_caching_hash_algo="sha256_cbor", enforce_eager=True,
+        tensor_parallel_size=1, kv_cache_dtype="auto", quantization=None, swap_space=4, trust_remote_code=False, seed=7,
+        max_model_len=None, enable_chunked_prefill=True, disable_log_stats=True,
+    )  # fmt: skip
+    assert config.model.kv_cache_memory_bytes == 4 * 10**9
+    assert (config.model.dtype, config.model.cuda_graphs) == ("float16", False)
+    assert (config.cache.hash_function, config.seed) == ("sha256_cbor", 7)
+
+
+def test_torchs_own_types_name_a_precision_and_a_device() -> None:
+    torch = pytest.importorskip("torch")
+    config = EngineConfig.from_options("m", dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert (config.model.dtype, config.model.device) == ("bfloat16", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_modl_len": 5}, "did you mean 'max_model_len'"),
+        ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2 is an option of vLLM .*accepted: 1.*a server each"),
+        ({"tensor_parallel_size": True}, "tensor_parallel_size=True"),
+        ({"quantization": "awq"}, "quantization='awq' .*leave it out"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' .*dtype"),
+        ({"speculative_config": {"model": "x"}}, "speculative_config="),
+        ({"hash_function": "sha256", "prefix_caching_hash_algo": "sha256"}, "give one of them"),
+        ({"prefix_caching_hash_algo": "md5"}, "hash_function='md5'"),
+        ({"kv_cache_memory_bytes": "much"}, "kv_cache_memory_bytes='much'"),
+        ({"block_size": "16"}, "block_size='16' has the wrong type; use an integer"),
+        ({"block_size": True}, "block_size=True"),
+        ({"enable_prefix_caching": "yes"}, "enable_prefix_caching='yes'"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization='0.9'"),
+        ({"sink_token_ids": 5}, "sink_token_ids=5"),
+        ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override=0"),
+        ({"dtype": 16}, "dtype=16"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_kept_is_refused_by_name_with_the_remedy(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_options("m", **options)
+
+
+# ------------------------------------------------------------------------------------------------ flags
+
+
+def test_flags_are_read_by_the_types_of_their_options() -> None:
+    assert given(
+        "--port", "1", "--kv-cache-memory-bytes", "512MiB", "--share-prefix", "a", "--share-prefix", "b",
+        "--no-dashboard", "--sink-token-ids", "1,2,3", "--max_num_seqs", "4", "--prefix-caching-hash-algo", "sha256",
+        "--request-timeout-s", "2.5", "--model=some_model", "--keep-all-kv",
+    ) == {
+        "port": 1, "kv_cache_memory_bytes": 2**29, "share_prefix": (Path("a"), Path("b")), "dashboard": False,
+        "sink_token_ids": (1, 2, 3), "max_num_seqs": 4, "hash_function": "sha256", "request_timeout_s": 2.5,
+        "model": "some_model", "keep_all_kv": True,
+    }  # fmt: skip
+
+
+def test_vllms_flags_are_accepted_where_they_change_nothing() -> None:
+    assert given(
+        "--enforce-eager", "--tensor-parallel-size", "1", "--kv-cache-dtype", "auto", "--swap-space", "4",
+        "--disable-log-requests", "--quantization", "none", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+        "--enable-chunked-prefill", "--disable-log-stats", "--uvicorn-log-level", "info", "a-model",
+    ) == {"cuda_graphs": False, "log_interval_s": 0.0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tensor-parallel-size", "2"], "tensor_parallel_size=2"),
+        (["--no-enable-chunked-prefill"], "enable_chunked_prefill=False"),
+        (["--port", "many"], "port='many' is not an integer"),
+        (["--kv-cache-memory-bytes", "4 apples"], "kv_cache_memory_bytes='4 apples'"),
+        (["--sink-token-ids", "1,x"], "sink_token_ids='x'"),
+    ],
+    ids=str,
+)
+def test_a_flag_that_cannot_be_kept_is_refused_by_name(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        given(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--max-modl-len", "5"], "unknown argument '--max-modl-len'; did you mean --max-model-len?"),
+        (["serve", "one", "two"], "unknown argument 'two'"),
+        (["generate", "--prompt", "x"], "no model is given"),
+        (["serve", "one", "--model", "two"], "two models are given"),
+        (["serve", "--log-level", "loud"], "log_level='loud'"),
+        (["serve", "--config", "no.yaml"], "no.yaml"),
+    ],
+    ids=str,
+)
+def test_a_wrong_command_line_is_explained_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------------------ config files
+
+FILES = {
+    "yaml": "port: 9000\nkv-cache-memory-bytes: 4GB\ndashboard: false\nshare_prefix: [a, b]\napi-key: null\n",
+    "toml": 'port = 9000\nkv-cache-memory-bytes = "4GB"\ndashboard = false\nshare_prefix = ["a", "b"]\n',
+    "json": json.dumps({"port": 9000, "kv_cache_memory_bytes": "4GB", "dashboard": False, "share_prefix": ["a", "b"]}),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_config_file_has_the_names_of_the_flags_which_go_before_it(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"serve.{kind}"
+    path.write_text(FILES[kind])
+    expected = {
+        "port": 9000,
+        "kv_cache_memory_bytes": 4 * 10**9,
+        "dashboard": False,
+        "share_prefix": (Path("a"), Path("b")),
+    }
+    assert given("--config", str(path)) == expected
+    assert given("--config", str(path), "--port", "1", "--dashboard") == {**expected, "port": 1, "dashboard": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.yaml", "prot: 9000", "did you mean 'port'"),
+        ("a.yaml", "port: many", "port='many' has the wrong type; use an integer"),
+        ("a.yaml", "dashboard: 3", "dashboard=3"),
+        ("a.yaml", "tensor-parallel-size: 2", "tensor_parallel_size=2"),
+        ("a.yaml", "server:\n  port: 1", "'server' is a table"),
+        ("a.yaml", "[1, 2]", "holds no table"),
+        ("a.yaml", "a: [", "not valid YAML"),
+        ("a.toml", "port = ", "not valid TOML"),
+        ("a.json", "{", "not valid JSON"),
+        ("a.json", '{"max-num-seqs": 1, "max_num_seqs": 2}', "names 'max_num_seqs' twice"),
+        ("a.ini", "port=1", "no known ending"),
+    ],
+)
+def test_a_wrong_config_file_is_named_with_what_is_wrong(name: str, content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        given("--config", str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_an_empty_config_file_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    assert given("--config", str(path)) == {}
+
+
+def test_a_list_is_read_from_one_text_too() -> None:
+    assert Option("sink_token_ids", tuple[int, ...], (), "").read("1,2") == (1, 2)
