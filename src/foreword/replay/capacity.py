@@ -35,7 +35,7 @@ def parse_capacity(text: str, block_tokens: int, kv_bytes_per_token: int | None)
         num_blocks = int(name)
     else:
         try:
-            num_bytes = parse_bytes(name)
+            num_bytes = parse_with_unit(name)
         except ConfigError as error:
             raise ConfigError(f"{name!r} is no capacity; write blocks as 1000, or bytes as 4GB or 512MiB") from error
         if kv_bytes_per_token is None:
@@ -46,6 +46,13 @@ def parse_capacity(text: str, block_tokens: int, kv_bytes_per_token: int | None)
     if not 1 <= num_blocks <= MAX_BLOCKS:
         raise ConfigError(f"capacity {name!r} is {num_blocks:,} blocks; give one that holds 1 to {MAX_BLOCKS:,}")
     return Capacity(name, num_blocks)
+
+
+def parse_with_unit(text: str) -> int:
+    """`4GB` as a number of bytes, but not `4`: a unit was forgotten. Raises ConfigError."""
+    if not text.strip().upper().endswith("B"):
+        raise ConfigError(f"{text!r} is no number of bytes; write it as 4GB or 512MiB")
+    return parse_bytes(text)
 
 
 def read_model_config(model: str) -> dict[str, Any]:

@@ -19,14 +19,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from foreword.errors import ConfigError
-from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity, read_model_config
+from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity, parse_with_unit, read_model_config
 from foreword.replay.lines import PromptEncoder
 from foreword.replay.picture import check_format, write_picture
 from foreword.replay.report import as_json, capacity_name, print_report
 from foreword.replay.simulator import OPTIMUM, ReplayResult, Simulation
 from foreword.replay.timing import Routing, StepCost, TimingOptions, simulate_time
 from foreword.replay.trace import TraceReader
-from foreword.sizes import parse_bytes
 
 DEFAULT_POLICIES = "lru,value,optimum"
 SATURATED = 0.95
@@ -118,7 +117,7 @@ def _step_cost(args: argparse.Namespace) -> StepCost | None:
     if args.model is None:
         raise ConfigError("--flops needs the model that is served; give its folder or config.json with --model")
     cost = StepCost.of_model(
-        read_model_config(args.model), flops_per_s=args.flops, bytes_per_s=float(parse_bytes(args.bandwidth))
+        read_model_config(args.model), flops_per_s=args.flops, bytes_per_s=float(parse_with_unit(args.bandwidth))
     )
     TimingOptions(1, cost, args.replicas, args.routing)
     return cost
