@@ -27,6 +27,11 @@ def plain_report(logprobs: Tensor, token_id: int, count: int) -> TokenLogprobs:
     return report
 
 
+def spell(word: str) -> list[int]:
+    """Tokens of a bad word in these tests: it is written as their ids."""
+    return [int(token_id) for token_id in word.split()]
+
+
 def _sample_row(logits: Tensor, request: Request) -> Sample:
     params = request.params
     logprobs = logits[None].log_softmax(-1)[0]
@@ -48,10 +53,23 @@ def _adjust(logits: Tensor, request: Request) -> None:
         logits[torch.from_numpy(ids.astype(np.int64))] -= penalty
     for token_id, bias in params.logit_bias.items():
         logits[token_id] += bias
+    allowed = torch.ones(len(logits), dtype=torch.bool)
     if request.constraint is not None:
-        logits[~torch.from_numpy(request.constraint.allowed(request.output_token_ids))] = -torch.inf
+        allowed &= torch.from_numpy(request.constraint.allowed(request.output_token_ids))
+    if params.allowed_token_ids is not None:
+        allowed &= torch.isin(torch.arange(len(logits)), torch.tensor(params.allowed_token_ids))
+    for token_id, bias in params.logit_bias.items():
+        allowed[token_id] &= bias > -torch.inf
+    for word in map(spell, params.bad_words):
+        if len(answer) >= len(word) - 1 and answer[len(answer) - len(word) + 1 :].tolist() == list(word[:-1]):
+            allowed[word[-1]] = False
     if request.num_output_tokens < params.min_tokens:
-        logits[list(request.stop_token_ids)] = -torch.inf
+        longer = allowed.clone()
+        longer[list(request.stop_token_ids)] = False
+        allowed = longer if longer.any() else allowed
+    if not allowed.any():
+        allowed[list(request.stop_token_ids)] = True
+    logits[~allowed] = -torch.inf
 
 
 def _draw(logits: Tensor, request: Request) -> int:

@@ -238,6 +238,12 @@ def test_the_id_of_a_continuation_in_use_is_refused() -> None:
         ({"prompt_logprobs": -3}, "prompt_logprobs=-3 .*use a count"),
         ({"stop": ("end", "")}, "stop=.*a stop string cannot be empty"),
         ({"logit_bias": {4: float("nan")}}, r"logit_bias\[4\]=nan"),
+        ({"logit_bias": {4: 1e39}}, r"logit_bias\[4\]=1e\+39 .*at most 1e\+09 either way, or -inf to forbid"),
+        ({"repetition_penalty": 1e300}, r"repetition_penalty=1e\+300 .*from 1e-09 to 1e\+09"),
+        ({"presence_penalty": -1e39}, r"presence_penalty=-1e\+39 .*at most 1e\+09 either way"),
+        ({"allowed_token_ids": ()}, r"allowed_token_ids=\(\) .*name a token"),
+        ({"bad_words": ("x", " ")}, "bad_words=.*cannot be empty"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0 .*use 1 or more, or -1"),
     ],
     ids=str,
 )
@@ -246,9 +252,13 @@ def test_a_parameter_out_of_range_is_refused(options: dict[str, Any], message: s
         SamplingParams(**options)
 
 
-@pytest.mark.parametrize("options", [{"logit_bias": {VOCAB_SIZE: 1.0}}, {"stop_token_ids": (-7,)}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"logit_bias": {VOCAB_SIZE: 1.0}}, {"stop_token_ids": (-7,)}, {"allowed_token_ids": (VOCAB_SIZE,)}],
+    ids=str,
+)
 def test_token_ids_in_parameters_have_to_exist(llm: LLM, options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError, match=f"in logit_bias or stop_token_ids .* 0 to {VOCAB_SIZE - 1}"):
+    with pytest.raises(InvalidRequestError, match=f"in {next(iter(options))} .* 0 to {VOCAB_SIZE - 1}"):
         llm.generate("text", SamplingParams(**options))
 
 

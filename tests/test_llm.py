@@ -162,7 +162,7 @@ def test_several_continuations_of_one_prompt(llm: LLM) -> None:
     assert [completion.index for completion in output.outputs] == [0, 1, 2]
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
     assert output.finished
-    assert llm.engine.manager.stats.hits == 2 * 32
+    assert llm.engine.manager.stats.forked_hits == 2 * 32
     assert output.metrics.finished_time is not None
 
 

@@ -141,6 +141,7 @@ def build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer 
         runner,
         limits,
         open_text_stream=open_text_stream if tokenizer else None,
+        spell=tokenizer.spellings if tokenizer else None,
         keys=_block_keys(config, model),
         seed=config.seed,
     )

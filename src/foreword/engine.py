@@ -17,9 +17,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import numpy as np
@@ -46,8 +46,12 @@ from foreword.outputs import OpenTextStream, Outputs
 from foreword.request import Request, RequestOutput, SamplingParams
 from foreword.running import Computed, LaunchingRunner, PendingStep, Runner
 from foreword.scheduler import Scheduler
+from foreword.token_limits import TokenLimits
 
 logger = logging.getLogger(__name__)
+
+Spell = Callable[[str], Sequence[Sequence[int]]]
+"""Token ids of a word, in each way that a tokenizer writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,7 @@ class Engine:
         limits: ModelLimits,
         *,
         open_text_stream: OpenTextStream | None = None,
+        spell: Spell | None = None,
         keys: BlockKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
@@ -103,6 +108,7 @@ class Engine:
         self._runner = runner
         self._launcher = runner if isinstance(runner, LaunchingRunner) else None
         self._outputs = Outputs(open_text_stream, scheduler.finish)
+        self._spell = spell
         self._keys = keys or BlockKeys()
         self._clock = clock
         self._seed = seed
@@ -122,6 +128,7 @@ class Engine:
         for own_id in (request_id, *_continuation_ids(request_id, params.n)):
             if own_id in self._outputs or own_id in self.scheduler:
                 raise InvalidRequestError(f"request id {own_id!r} is in use; give each request its own")
+        prompt = self.truncate(prompt, params)
         max_tokens = self._validate(prompt, params)
         requests = self._continuations(request_id, prompt, params, max_tokens)
         output = self._outputs.open(request_id, prompt.text, prompt.token_ids.tolist(), requests)
@@ -134,9 +141,16 @@ class Engine:
         self._num_added += 1
         seed = params.seed if params.seed is not None else self._seed + 0x9E3779B9 * self._num_added
         stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
+        if not params.ignore_eos or params.open_constraint is not None:  # the end of a grammar is the end
             stop_ids |= self.limits.eos_token_ids
-        return [
+        limits = TokenLimits.of(
+            params,
+            self.limits.vocab_size,
+            stop_ids,
+            end_token_ids=self.limits.eos_token_ids,
+            bad_words=self._spellings(params.bad_words),
+        )
+        requests = [
             Request(
                 self._sequence(own_id, prompt),
                 params,
@@ -145,9 +159,40 @@ class Engine:
                 seed=seed + index,
                 priority=prompt.priority,
                 message_ends=prompt.message_ends,
+                limits=limits,
             )
             for index, own_id in enumerate(_continuation_ids(request_id, params.n))
         ]
+        for request in requests[1:]:
+            request.is_fork = True
+        return requests
+
+    def _spellings(self, words: Sequence[str]) -> list[Sequence[int]]:
+        """Tokens of words, each in every way that the tokenizer spells it. Raises InvalidRequestError."""
+        if words and self._spell is None:
+            raise InvalidRequestError(
+                f"bad_words={words!r:.60} need a tokenizer, and this model has none; leave them out"
+            )
+        spelt = [(word, self._spell(word)) for word in words if self._spell is not None]
+        for word, spellings in spelt:
+            if not all(spellings) or not spellings:
+                raise InvalidRequestError(
+                    f"the bad word {word!r:.60} has no tokens in this model's vocabulary; leave it out"
+                )
+        return [spelling for _, spellings in spelt for spelling in spellings]
+
+    def truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
+        """The end of a prompt that `truncate_prompt_tokens` keeps."""
+        most = params.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        if most == -1:
+            most = max(1, self.limits.max_model_len - (params.max_tokens or 1))
+        num_dropped = max(0, len(prompt.token_ids) - most)
+        if not num_dropped:
+            return prompt
+        ends = tuple(end - num_dropped for end in prompt.message_ends if end > num_dropped)
+        return replace(prompt, token_ids=prompt.token_ids[num_dropped:], text=None, message_ends=ends)
 
     def _sequence(self, request_id: str, prompt: Prompt) -> TokenSequence:
         return TokenSequence(
@@ -170,12 +215,13 @@ class Engine:
                 f"prompt token {prompt.token_ids[wrong[0]]} at position {wrong[0]} is out of range; "
                 f"the model's ids are 0 to {self.limits.vocab_size - 1}"
             )
-        for token_id in (*params.logit_bias, *params.stop_token_ids):
-            if not 0 <= token_id < self.limits.vocab_size:
-                raise InvalidRequestError(
-                    f"token id {token_id} in logit_bias or stop_token_ids is out of range; the model's ids are 0 to "
-                    f"{self.limits.vocab_size - 1}"
-                )
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(params, name) or ():
+                if not 0 <= token_id < self.limits.vocab_size:
+                    raise InvalidRequestError(
+                        f"token id {token_id} in {name} is out of range; the model's ids are 0 to "
+                        f"{self.limits.vocab_size - 1}"
+                    )
         if params.stop and not self._outputs.have_text:
             raise InvalidRequestError(
                 f"stop={params.stop!r} needs a tokenizer, and this model has none; use stop_token_ids"

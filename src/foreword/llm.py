@@ -53,6 +53,7 @@ class CacheReport:
     cache_utilization: float
     """Share of the blocks that hold cached KV, 0.0 to 1.0."""
     requests: int
+    """Prompts that were looked up; several answers to one (`n`) count once."""
     queried_tokens: int
     hit_tokens: int
     recent_hit_rate: float
@@ -73,6 +74,15 @@ class CacheReport:
     """Requests that missed something, by reason; empty without `explain_misses`."""
     missed_tokens: dict[str, int]
     """Their tokens that were not found, by reason."""
+    preempted_requests: int
+    """Lookups of requests that resumed after preemption; they are in none of the counts above."""
+    preempted_queried_tokens: int
+    preempted_hit_tokens: int
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """`hit_rate`, by the name that vLLM's users know."""
+        return self.hit_rate
 
 
 class LLM:
@@ -269,6 +279,9 @@ class LLM:
             hit_rate_with_twice_the_blocks=manager.stats.hit_rate_with_twice_the_blocks,
             misses={str(reason): count for reason, count in manager.stats.misses.items()},
             missed_tokens={str(reason): count for reason, count in manager.stats.missed_tokens.items()},
+            preempted_requests=manager.stats.preempted_requests,
+            preempted_queried_tokens=manager.stats.preempted_queries,
+            preempted_hit_tokens=manager.stats.preempted_hits,
         )
 
     def explain_attention(self) -> str:

@@ -23,7 +23,7 @@ from foreword.coalescing import Coalescing
 from foreword.config import SchedulerConfig
 from foreword.errors import ConfigError
 from foreword.queues import Queue, SortKey
-from foreword.request import FinishReason, Request, RequestStatus
+from foreword.request import NOTHING_ALLOWED, FinishReason, Request, RequestStatus
 from foreword.rows import RunningRows
 
 logger = logging.getLogger(__name__)
@@ -231,7 +231,10 @@ class Scheduler:
             if self._coalescing.still_waits(request):
                 continue
             hit = self.manager.get_computed_blocks(
-                request.sequence, skip_reading=request.skips_cache, resumed=request.num_preemptions > 0
+                request.sequence,
+                skip_reading=request.skips_cache,
+                resumed=request.num_preemptions > 0,
+                forked=request.is_fork,
             )
             if self._coalescing.must_wait(request, hit):
                 continue
@@ -310,7 +313,8 @@ class Scheduler:
                 entries.requests[number].logprobs.append(logprobs)
         for at in before["is_new"].nonzero()[0].tolist():
             self._note_first_token(requests[at])
-        for at in ends.nonzero()[0].tolist():
+        may_end = ends | entries.facts["may_run_dry"][numbers]
+        for at in may_end.nonzero()[0].tolist():
             self._finish_if_due(requests[at], int(token_ids[at]))
         filled = (before["source"] >= 0) & (lengths % self.manager.block_size == 0)
         if filled.any():
@@ -335,7 +339,11 @@ class Scheduler:
 
     def _finish_if_due(self, request: Request, token_id: int) -> None:
         num_tokens = request.num_output_tokens
-        if token_id in request.stop_token_ids and num_tokens > request.params.min_tokens:
+        if request.has_run_dry:
+            request.stop_reason = NOTHING_ALLOWED
+            self.finish(request.request_id, "content_filter")
+            return
+        if token_id in request.stop_token_ids and (num_tokens > request.params.min_tokens or request.may_run_dry):
             if token_id in request.params.stop_token_ids:
                 request.stop_reason = token_id
             self.finish(request.request_id, "stop")

@@ -141,6 +141,14 @@ class Tokenizer:
             ) from error
         return np.array(token_ids, dtype=np.int32)
 
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        """Token ids of a word alone and after a space, without special tokens; one where both are the same."""
+        try:
+            both = [self._hf.encode(text, add_special_tokens=False) for text in (word.lstrip(), f" {word.lstrip()}")]
+        except (TypeError, UnicodeError) as error:
+            raise InvalidRequestError(f"The word {word!r:.60} is not valid Unicode; leave it out.") from error
+        return list(dict.fromkeys(tuple(token_ids) for token_ids in both))
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens. Ids beyond the vocabulary have no text."""
         return self._decode([int(token_id) for token_id in token_ids])

@@ -186,6 +186,18 @@ def test_statistics_count_admissions_and_keep_resumed_requests_apart():
     assert stats.hit_rate == manager.recent.hit_rate == 0.4
 
 
+def test_the_second_answer_to_a_prompt_is_no_hit_of_traffic():
+    manager = KVCacheManager(8, block_size=4)
+    admit(manager, sequence("a#0", range(10)))
+    second = sequence("a#1", range(10))
+    manager.allocate_slots(second, 10, manager.get_computed_blocks(second, forked=True))
+    stats = manager.stats
+    assert (stats.requests, stats.queries, stats.hits) == (1, 10, 0)
+    assert (stats.forked_requests, stats.forked_queries, stats.forked_hits) == (1, 10, 8)
+    assert stats.hit_rate == manager.recent.hit_rate == 0.0
+    assert (stats + stats).forked_hits == 16
+
+
 def test_common_prefix_counts_blocks_that_are_physically_shared():
     manager = KVCacheManager(16, block_size=4)
     for name, tail in (("a", 50), ("b", 60), ("c", 70)):

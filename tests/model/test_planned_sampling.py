@@ -11,19 +11,22 @@ import pytest
 import torch
 
 from foreword.cache import TokenSequence
+from foreword.errors import InvalidRequestError
 from foreword.model.logprobs import LogprobRows
 from foreword.model.sampler import sample
 from foreword.model.uniform import FEW_SEEDS, uniform_numbers
 from foreword.request import Request, SamplingParams
-from plain_sampler import plain_report, plain_sample
+from foreword.token_limits import TokenLimits
+from plain_sampler import plain_report, plain_sample, spell
 
 
 class Mask:
-    """Allows what a seeded generator says, and always token 1."""
+    """Allows what a seeded generator says, for some seeds token 4 alone."""
 
     def __init__(self, vocab: int, seed: int) -> None:
         self._mask = np.random.default_rng(seed).random(vocab) < 0.4
-        self._mask[1] = True
+        if seed % 5 == 0:
+            self._mask[:] = np.arange(vocab) == 4
 
     def allowed(self, output_token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
         return self._mask
@@ -44,21 +47,28 @@ def random_request(rng: np.random.Generator, number: int, vocab: int) -> Request
         repetition_penalty=maybe(float(rng.uniform(0.5, 2)), 1.0),
         presence_penalty=maybe(float(rng.normal()), 0.0),
         frequency_penalty=maybe(float(rng.normal()), 0.0),
-        logit_bias=maybe({int(t): float(rng.normal()) for t in rng.choice(vocab, 3, replace=False)}, {}),
+        logit_bias=maybe({int(t): float(rng.choice([rng.normal(), -np.inf])) for t in rng.choice(vocab, 3, False)}, {}),
+        allowed_token_ids=maybe(tuple(rng.choice(vocab, 9, replace=False).tolist()), None),
+        bad_words=maybe(("4", *(f"{rng.integers(3)} {rng.integers(9)}" for _ in range(5))), ()),
         logprobs=maybe(int(rng.integers(0, 8)), None),
         min_tokens=maybe(8, 0),
         stop_token_ids=(0, 2),
         open_constraint=maybe(lambda: Mask(vocab, number), None),
     )
     prompt = rng.integers(0, vocab, rng.integers(1, 20)).tolist()
+    try:
+        limits = TokenLimits.of(params, vocab, params.stop_token_ids, bad_words=list(map(spell, params.bad_words)))
+    except InvalidRequestError:  # nothing is left
+        return random_request(rng, number, vocab)
     own = Request(
         TokenSequence(str(number), prompt, block_size=16),
         params,
         max_tokens=100,
         stop_token_ids=frozenset(params.stop_token_ids),
         seed=seed,
+        limits=limits,
     )
-    for token_id in rng.integers(0, vocab, rng.integers(0, 12)).tolist():
+    for token_id in rng.integers(0, 3 if rng.random() < 0.5 else vocab, rng.integers(0, 12)).tolist():
         own.sequence.append(token_id)
     return own
 
@@ -73,6 +83,7 @@ def test_a_batch_of_any_requests_gets_what_each_gets_by_itself(vocab: int, num_r
         logits[:, 5] = logits[:, 6]  # ties
         logits[0] = logits[0].round()
         assert sample(logits.clone(), requests) == plain_sample(logits, requests)
+        assert any(request.has_run_dry for request in requests) or num_requests < 100
 
 
 def test_reports_of_several_rows_are_those_of_each_row() -> None:

@@ -16,8 +16,8 @@ from foreword.cache import TokenSequence
 from foreword.errors import InvalidRequestError
 from foreword.model.loader import LoadedModel
 from foreword.model.sampler import Sample, sample
-from foreword.request import Request, RequestOutput, SamplingParams
-from tiny_models import TinyModels, add, build_engine, complete, drain, greedy, random_tokens
+from foreword.request import NOTHING_ALLOWED, Request, RequestOutput, SamplingParams
+from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, TinyModels, add, build_engine, complete, drain, greedy, random_tokens
 
 FloatArray = npt.NDArray[np.float64]
 LOGITS = np.array([2.0, -1.0, 0.5, 1.5, 0.0, 1.0, -3.0, 0.75])
@@ -358,6 +358,9 @@ def test_continuations_compute_their_prompt_once(model: LoadedModel) -> None:
     engine = build_engine(model, block_size=4)
     complete(engine, [random_tokens(np.random.default_rng(24), 33)], warm(1, n=5, max_tokens=1))
     assert engine.num_computed_tokens == 33 + 4
+    stats = engine.manager.stats
+    assert (stats.requests, stats.queries, stats.hits) == (1, 33, 0), "a prompt's own answers are no traffic"
+    assert (stats.forked_requests, stats.forked_hits) == (4, 4 * 32)
 
 
 def test_logprobs_of_an_answer_are_those_of_transformers(tiny_models: TinyModels, model: LoadedModel) -> None:
@@ -442,6 +445,61 @@ def test_an_answer_ends_at_its_stop_token_and_says_which(model: LoadedModel) -> 
     assert (ended.outputs[0].finish_reason, ended.outputs[0].stop_reason) == ("stop", stop)
     [held] = complete(build_engine(model), [prompt], greedy(20, stop_token_ids=(stop,), min_tokens=first + 2))
     assert stop not in answer(held)[: first + 2]
+
+
+class Spelling:
+    """Allows one answer, token by token, and then the end."""
+
+    def __init__(self, *token_ids: int) -> None:
+        self._mask = [np.arange(VOCAB_SIZE) == token_id for token_id in (*token_ids, EOS_TOKEN_ID)]
+
+    def allowed(self, output_token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
+        return self._mask[min(len(output_token_ids), len(self._mask) - 1)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "options", [{"min_tokens": 8}, {"ignore_eos": True}, {"min_tokens": 8, "ignore_eos": True}], ids=str
+)
+def test_a_constraint_that_allows_nothing_but_the_end_ends_an_answer(
+    model: LoadedModel, options: dict[str, Any], temperature: float
+) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=20, open_constraint=lambda: Spelling(7, 8), **options)
+    [output] = complete(build_engine(model), [[5, 6]], params)
+    assert answer(output) == [7, 8, EOS_TOKEN_ID]
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
+
+
+def test_an_answer_ends_with_the_reason_where_its_parameters_forbid_what_its_constraint_asks_for(
+    model: LoadedModel,
+) -> None:
+    conflicting = SamplingParams(max_tokens=20, open_constraint=lambda: Spelling(7, 8, 9), logit_bias={8: -np.inf})
+    engine = build_engine(model)
+    ends, goes_on = add(engine, "ends", [5, 6], conflicting), add(engine, "goes on", [6, 5], greedy(12))
+    drain(engine)
+    assert answer(ends) == [7, EOS_TOKEN_ID]
+    assert (ends.outputs[0].finish_reason, ends.outputs[0].stop_reason) == ("content_filter", NOTHING_ALLOWED)
+    assert len(answer(goes_on)) == 12
+
+
+def test_an_answer_is_made_of_allowed_tokens(model: LoadedModel) -> None:
+    params = SamplingParams(temperature=2.0, max_tokens=40, n=2, allowed_token_ids=(5, 9, 11))
+    [output] = complete(build_engine(model), [[5, 6]], params)
+    for completion in output.outputs:
+        assert set(completion.token_ids) == {5, 9, 11}
+        assert completion.finish_reason == "length"
+
+
+def test_the_end_of_a_prompt_is_kept(model: LoadedModel) -> None:
+    engine = build_engine(model)
+    prompt = random_tokens(np.random.default_rng(50), 40)
+    kept, whole = complete(engine, [prompt, prompt[-9:]], greedy(6, truncate_prompt_tokens=9))
+    assert kept.prompt_token_ids == whole.prompt_token_ids == prompt[-9:]
+    assert answer(kept) == answer(whole)
+    longest = [7] * (engine.limits.max_model_len + 3)
+    [fitting] = complete(engine, [longest], greedy(6, truncate_prompt_tokens=-1))
+    assert len(fitting.prompt_token_ids) == engine.limits.max_model_len - 6
+    assert len(answer(fitting)) == 6
 
 
 def test_the_models_end_token_ends_an_answer_unless_ignored(model: LoadedModel) -> None:

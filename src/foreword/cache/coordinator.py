@@ -53,6 +53,8 @@ class PrefixHit:
     """Leading tokens whose KV is in the blocks themselves; it must not be written again."""
     resumed: bool = False
     """The request was preempted before; its lookup is counted apart."""
+    forked: bool = False
+    """Another answer to a prompt whose lookup was counted; this one is counted apart."""
     skipped: bool = False
     """Nothing was looked up, because nobody asked or the request asked not to."""
 

@@ -157,14 +157,17 @@ class KVCacheManager:
     # ------------------------------------------------------------------ lookup
 
     def get_computed_blocks(
-        self, sequence: TokenSequence, *, skip_reading: bool = False, resumed: bool = False
+        self, sequence: TokenSequence, *, skip_reading: bool = False, resumed: bool = False, forked: bool = False
     ) -> PrefixHit:
-        """The longest cached prefix of `sequence`. Changes nothing, counts nothing."""
+        """The longest cached prefix of `sequence`. Changes nothing, counts nothing.
+
+        `resumed` and `forked` say how its lookup is counted if the hit is taken (stats.py).
+        """
         if skip_reading:
             hit = self._not_looked_up
         else:
             hit = self._coordinator.find_longest_cache_hit(sequence)
-        return replace(hit, resumed=True) if resumed else hit
+        return replace(hit, resumed=resumed, forked=forked) if resumed or forked else hit
 
     def is_cached(self, sequence: TokenSequence, block: int) -> bool:
         """Whether the full block number `block` is cached, given that those before it are."""
@@ -330,6 +333,11 @@ class KVCacheManager:
             stats.preempted_requests += 1
             stats.preempted_queries += num_tokens
             stats.preempted_hits += hit.num_tokens
+            return
+        if hit.forked:
+            stats.forked_requests += 1
+            stats.forked_queries += num_tokens
+            stats.forked_hits += hit.num_tokens
             return
         stats.requests += 1
         stats.queries += num_tokens

@@ -6,17 +6,24 @@ Knows numbers of tokens and requests; knows nothing of blocks.
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from foreword.cache.ledger import MissReason
 
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Totals since the last reset. Requests that resume after preemption are counted apart."""
+    """Totals since the last reset.
+
+    `requests`, `queries` and `hits` count each prompt once, when it is first admitted: they say what earlier traffic
+    left in the cache. Two kinds of lookups find what the same prompt has put there, and are counted apart:
+
+        preempted_*   a request that resumes after preemption looks its own tokens up again (as in vLLM)
+        forked_*      of `n` answers to one prompt, the second and later ones find what the first computes
+    """
 
     requests: int = 0
-    """Requests admitted."""
+    """Prompts admitted."""
     queries: int = 0
     """Their tokens."""
     hits: int = 0
@@ -24,6 +31,9 @@ class PrefixCacheStats:
     preempted_requests: int = 0
     preempted_queries: int = 0
     preempted_hits: int = 0
+    forked_requests: int = 0
+    forked_queries: int = 0
+    forked_hits: int = 0
     evictions: int = 0
     """Cached blocks whose memory was given to other content."""
 
@@ -38,6 +48,10 @@ class PrefixCacheStats:
     def hit_rate(self) -> float:
         """Share of the queried tokens that were hits, 0.0 when nothing was asked."""
         return self.hits / self.queries if self.queries else 0.0
+
+    def __add__(self, other: PrefixCacheStats) -> PrefixCacheStats:
+        """The totals of both."""
+        return PrefixCacheStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
     def hit_rate_with_twice_the_blocks(self) -> float:

@@ -13,7 +13,7 @@ A step's sampling is planned on the host, from the requests, and carried out whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -117,7 +117,7 @@ class SamplingPlan:
     constrained: tuple[Tensor, Tensor] | None
     """Rows [n] int64, and the tokens each may take, [n, vocab / 8 rounded up] uint8, lowest bit first."""
     forbidden: Tensor | None
-    """Places in the flattened logits."""
+    """Places in the flattened logits: end tokens that come too early, in rows without a mask."""
     random: tuple[Tensor, Tensor] | None
     """Rows [n] int64 that are not greedy; their temperature, top_k, min_p, top_p, uniform number, [5, n] float64."""
     reported: list[tuple[list[int], Tensor, int]]
@@ -136,10 +136,13 @@ class SamplingPlan:
 
         changing = asked.facts["changes_logits"].nonzero()[0].tolist()
         numbered = [(row, asked.requests[row]) for row in changing]
+        counts = asked.num_generated
+        allowed = ((row, request.allowed_tokens(int(counts[row]), vocab)) for row, request in numbered)
+        masks = {row: mask for row, mask in allowed if mask is not None}
         forbidden = [
             row * vocab + np.array(sorted(request.stop_token_ids), np.int64)
             for row, request in numbered
-            if asked.num_generated[row] < request.params.min_tokens and request.stop_token_ids
+            if counts[row] < request.params.min_tokens and request.stop_token_ids and row not in masks
         ]
         return cls(
             repetition=entries(
@@ -147,7 +150,7 @@ class SamplingPlan:
             ),
             penalties=entries((row, *_penalties(request)) for row, request in numbered if _is_penalised(request)),
             biases=entries((row, *_biases(request)) for row, request in numbered if request.params.logit_bias),
-            constrained=_constraints(numbered, put),
+            constrained=_constraints(masks, put),
             forbidden=put(np.concatenate(forbidden)) if forbidden else None,
             random=_random_rows(asked, vocab, put),
             reported=_reported(asked, put),
@@ -221,12 +224,11 @@ def _biases(request: Request) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.flo
     return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
 
 
-def _constraints(numbered: Sequence[tuple[int, Request]], put: Put) -> tuple[Tensor, Tensor] | None:
-    rows = [row for row, request in numbered if request.constraint is not None]
-    masks = [r.constraint.allowed(r.output_token_ids) for _, r in numbered if r.constraint is not None]
-    if not rows:
+def _constraints(masks: Mapping[int, npt.NDArray[np.bool_]], put: Put) -> tuple[Tensor, Tensor] | None:
+    if not masks:
         return None
-    return put(np.array(rows, np.int64)), put(np.packbits(np.stack(masks), axis=1, bitorder="little"))
+    packed = np.packbits(np.stack(list(masks.values())), axis=1, bitorder="little")
+    return put(np.array(list(masks), np.int64)), put(packed)
 
 
 def _random_rows(asked: Sampled, vocab: int, put: Put) -> tuple[Tensor, Tensor] | None:

@@ -277,12 +277,13 @@ def make_request(recorded: RecordedRequest, number: int, max_output_tokens: int 
     tail = np.full(recorded.num_prompt_tokens - len(tokens), number, np.int32)  # tokens of a block that has no key
     tokens = np.concatenate((tokens, tail))
     num_output = max(1, recorded.num_output_tokens)
-    return Request(
+    request = Request(
         TokenSequence(str(number), tokens, block_size=recorded.block_tokens),
         PARAMS,
         max_tokens=min(num_output, max_output_tokens) if max_output_tokens else num_output,
-        arrival_time=0.0,
     )
+    request.metrics.arrival_time = 0.0
+    return request
 
 
 def _route(replicas: list[Replica], request: Request, routing: Routing, number: int) -> Replica:

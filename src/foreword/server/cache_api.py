@@ -98,6 +98,12 @@ def statistics(look: Look, service: Service) -> dict[str, Any]:
         "hit_tokens": stats.hits,
         "computed_tokens": stats.queries - stats.hits,
         "hit_rate": stats.hit_rate,
+        "prefix_cache_hit_rate": stats.hit_rate,
+        "preempted": {
+            "requests": stats.preempted_requests,
+            "queried_tokens": stats.preempted_queries,
+            "hit_tokens": stats.preempted_hits,
+        },
         "recent_hit_rate": look.recent_hit_rate,
         "hit_rate_with_twice_the_blocks": stats.hit_rate_with_twice_the_blocks,
         "more_memory": more_memory(look, service),

@@ -1,7 +1,7 @@
 """Answers that follow a grammar: JSON, JSON of a schema, or what a Lark grammar spells.
 
 Knows schemas and token ids; the grammars are llguidance's. A constraint never fails a step: where the grammar
-gives up, only the end token is left.
+gives up, it allows nothing, which ends the answer.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ class _Constraint:
             allowed = np.unpackbits(mask, bitorder="little")[: self._vocab_size].astype(np.bool_)
             if allowed.any() and not self._matcher.is_error():
                 return allowed
+        allowed = np.zeros(self._vocab_size, np.bool_)
         if self._matcher.is_error():
             logger.warning("a grammar gave up: %s", self._matcher.get_error())
-        only_end = np.zeros(self._vocab_size, np.bool_)
-        only_end[self._eos] = True
-        return only_end
+        else:
+            allowed[self._eos] = True
+        return allowed

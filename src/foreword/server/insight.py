@@ -100,7 +100,7 @@ class Insight:
         def reset(engine: Engine) -> None:
             counted = engine.manager.stats
             engine.manager.reset_prefix_cache()
-            self._before = _sum(self._before, counted)
+            self._before = self._before + counted
             self._more_memory.reset()
 
         await self._thread.call(reset)
@@ -118,7 +118,7 @@ class Insight:
     def _take(self, engine: Engine) -> Look:
         manager, scheduler = engine.manager, engine.scheduler
         return Look(
-            totals=_sum(self._before, manager.stats),
+            totals=self._before + manager.stats,
             stats=copy.deepcopy(manager.stats),
             recent_hit_rate=manager.recent.hit_rate,
             evictions=Counter() if manager.ledger is None else manager.ledger.evictions.copy(),
@@ -136,18 +136,3 @@ class Insight:
     def _count_saved(self, record: RequestRecord) -> None:
         if record.first_scheduled_time is not None:
             self.num_saved_seconds += record.num_cached_tokens * self._thread.prefill.seconds_per_token
-
-
-def _sum(first: PrefixCacheStats, second: PrefixCacheStats) -> PrefixCacheStats:
-    return PrefixCacheStats(
-        first.requests + second.requests,
-        first.queries + second.queries,
-        first.hits + second.hits,
-        first.preempted_requests + second.preempted_requests,
-        first.preempted_queries + second.preempted_queries,
-        first.preempted_hits + second.preempted_hits,
-        first.evictions + second.evictions,
-        first.ghost_hits + second.ghost_hits,
-        first.misses + second.misses,
-        first.missed_tokens + second.missed_tokens,
-    )

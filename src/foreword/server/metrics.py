@@ -165,6 +165,16 @@ class _EngineCollector(Collector):
         yield self._counter(
             "prefix_cache_computed_tokens", "Prompt tokens that were not found.", totals.queries - totals.hits
         )
+        yield self._gauge(
+            "prefix_cache_hit_rate",
+            "Share of the looked-up tokens that were found since the last reset, 0 to 1.",
+            look.stats.hit_rate,
+        )
+        yield self._counter(
+            "prefix_cache_preempted_requests", "Lookups of requests that resumed.", totals.preempted_requests
+        )
+        yield self._counter("prefix_cache_preempted_queries", "Tokens of those lookups.", totals.preempted_queries)
+        yield self._counter("prefix_cache_preempted_hits", "Of these, tokens found.", totals.preempted_hits)
         yield self._counters("prefix_cache_requests", "Requests that were looked up.", "cache", self._requests)
         yield self._counter(
             "prefix_cache_prefill_seconds_saved",

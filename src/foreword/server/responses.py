@@ -126,6 +126,10 @@ class _WithFormat:
         return getattr(self._body, name)
 
 
+def _why_incomplete(finish_reason: str | None) -> str:
+    return "content_filter" if finish_reason == "content_filter" else "max_output_tokens"
+
+
 def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:
     if wanted is None:
         return None
@@ -169,7 +173,7 @@ class _ResponseAnswer:
             status,
             output=[self._item(status, [self._part(text, logprobs)])],
             usage=form.response_usage(answer.outputs),
-            incomplete_details=None if status == "completed" else {"reason": "max_output_tokens"},
+            incomplete_details=None if status == "completed" else {"reason": _why_incomplete(finish_reason)},
             completed_at=int(time.time()),
             **self._extras.of(answer),
         )

@@ -1,0 +1,166 @@
+"""SamplingParams: how a prompt is to be continued, as callers say it.
+
+Knows parameters, their ranges and what does not go together; knows nothing of models or logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.errors import InvalidRequestError
+
+LARGEST = 1e9
+"""Of penalties and biases: what is added up of them stays a finite float32."""
+
+_REAL_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+class TokenConstraint(Protocol):
+    """Which tokens may come next in one answer, such as those that a grammar allows."""
+
+    def allowed(self, output_token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Mask over the vocabulary, given all tokens of the answer so far. Must not raise.
+
+        Called once for each token, in order. A mask that allows nothing ends the answer.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to continue a prompt. Names and meanings are vLLM's and OpenAI's."""
+
+    n: int = 1
+    """Independent continuations; they share the prompt's blocks."""
+    max_tokens: int | None = 16
+    """Most tokens to generate; None: as many as `max_model_len` leaves."""
+    min_tokens: int = 0
+    """Until then, neither end tokens nor `stop_token_ids` are sampled, unless a constraint allows nothing else."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probabilities reach this sum."""
+    top_k: int = 0
+    """Sample from this many likeliest tokens; 0 or -1: from all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the likeliest one."""
+    repetition_penalty: float = 1.0
+    """Divides (multiplies, if negative) logits of tokens in prompt or answer (CTRL)."""
+    presence_penalty: float = 0.0
+    """Subtracted once from logits of tokens in the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence from logits of tokens in the answer."""
+    seed: int | None = None
+    """Equal seeds give equal answers, whatever else is in the batch."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer; they are not part of it."""
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    """Generate on after the end token."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id -> number added to its logit; -inf forbids the token."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may come; None: any. An answer ends by itself only if an end token is among them."""
+    bad_words: tuple[str, ...] = ()
+    """Words that may not come, as the tokenizer spells them alone and after a space."""
+    logprobs: int | None = None
+    """Report the sampled token's log probability and those of this many likeliest tokens."""
+    prompt_logprobs: int | None = None
+    """The same for prompt tokens. Such a request does not read the prefix cache."""
+    open_constraint: Callable[[], TokenConstraint] | None = None
+    """Makes the constraint of one continuation; None: any token may come."""
+    skip_reading_prefix_cache: bool = False
+    """Compute the whole prompt even if it is cached."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only so many tokens at the end of the prompt; -1: as many as leave room for the answer; None: all."""
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        object.__setattr__(self, "bad_words", words)
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        self._check_types()
+        _check("n", self.n, self.n >= 1, "use 1 or more")
+        _check(
+            "max_tokens",
+            self.max_tokens,
+            self.max_tokens is None or self.max_tokens >= 1,
+            "use 1 or more, or None",
+        )
+        _check("min_tokens", self.min_tokens, self.min_tokens >= 0, "use 0 or more")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        _check("temperature", self.temperature, 0.0 <= self.temperature < math.inf, "use 0 (greedy) or more")
+        _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "use a number in (0, 1]")
+        _check("top_k", self.top_k, self.top_k >= -1, "use 0 for all tokens, or a count")
+        _check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "use a number in [0, 1]")
+        _check(
+            "repetition_penalty",
+            self.repetition_penalty,
+            1 / LARGEST <= self.repetition_penalty <= LARGEST,
+            f"use a positive number from {1 / LARGEST:g} to {LARGEST:g}; 1 changes nothing",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(
+                name,
+                getattr(self, name),
+                abs(getattr(self, name)) <= LARGEST,
+                f"use a finite number, at most {LARGEST:g} either way",
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _check(name, count, count is None or count >= 0, "use a count of likeliest tokens, or None")
+        _check("stop", self.stop, all(self.stop), "a stop string cannot be empty")
+        for token_id, bias in self.logit_bias.items():
+            ok = abs(bias) <= LARGEST or bias == -math.inf
+            _check(
+                f"logit_bias[{token_id}]", bias, ok, f"use at most {LARGEST:g} either way, or -inf to forbid the token"
+            )
+        allowed, keep = self.allowed_token_ids, self.truncate_prompt_tokens
+        _check("allowed_token_ids", allowed, allowed is None or len(allowed) > 0, "name a token, or leave it out")
+        _check("bad_words", self.bad_words, all(map(str.strip, self.bad_words)), "a bad word cannot be empty")
+        _check("truncate_prompt_tokens", keep, keep is None or keep == -1 or keep >= 1, "use 1 or more, or -1")
+
+    def _check_types(self) -> None:
+        optional = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+        for name in ("n", "min_tokens", "top_k", *optional):
+            value = getattr(self, name)
+            if not (isinstance(value, Integral) or (value is None and name in optional)):
+                raise InvalidRequestError(f"{name}={value!r} is not an integer")
+        numbers = {name: getattr(self, name) for name in _REAL_NUMBERS}
+        numbers |= {f"logit_bias[{token_id}]": bias for token_id, bias in self.logit_bias.items()}
+        for name, value in numbers.items():
+            if not isinstance(value, Real):
+                raise InvalidRequestError(f"{name}={value!r} is not a number")
+        for token_id in (*self.stop_token_ids, *self.logit_bias, *(self.allowed_token_ids or ())):
+            if not isinstance(token_id, Integral):
+                raise InvalidRequestError(
+                    f"token id {token_id!r} in stop_token_ids, logit_bias or allowed_token_ids is not an integer"
+                )
+        for kind, texts in (("stop string", self.stop), ("bad word", self.bad_words)):
+            for text in texts:
+                if not isinstance(text, str):
+                    raise InvalidRequestError(f"{kind} {text!r} is not a text")
+
+
+def _check(name: str, value: object, ok: bool, remedy: str) -> None:
+    if not ok:
+        raise InvalidRequestError(f"{name}={value!r} is out of range; {remedy}")
