@@ -1,9 +1,11 @@
 """The examples run, and say what they promise."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import foreword
@@ -38,3 +40,17 @@ def test_the_standalone_cache_needs_neither_torch_nor_the_engine(request):
         "assert not loaded & {'torch', 'transformers', 'xxhash'}, loaded"
     )
     output_of("-c", code, str(request.config.rootpath / "examples/standalone_cache.py"))
+
+
+def test_the_sample_trace_is_what_its_generator_writes(request):
+    examples = request.config.rootpath / "examples"
+    assert output_of(examples / "make_trace.py") == (examples / "conversations.jsonl").read_text()
+
+
+def test_the_sample_trace_grows_by_turns_and_shares_system_prompts(request):
+    lines = (request.config.rootpath / "examples/conversations.jsonl").read_text().splitlines()
+    requests = [json.loads(line) for line in lines]
+    assert all(-(-each["input_length"] // 512) == len(each["hash_ids"]) for each in requests)
+    assert [each["timestamp"] for each in requests] == sorted(each["timestamp"] for each in requests)
+    first_ids = Counter(each["hash_ids"][0] for each in requests)
+    assert sum(uses for _, uses in first_ids.most_common(3)) > 200  # three system prompts

@@ -1,0 +1,159 @@
+"""README.md, run from top to bottom: every command and every piece of Python prints what the page says it prints.
+
+The blocks `sh` and `python` run in order in a folder that looks like a fresh clone after its installation; each block
+`text` is the output of the blocks before it. Installing is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+TOLERATED_POINTS = 1.5
+"""Percentages that a page gives may differ from the ones that are printed by this."""
+
+
+def blocks() -> list[tuple[str, str]]:
+    """(language, content) of the page's blocks, without those of the section on installation."""
+    page = re.sub(r"^## Install\n.*?(?=^## )", "", README, flags=re.DOTALL | re.MULTILINE)
+    return BLOCK.findall(page)
+
+
+def claims() -> Iterator[tuple[str, list[str], str]]:
+    """(language, the blocks to run, the output that the page promises), in the order of the page."""
+    pending: list[str] = []
+    ran_in = ""
+    for language, content in blocks():
+        if language == "text":
+            assert pending, f"nothing runs before this output: {content}"
+            yield ran_in, pending, content
+            pending = []
+        else:
+            assert not pending or language == ran_in, "blocks of two languages need an output each"
+            pending.append(content)
+            ran_in = language
+    assert not pending, f"the page does not say what this prints: {pending}"
+
+
+def words(line: str) -> list[str]:
+    """A line's words, without the lines that frame a table."""
+    return re.sub(r"[│┃┌┐└┘─]", " ", line).split()
+
+
+def shows(printed: str, promised: str) -> bool:
+    """Whether a printed line begins with, or is, what the page promises; percentages are compared as numbers."""
+    said, found = words(promised), words(printed)
+    if len(said) > len(found):
+        return False
+    return all(same(a, b) for a, b in zip(said, found, strict=False))
+
+
+def same(promised: str, printed: str) -> bool:
+    percent = re.compile(r"(\D*)(\d+(?:\.\d+)?)%(\D*)")
+    first, second = percent.fullmatch(promised), percent.fullmatch(printed)
+    if first is None or second is None:
+        return promised.rstrip(",;:") == printed.rstrip(",;:")
+    return first[1] == second[1] and abs(float(first[2]) - float(second[2])) <= TOLERATED_POINTS
+
+
+def assert_printed(printed: str, promised: str) -> None:
+    """Every promised line is printed, in the order of the page; lines that the page leaves out may be between them."""
+    lines = iter(printed.splitlines())
+    for line in promised.splitlines():
+        assert any(shows(candidate, line) for candidate in lines), f"not printed: {line!r}\n\n{printed}"
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder with the repository's files and an environment in `.venv` that counts as installed."""
+    for path in ROOT.iterdir():
+        if path.name not in (".venv", ".git"):
+            (tmp_path / path.name).symlink_to(path)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, arguments in (("python", ""), ("foreword", "-m foreword.cli ")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments}"$@"\n')
+        (programs / name).chmod(0o755)
+    for stamp in re.findall(r"\$\(VENV\)/(\.[\w-]+)", (ROOT / "Makefile").read_text()):
+        (tmp_path / ".venv" / stamp).touch()
+    return tmp_path
+
+
+def run_shell(blocks_to_run: list[str], folder: Path) -> str:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = str(listening.getsockname()[1])
+    # A server that outlives a failed command would hold the output open, and the test with it.
+    script = "set -eum\ntrap 'kill $(jobs -p) 2> /dev/null || true' EXIT\n" + "".join(blocks_to_run)
+    ran = subprocess.run(
+        ["bash", "-c", script.replace("8000", port)],
+        cwd=folder,
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "100"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
+    assert ran.returncode == 0, ran.stdout
+    return ran.stdout
+
+
+def run_python(blocks_to_run: list[str], namespace: dict[str, object]) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for block in blocks_to_run:
+            exec(compile(block, "README.md", "exec"), namespace)
+    return printed.getvalue()
+
+
+@pytest.mark.slow
+def test_the_commands_and_the_python_of_the_page_print_what_the_page_says(clone, monkeypatch):
+    monkeypatch.chdir(clone)
+    namespace: dict[str, object] = {}
+    num_run = {"sh": 0, "python": 0}
+    for language, to_run, promised in claims():
+        printed = run_shell(to_run, clone) if language == "sh" else run_python(to_run, namespace)
+        assert_printed(printed, promised)
+        num_run[language] += len(to_run)
+    assert num_run["sh"] >= 4
+    assert num_run["python"] >= 2
+
+
+def test_every_block_that_runs_is_followed_by_its_output():
+    assert len(list(claims())) >= 5
+    assert {language for language, _ in blocks()} == {"sh", "python", "text"}
+
+
+def test_a_page_that_promises_something_else_is_found_out():
+    printed = "reused   31,568 (hit rate 78.6%)\nall   right\n"
+    assert_printed(printed, "reused 31,568 (hit rate 78.0%)\nall right\n")
+    for wrong in ("reused 31,569", "reused 31,568 (hit rate 70.0%)", "all right\nreused 31,568", "all wrong"):
+        with pytest.raises(AssertionError, match="not printed"):
+            assert_printed(printed, wrong)
+
+
+def test_the_figures_of_the_first_screen_are_those_of_the_stored_run():
+    stored = json.loads((ROOT / "benchmarks" / "results" / "workloads.json").read_text())
+    assert stored["identical"]
+    figures = {
+        workload["shared_tokens"]: (workload["ttft_miss_ms"], workload["ttft_hit_ms"], workload["ttft_ratio"])
+        for workload in stored["workloads"]
+    }
+    rows = re.findall(r"^\| ([\d,]+) shared.*\| ([\d,]+) ms \| ([\d,]+) ms \| \*\*(\d+)x\*\* \|$", README, re.MULTILINE)
+    assert len(rows) == 2
+    for row in rows:
+        shared, miss, hit, ratio = (int(number.replace(",", "")) for number in row)
+        assert (miss, hit, ratio) == tuple(round(figure) for figure in figures[shared])
