@@ -105,7 +105,9 @@ class LLM:
         """What breaks the promise of equal bits on this machine; None if nothing was found (or looked for)."""
         if self.inexactness:
             logger.warning("results are not bit-exact with this model on this machine: %s", self.inexactness)
-        self.kv_block_bytes = plan_layout(self.config, loaded).bytes_per_block
+        self.layout = plan_layout(self.config, loaded)
+        """What the model's layers remember, and how a block of the pool is laid out for them."""
+        self.kv_block_bytes = self.layout.bytes_per_block
         """Memory of one block of the pool."""
         self._engine: Engine | None = build_engine(self.config, loaded, self.tokenizer)
         self._kernel = loaded.kernel

@@ -16,6 +16,7 @@ import pytest
 
 from foreword.cache import BlockState
 from foreword.server.dashboard import drawings
+from foreword.server.dashboard.page import RATE_S, tokens_per_second
 from foreword.server.records import RequestRecord
 from live_server import ServerProcess, post
 
@@ -73,7 +74,55 @@ def test_numbers_move_when_requests_run(browser, watched):
     after = {name: page.get_by_test_id(name).inner_text() for name in before}
     assert all(after[name] != before[name] for name in before)
     assert "cached" in after["latest"]
-    assert "never seen" in page.get_by_test_id("reasons").inner_text()
+    assert "new text" in page.get_by_test_id("reasons").inner_text()
+    assert "p95" in page.get_by_test_id("first-token").inner_text()
+    assert float(page.get_by_test_id("rate").inner_text().split()[0].replace(",", "")) > 0
+    page.get_by_test_id("window").get_by_text("15 min").click()
+    page.get_by_text("15 min ago").first.wait_for()
+    page.context.close()
+
+
+@needs_browser
+def test_before_the_first_request_the_page_shows_the_model_and_how_to_send_one(browser):
+    with ServerProcess() as server:
+        page = open_dashboard(browser, server.url)
+        model = page.get_by_test_id("model").inner_text()
+        assert all(
+            fact in model for fact in ("foreword-demo", "bfloat16", "2 full attention", "8,192 tokens", "blocks")
+        )
+        assert f"curl {server.url}/v1/chat/completions" in page.get_by_test_id("waiting").inner_text()
+        assert not page.get_by_test_id("hit-rate").is_visible()
+        BUILD.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=BUILD / "waiting-desktop-light.png")
+        ask(server.url, "What is it?")
+        page.get_by_test_id("hit-rate").wait_for(state="visible")
+        assert not page.get_by_test_id("waiting").is_visible()
+        page.context.close()
+
+
+@needs_browser
+def test_prefixes_are_searched_pinned_and_forgotten_and_each_change_is_confirmed(browser, watched):
+    ask(watched.url, "Which falcon?")
+    ask(watched.url, "Which falcon?", "The home of the quiet lantern is Lisbon.\n" * 8)
+    page = open_dashboard(browser, watched.url)
+    page.get_by_role("tab", name="Prefixes").click()
+    prefixes = page.get_by_test_id("tree").locator(".prefix:visible")
+    prefixes.filter(has_text="amber falcon").first.wait_for()
+    page.get_by_test_id("search").fill("quiet LANTERN")
+    page.wait_for_function("() => !document.querySelector('[data-testid=tree]').innerText.includes('amber falcon 3')")
+    prefixes.filter(has_text="quiet lantern").first.click()
+    page.get_by_test_id("pin").click()
+    page.get_by_role("button", name="Cancel").click()
+    assert httpx.get(f"{watched.url}/v1/cache").json()["statistics"]["blocks"]["pinned"] == 0
+    page.get_by_test_id("pin").click()
+    page.get_by_test_id("confirm").click()
+    page.get_by_text("pinned for 1 hour").wait_for()
+    assert httpx.get(f"{watched.url}/v1/cache").json()["statistics"]["blocks"]["pinned"] > 0
+    page.get_by_role("tab", name="Overview").click()
+    page.get_by_test_id("reset").click()
+    page.get_by_test_id("confirm").click()
+    page.get_by_text("The cache is empty.").wait_for()
+    assert httpx.get(f"{watched.url}/v1/cache").json()["statistics"]["blocks"]["cached"] == 0
     page.context.close()
 
 
@@ -223,7 +272,25 @@ def test_charts_hold_empty_and_extreme_values():
     now = time.monotonic()
     for records in ([], [record(0, 0)], [record(5_000_000, 1), record(3, 3, ttft=900.0), record(3, 3, ttft=0.0)]):
         for draw in (drawings.token_bars, drawings.ttft_dots):
-            assert "nan" not in draw(records, now + 1)
+            assert "nan" not in draw(records, now + 1, 300.0)
+
+
+def test_new_text_is_not_shown_as_a_miss_that_could_be_avoided():
+    new = drawings.miss_reasons({"never_seen": 900, "partial_block": 5}, {"never_seen": 3, "partial_block": 2})
+    assert "905 tokens" in new
+    assert "Nothing was missed that a cache could have found" in new
+    assert "computed" not in new
+    both = drawings.miss_reasons({"never_seen": 900, "evicted": 64}, {"never_seen": 3, "evicted": 1})
+    assert "could have been found: evicted" in both
+    assert "Nothing was missed" not in both
+
+
+def test_tokens_per_second_are_those_of_the_last_seconds():
+    now = time.monotonic()
+    lately, before = record(1000, 0), record(1000, 0)
+    lately.token_times, lately.num_output_tokens = [now - 2.0, now - 1.0, now - 0.5, now], 4
+    before.token_times, before.num_output_tokens = [now - 60.0, now - 59.0, now - 1.0, now], 4
+    assert tokens_per_second([lately, before], now) == ((4 + 2) / RATE_S, 1000 / RATE_S)
 
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0"), (99_999, "99,999"), (123_456, "123 k"), (12_345_678, "12.3 M")])

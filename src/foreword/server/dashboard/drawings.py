@@ -17,15 +17,15 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache import BlockState, EvictionCause
+from foreword.cache import BlockState, EvictionCause, MissReason
 from foreword.server.explanations import IN_WORDS, text_of
 from foreword.server.metrics import is_hit
 from foreword.server.records import RequestRecord
 from foreword.text import Tokenizer
 
-WINDOW_S = 300.0
-"""How far back the charts go."""
 NUM_BINS = 60
+NEW_TEXT = frozenset({str(MissReason.NEVER_SEEN), str(MissReason.PARTIAL_BLOCK)})
+"""Reasons that name text which no cache could have found; the others are misses that could be avoided."""
 MAX_CELLS = 4096
 """Cells of the pool's map; larger pools have several blocks in one."""
 
@@ -49,6 +49,11 @@ def tokens(number: int) -> str:
     return f"{count(number)} token{'' if number == 1 else 's'}"
 
 
+def requests(number: int) -> str:
+    """1 request, 12 requests."""
+    return f"{count(number)} request{'' if number == 1 else 's'}"
+
+
 def seconds(value: float | None) -> str:
     """12 ms, 1.2 s or 3 min."""
     if value is None:
@@ -68,14 +73,14 @@ def size(num_bytes: float) -> str:
 # --------------------------------------------------------------------- charts
 
 
-def token_bars(records: Sequence[RequestRecord], now: float) -> str:
-    """Prompt tokens of the last minutes, found ones below and computed ones above, a bar for every few seconds."""
-    width = WINDOW_S / NUM_BINS
+def token_bars(records: Sequence[RequestRecord], now: float, window_s: float) -> str:
+    """Prompt tokens of the last `window_s` seconds, found ones below and computed ones above, in `NUM_BINS` bars."""
+    width = window_s / NUM_BINS
     bins = np.zeros((NUM_BINS, 2))
     for record in records:
         age = now - (record.finished_time or now)
-        if record.first_scheduled_time is not None and 0 <= age < WINDOW_S:
-            at = NUM_BINS - 1 - int(age / width)
+        if record.first_scheduled_time is not None and 0 <= age < window_s:
+            at = max(0, NUM_BINS - 1 - int(age / width))
             bins[at] += (record.num_cached_tokens, record.num_computed_tokens)
     top = _round_up(bins.sum(axis=1).max())
     shapes = []
@@ -84,17 +89,17 @@ def token_bars(records: Sequence[RequestRecord], now: float) -> str:
         low, high = 100 * found / top, 100 * computed / top
         shapes.append(_rect(x, 100 - low, 100 / NUM_BINS - 0.4, low, "found"))
         shapes.append(_rect(x, 100 - low - high, 100 / NUM_BINS - 0.4, high, "computed"))
-    return chart("".join(shapes), [f"{count(top)}", f"{count(top / 2)}", "0"], "prompt tokens", _times())
+    return chart("".join(shapes), [f"{count(top)}", f"{count(top / 2)}", "0"], "prompt tokens", _times(window_s))
 
 
-def ttft_dots(records: Sequence[RequestRecord], now: float) -> str:
-    """Time to first token of each request of the last minutes, on a logarithmic scale."""
+def ttft_dots(records: Sequence[RequestRecord], now: float, window_s: float) -> str:
+    """Time to first token of each request of the last `window_s` seconds, on a logarithmic scale."""
     dots = []
     for record in records:
         age = now - (record.finished_time or now)
         value = record.time_to_first_token
-        if value is not None and 0 <= age < WINDOW_S:
-            dots.append((100 * (1 - age / WINDOW_S), max(value, 1e-4), is_hit(record)))
+        if value is not None and 0 <= age < window_s:
+            dots.append((100 * (1 - age / window_s), max(value, 1e-4), is_hit(record)))
     values = [value for _, value, _ in dots] or [0.01, 0.1]
     low = math.floor(math.log10(min(values)))
     high = max(low + 1, math.ceil(math.log10(max(values))))
@@ -104,7 +109,7 @@ def ttft_dots(records: Sequence[RequestRecord], now: float) -> str:
         kind = "found" if hit else "computed"
         shapes.append(f'<path class="dot stroke-{kind}" d="M{min(x, 99.5):.2f} {min(97.0, max(3.0, y)):.2f}h0"/>')
     labels = [seconds(10.0**power) for power in range(high, low - 1, -1)]
-    return chart("".join(shapes), labels, "time to first token", _times())
+    return chart("".join(shapes), labels, "time to first token", _times(window_s))
 
 
 def chart(shapes: str, labels: Sequence[str], title: str, below: str) -> str:
@@ -120,8 +125,8 @@ def chart(shapes: str, labels: Sequence[str], title: str, below: str) -> str:
     )
 
 
-def _times() -> str:
-    return f'<div class="times"><span>{round(WINDOW_S / 60)} min ago</span><span>now</span></div>'
+def _times(window_s: float) -> str:
+    return f'<div class="times"><span>{round(window_s / 60)} min ago</span><span>now</span></div>'
 
 
 def _rect(x: float, y: float, width: float, height: float, kind: str) -> str:
@@ -243,7 +248,9 @@ def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
     explanation = record.explanation
     if explanation is None or explanation.reason is None:
         return ""
-    story = f'<span class="chip {explanation.reason}">{str(explanation.reason).replace("_", " ")}</span>'
+    is_new = explanation.reason in NEW_TEXT
+    name = "new text" if is_new else str(explanation.reason).replace("_", " ")
+    story = f'<span class="chip {explanation.reason}">{name}</span>'
     eviction = explanation.eviction
     if eviction is not None:
         ago = seconds(max(0.0, (record.first_scheduled_time or eviction.time) - eviction.time))
@@ -251,7 +258,7 @@ def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
         story += f" <span>{cause} {ago} before, {eviction.pool_usage:.0%} of the pool in use</span>"
     divergence = explanation.divergence
     if divergence is None or not divergence.theirs:
-        words = "" if eviction is not None else f"<span>{escape(IN_WORDS[explanation.reason])}</span>"
+        words = "" if eviction or is_new else f"<span>{escape(IN_WORDS[explanation.reason])}</span>"
         return f'<div class="why">{story}{words}</div>'
     if eviction is not None:
         story += "<span>\u00b7</span>"
@@ -269,15 +276,24 @@ def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
 
 
 def miss_reasons(missed_tokens: Mapping[str, int], misses: Mapping[str, int]) -> str:
-    """Missed tokens by reason, the most frequent first."""
-    if not missed_tokens:
-        return '<div class="empty">Nothing was missed yet.</div>'
-    most = max(missed_tokens.values())
-    rows = sorted(missed_tokens.items(), key=lambda item: -item[1])
-    return "".join(
-        f'<div class="reason"><div><span>{reason.replace("_", " ")}</span><b>{count(tokens)} tokens</b>'
-        f"<small>{count(misses.get(reason, 0))} requests</small></div>"
+    """Computed prompt tokens: what was new, then what a cache could have found."""
+    new = sum(missed for reason, missed in missed_tokens.items() if reason in NEW_TEXT)
+    num_new = sum(requests for reason, requests in misses.items() if reason in NEW_TEXT)
+    avoidable = {reason: missed for reason, missed in missed_tokens.items() if reason not in NEW_TEXT and missed}
+    most = max((new, *avoidable.values(), 1))
+    rows = [
+        _reason("could have been found: " + reason.replace("_", " "), "computed", missed, misses.get(reason, 0), most)
+        for reason, missed in sorted(avoidable.items(), key=lambda item: -item[1])
+    ]
+    if not rows:
+        rows = ['<div class="note">Nothing was missed that a cache could have found.</div>']
+    return _reason("new text, which no cache can find", "new", new, num_new, most) + "".join(rows)
+
+
+def _reason(name: str, kind: str, num_tokens: int, num_requests: int, most: int) -> str:
+    return (
+        f'<div class="reason"><div><span>{escape(name)}</span><b>{tokens(num_tokens)}</b>'
+        f"<small>{requests(num_requests)}</small></div>"
         '<div class="bar"><div style="width:100%">'
-        f'<i class="computed" style="width:{100 * tokens / max(1, most):.1f}%"></i></div></div></div>'
-        for reason, tokens in rows
+        f'<i class="{kind}" style="width:{100 * num_tokens / most:.1f}%"></i></div></div></div>'
     )

@@ -11,13 +11,17 @@ from collections.abc import Sequence
 from html import escape
 from statistics import median
 
-from nicegui import ui
+import numpy as np
+from nicegui import events, ui
 
 from foreword.cache import BlockState
+from foreword.errors import ForewordError
 from foreword.server.api_errors import APIError
 from foreword.server.dashboard import drawings as draw
 from foreword.server.dashboard.chat import Chat
+from foreword.server.dashboard.confirm import confirmed
 from foreword.server.dashboard.memory_curve import memory_curve
+from foreword.server.dashboard.model_card import model_card
 from foreword.server.dashboard.mount import ICON, STYLE
 from foreword.server.dashboard.prefixes import Prefixes
 from foreword.server.insight import Look
@@ -28,6 +32,9 @@ from foreword.server.service import Service
 REFRESH_S = 1.0
 NUM_ROWS = 40
 NUM_RECENT = 1000
+WINDOWS_S = {60.0: "1 min", 300.0: "5 min", 900.0: "15 min", 3600.0: "1 h"}
+RATE_S = 10.0
+"""Tokens per second are counted over this many seconds."""
 
 
 class Dashboard:
@@ -97,22 +104,49 @@ class _View:
 
     def _overview(self) -> None:
         with ui.element("div").classes("grid"):
-            self._figures = [_figure(name, test_id) for name, test_id in _FIGURES]
-            with _card("Prompt tokens", "span7", keys=("found", "computed")):
-                self._bars = _Html()
-            with _card("Time to first token", "span5", keys=("hit", "miss")):
-                self._dots = _Html()
+            with _card("Model", "span12"):
+                self._model = _Html("model-facts", "model")
+            self._traffic: list[ui.element] = []
+            """What there is nothing to show in before the first request."""
+            with _card("Waiting for the first request", "span12 waiting") as self._waiting:
+                ui.html(_first_request(), sanitize=False).props('data-testid="waiting"')
+            with ui.element("div").classes("span12 tools") as tools:
+                self._window = ui.toggle(WINDOWS_S, value=300.0).props(
+                    'no-caps unelevated dense data-testid="window" aria-label="time window"'
+                )
+                self._covered = _Html("hint")
+            with ui.element("div").classes("span12 figures") as figures:
+                self._figures = [_figure(name, test_id) for name, test_id in _FIGURES]
+            self._traffic += [tools, figures]
+            self._bars = self._chart("Prompt tokens", "span7", keys=("found", "computed"))
+            self._dots = self._chart("Time to first token", "span5", keys=("mostly found", "mostly computed"))
             with _card("KV pool", "span7"):
                 self._pool = _Html(test_id="pool")
-            with _card("Why it missed", "span5"):
-                self._reasons = _Html(test_id="reasons")
-            with _card("What would more memory bring", "span12"):
-                self._more = _Html(test_id="more-memory")
-            with _card("Latest requests", "span12"):
-                self._latest = _Html(test_id="latest")
+                ui.button("Reset the cache", on_click=self._reset).props('flat data-testid="reset"').classes(
+                    "plain danger"
+                )
+            self._reasons = self._chart("Computed prompt tokens, and why", "span5", test_id="reasons")
+            self._more = self._chart("What would more memory bring", "span12", test_id="more-memory")
+            self._latest = self._chart("Latest requests", "span12", test_id="latest")
             for change in self._service.template_changes:
                 with _card("The chat template spoils reuse", "span12"):
                     ui.html(f'<div class="note">{escape(str(change))}</div>', sanitize=False)
+
+    def _chart(self, title: str, span: str, keys: tuple[str, str] | None = None, test_id: str = "") -> _Html:
+        """A card that is shown once there is traffic."""
+        with _card(title, span, keys) as card:
+            self._traffic.append(card)
+            return _Html(test_id=test_id)
+
+    async def _reset(self, _: events.ClickEventArguments) -> None:
+        question = "Forget all cached prefixes? The next requests compute theirs anew. Pins end, too."
+        if not await confirmed(question, "Reset"):
+            return
+        try:
+            await self._service.insight.reset()
+            ui.notify("The cache is empty.")
+        except ForewordError as error:
+            ui.notify(str(error), type="negative")
 
     # ----------------------------------------------------------------- refresh
 
@@ -141,11 +175,26 @@ class _View:
 
     def _show_overview(self, look: Look, records: Sequence[RequestRecord]) -> None:
         now = time.monotonic()
-        for figure, text in zip(self._figures, self._figure_texts(look, records), strict=True):
-            figure.show(text)
-        self._bars.show(draw.token_bars(records, now))
-        self._dots.show(draw.ttft_dots(records, now))
+        window_s = float(self._window.value)
+        service = self._service
+        running = service.records.running()
+        has_traffic = bool(records or running)
+        self._waiting.set_visibility(not has_traffic)
+        for part in self._traffic:
+            part.set_visibility(has_traffic)
+        self._model.show(model_card(service, look.num_blocks))
         self._pool.show(draw.pool_map(look.states))
+        if not has_traffic:
+            return
+        lately = [record for record in records if now - (record.finished_time or now) < window_s]
+        is_cut = len(records) == NUM_RECENT and len(lately) == len(records)
+        self._covered.show(f"the last {NUM_RECENT:,} requests" if is_cut else draw.requests(len(lately)))
+        for figure, text in zip(
+            self._figures, self._figure_texts(look, lately, [*running, *records], now), strict=True
+        ):
+            figure.show(text)
+        self._bars.show(draw.token_bars(records, now, window_s))
+        self._dots.show(draw.ttft_dots(records, now, window_s))
         stats = look.stats
         self._reasons.show(
             draw.miss_reasons(
@@ -153,37 +202,77 @@ class _View:
                 {str(reason): requests for reason, requests in stats.misses.items()},
             )
         )
-        service = self._service
         self._more.show(memory_curve(look, service.llm.kv_block_bytes, service.thread.prefill.seconds_per_token))
         self._latest.show(self._request_rows(records, 5))
 
-    def _figure_texts(self, look: Look, records: Sequence[RequestRecord]) -> tuple[str, str, str, str]:
-        stats = look.stats
-        times = {
-            hit: [r.time_to_first_token for r in records if is_hit(r) is hit and r.token_times] for hit in (True, False)
-        }
-        hits, misses = (
-            draw.seconds(median(value for value in times[hit] if value is not None)) if times[hit] else "-"
-            for hit in (True, False)
-        )
-        first_token = f'<span class="found">{hits}</span> <small>hit, {misses} miss</small>'
-        if not any(times.values()):
-            first_token = "- <small>no requests yet</small>"
+    def _figure_texts(
+        self, look: Look, lately: Sequence[RequestRecord], recent: Sequence[RequestRecord], now: float
+    ) -> tuple[str, str, str, str, str]:
+        """A text for each of `_FIGURES`. `lately` are requests of the window, `recent` all that are known."""
         cached = look.num_in_state(BlockState.CACHED)
+        generated, prompts = tokens_per_second(recent, now)
         saved = draw.seconds(self._service.insight.num_saved_seconds)
         return (
-            f"{look.recent_hit_rate:.0%} <small>lately, {stats.hit_rate:.0%} in all</small>",
-            first_token,
+            f"{look.recent_hit_rate:.0%} <small>lately, {look.stats.hit_rate:.0%} in all</small>",
+            _first_token(lately),
+            f"{draw.count(generated)} <small>generated, {draw.count(prompts)} of prompts</small>",
             f"{draw.count(look.totals.hits)} <small>tokens, {saved}</small>",
             f"{look.usage:.0%} <small>in use, {cached / look.num_blocks:.0%} cached</small>",
         )
 
 
-_FIGURES = (("Hit rate", "hit-rate"), ("First token", "first-token"), ("Prefill saved", "saved"), ("Pool", "usage"))
+_FIGURES = (
+    ("Hit rate", "hit-rate"),
+    ("First token", "first-token"),
+    ("Tokens per second", "rate"),
+    ("Prefill saved", "saved"),
+    ("Pool", "usage"),
+)
+
+
+def tokens_per_second(records: Sequence[RequestRecord], now: float) -> tuple[float, float]:
+    """Generated tokens, and prompt tokens whose request got its first token, per second of the last `RATE_S`."""
+    generated = prompts = 0.0
+    for record in records:
+        times = list(record.token_times)  # the engine's thread adds to it
+        num_lately = sum(now - moment < RATE_S for moment in times)
+        if num_lately:
+            generated += record.num_output_tokens * num_lately / len(times)
+            prompts += record.num_prompt_tokens * (now - times[0] < RATE_S)
+    return generated / RATE_S, prompts / RATE_S
+
+
+def _first_token(records: Sequence[RequestRecord]) -> str:
+    """Median and 95th percentile of the time to first token, and the medians of hits and misses."""
+    waits = [(wait, is_hit(record)) for record in records if (wait := record.time_to_first_token) is not None]
+    if not waits:
+        return "- <small>no requests in this window</small>"
+    p50, p95 = np.percentile([wait for wait, _ in waits], (50, 95)).tolist()
+    kinds = [[wait for wait, hit in waits if hit is kind] for kind in (True, False)]
+    hits, misses = (draw.seconds(median(kind)) if kind else "-" for kind in kinds)
+    return (
+        f"{draw.seconds(p50)} <small>p50, {draw.seconds(p95)} p95</small>"
+        f'<div class="note"><span class="found">{hits}</span> mostly found, '
+        f'<span class="computed">{misses}</span> mostly computed</div>'
+    )
+
+
+def _first_request() -> str:
+    """How to send the first request to this server."""
+    request = ui.context.client.request
+    address = escape(str(request.base_url).rstrip("/").removesuffix("/dashboard"))
+    command = (
+        f"curl {address}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        """    -d '{"messages": [{"role": "user", "content": "Hello"}]}'"""
+    )
+    return (
+        '<div class="note">The server is ready. Charts appear with the first request: send one, or use the chat.</div>'
+        f'<div class="whole" style="margin-top:10px">{escape(command, quote=False)}</div>'
+    )
 
 
 def _figure(name: str, test_id: str) -> _Html:
-    with ui.element("div").classes("card span3"):
+    with ui.element("div").classes("card"):
         ui.html(f'<div class="label">{name}</div>', sanitize=False)
         return _Html("figure", test_id)
 

@@ -12,8 +12,13 @@ from typing import Any
 
 from nicegui import events, ui
 
+from foreword.cache import PrefixNode
+from foreword.engine import Prompt
+from foreword.errors import ForewordError
 from foreword.server.cache_api import listed_prompts, node_report
 from foreword.server.dashboard import drawings as draw
+from foreword.server.dashboard.confirm import confirmed
+from foreword.server.dashboard.pinning import prompt_of_prefix
 from foreword.server.service import Service
 
 NUM_NODES = 400
@@ -27,6 +32,7 @@ _ROW = """
   <span class="size">{{ props.node.size }}</span>
 </div>
 """
+PIN_TIMES_S = {600.0: "10 min", 3600.0: "1 hour", 86400.0: "1 day"}
 _NOTHING = '<div class="empty">Choose a prefix to read it.</div>'
 
 
@@ -37,11 +43,18 @@ class Prefixes:
         self._service = service
         self._reports: dict[str, dict[str, Any]] = {}
         self._refreshed = 0.0
+        self._nodes: dict[str, PrefixNode] = {}
         self._opened = False
         self._chosen: str | None = None
+        self._sought = ""
         with ui.element("div").classes("grid"):
             with ui.element("div").classes("card span7"):
                 ui.html('<div class="title">Cached prefixes, most reused first</div>', sanitize=False)
+                self._search = (
+                    ui.input(placeholder="Search in these prefixes", on_change=self._seek)
+                    .props('outlined dense clearable debounce=300 data-testid="search" aria-label="search"')
+                    .style("width:100%")
+                )
                 self._empty = ui.html('<div class="empty">Nothing is cached yet.</div>', sanitize=False)
                 self._tree = (
                     ui.tree([], on_select=self._select)
@@ -52,6 +65,13 @@ class Prefixes:
             with ui.element("div").classes("card span5"):
                 ui.html('<div class="title">This prefix</div>', sanitize=False)
                 self._detail = ui.html(_NOTHING, sanitize=False).props('data-testid="prefix"')
+                with ui.element("div").classes("pins") as self._pins:
+                    self._pin_time = ui.select(PIN_TIMES_S, value=3600.0).props(
+                        'outlined dense aria-label="how long" data-testid="pin-time"'
+                    )
+                    ui.button("Pin", on_click=self._pin).props('flat data-testid="pin"').classes("plain")
+                    ui.button("Unpin", on_click=self._unpin).props('flat data-testid="unpin"').classes("plain")
+                self._pins.set_visibility(False)
 
     async def refresh(self) -> None:
         """Read the tree anew, now and then."""
@@ -62,19 +82,26 @@ class Prefixes:
         found = await service.insight.top_prefixes(NUM_NODES)
         if found is None:
             nodes = [
-                _listed(number, prompt) for number, prompt in enumerate(await listed_prompts(service, NUM_PROMPTS))
+                _listed(number, prompt)
+                for number, prompt in enumerate(await listed_prompts(service, NUM_PROMPTS))
+                if self._sought in _searchable(prompt)
             ]
             self._reports = {node["id"]: node["report"] for node in nodes}
         else:
+            self._nodes = {str(node.node_id): node for node in found}
             reports = [node_report(node, service.llm.tokenizer, service.owner_of(node.salt)) for node in found]
             self._reports = {str(report["id"]): report for report in reports}
-            nodes = _nested(self._reports)
+            nodes = _nested(_matching(self._reports, self._sought))
         shown = [{key: value for key, value in node.items() if key != "report"} for node in nodes]
+        nothing = f"No cached prefix holds {self._sought!r}." if self._sought else "Nothing is cached yet."
+        self._empty.content = f'<div class="empty">{escape(nothing)}</div>'
         self._empty.set_visibility(not shown)
         if self._tree.props["nodes"] != shown:
             self._tree.props["nodes"] = shown
             self._tree.update()
-            if not self._opened:
+            if self._sought:
+                self._tree.expand()
+            elif not self._opened and shown:
                 self._opened = True
                 self._tree.expand([own_id for node in shown for own_id in (node["id"], *_ids_below(node))])
         if self._chosen in self._reports:  # what was evicted may be read on
@@ -84,10 +111,72 @@ class Prefixes:
         self._chosen = event.value
         report = self._reports.get(event.value or "")
         self._show(_NOTHING if report is None else _detail(report))
+        self._pins.set_visibility((event.value or "") in self._nodes)
+
+    async def _seek(self, event: events.ValueChangeEventArguments[str | None]) -> None:
+        self._sought = (event.value or "").strip().lower()
+        self._refreshed = 0.0
+        await self.refresh()
+
+    async def _pin(self) -> None:
+        prompt, seconds = self._chosen_prompt(), float(self._pin_time.value)
+        if prompt is None:
+            return
+        question = (
+            f"Keep the first {draw.tokens(len(prompt.token_ids))} of this prompt for {PIN_TIMES_S[seconds]}? "
+            "They are evicted last; other prefixes go sooner."
+        )
+        if not await confirmed(question, "Pin"):
+            return
+        try:
+            num_pinned = await self._service.thread.call(lambda engine: engine.pin_prefix(prompt, seconds))
+            ui.notify(f"{draw.tokens(num_pinned)} pinned for {PIN_TIMES_S[seconds]}.")
+        except ForewordError as error:
+            ui.notify(str(error), type="negative")
+
+    async def _unpin(self) -> None:
+        prompt = self._chosen_prompt()
+        if prompt is None or not await confirmed("Let this prefix be evicted like all others?", "Unpin"):
+            return
+        try:
+            await self._service.thread.call(lambda engine: engine.unpin_prefix(prompt))
+            ui.notify("Unpinned.")
+        except ForewordError as error:
+            ui.notify(str(error), type="negative")
+
+    def _chosen_prompt(self) -> Prompt | None:
+        """What the chosen prefix is the beginning of; tells the viewer if no recent request knows it."""
+        prompt = prompt_of_prefix(self._service, self._nodes, self._chosen or "")
+        if prompt is None:
+            ui.notify("No recent request begins with this prefix; pin it with LLM.pin_prefix().", type="warning")
+        return prompt
 
     def _show(self, content: str) -> None:
         if self._detail.content != content:
             self._detail.content = content
+
+
+def _matching(reports: Mapping[str, Mapping[str, Any]], sought: str) -> Mapping[str, Mapping[str, Any]]:
+    """Those that hold a text, and all that is above them."""
+    kept: set[str] = set()
+    for own_id, report in reports.items():
+        if sought in _searchable(report):
+            above = own_id
+            while above in reports and above not in kept:
+                kept.add(above)
+                above = str(reports[above]["parent"])
+    return {own_id: report for own_id, report in reports.items() if own_id in kept}
+
+
+def _searchable(report: Mapping[str, Any]) -> str:
+    """In lower case, what a search looks at: a prefix's text, or its token ids without a tokenizer."""
+    return f"{report['tenant'] or ''} {_text(report)}".lower()
+
+
+def _text(report: Mapping[str, Any]) -> str:
+    """The text that is shown, or its token ids."""
+    text: str = report["text"] if report["text"] is not None else " ".join(map(str, report.get("token_ids") or ()))
+    return text
 
 
 def _ids_below(node: Mapping[str, Any]) -> list[str]:
@@ -131,8 +220,7 @@ def _listed(number: int, prompt: Mapping[str, Any]) -> dict[str, Any]:
 
 def _one_line(report: Mapping[str, Any]) -> str:
     """The beginning of a node's text."""
-    text = report["text"] if report["text"] is not None else " ".join(map(str, report.get("token_ids") or ()))
-    line = text.replace("\n", "\u21b5")[:160]
+    line = _text(report).replace("\n", "\u21b5")[:160]
     return f"[{report['tenant']}] {line}" if report["tenant"] and report.get("parent") is None else line
 
 

@@ -1,0 +1,47 @@
+"""From a prefix in the tree to a prompt that can be pinned.
+
+Knows nodes of the tree, which show the first tokens of each part only, and recent requests, which have them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from foreword.cache import PrefixNode
+from foreword.engine import Prompt
+from foreword.server.records import RequestRecord
+from foreword.server.service import Service
+
+NUM_RECENT = 1000
+
+
+def prompt_of_prefix(service: Service, nodes: Mapping[str, PrefixNode], chosen: str) -> Prompt | None:
+    """The beginning of a recent prompt that ends where the chosen node ends, or earlier if no prompt reaches that far.
+
+    None if no recent prompt goes through the node.
+    """
+    node = nodes.get(chosen)
+    if node is None:
+        return None
+    path = [node]
+    while (above := nodes.get(str(path[-1].parent_id))) is not None:
+        path.append(above)
+    recent = service.records.recent(NUM_RECENT)
+    through = [record for record in recent if record.salt == node.salt and _goes_through(record, path)]
+    if node.salt is None:  # a public prefix is part of tenants' prompts, too
+        through = through or [record for record in recent if _goes_through(record, path)]
+    if not through:
+        return None
+    longest = max(through, key=lambda record: min(record.num_prompt_tokens, node.start + node.num_tokens))
+    prompt = service.prompt_of_record(longest)
+    return replace(prompt, token_ids=prompt.token_ids[: node.start + node.num_tokens])
+
+
+def _goes_through(record: RequestRecord, path: list[PrefixNode]) -> bool:
+    """Whether a prompt begins like all nodes of a path, as far as both are known, and has tokens of the first."""
+    return record.num_prompt_tokens > path[0].start and all(
+        record.prompt_token_ids[node.start : node.start + len(node.token_ids)].tolist()
+        == list(node.token_ids[: record.num_prompt_tokens - node.start])
+        for node in path
+    )
