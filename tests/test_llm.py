@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -234,6 +236,128 @@ def test_the_next_turn_of_a_conversation_hits_the_earlier_ones(llm: LLM) -> None
     assert second.num_cached_tokens >= num_prompt_tokens // 16 * 16 - 16 > 0
 
 
+def test_text_parts_are_one_text(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "shared?"}]
+    [joined] = llm.chat([{"role": "user", "content": parts}], greedy(3))
+    [plain] = llm.chat([{"role": "user", "content": "What is shared?"}], greedy(3))
+    assert joined.prompt_token_ids == plain.prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "part of type 'image_url'"),
+        ({"role": "user", "content": [{"type": "text"}]}, "part of type 'text'"),
+        ({"role": "user", "content": [5]}, "part of type 'int'"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "without a function's name"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "are not JSON"),
+    ],
+    ids=str,
+)
+def test_a_message_that_is_no_text_is_refused_by_name(llm: LLM, message: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"Message 0 .*{reason}"):
+        llm.chat([message], greedy(1))
+
+
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}{% if shout %}!{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}={{ c.function.arguments.city }}{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+def test_chat_hands_tools_and_other_inputs_to_the_template(llm: LLM) -> None:
+    messages = [
+        {"role": "user", "content": "Oslo?"},
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+        ]},
+    ]  # fmt: skip
+    [output] = llm.chat(
+        messages, greedy(1), tools=TOOLS, chat_template=TOOL_TEMPLATE, chat_template_kwargs={"shout": True},
+        add_generation_prompt=False, use_tqdm=False,
+    )  # fmt: skip
+    wanted = "<weather>!user:Oslo?;assistant:weather=Oslo;"
+    assert llm.get_tokenizer().decode(output.prompt_token_ids) == wanted
+    *_, streamed = llm.stream_chat(messages, greedy(1), tools=TOOLS, chat_template=TOOL_TEMPLATE)
+    assert llm.get_tokenizer().decode(streamed.prompt_token_ids) == wanted.replace("!", "") + "assistant:"
+
+
+@pytest.mark.parametrize(
+    ("rendering", "reason"),
+    [
+        ({"tools": TOOLS}, "takes no tools"),
+        ({"tools": "weather"}, "tools='weather' is no list"),
+        ({"chat_template_kwargs": ["x"]}, "is no mapping"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "'tokenize' is no input"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "'chat_template' is no input"),
+        ({"toolz": TOOLS}, "unknown argument 'toolz'"),
+    ],
+    ids=str,
+)
+def test_what_a_conversation_cannot_be_laid_out_with_is_refused(
+    llm: LLM, rendering: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=reason):
+        llm.chat([{"role": "user", "content": "Hi"}], greedy(1), **rendering)
+
+
+def test_a_tokenizer_and_a_template_may_come_from_elsewhere(chat_model: Path, tmp_path: Path) -> None:
+    bare, template = tmp_path / "bare", tmp_path / "template.jinja"
+    shutil.copytree(chat_model, bare, ignore=shutil.ignore_patterns("token*", "chat_template*", "special*"))
+    template.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    with open_llm(bare) as llm, pytest.raises(InvalidRequestError, match="has no tokenizer"):
+        llm.get_tokenizer()
+    with open_llm(bare, tokenizer=str(chat_model), chat_template=str(template)) as llm:
+        [output] = llm.chat([{"role": "user", "content": "Hi"}], greedy(1))
+        assert llm.get_tokenizer().decode(output.prompt_token_ids) == "[Hi]"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"chat_template": "no-such-file.jinja"}, "no-such-file.jinja"),
+        ({"chat_template": "{% for"}, "is not a Jinja template"),
+        ({"revision": "v2"}, "revision='v2' is of a repository on the hub"),
+        ({"tokenizer": "./nowhere"}, "nowhere"),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_template_or_revision_that_is_not_there_is_named(
+    chat_model: Path, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(foreword.ForewordError, match=reason):
+        open_llm(chat_model, **options)
+
+
+REVISIONS = """
+from foreword import LLM
+for revision in (None, "old"):
+    with LLM("owner/name", revision=revision, kv_cache_memory_bytes="4MB", self_check=False) as llm:
+        print(llm.engine.limits.max_model_len, llm.tokenizer.chat_template)
+"""
+
+
+def test_a_revision_of_the_hub_brings_its_own_model_and_tokenizer(chat_model: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--owner--name"
+    for number, (name, length) in enumerate([("main", MAX_POSITIONS), ("old", 64)]):
+        commit = str(number) * 40
+        snapshot = repository / "snapshots" / commit
+        shutil.copytree(chat_model, snapshot)
+        config = json.loads((snapshot / "config.json").read_text())
+        (snapshot / "config.json").write_text(json.dumps({**config, "max_position_embeddings": length}))
+        (snapshot / "chat_template.jinja").write_text(name)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / name).write_text(commit)
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", REVISIONS], capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert found.stdout.splitlines() == [f"{MAX_POSITIONS} main", "64 old"], found.stderr
+
+
 # ------------------------------------------------------------------------------------- stop strings, text
 
 
@@ -365,6 +489,12 @@ def test_an_impossible_pin_is_refused_before_anything_is_computed(llm: LLM, ttl_
 def test_nothing_can_be_pinned_where_nothing_is_kept(chat_model: Path, options: dict[str, Any]) -> None:
     with open_llm(chat_model, **options) as llm, pytest.raises(ConfigError, match="nothing can be pinned with"):
         llm.pin_prefix(TEXT)
+
+
+def test_the_number_of_blocks_can_be_given(chat_model: Path) -> None:
+    with open_llm(chat_model, num_gpu_blocks_override=7) as llm:
+        assert llm.engine.manager.num_blocks == 7
+        assert llm.engine.limits.max_model_len == 7 * 16
 
 
 def test_block_keys_name_the_model_its_precision_and_the_deployment(chat_model: Path, tmp_path: Path) -> None:

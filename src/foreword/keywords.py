@@ -1,14 +1,16 @@
-"""Keywords of `LLM(...)`, spelt out so that editors complete them and mypy checks them.
+"""Keywords of `LLM(...)` and `LLM.chat(...)`, spelt out so that editors complete them and mypy checks them.
 
-Knows names and types alone; meanings and defaults are in foreword.config, and a test keeps the two alike.
+Knows names and types alone; meanings and defaults of an engine's are in foreword.config, and a test keeps the two
+alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
 from foreword.config import Dtype, EvictionName, HashName, IndexName, KernelName, Policy
+from foreword.errors import InvalidRequestError
 
 
 class ModelKeywords(TypedDict, total=False):
@@ -65,3 +67,32 @@ class EngineKeywords(ModelKeywords, CacheKeywords, SchedulerKeywords, total=Fals
     """All of them."""
 
     seed: int
+
+
+class ChatKeywords(TypedDict, total=False):
+    """How a conversation is laid out."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    """Functions in OpenAI's form."""
+    chat_template: str | None
+    """Jinja template in place of the tokenizer's."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """What else the template may use."""
+    add_generation_prompt: bool
+
+
+def template_inputs(rendering: ChatKeywords) -> dict[str, Any]:
+    """What a chat template is given besides the messages. Raises InvalidRequestError for unknown or wrong keywords."""
+    unknown = sorted(set(rendering) - set(ChatKeywords.__annotations__))
+    if unknown:
+        raise InvalidRequestError(
+            f"unknown argument {unknown[0]!r}; known are {', '.join(ChatKeywords.__annotations__)}"
+        )
+    inputs, tools = rendering.get("chat_template_kwargs") or {}, rendering.get("tools")
+    if not isinstance(inputs, Mapping):
+        raise InvalidRequestError(f"chat_template_kwargs={inputs!r:.60} is no mapping; use such as {{'name': value}}")
+    if not tools:
+        return dict(inputs)
+    if isinstance(tools, str | Mapping) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise InvalidRequestError(f"tools={tools!r:.60} is no list of tools in OpenAI's form")
+    return {**inputs, "tools": [dict(tool) for tool in tools]}

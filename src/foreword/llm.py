@@ -27,8 +27,8 @@ from foreword.cache import (
 )
 from foreword.config import EngineConfig, engine_options
 from foreword.engine import Engine, Prompt
-from foreword.errors import ConfigError, EngineError, InvalidRequestError
-from foreword.keywords import EngineKeywords
+from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
+from foreword.keywords import ChatKeywords, EngineKeywords, template_inputs
 from foreword.model.head_start import head_start
 from foreword.request import RequestOutput, SamplingParams
 from foreword.text import Tokenizer
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
+"""{"role": ..., "content": ...}; a content is a text, or a list of {"type": "text", "text": ...}."""
 PromptInput = str | Mapping[str, Any]
 
 
@@ -128,16 +129,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         show_progress: bool | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts; results in their order.
 
         A prompt is a text or `{"prompt_token_ids": [...]}` (or `{"prompt": "..."}`), optionally with
         "cache_salt" and "priority". One SamplingParams serves all prompts, a list gives one each. If a
         prompt is invalid, InvalidRequestError is raised and none is run. `show_progress` None shows a
-        progress bar if there are several prompts and standard error is a terminal.
+        progress bar if there are several prompts and standard error is a terminal; `use_tqdm` is vLLM's name for it.
         """
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
-        return self._run([self._prompt(prompt) for prompt in inputs], sampling_params, show_progress)
+        shown = show_progress if use_tqdm is None else bool(use_tqdm)
+        return self._run([self._prompt(prompt) for prompt in inputs], sampling_params, shown)
 
     def chat(
         self,
@@ -145,8 +148,16 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         show_progress: bool | None = None,
+        use_tqdm: bool | None = None,
+        **rendering: Unpack[ChatKeywords],
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {"role", "content"}) or several; results in their order."""
+        """Answer one conversation (a list of {"role", "content"}) or several; results in their order.
+
+        `tools` are described to the model, as functions in OpenAI's form; calls are part of the answer's text.
+        `chat_template_kwargs` are what else the chat template may use, such as {"enable_thinking": False};
+        `chat_template` is used in place of the tokenizer's. Without `add_generation_prompt` the prompt ends
+        after the last message.
+        """
         if isinstance(messages, str | Mapping):
             raise InvalidRequestError(
                 f"messages must be a list of {{'role': ..., 'content': ...}}, not {messages!r:.60}"
@@ -155,8 +166,8 @@ class LLM:
             raise InvalidRequestError("there are no messages; give at least one {'role': ..., 'content': ...}")
         several = not isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = messages if several else [messages]
-        prompts = [self._chat_prompt(conversation) for conversation in conversations]
-        return self._run(prompts, sampling_params, show_progress)
+        prompts = [self._chat_prompt(conversation, rendering) for conversation in conversations]
+        return self._run(prompts, sampling_params, show_progress if use_tqdm is None else bool(use_tqdm))
 
     def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Continue one prompt, yielding its output (one object, which grows) after every token.
@@ -166,10 +177,17 @@ class LLM:
         return self._stream(self._prompt(prompt), sampling_params)
 
     def stream_chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        **rendering: Unpack[ChatKeywords],
     ) -> Iterator[RequestOutput]:
         """Answer one conversation, yielding as `stream` does."""
-        return self._stream(self._chat_prompt(messages), sampling_params)
+        return self._stream(self._chat_prompt(messages, rendering), sampling_params)
+
+    def get_tokenizer(self) -> Any:
+        """The model's `transformers.PreTrainedTokenizerBase`. Raises InvalidRequestError if it has none."""
+        return self._tokenizer_for("get_tokenizer()").hf_tokenizer
 
     def _stream(self, prompt: Prompt, params: SamplingParams | None) -> Iterator[RequestOutput]:
         engine = self.engine
@@ -221,12 +239,21 @@ class LLM:
                 if bar is not None and task is not None:
                     bar.advance(task, sum(output.finished for output in moved))
 
-    def _chat_prompt(self, messages: Sequence[Message]) -> Prompt:
+    def _chat_prompt(self, messages: Sequence[Message], rendering: ChatKeywords) -> Prompt:
         tokenizer = self._tokenizer_for("chat()")
-        token_ids = tokenizer.render_chat(messages)
+        template, inputs = rendering.get("chat_template"), template_inputs(rendering)
+        if rendering.get("tools") and "tools" not in (template or tokenizer.chat_template or "tools"):
+            raise ChatTemplateError("the model's chat template takes no tools; leave them out, or give chat_template")
+        token_ids = tokenizer.render_chat(
+            messages,
+            add_generation_prompt=rendering.get("add_generation_prompt", True),
+            template_inputs=inputs,
+            chat_template=template,
+        )
         if self.engine.scheduler.states is None:
             return Prompt(token_ids)
-        return Prompt(token_ids, message_ends=tokenizer.message_ends(messages, token_ids))
+        ends = tokenizer.message_ends(messages, token_ids, template_inputs=inputs, chat_template=template)
+        return Prompt(token_ids, message_ends=ends)
 
     def _prompt(self, prompt: PromptInput) -> Prompt:
         if isinstance(prompt, str):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from foreword.conversation import plain_messages
 from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError, ModelLoadError
 
 _TOKENIZER_FILES = (
@@ -44,6 +45,12 @@ _KEPT_TOKENS = 6
 
 _MAX_WINDOW_TOKENS = 256
 """A window that could not be shortened until now is shortened regardless."""
+
+_NO_INPUTS = frozenset(
+    "conversation chat_template add_generation_prompt tokenize padding truncation max_length return_tensors "
+    "return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+"""Arguments of transformers' rendering that are no inputs of a template."""
 
 MOST_MESSAGE_ENDS = 64
 """Messages of a conversation behind which recurrent states may be saved, the last ones."""
@@ -97,6 +104,11 @@ class Tokenizer:
                 "or delete its other tokenizer files to work with token ids alone."
             )
         return cls(hf_tokenizer)
+
+    @property
+    def hf_tokenizer(self) -> Any:
+        """The `transformers.PreTrainedTokenizerBase` that does the work."""
+        return self._hf
 
     @property
     def chat_template(self) -> str | None:
@@ -184,17 +196,21 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         template_inputs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> npt.NDArray[np.int32]:
-        """Token ids of a conversation, laid out by the tokenizer's chat template.
+        """Token ids of a conversation, laid out by the tokenizer's chat template, or by the one given.
 
-        `messages` are mappings with at least `role` and `content`. `template_inputs` are what the template may
-        use besides them, such as `tools` or `reasoning_effort`; it leaves alone what it does not know. With
-        `add_generation_prompt` the result ends where the assistant's answer begins. Raises
-        `InvalidRequestError` for malformed messages and `ChatTemplateError` when there is no template or it
+        `messages` are mappings with at least `role` and `content`, a text or a list of text parts. `template_inputs`
+        are what the template may use besides them, such as `tools` or `reasoning_effort`; it leaves alone what it
+        does not know. With `add_generation_prompt` the result ends where the assistant's answer begins. Raises
+        `InvalidRequestError` for malformed messages or inputs and `ChatTemplateError` when there is no template or it
         refuses them.
         """
-        conversation = _checked_messages(messages)
-        if not self._hf.chat_template:
+        conversation = plain_messages(messages)
+        wrong = sorted(_NO_INPUTS & set(template_inputs or ()))
+        if wrong:
+            raise InvalidRequestError(f"{wrong[0]!r} is no input of a chat template; leave it out.")
+        if not chat_template and not self._hf.chat_template:
             raise ChatTemplateError(
                 "The tokenizer has no chat template. Use generate() with a prompt written out in full, or "
                 "add a chat_template.jinja file to the model's folder."
@@ -202,6 +218,7 @@ class Tokenizer:
         try:
             token_ids = self._hf.apply_chat_template(
                 conversation,
+                chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=True,
                 return_dict=False,
@@ -220,20 +237,24 @@ class Tokenizer:
         token_ids: npt.NDArray[np.int32],
         *,
         template_inputs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> tuple[int, ...]:
         """Numbers of leading tokens of a rendered conversation that end its last messages, ascending.
 
         Of the messages before the last one MOST_MESSAGE_ENDS are looked at: each takes a rendering of its own.
 
         A conversation that goes on otherwise after a message has these tokens in common with this one. A
-        message is left out where the template does not accept the conversation up to there. `template_inputs` are
-        what `token_ids` were rendered with.
+        message is left out where the template does not accept the conversation up to there. `template_inputs` and
+        `chat_template` are what `token_ids` were rendered with.
         """
         ends = set()
         for count in range(max(1, len(messages) - MOST_MESSAGE_ENDS), len(messages)):
             try:
                 beginning = self.render_chat(
-                    messages[:count], add_generation_prompt=False, template_inputs=template_inputs
+                    messages[:count],
+                    add_generation_prompt=False,
+                    template_inputs=template_inputs,
+                    chat_template=chat_template,
                 )
             except ChatTemplateError:
                 continue
@@ -460,27 +481,6 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
-
-
-def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    if isinstance(messages, str | Mapping):
-        raise InvalidRequestError(
-            'A conversation is a list of messages such as {"role": "user", "content": "Hello"}, '
-            f"not a {type(messages).__name__}."
-        )
-    if not messages:
-        raise InvalidRequestError("The conversation is empty; give at least one message.")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InvalidRequestError(
-                f"Message {index} is a {type(message).__name__}, not a mapping with role and content."
-            )
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise InvalidRequestError(
-                    f"Message {index} needs a string {key!r}, but has {message.get(key)!r} there."
-                )
-    return [dict(message) for message in messages]
 
 
 def _find_tokenizer_files(model: str, revision: str | None) -> str | None:

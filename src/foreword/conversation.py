@@ -1,0 +1,74 @@
+"""Conversations: messages as users write them, and as chat templates know them.
+
+Knows roles, text parts and tool calls; knows no template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foreword.errors import InvalidRequestError
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose content is one text and whose tool calls have arguments as mappings.
+
+    A content may be a list of text parts, `[{"type": "text", "text": ...}]`, which are joined; with tool calls it may
+    be missing. Raises InvalidRequestError for anything else.
+    """
+    if isinstance(messages, str | Mapping):
+        raise InvalidRequestError(
+            'A conversation is a list of messages such as {"role": "user", "content": "Hello"}, '
+            f"not a {type(messages).__name__}."
+        )
+    if not messages:
+        raise InvalidRequestError("The conversation is empty; give at least one message.")
+    return [_plain_message(message, index) for index, message in enumerate(messages)]
+
+
+def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(
+            f"Message {index} is a {type(message).__name__}, not a mapping with role and content."
+        )
+    plain = dict(message)
+    if isinstance(plain.get("content"), Sequence) and not isinstance(plain["content"], str):
+        plain["content"] = "".join(_text_of(part, index) for part in plain["content"])
+    if plain.get("tool_calls"):
+        plain["content"] = plain.get("content") or ""
+        plain["tool_calls"] = [_plain_call(call, index) for call in plain["tool_calls"]]
+    for key in ("role", "content"):
+        if not isinstance(plain.get(key), str):
+            raise InvalidRequestError(f"Message {index} needs a string {key!r}, but has {plain.get(key)!r} there.")
+    return plain
+
+
+def _text_of(part: Any, index: int) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        text: str = part["text"]
+        return text
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise InvalidRequestError(
+        f"Message {index} has a part of type {kind!r}; models are given text alone, as "
+        '{"type": "text", "text": "..."}.'
+    )
+
+
+def _plain_call(call: Any, index: int) -> dict[str, Any]:
+    """A tool call with arguments as a mapping: templates write them down as JSON themselves."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError(f"Message {index} has a tool call without a function's name: {call!r:.80}.")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"Message {index} calls {function['name']!r} with arguments that are not JSON: {arguments!r:.80}."
+            ) from error
+    return {**call, "function": {**function, "arguments": arguments}}
