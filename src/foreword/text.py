@@ -52,6 +52,9 @@ _NO_INPUTS = frozenset(
 )
 """Arguments of transformers' rendering that are no inputs of a template."""
 
+_MIN_TOKEN_CHARACTERS = 16
+"""Leaves room for tokenizers that drop characters, such as spaces at the end, or have one token for unknown words."""
+
 MOST_MESSAGE_ENDS = 64
 """Messages of a conversation behind which recurrent states may be saved, the last ones."""
 
@@ -104,6 +107,11 @@ class Tokenizer:
                 "or delete its other tokenizer files to work with token ids alone."
             )
         return cls(hf_tokenizer)
+
+    @functools.cached_property
+    def max_token_characters(self) -> int:
+        """Characters of the longest token in the vocabulary. A text of n tokens has at most n times as many."""
+        return max(_MIN_TOKEN_CHARACTERS, *map(len, self._hf.get_vocab()))
 
     @property
     def hf_tokenizer(self) -> Any:

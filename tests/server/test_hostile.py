@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import httpx
 import pytest
@@ -162,3 +163,85 @@ def test_a_quota_of_nothing_leaves_nothing_behind_and_answers_all_the_same(tmp_p
             assert answer.status_code == 200
             assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert server.ask(lambda engine: engine.manager.get_num_cached_blocks()) == 0
+
+
+# ------------------------------------------------------------- too much of something
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/v1/completions", '{"prompt": [%s[1]]}' % ("[1]," * 500), "prompt has 501 entries; at most 128"),
+        ("/v1/completions", '{"prompt": [%s[1]]}' % ("[1]," * 200_000), "lists and objects; at most"),
+        ("/v1/completions", '{"prompt": [%s1]}' % ("1," * 10_000), "max_model_len is 8192"),
+        ("/v1/completions", '{"prompt": "%s"}' % ("x" * 500_000), "hold at most"),
+        ("/v1/completions", '{"prompt": "x", "stop_token_ids": [%s1]}' % ("1," * 5000), "at most 1024"),
+        ("/v1/completions", '{"prompt": "x", "stop": [%s"x"]}' % ('"x",' * 20), "at most 16"),
+        ("/v1/chat/completions", '{"messages": [%s{}]}' % ("{}," * 9000), "messages has 9001 entries"),
+        ("/v1/chat/completions", '{"messages": [], "logit_bias": [%s1]}' % ("1," * 2000), "logit_bias has 2001"),
+        ("/v1/chat/completions", '{"messages": [{"content": [%s1]}]}' % ("1," * 9000), "contents of messages has 9001"),
+        ("/v1/chat/completions", '{"messages": [], "tools": [%s1]}' % ("1," * 200), "tools has 201"),
+        ("/v1/chat/completions", '{"messages": [], "n": ' + "[" * 200 + "]" * 200 + "}", "201 deep"),
+        ("/v1/responses", '{"input": "%s"}' % ("x" * 500_000), "hold at most"),
+        ("/v1/responses", '{"input": "x", "user": "%s"}' % ("x" * 600), "at most 512"),
+        ("/v1/responses", '{"input": "x", "prompt_cache_key": "%s"}' % ("x" * 65), "at most 64"),
+        ("/v1/responses", '{"input": "x", "metadata": {"a": "%s"}}' % ("x" * 513), "at most 512"),
+        ("/v1/responses", '{"input": "x", "metadata": {"%s": "x"}}' % ("x" * 65), "at most 64"),
+        ("/v1/responses", '{"input": "x", "metadata": ' + json.dumps(dict.fromkeys(range(17), "")) + "}", "at most 16"),
+        ("/detokenize", '{"tokens": [%s1]}' % ("1," * 10_000), "tokens has 10001"),
+        ("/v1/cache/explain", '{"prompt": [%s1]}' % ("1," * 10_000), "max_model_len is 8192"),
+    ],
+    ids=lambda value: value[:40],
+)  # fmt: skip
+def test_more_of_anything_than_can_be_served_is_refused_by_count(server, path, body, told):
+    answer = httpx.post(f"{server.url}{path}", content=body, headers=AS_JSON, timeout=60)
+    assert_refused(answer)
+    assert told in answer.json()["error"]["message"]
+
+
+def test_a_body_that_says_it_is_too_long_is_refused_before_it_is_sent(server):
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        head = "Host: x\r\nContent-Type: application/json\r\nContent-Length: 99999999\r\n"
+        connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n".encode())
+        assert connection.recv(12) == b"HTTP/1.1 413"
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "[NaN]"])
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_number_that_json_does_not_have_is_refused_wherever_it_stands(server, path, number):
+    body = json.dumps(ENDPOINTS[path])[:-1] + f', "prompt_cache_options": {{"a": {number}}}}}'
+    assert_refused(httpx.post(f"{server.url}{path}", content=body, headers=AS_JSON))
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "input_audio", "video_url", "input_file"])
+def test_what_is_not_text_is_refused_by_name(server, kind):
+    content = [{"type": "text", "text": "Look:"}, {"type": kind, kind: {"url": "data:,"}}]
+    for path, field in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+        answer = post(server.url, path, {field: [{"role": "user", "content": content}]})
+        assert assert_refused(answer) == f"{field}[0].content[1]"
+        assert f"{kind!r}; this server takes no" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("depth", [1000, 100_000])
+def test_arguments_of_an_earlier_call_that_are_nested_too_deep_are_refused(tagged, depth):
+    arguments = '{"a": ' * depth + "1" + "}" * depth
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "5"},
+    ]
+    answer = post(tagged.url, "/v1/chat/completions", {"messages": messages})
+    assert_refused(answer)
+    assert f"{depth} deep" in answer.json()["error"]["message"]
+
+
+def test_nobody_without_a_key_has_his_body_read():
+    with embedded_llm() as llm, ServerThread(llm, ServerConfig(api_key="sk-a")) as server:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        for path in (*ENDPOINTS, "/tokenize", "/detokenize", "/v1/cache/explain"):
+            with socket.create_connection((host, int(port)), timeout=60) as connection:
+                head = "Host: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n"
+                connection.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode())
+                assert connection.recv(12) == b"HTTP/1.1 401"

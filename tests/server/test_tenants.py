@@ -14,7 +14,7 @@ from foreword.errors import ConfigError
 from foreword.server.app import make_app
 from foreword.server.options import ServerConfig
 from foreword.server.shared_prefixes import SharedPrefixes, common_beginning
-from foreword.server.tenants import Tenant, Tenants, read_keys
+from foreword.server.tenants import Tenant, Tenants, read_keys, shown_key
 from live_server import FALCON, MODEL, ServerProcess, ServerThread, client, embedded_llm, post
 
 KEYS = """
@@ -42,24 +42,39 @@ def keys_file(tmp_path):
 
 def test_a_key_names_its_tenant_also_where_only_its_hash_is_kept(keys_file):
     tenants = Tenants(keys_file=keys_file)
-    assert tenants.tenant_of("Bearer sk-alice") == tenants.tenant_of("bearer sk-alice-2") == Tenant("alice")
-    assert tenants.tenant_of("Bearer sk-bob") == Tenant("bob", 10)
-    for wrong in (None, "", "sk-alice", "Basic sk-alice", "Bearer", "Bearer sk-mallory", "Bearer sk-alice x"):
+    assert tenants.tenant_of("sk-alice") == tenants.tenant_of("sk-alice-2") == Tenant("alice")
+    assert tenants.tenant_of("sk-bob") == Tenant("bob", 10)
+    for wrong in (None, "", "sk-mallory", "sk-alice x", "Bearer sk-alice"):
         assert tenants.tenant_of(wrong) is None
+
+
+def test_a_key_is_shown_as_openais_clients_do_or_in_a_header_of_its_own():
+    for headers in ({"authorization": "Bearer sk-a"}, {"authorization": "bearer  sk-a "}, {"x-api-key": "sk-a"}):
+        assert shown_key(headers) == "sk-a"
+    for headers in ({}, {"authorization": "sk-a"}, {"authorization": "Basic sk-a"}):
+        assert shown_key(headers) is None
+
+
+@pytest.mark.parametrize("name", ["default", "(dashboard)"])
+def test_no_tenant_takes_the_name_under_which_the_server_caches_for_everybody(tmp_path, name):
+    keys_file = tmp_path / "keys.toml"
+    keys_file.write_text(f'["{name}"]\nkeys = ["sk-alice"]\n')
+    with pytest.raises(ConfigError, match="choose another"):
+        Tenants(api_key="sk-everybody", keys_file=keys_file)
 
 
 def test_keys_are_read_again_when_their_file_changes(keys_file):
     tenants = Tenants(keys_file=keys_file)
     keys_file.write_text('[carol]\nkeys = ["sk-carol"]\n')
-    assert tenants.tenant_of("Bearer sk-alice") is None
-    assert tenants.tenant_of("Bearer sk-carol") == Tenant("carol")
+    assert tenants.tenant_of("sk-alice") is None
+    assert tenants.tenant_of("sk-carol") == Tenant("carol")
 
 
 @pytest.mark.parametrize("broken", ["[carol", "carol = 1", "[carol]\nkeys = [1]", "[carol]\nkey = []"])
 def test_a_broken_keys_file_changes_nothing_while_serving_and_is_refused_at_start(keys_file, broken):
     tenants = Tenants(keys_file=keys_file)
     keys_file.write_text(broken)
-    assert tenants.tenant_of("Bearer sk-alice") == Tenant("alice")
+    assert tenants.tenant_of("sk-alice") == Tenant("alice")
     with pytest.raises(ConfigError, match=r"keys\.toml"):
         read_keys(keys_file)
 
@@ -71,8 +86,8 @@ def test_quotas_without_an_account_of_the_cache_are_refused_at_start_and_when_th
         keys_file.write_text('[alice]\nkeys = ["sk-alice"]\n')
         tenants = make_app(llm, ServerConfig(keys_file=keys_file), MODEL).state.service.tenants
         keys_file.write_text(KEYS)
-        assert tenants.tenant_of("Bearer sk-bob") is None
-        assert tenants.tenant_of("Bearer sk-alice") == Tenant("alice")
+        assert tenants.tenant_of("sk-bob") is None
+        assert tenants.tenant_of("sk-alice") == Tenant("alice")
         assert "max_cached_blocks needs" in caplog.text
     with embedded_llm(explain_misses=False, enable_prefix_caching=False) as llm:  # nothing to limit
         make_app(llm, ServerConfig(keys_file=keys_file), MODEL)
@@ -223,5 +238,5 @@ def test_one_key_for_everybody_can_come_from_the_environment():
     environment = Environment.read({"FOREWORD_API_KEY": "sk-one", "FOREWORD_SERVER_SECRET": "x"})
     tenants = Tenants(api_key=environment.api_key, server_secret=environment.server_secret)
     assert tenants.asks_for_keys
-    assert tenants.tenant_of("Bearer sk-one") is not None
-    assert tenants.tenant_of("Bearer sk-two") is None
+    assert tenants.tenant_of("sk-one") is not None
+    assert tenants.tenant_of("sk-two") is None

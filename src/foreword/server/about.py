@@ -14,6 +14,8 @@ from foreword import __version__
 from foreword.server.api_errors import bad_request, unknown_model
 from foreword.server.dialect import DetokenizeRequest, TokenizeRequest
 from foreword.server.http import authorized, json_response, service_of
+from foreword.server.intake import body_of, takes, with_body
+from foreword.server.off_loop import off_loop
 from foreword.server.openai import given_prompt
 from foreword.server.service import Service
 from foreword.server.tenants import Tenant
@@ -58,32 +60,41 @@ async def model(model: str, request: Request, tenant: Annotated[Tenant, Depends(
     return json_response(_model(service))
 
 
-@router.post("/tokenize", tags=["tokens"])
-async def tokenize(body: TokenizeRequest, request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Response:
+@router.post("/tokenize", tags=["tokens"], openapi_extra=takes(TokenizeRequest))
+async def tokenize(
+    body: Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))],
+    request: Request,
+    tenant: Annotated[Tenant, Depends(authorized)],
+) -> Response:
     """Token ids of a text or a conversation."""
     service = service_of(request)
     service.check_model(body.model)
-    token_ids = await service.read_prompt(given_prompt(body))
-    tokens = token_ids.tolist()
-    answer = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
-    if body.return_token_strs:
-        answer["token_strs"] = [service.tokenizer.token_text(token_id) for token_id in tokens]
-    return json_response(answer)
+    token_ids = await service.read_prompt(await with_body(request, lambda: given_prompt(body)))
+
+    def answer() -> Response:
+        tokens = token_ids.tolist()
+        fields = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
+        if body.return_token_strs:
+            fields["token_strs"] = [service.tokenizer.token_text(token_id) for token_id in tokens]
+        return json_response(fields)
+
+    return await off_loop(64 * len(token_ids), answer)
 
 
-@router.post("/detokenize", tags=["tokens"])
+@router.post("/detokenize", tags=["tokens"], openapi_extra=takes(DetokenizeRequest))
 async def detokenize(
-    body: DetokenizeRequest, request: Request, tenant: Annotated[Tenant, Depends(authorized)]
+    body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))],
+    request: Request,
+    tenant: Annotated[Tenant, Depends(authorized)],
 ) -> Response:
     """Text of token ids."""
     service = service_of(request)
     service.check_model(body.model)
-    wrong = next((token_id for token_id in body.tokens if token_id >= service.tokenizer.vocab_size), None)
-    if wrong is not None:
-        raise bad_request(
-            f"token {wrong} is out of range; ids are 0 to {service.tokenizer.vocab_size - 1}", param="tokens"
-        )
-    return json_response({"prompt": service.tokenizer.decode(body.tokens)})
+    largest, size = max(body.tokens, default=0), service.tokenizer.vocab_size
+    if largest >= size:
+        raise bad_request(f"token {largest} is out of range; ids are 0 to {size - 1}", param="tokens")
+    text = await with_body(request, lambda: service.tokenizer.decode(body.tokens))
+    return json_response({"prompt": text})
 
 
 def _model(service: Service) -> dict[str, Any]:

@@ -22,12 +22,30 @@ from foreword import __version__
 from foreword.errors import ForewordError
 from foreword.llm import LLM
 from foreword.server import about, cache_api, openai, responses
-from foreword.server.api_errors import APIError, bad_request
+from foreword.server.api_errors import APIError
+from foreword.server.dialect import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ExplainRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 from foreword.server.http import error_response
+from foreword.server.intake import document_bodies, explain_invalid
 from foreword.server.options import ServerConfig
 from foreword.server.service import Service
 
 logger = logging.getLogger(__name__)
+
+BODIES = (
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    ExplainRequest,
+)
 
 
 def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
@@ -53,6 +71,7 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
     app.include_router(responses.router)
     app.include_router(about.router)
     app.include_router(cache_api.router)
+    document_bodies(app, BODIES)
     _add_error_handlers(app)
     app.add_middleware(_BodyLimits, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
     return app
@@ -67,13 +86,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        kind = request.headers.get("content-type", "")
-        if (
-            "json" not in kind and error.errors()[0]["loc"][0] == "body"
-        ):  # a web page elsewhere could send others without being asked
-            message = f"Send the body with 'Content-Type: application/json', not {kind!r}."
-            return error_response(APIError(415, message, code="unsupported_media_type"))
-        return error_response(_explain_invalid(error))
+        return error_response(explain_invalid(error.errors()))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -86,20 +99,6 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, unexpected)
-
-
-def _explain_invalid(error: RequestValidationError) -> APIError:
-    """The first thing that is wrong with a body, in a sentence."""
-    first = error.errors()[0]
-    where = [part for at, part in enumerate(first["loc"]) if at or part not in ("body", "query", "path")]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".") or None
-    if first["type"] == "json_invalid":
-        return bad_request("The body is not valid JSON: " + str(first.get("ctx", {}).get("error", "")))
-    if first["type"] == "extra_forbidden":
-        return bad_request(f"Unrecognized request argument supplied: {param}", param=param)
-    if first["type"] == "missing":
-        return bad_request(f"Missing required parameter: {param or 'the body'}", param=param)
-    return bad_request(f"Invalid value for {param or 'the body'}: {first['msg']}", param=param)
 
 
 def _explain_http(request: Request, error: HTTPException) -> APIError:

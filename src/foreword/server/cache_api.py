@@ -16,6 +16,8 @@ from foreword.server.dialect import ExplainRequest
 from foreword.server.explanations import cache_report, most_similar, text_of
 from foreword.server.http import authorized, json_response, service_of
 from foreword.server.insight import Look
+from foreword.server.intake import body_of, takes, with_body
+from foreword.server.off_loop import off_loop
 from foreword.server.openai import given_prompt
 from foreword.server.records import RequestRecord, TenantStats
 from foreword.server.service import Caller, Service
@@ -29,18 +31,26 @@ MAX_TREE_NODES = 500
 MAX_LISTED_PROMPTS = 50
 
 
-@router.post("/v1/cache/explain")
-async def explain(body: ExplainRequest, request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Response:
+@router.post("/v1/cache/explain", openapi_extra=takes(ExplainRequest))
+async def explain(
+    body: Annotated[ExplainRequest, Depends(body_of(ExplainRequest))],
+    request: Request,
+    tenant: Annotated[Tenant, Depends(authorized)],
+) -> Response:
     """What the cache holds of a prompt now, and why not more. Runs nothing and counts nothing."""
     service = service_of(request)
     service.check_model(body.model)
-    token_ids = await service.read_prompt(given_prompt(body))
+    token_ids = await service.read_prompt(await with_body(request, lambda: given_prompt(body)))
     service.check_length(len(token_ids))
     prompt = service.prompt_of(Caller(tenant, "cache.explain", body.cache_salt), token_ids)
     explanation = await service.thread.call(lambda engine: engine.explain(prompt))
-    similar = most_similar(token_ids, prompt.extra_keys.salt, service.records.recent(200, tenant.name))
-    report = cache_report(explanation, token_ids, service.llm.tokenizer, similar=similar)
-    return json_response({"object": "cache.explanation", "model": service.model_name, **report})
+
+    def answer() -> Response:
+        similar = most_similar(token_ids, prompt.extra_keys.salt, service.records.recent(200, tenant.name))
+        report = cache_report(explanation, token_ids, service.llm.tokenizer, similar=similar)
+        return json_response({"object": "cache.explanation", "model": service.model_name, **report})
+
+    return await off_loop(16 * len(token_ids), answer)
 
 
 @router.get("/v1/cache")
@@ -50,7 +60,7 @@ async def cache(request: Request, nodes: int = DEFAULT_TREE_NODES) -> Response:
     if not 0 <= nodes <= MAX_TREE_NODES:
         raise bad_request(f"nodes={nodes} is out of range; use 0 to {MAX_TREE_NODES}", param="nodes")
     if not service.operators.is_operator(request.scope):
-        tenant = service.authorize(request.headers.get("authorization"))
+        tenant = service.authorize(request.headers)
         return json_response(await _of_tenant(service, tenant, nodes))
     look = await service.insight.look()
     found = await service.insight.top_prefixes(nodes)

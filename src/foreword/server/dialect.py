@@ -9,13 +9,35 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
 
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+MAX_TOKEN_ID = 2**31 - 1
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+Identifier = Annotated[str, Field(max_length=64)]
+"""As long as OpenAI's may be."""
+Word = Annotated[str, Field(max_length=64)]
+"""What names one of a few choices."""
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+def _read_token_ids(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """A long list of token ids, in milliseconds for a million of them; pydantic would look at each."""
+    if not isinstance(value, list) or not value or type(value[0]) is not int:
+        return check(value[:1] if isinstance(value, list) else value)
+    if set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_TOKEN_ID:
+        raise ValueError(f"token ids are numbers of 0 to {MAX_TOKEN_ID}")
+    return value
+
+
+TokenIds = Annotated[list[TokenId], WrapValidator(_read_token_ids)]
+SomeTokenIds = Annotated[TokenIds, Field(min_length=1)]
 
 
 class _Body(BaseModel):
@@ -66,14 +88,14 @@ class _Call(_Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stream: bool | None = None
     # Of OpenAI's caching.
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    prompt_cache_key: Identifier | None = None
+    prompt_cache_retention: Word | None = None
     prompt_cache_options: dict[str, Any] | None = None
     # Taken, and without effect here.
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    safety_identifier: Identifier | None = None
+    metadata: Metadata | None = None
+    service_tier: Word | None = None
     # Ours, and vLLM's.
     foreword: ForewordOptions | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
@@ -82,7 +104,7 @@ class _Call(_Body):
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     min_tokens: Count | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
 
@@ -166,9 +188,9 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[EarlierCall] | None = None
+    tool_calls: Annotated[list[EarlierCall], Field(max_length=128, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     function_call: dict[str, Any] | None = None
     audio: dict[str, Any] | None = None
@@ -177,7 +199,7 @@ class ChatMessage(BaseModel):
 class ChatRequest(_ChoicesCall):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
@@ -185,9 +207,9 @@ class ChatRequest(_ChoicesCall):
     store: bool | None = None
     modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    reasoning_effort: Word | None = None
+    verbosity: Word | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     functions: list[Any] | None = None
     function_call: Any | None = None
@@ -203,9 +225,9 @@ class CompletionRequest(_ChoicesCall):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | SomeTokenIds
+        | Annotated[list[SomeTokenIds], Field(min_length=1, fail_fast=True)]
     )
     max_tokens: Count | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -223,7 +245,7 @@ class InputMessage(BaseModel):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
 class TextFormat(_Body):
@@ -240,7 +262,7 @@ class TextOptions(_Body):
     """`text` of a response."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Word | None = None
 
 
 class Reasoning(BaseModel):
@@ -248,16 +270,16 @@ class Reasoning(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    effort: str | None = None
+    effort: Word | None = None
 
 
 class ResponsesRequest(_Call):
     """POST /v1/responses."""
 
-    input: str | Annotated[list[InputMessage], Field(min_length=1)]
+    input: str | Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Positive | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Identifier | None = None
     store: bool | None = None
     text: TextOptions | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -280,10 +302,10 @@ class _PromptOrMessages(_Body):
     """Asks about a text or a conversation without running it."""
 
     model: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     add_generation_prompt: bool = True
-    reasoning_effort: str | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    reasoning_effort: Word | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
 
 
 class TokenizeRequest(_PromptOrMessages):
@@ -296,7 +318,7 @@ class TokenizeRequest(_PromptOrMessages):
 class ExplainRequest(_PromptOrMessages):
     """POST /v1/cache/explain: a text, token ids or a conversation."""
 
-    prompt: str | Annotated[list[TokenId], Field(min_length=1)] | None = None
+    prompt: str | SomeTokenIds | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
 
 
@@ -304,4 +326,4 @@ class DetokenizeRequest(_Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds

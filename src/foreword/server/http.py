@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import APIError, from_error, timed_out
+from foreword.server.off_loop import off_loop
 from foreword.server.service import Service
 from foreword.server.tenants import Tenant
 
@@ -25,6 +26,9 @@ Event = tuple[str | None, dict[str, Any]]
 
 class Dialect(Protocol):
     """How one answer is written down."""
+
+    def num_bytes(self, answer: AnswerStream, deltas: Sequence[Delta]) -> int:
+        """About how many bytes these deltas take."""
 
     def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The body of an answer that is not streamed; one delta for each choice."""
@@ -46,7 +50,7 @@ def trace_parent(request: Request) -> str | None:
 
 async def authorized(request: Request) -> Tenant:
     """Whose request it is. Raises APIError 401."""
-    return service_of(request).authorize(request.headers.get("authorization"))
+    return service_of(request).authorize(request.headers)
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -80,7 +84,7 @@ async def respond(request: Request, answer: AnswerStream, dialect: Dialect, *, s
         answer.close()
     if deltas is None:
         return Response(status_code=499)  # nobody reads it
-    return json_response(dialect.whole(answer, deltas))
+    return await off_loop(dialect.num_bytes(answer, deltas), lambda: json_response(dialect.whole(answer, deltas)))
 
 
 async def _collect(answer: AnswerStream) -> list[Delta]:

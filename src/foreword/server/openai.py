@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -31,6 +32,8 @@ from foreword.server.dialect import (
 )
 from foreword.server.extras import Extras
 from foreword.server.http import Event, authorized, respond, service_of, trace_parent
+from foreword.server.intake import body_of, takes, with_body
+from foreword.server.off_loop import off_loop
 from foreword.server.service import Caller, GivenPrompt, Service, Tokens, new_id
 from foreword.server.tenants import Tenant
 from foreword.server.tools import ToolCall, ToolCallReader, ToolUse, arguments_for_template, tools_for_template
@@ -41,31 +44,41 @@ Call = ChatRequest | CompletionRequest
 Chunk = dict[str, Any]
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
 async def chat_completions(
-    body: ChatRequest, request: Request, tenant: Annotated[Tenant, Depends(authorized)]
+    body: Annotated[ChatRequest, Depends(body_of(ChatRequest))],
+    request: Request,
+    tenant: Annotated[Tenant, Depends(authorized)],
 ) -> Response:
     """Answer a conversation."""
     service = service_of(request)
     check_call(service, body)
     tool_use = ToolUse(body, None if service.llm.tokenizer is None else service.llm.tokenizer.chat_template)
-    inputs = {**template_inputs(body.reasoning_effort), **tool_use.for_template}
+    inputs, forced, messages = await with_body(
+        request,
+        lambda: (
+            {**template_inputs(body.reasoning_effort), **tool_use.for_template},
+            tool_use.grammar(),
+            plain_messages(body.messages),
+        ),
+    )
     caller = Caller(tenant, "chat.completions", body.cache_salt, body.prompt_cache_key, trace_parent(request), inputs)
     extras = Extras(service, tenant, request, body)
     params = await sampling_params(service, body, _chat_limits(body))
     params = replace(params, stop=(*params.stop, *tool_use.stop))
-    forced = tool_use.grammar()
     if forced is not None:
         params = replace(params, open_constraint=await service.open_lark(forced))
-    prompt = await service.conversation(plain_messages(body.messages), inputs)
+    prompt = await service.conversation(messages, inputs)
     dialect = _ChatAnswer(service, new_id("chatcmpl-"), body, extras, tool_use)
     answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
     return await respond(request, answer, dialect, stream=bool(body.stream))
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
 async def completions(
-    body: CompletionRequest, request: Request, tenant: Annotated[Tenant, Depends(authorized)]
+    body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest))],
+    request: Request,
+    tenant: Annotated[Tenant, Depends(authorized)],
 ) -> Response:
     """Continue one text, or several."""
     service = service_of(request)
@@ -75,7 +88,7 @@ async def completions(
     caller = Caller(tenant, "completions", body.cache_salt, body.prompt_cache_key, trace_parent(request))
     extras = Extras(service, tenant, request, body)
     params = await sampling_params(service, body, _completion_limits(body))
-    prompts = await _prompts(service, body)
+    prompts = await _prompts(service, body, request)
     dialect = _CompletionAnswer(service, new_id("cmpl-"), body, extras, prompts)
     tokens = [Tokens(prompt) for prompt in prompts]
     answer = await service.start(caller, dialect.response_id, tokens, params, stream=bool(body.stream))
@@ -203,11 +216,13 @@ def given_prompt(body: TokenizeRequest | ExplainRequest) -> GivenPrompt:
     return GivenPrompt(body.prompt, messages, body.add_generation_prompt, inputs)
 
 
-async def _prompts(service: Service, body: CompletionRequest) -> list[npt.NDArray[np.int32]]:
+async def _prompts(service: Service, body: CompletionRequest, request: Request) -> list[npt.NDArray[np.int32]]:
     prompt: Any = body.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         prompt = [prompt]
-    return [await service.encode(one) if isinstance(one, str) else np.array(one, np.int32) for one in prompt]
+    if isinstance(prompt[0], str):
+        return [await service.encode(one) for one in prompt]
+    return await with_body(request, lambda: [np.array(one, np.int32) for one in prompt])
 
 
 # -------------------------------------------------------------------- answers
@@ -237,6 +252,10 @@ class _Answer(ABC):
             "choices": choices,
         }
 
+    def num_bytes(self, answer: AnswerStream, deltas: Sequence[Delta]) -> int:
+        """About how many bytes these deltas take."""
+        return form.num_bytes(deltas, self._num_top)
+
     def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> Chunk:
         """The body of an answer that is not streamed."""
         choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
@@ -255,12 +274,15 @@ class _Answer(ABC):
         if first:
             yield first
         async for deltas in answer.deltas():
-            choices = [choice for delta in deltas for choice in self._chunk_choices(delta)]
+            choices = await off_loop(self.num_bytes(answer, deltas), partial(self._choices_of, deltas))
             yield [(None, {**self._frame(self.chunk_name, [choice]), **empty}) for choice in choices]
         extras = self._extras.of(answer)
         if with_usage or extras:
             last = {"usage": form.usage(answer.outputs)} if with_usage else {}
             yield [(None, {**self._frame(self.chunk_name, []), **last, **extras})]
+
+    def _choices_of(self, deltas: Sequence[Delta]) -> list[Chunk]:
+        return [choice for delta in deltas for choice in self._chunk_choices(delta)]
 
     def _first_chunks(self, answer: AnswerStream) -> list[Chunk]:
         return []
@@ -372,6 +394,16 @@ class _CompletionAnswer(_Answer):
         self._num_each = body.n or 1
         self._answer: AnswerStream | None = None
         self._offsets: dict[int, int] = {}
+
+    def num_bytes(self, answer: AnswerStream, deltas: Sequence[Delta]) -> int:
+        echoed = sum(
+            len(self._prompts[delta.choice // self._num_each])
+            for delta in deltas
+            if self._echo and delta.choice not in self._offsets
+        )
+        return super().num_bytes(answer, deltas) + echoed * form.bytes_per_token(
+            self._num_top if self._body.logprobs is not None else None
+        )
 
     def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> Chunk:
         self._answer = answer

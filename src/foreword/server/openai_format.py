@@ -9,11 +9,22 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from foreword.request import RequestOutput, TokenLogprobs
+from foreword.server.answer_stream import Delta
 from foreword.text import Tokenizer
 
 REPLACEMENT = "\ufffd"
 LOWEST = -9999.0
 """Stands for the log probability of what is impossible, which JSON cannot write down."""
+
+
+def bytes_per_token(num_top: int | None) -> int:
+    """About how many bytes a token's text takes, with log probabilities of so many others; None for none at all."""
+    return 8 if num_top is None else 128 * (1 + num_top)
+
+
+def num_bytes(deltas: Sequence[Delta], num_top: int) -> int:
+    """About how many bytes it takes to write these down."""
+    return sum(len(delta.token_ids) * bytes_per_token(None if delta.logprobs is None else num_top) for delta in deltas)
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:

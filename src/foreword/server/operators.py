@@ -22,6 +22,7 @@ from starlette.requests import cookie_parser
 from starlette.types import Scope
 
 from foreword.server.api_errors import APIError
+from foreword.server.tenants import shown_key
 
 COOKIE = "foreword_operator"
 SESSION_S = 12 * 3600.0
@@ -77,9 +78,9 @@ class Operators:
         return token
 
     def _shows_key(self, headers: Mapping[str, str]) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
+        key = shown_key(headers)
         assert self._key is not None
-        return scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip()), self._key)
+        return key is not None and hmac.compare_digest(_digest(key), self._key)
 
     def _has_session(self, headers: Mapping[str, str]) -> bool:
         token = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")

@@ -20,6 +20,7 @@ from foreword.server.api_errors import APIError, bad_request
 from foreword.server.dialect import JsonSchema, ResponseFormat, ResponsesRequest, TextFormat
 from foreword.server.extras import Extras
 from foreword.server.http import Event, authorized, json_response, respond, service_of, trace_parent
+from foreword.server.intake import body_of, takes, with_body
 from foreword.server.openai import Limits, check_call, plain_messages, sampling_params, template_inputs
 from foreword.server.service import Caller, Service, new_id
 from foreword.server.tenants import Tenant
@@ -64,9 +65,11 @@ def _length(messages: Messages) -> int:
     return sum(len(message["content"]) for message in messages)
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
 async def create_response(
-    body: ResponsesRequest, request: Request, tenant: Annotated[Tenant, Depends(authorized)]
+    body: Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest))],
+    request: Request,
+    tenant: Annotated[Tenant, Depends(authorized)],
 ) -> Response:
     """Answer a text or a conversation."""
     service = service_of(request)
@@ -79,7 +82,8 @@ async def create_response(
         )
     kept = _kept(request)
     told: Messages = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else []
-    told += plain_messages(body.input) if not isinstance(body.input, str) else []
+    items = body.input
+    told += await with_body(request, lambda: plain_messages(items)) if not isinstance(items, str) else []
     before = kept.get(tenant, body.previous_response_id)[0] if body.previous_response_id is not None else []
     conversation = [*before, *told]
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -159,6 +163,9 @@ class _ResponseAnswer:
         self._conversation = conversation
         self._created = int(time.time())
         self._num_events = 0
+
+    def num_bytes(self, answer: AnswerStream, deltas: Sequence[Delta]) -> int:
+        return form.num_bytes(deltas, self._body.top_logprobs or 0)
 
     def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> dict[str, Any]:
         text = "".join(delta.text for delta in deltas)

@@ -25,8 +25,10 @@ from foreword.llm import LLM
 from foreword.request import SamplingParams, TokenConstraint
 from foreword.server.answer_stream import AnswerStream, Job
 from foreword.server.api_errors import bad_request, too_busy, unknown_model, wrong_key
+from foreword.server.body_limits import BodyLimits
 from foreword.server.engine_thread import EngineThread
 from foreword.server.insight import Insight
+from foreword.server.json_scan import scan_json
 from foreword.server.listeners import Listener, ListenerHealth
 from foreword.server.metrics import Metrics
 from foreword.server.more_memory import MoreMemory
@@ -37,7 +39,7 @@ from foreword.server.recorder import Recorder
 from foreword.server.records import Records, RequestRecord
 from foreword.server.shared_prefixes import SharedPrefixes, common_beginning
 from foreword.server.template_check import check_template, warn_of
-from foreword.server.tenants import Tenant, Tenants
+from foreword.server.tenants import Tenant, Tenants, shown_key
 from foreword.server.tracing import Tracing
 from foreword.text import Tokenizer
 
@@ -49,8 +51,11 @@ logger = logging.getLogger(__name__)
 _CONTINUATIONS = ("", "a", " a", "A", "1", ".", "\n", "\n\n")
 """What may follow a public text: enough that its last tokens show whether they depend on it."""
 
-LONG_TEXT = 20_000
+LONG_TEXT = 4_000
 """Texts of so many characters are turned into tokens beside the event loop, not on it."""
+
+MANY_MESSAGES = 32
+"""And so are so many messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,14 @@ class Service:
         self.shared_prefixes = SharedPrefixes(
             [prefix for path in config.share_prefix for prefix in self._read_prefix(path)]
         )
+        self.body_limits = BodyLimits(
+            max_body_bytes=config.max_body_bytes,
+            max_model_len=llm.engine.limits.max_model_len,
+            max_prompts=config.max_choices,
+            vocab_size=llm.engine.limits.vocab_size,
+            max_token_characters=1 if llm.tokenizer is None else llm.tokenizer.max_token_characters,
+        )
+        scan_json(b"{}")  # compiles it before requests wait
         self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
         self._grammars: Grammars | None = None
         self._grammar_lock = asyncio.Lock()
@@ -150,9 +163,9 @@ class Service:
 
     # ------------------------------------------------------------------ intake
 
-    def authorize(self, authorization: str | None) -> Tenant:
+    def authorize(self, headers: Mapping[str, str]) -> Tenant:
         """Whose request this is. Raises APIError 401 for nobody's."""
-        tenant = self.tenants.tenant_of(authorization)
+        tenant = self.tenants.tenant_of(shown_key(headers))
         if tenant is None:
             raise wrong_key()
         self.quotas.note(tenant)
@@ -200,7 +213,8 @@ class Service:
                 messages, add_generation_prompt=add_generation_prompt, template_inputs=template_inputs
             )
 
-        if sum(len(message["content"] or "") for message in messages) < LONG_TEXT:
+        is_short = len(messages) < MANY_MESSAGES and "tools" not in (template_inputs or {})
+        if is_short and sum(len(message["content"] or "") for message in messages) < LONG_TEXT:
             return render()
         return await asyncio.to_thread(render)
 

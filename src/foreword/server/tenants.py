@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 ANYBODY = "default"
 """The tenant of a server that asks for no key, or for one only."""
 
+DASHBOARD = "(dashboard)"
+"""The tenant of the dashboard's chat on a server that asks for keys."""
+
 _HASHED = "sha256:"
 
 
@@ -83,18 +86,15 @@ class Tenants:
     def asks_for_keys(self) -> bool:
         return self._file is not None or bool(self._always)
 
-    def tenant_of(self, authorization: str | None) -> Tenant | None:
-        """Whose key an `Authorization: Bearer KEY` header carries; None for nobody's.
+    def tenant_of(self, key: str | None) -> Tenant | None:
+        """Whose key this is; None for nobody's.
 
         Keys are compared by their hashes, so the time it takes tells nothing about them.
         """
         if not self.asks_for_keys:
             return Tenant(ANYBODY)
         self._reload()
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer":
-            return None
-        return self._tenant_of.get(_digest(key.strip()))
+        return None if key is None else self._tenant_of.get(_digest(key))
 
     def namespace(self, tenant: Tenant, cache_salt: str | None) -> str | None:
         """The salt of a tenant's prefixes, "TENANT" or "TENANT/CLIENT'S", both hashed; None where nothing is apart."""
@@ -132,6 +132,15 @@ class Tenants:
             logger.info("read %d keys from %s", len(self._tenant_of), self._file)
 
 
+def shown_key(headers: Mapping[str, str]) -> str | None:
+    """The key that a request shows: `Authorization: Bearer KEY`, or else `x-api-key: KEY`; None if it shows none."""
+    authorization = headers.get("authorization")
+    if authorization is None:
+        return headers.get("x-api-key")
+    scheme, _, key = authorization.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
+
+
 def read_keys(path: Path) -> dict[bytes, Tenant]:
     """SHA-256 of each key -> its tenant. Raises ConfigError for a file that does not say this."""
     try:
@@ -149,6 +158,8 @@ def read_keys(path: Path) -> dict[bytes, Tenant]:
 
 def _read_tenant(path: Path, name: str, table: Any) -> tuple[Tenant, list[bytes]]:
     where = f"keys file {str(path)!r}, tenant {name!r}"
+    if name in (ANYBODY, DASHBOARD):
+        raise ConfigError(f"{where}: this name is the server's own, and would share its cache; choose another")
     if not isinstance(table, dict) or set(table) - {"keys", "max_cached_blocks"}:
         raise ConfigError(f"{where}: give a table with 'keys' and, if you like, 'max_cached_blocks'")
     keys, quota = table.get("keys"), table.get("max_cached_blocks")

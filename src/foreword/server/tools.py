@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreword.server.api_errors import bad_request
+from foreword.server.body_limits import MAX_DEPTH
 from foreword.server.dialect import ChatRequest, NamedToolChoice, Tool
+from foreword.server.json_scan import parse_json, scan_json
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 MAX_FORCED_CALLS = 16
@@ -232,8 +234,16 @@ def _read_call(body: str) -> ToolCall | None:
 
 def arguments_for_template(arguments: str, where: str) -> Mapping[str, Any]:
     """Arguments of an earlier call, as templates expect them. Raises APIError 400 if they are no JSON object."""
+    data = arguments.encode("utf-8", "replace") or b"{}"
+    depth = scan_json(data).depth
+    if depth > MAX_DEPTH:
+        raise bad_request(
+            f"the arguments of {where} have lists and objects {depth} deep inside each other; at most {MAX_DEPTH} are "
+            "taken, write them flatter",
+            param=where,
+        )
     try:
-        read = json.loads(arguments or "{}")
+        read = parse_json(arguments or "{}")
     except ValueError:
         read = None
     if not isinstance(read, dict):

@@ -15,9 +15,8 @@ from foreword.request import SamplingParams
 from foreword.server.dashboard import drawings as draw
 from foreword.server.records import RequestRecord
 from foreword.server.service import Caller, Service, new_id
-from foreword.server.tenants import ANYBODY, Tenant
+from foreword.server.tenants import ANYBODY, DASHBOARD, Tenant
 
-TENANT = "(dashboard)"
 MAX_TOKENS = 512
 DEMO_SYSTEM = (
     "The code of the amber falcon is 4821.\n"
@@ -85,7 +84,7 @@ class Chat:
         service = self._service
         head = [{"role": "system", "content": self._system.value}] if self._system.value.strip() else []
         prompt = await service.conversation([*head, *self._messages])
-        tenant = Tenant(TENANT if service.tenants.asks_for_keys else ANYBODY)
+        tenant = Tenant(DASHBOARD if service.tenants.asks_for_keys else ANYBODY)
         params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
         stream = await service.start(Caller(tenant, "dashboard"), new_id("dash-"), [prompt], params, stream=True)
         text = ""

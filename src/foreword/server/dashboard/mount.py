@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from foreword.errors import ConfigError
 from foreword.server.api_errors import APIError
 from foreword.server.http import error_response
+from foreword.server.intake import read_body
 from foreword.server.operators import COOKIE, SESSION_S, Operators
 from foreword.server.service import Service
 
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 PATH = "/dashboard"
 LOGIN = f"{PATH}/login"
 WRONG_KEY_DELAY_S = 0.5
+MAX_FORM_BYTES = 4096
+"""Of the form that anybody may send."""
+MAX_FORM_FIELDS = 64
 STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24"><rect x="2" y="4" width="20" height="4" rx="2" '
@@ -73,8 +77,12 @@ def mount_dashboard(app: FastAPI, service: Service) -> None:
 
 async def _log_in(request: Request, operators: Operators) -> Response:
     """Trade the key for a cookie."""
-    body = (await request.body()).decode("utf-8", "replace")
-    session = operators.open_session(parse_qs(body).get("key", [""])[0])
+    body = (await read_body(request, MAX_FORM_BYTES)).decode("utf-8", "replace")
+    try:
+        key = parse_qs(body, max_num_fields=MAX_FORM_FIELDS).get("key", [""])[0]
+    except ValueError:  # more fields than the form has
+        key = ""
+    session = operators.open_session(key)
     if session is None:
         await asyncio.sleep(WRONG_KEY_DELAY_S)
         return _form("That is not the operator's key.")

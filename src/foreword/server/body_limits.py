@@ -1,0 +1,205 @@
+"""How much of everything one request may bring: limits that are looked at before anything is done for each item.
+
+Knows counts and characters of parsed JSON, and what a prompt of this model can hold at most; knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from foreword.server.api_errors import APIError, bad_request
+from foreword.server.dialect import CompletionRequest, DetokenizeRequest, ExplainRequest
+from foreword.server.json_scan import JsonSize
+
+MAX_DEPTH = 128
+MAX_FIELDS = 256
+MAX_ENTRIES = 1024
+"""Of a list or an object among a body's fields, unless `_MOST` or the size of a prompt says otherwise."""
+
+_MOST = {"stop": 16, "tools": 128, "metadata": 16}
+
+NUM_OTHER_VALUES = 50_000
+"""Values of a body besides prompts: schemas, tools, biases."""
+
+NUM_OTHER_BYTES = 2**20
+BYTES_PER_TOKEN = 12
+"""A token id of ten digits, a comma and a space."""
+BYTES_PER_CHARACTER = 12
+"""Of text in JSON, at most: a surrogate pair, both written as escapes."""
+VALUES_PER_MESSAGE = 8
+
+_NOT_TEXT = {
+    "image": "images",
+    "image_url": "images",
+    "input_image": "images",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "video": "videos",
+    "video_url": "videos",
+    "file": "files",
+    "input_file": "files",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Limits of one server."""
+
+    max_body_bytes: int
+    max_model_len: int
+    max_prompts: int
+    """Of one call."""
+    vocab_size: int
+    max_token_characters: int
+    """Of the longest token's text."""
+
+    @property
+    def max_characters(self) -> int:
+        """No longer text fits into `max_model_len` tokens."""
+        return self.max_model_len * self.max_token_characters
+
+    def most_bytes(self, model: type[BaseModel]) -> int:
+        """Bytes that a body may have to which prompts of the greatest length can be written."""
+        most = BYTES_PER_CHARACTER * self.max_characters + BYTES_PER_TOKEN * self.max_model_len + NUM_OTHER_BYTES
+        return min(self.max_body_bytes, most * self._num_prompts(model))
+
+    def _num_prompts(self, model: type[BaseModel]) -> int:
+        return self.max_prompts if issubclass(model, CompletionRequest) else 1
+
+    def check_size(self, model: type[BaseModel], size: JsonSize) -> None:
+        """Raises APIError 400 for a body of too many values, or values too deep inside each other."""
+        if size.depth > MAX_DEPTH:
+            raise bad_request(
+                f"The body has lists and objects {size.depth} deep inside each other; at most {MAX_DEPTH} are taken, "
+                "write it flatter."
+            )
+        num_containers = NUM_OTHER_VALUES + VALUES_PER_MESSAGE * self.max_model_len
+        num_values = num_containers
+        if issubclass(model, (CompletionRequest, DetokenizeRequest, ExplainRequest)):
+            num_values += self._num_prompts(model) * self.max_model_len
+        for count, most, name in (
+            (size.num_values, num_values, "values"),
+            (size.num_containers, num_containers, "lists and objects"),
+        ):
+            if count > most:
+                raise bad_request(f"The body has {count} {name}; at most {most} are taken, send fewer.")
+
+    def check_counts(self, body: Any) -> None:
+        """Raises APIError 400 for parsed JSON with more of anything than can be served."""
+        if not isinstance(body, dict):
+            raise bad_request("Invalid value for the body: it must be a JSON object")
+        _at_most(body, MAX_FIELDS, "the body")
+        for name, value in body.items():
+            self._check_field(name, value)
+
+    def _check_field(self, name: str, value: Any) -> None:
+        match name:
+            case "messages":
+                self._check_conversation(name, value)
+            case "input":
+                self._check_conversation(name, value)
+                self._check_text(name, value)
+            case "prompt":
+                self._check_prompt(value)
+            case "instructions":
+                self._check_text(name, value)
+            case "tokens":
+                _at_most(value, self.max_model_len, name)
+            case "allowed_token_ids":
+                _at_most(value, self.vocab_size, name)
+            case _:
+                _at_most(value, _MOST.get(name, MAX_ENTRIES), name)
+                for inner, below in _inner_objects(name, value):
+                    _at_most(below, MAX_FIELDS, inner)
+
+    def _check_prompt(self, prompt: Any) -> None:
+        """One text, one list of token ids, or several of either."""
+        if not isinstance(prompt, list):
+            self._check_text("prompt", prompt)
+        elif prompt and isinstance(prompt[0], int):
+            self._check_tokens("prompt", prompt)
+        else:
+            _at_most(prompt, self.max_prompts, "prompt")
+            for number, one in enumerate(prompt):
+                self._check_text(f"prompt[{number}]", one)
+                self._check_tokens(f"prompt[{number}]", one)
+
+    def _check_conversation(self, name: str, messages: Any) -> None:
+        if not isinstance(messages, list):
+            return
+        _at_most(messages, self.max_model_len, name)
+        num_characters = num_parts = 0
+        for number, message in enumerate(messages):
+            content = message.get("content") if isinstance(message, dict) else None
+            if isinstance(content, str):
+                num_characters += len(content)
+            elif isinstance(content, list):
+                num_parts += len(content)
+                if num_parts <= self.max_model_len:
+                    num_characters += sum(_num_characters(part) for part in content)
+                    _refuse_what_is_not_text(content, f"{name}[{number}].content")
+        if num_parts > self.max_model_len:
+            raise _too_many(num_parts, self.max_model_len, f"the contents of {name}", name)
+        self._check_characters(name, num_characters)
+
+    def _check_text(self, name: str, text: Any) -> None:
+        if isinstance(text, str):
+            self._check_characters(name, len(text))
+
+    def _check_characters(self, name: str, num_characters: int) -> None:
+        if num_characters > self.max_characters:
+            raise bad_request(
+                f"{name} has {num_characters} characters; the {self.max_model_len} tokens of this server's "
+                f"max_model_len hold at most {self.max_characters} of them, send less text",
+                param=name,
+                code="context_length_exceeded",
+            )
+
+    def _check_tokens(self, name: str, token_ids: Any) -> None:
+        if isinstance(token_ids, list) and len(token_ids) > self.max_model_len:
+            raise bad_request(
+                f"{name} has {len(token_ids)} tokens; this server's max_model_len is {self.max_model_len}, send fewer",
+                param=name,
+                code="context_length_exceeded",
+            )
+
+
+def _inner_objects(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Objects inside a field whose keys are checked one by one later."""
+    if isinstance(value, list):
+        for number, one in enumerate(value):
+            yield f"{name}[{number}]", one
+            if isinstance(one, dict):
+                yield f"{name}[{number}].function", one.get("function")
+    elif isinstance(value, dict):
+        for key in ("json_schema", "format", "function"):
+            yield f"{name}.{key}", value.get(key)
+
+
+def _at_most(value: Any, most: int, name: str) -> None:
+    if isinstance(value, (list, dict)) and len(value) > most:
+        raise _too_many(len(value), most, name, name)
+
+
+def _too_many(count: int, most: int, what: str, param: str) -> APIError:
+    return bad_request(f"{what[:100]} has {count} entries; at most {most} are taken, send fewer", param=param[:100])
+
+
+def _num_characters(part: Any) -> int:
+    text = part.get("text") if isinstance(part, dict) else None
+    return len(text) if isinstance(text, str) else 0
+
+
+def _refuse_what_is_not_text(parts: list[Any], where: str) -> None:
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind in _NOT_TEXT:
+            raise bad_request(
+                f"{where}[{number}] is of the type {kind!r}; this server takes no {_NOT_TEXT[kind]}, send text alone",
+                param=f"{where}[{number}]",
+            )

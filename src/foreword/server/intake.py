@@ -1,0 +1,129 @@
+"""Intake: how a body becomes a request, without work for each of its items before there are known to be few enough.
+
+Knows HTTP bodies, JSON and counts; knows nothing of tokens or tenants. The one way in, for all endpoints:
+
+    key -> declared length -> bytes -> how many values they hold (json_scan.py) -> JSON -> counts, characters -> fields
+    authorized()  |------------------- read_body(), and what is long in a thread of its own -------------------------|
+
+Nobody without a key has his body read. What is long leaves the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, FastAPI, Request
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
+
+from foreword.server.api_errors import APIError, bad_request
+from foreword.server.body_limits import BodyLimits
+from foreword.server.http import authorized, service_of
+from foreword.server.json_scan import parse_json, scan_json
+from foreword.server.off_loop import off_loop
+from foreword.server.tenants import Tenant
+
+Body = TypeVar("Body", bound=BaseModel)
+T = TypeVar("T")
+
+
+def body_of(model: type[Body]) -> Callable[..., Awaitable[Body]]:
+    """A dependency: the fields of a request's body. Raises APIError 401, 413, 415 or 400."""
+
+    async def read(request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Body:
+        service = service_of(request)
+        limits = service.body_limits
+        kind = request.headers.get("content-type", "")
+        data = await read_body(request, limits.most_bytes(model))
+        if data and "json" not in kind:  # a web page elsewhere could send others without being asked
+            message = f"Send the body with 'Content-Type: application/json', not {kind!r:.100}."
+            raise APIError(415, message, code="unsupported_media_type")
+        request.state.num_body_bytes = len(data)
+        return await off_loop(len(data), lambda: _fields(model, data, limits))
+
+    return read
+
+
+async def with_body(request: Request, work: Callable[[], T]) -> T:
+    """The result of `work` on what `body_of` read."""
+    return await off_loop(request.state.num_body_bytes, work)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body. Raises APIError 413 for one of more than `max_bytes`, before it is read if it says so itself."""
+    declared = request.headers.get("content-length", "")
+    num_bytes = int(declared) if declared.isdecimal() and len(declared) < 20 else 0
+    pieces: list[bytes] = []
+    if num_bytes <= max_bytes:
+        num_bytes = 0
+        async for piece in request.stream():
+            num_bytes += len(piece)
+            if num_bytes > max_bytes:
+                break
+            pieces.append(piece)
+    if num_bytes > max_bytes:
+        message = f"The body is longer than the {max_bytes} bytes that this server takes here; send less."
+        raise APIError(413, message, headers={"Connection": "close"})
+    return b"".join(pieces)
+
+
+# ------------------------------------------------------------------- off the loop
+
+
+def _fields(model: type[Body], data: bytes, limits: BodyLimits) -> Body:
+    if not data.strip():
+        raise bad_request("Missing required parameter: the body")
+    size = scan_json(data)
+    limits.check_size(model, size)
+    body = _parse(data)
+    limits.check_counts(body)
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise explain_invalid(error.errors(include_url=False, include_input=False)) from None
+
+
+def _parse(data: bytes) -> Any:
+    try:
+        return parse_json(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise bad_request(f"The body is not UTF-8 (byte {error.start}); send JSON in UTF-8.") from None
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"The body is not valid JSON: {str(error)[:200]}") from None
+
+
+def explain_invalid(errors: Sequence[Mapping[str, Any]]) -> APIError:
+    """The first thing that is wrong with a body, in a sentence."""
+    first = errors[0]
+    where = [part for at, part in enumerate(first["loc"]) if at or part not in ("body", "query", "path")]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")[:200] or None
+    if first["type"] == "extra_forbidden":
+        return bad_request(f"Unrecognized request argument supplied: {param}", param=param)
+    if first["type"] == "missing":
+        return bad_request(f"Missing required parameter: {param or 'the body'}", param=param)
+    return bad_request(f"Invalid value for {param or 'the body'}: {first['msg']}", param=param)
+
+
+# --------------------------------------------------------------- the API's document
+
+
+def takes(model: type[BaseModel]) -> dict[str, Any]:
+    """What an endpoint that reads `body_of(model)` says of it in /openapi.json."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def document_bodies(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
+    """Have /openapi.json describe bodies too, which FastAPI does not read here."""
+    without = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = without()
+        _, schemas = models_json_schema(
+            [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+        )
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
