@@ -117,7 +117,7 @@ def build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer 
         max_model_len=_max_model_len(config, model.max_positions - len(config.cache.sink_token_ids), manager),
         eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
     )
-    logger.info(
+    logger.debug(
         "%d blocks of %.2f MiB (%.2f GiB), max_model_len %d; %s",
         num_blocks,
         layout.bytes_per_block / 2**20,

@@ -24,7 +24,7 @@ from foreword import __version__
 from foreword.config import Environment, engine_options
 from foreword.errors import ConfigError, ForewordError, InvalidRequestError
 from foreword.flags import Flags, unknown_argument, with_hyphens
-from foreword.log_format import JsonLines, LogConfig, TextLines
+from foreword.log_lines import JsonLines, LogConfig, PatientHandler, TextLines
 from foreword.options import options_of
 from foreword.vllm_options import ENGINE_OPTIONS, SERVER_OPTIONS
 
@@ -59,12 +59,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _configure_logging(config: LogConfig, default_level: str) -> None:
-    """Lines to standard error; of other packages warnings and errors only, which say more than they should."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if config.log_format == "json" else TextLines())
+    """Lines to standard error; of other packages warnings and errors only, because some of them log every step."""
     level = (config.log_level or default_level).upper()
-    logging.basicConfig(level=max(logging.WARNING, logging.getLevelNamesMapping()[level]), handlers=[handler])
     logging.getLogger("foreword").setLevel(level)
+    if logging.getLogger().handlers:  # configured by whoever calls main()
+        return
+    handler = PatientHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if config.log_format == "json" else TextLines())
+    logging.basicConfig(level=max(logging.WARNING, logging.getLevelNamesMapping()[level]), handlers=[handler])
 
 
 def _taken(options: dict[str, Any], config: type) -> dict[str, Any]:

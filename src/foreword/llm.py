@@ -29,12 +29,15 @@ from foreword.config import EngineConfig, engine_options
 from foreword.engine import Engine, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
 from foreword.keywords import ChatKeywords, EngineKeywords, template_inputs
+from foreword.loading import LoadingLog
 from foreword.model.head_start import head_start
 from foreword.request import RequestOutput, SamplingParams
 from foreword.text import Tokenizer
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+    from foreword.model.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +100,22 @@ class LLM:
 
     def __init__(self, model: str, **options: Unpack[EngineKeywords]) -> None:
         self.config = EngineConfig.from_options(model, **options)
+        with LoadingLog(self.config.model.model) as log:
+            loaded = self._load(log)
+        self._kernel = loaded.kernel
+        self._request_numbers = itertools.count()
+
+    def _load(self, log: LoadingLog) -> LoadedModel:
+        """Load what there is to load, and build the engine around it."""
         with head_start(self.config.model):
+            log.enter("reading the tokenizer")
             self.tokenizer = load_tokenizer(self.config.model)
+            log.enter("reading the weights")
             loaded = load(self.config.model)
         from foreword.model.self_check import find_inexactness  # imports torch: a model that is not there needs none
 
+        if self.config.model.self_check:
+            log.enter("checking that answers have the same bits with and without the cache")
         self.inexactness = find_inexactness(loaded) if self.config.model.self_check else None
         """What breaks the promise of equal bits on this machine; None if nothing was found (or looked for)."""
         if self.inexactness:
@@ -110,9 +124,9 @@ class LLM:
         """What the model's layers remember, and how a block of the pool is laid out for them."""
         self.kv_block_bytes = self.layout.bytes_per_block
         """Memory of one block of the pool."""
+        log.enter("making room for the KV cache")
         self._engine: Engine | None = build_engine(self.config, loaded, self.tokenizer)
-        self._kernel = loaded.kernel
-        self._request_numbers = itertools.count()
+        return loaded
 
     @property
     def engine(self) -> Engine:

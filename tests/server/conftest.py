@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,13 @@ from live_server import ServerProcess
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as process:
+def server_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the server process logs: a JSON object per line."""
+    return tmp_path_factory.mktemp("server") / "log"
+
+
+@pytest.fixture(scope="session")
+def server(server_log: Path) -> Iterator[ServerProcess]:
+    options = ("--log-format", "json", "--log-requests", "--log-interval-s", "0.5")
+    with server_log.open("w") as log, ServerProcess(*options, log=log) as process:
         yield process

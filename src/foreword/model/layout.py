@@ -20,6 +20,7 @@ except that there a state must fit into a page of one layer.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -134,6 +135,14 @@ class CacheLayout:
     def block_size(self) -> int:
         """Tokens per block of the sequences: divides every group's."""
         return math.gcd(*(group.spec.block_size for group in self.groups))
+
+    def layers_by_kind(self) -> dict[str, int]:
+        """Numbers of layers: {"full attention": 6, "sliding window": 18}."""
+        kinds: Counter[str] = Counter()
+        for group in self.groups:
+            words = re.findall(r"[A-Z][a-z]*", type(group.spec).__name__.removesuffix("Spec"))
+            kinds[" ".join(words).lower()] += len(group.layers)
+        return dict(kinds)
 
     def describe(self) -> str:
         """One line about groups and granularity, for logs."""

@@ -30,6 +30,7 @@ from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, State
 from foreword.model.packed import PackedLinear, pack_linears
 from foreword.model.recurrent import RecurrentForward, StateProbe, StepCache, cache_argument
 from foreword.model.straight_pass import StraightPass
+from foreword.model.weights_progress import weights_progress
 
 logger = logging.getLogger(__name__)
 
@@ -233,16 +234,17 @@ def _refuse_unsupported(config: PretrainedConfig, text: PretrainedConfig, option
 def _load_weights(options: ModelConfig, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     module: PreTrainedModel
     try:
-        module, report = AutoModelForCausalLM.from_pretrained(
-            options.model,
-            config=config,
-            revision=options.revision or "main",
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            experts_implementation=EXPERTS_NAME if _has_experts(config) else None,
-            trust_remote_code=options.trust_remote_code,
-            output_loading_info=True,
-        )
+        with weights_progress(options.model):
+            module, report = AutoModelForCausalLM.from_pretrained(
+                options.model,
+                config=config,
+                revision=options.revision or "main",
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                experts_implementation=EXPERTS_NAME if _has_experts(config) else None,
+                trust_remote_code=options.trust_remote_code,
+                output_loading_info=True,
+            )
     except (SafetensorError, EOFError) as error:
         raise ModelLoadError(
             f"the weights of model {options.model!r} are damaged or truncated ({_first_line(error)}); "

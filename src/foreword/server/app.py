@@ -55,9 +55,11 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.thread.start()
+        service.traffic_log.start()
         try:
             yield
         finally:
+            await service.traffic_log.stop()
             await service.thread.stop()
             if service.tracing is not None:
                 await asyncio.to_thread(service.tracing.close)

@@ -61,8 +61,10 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_choices", "request_timeout_s", "body_timeout_s", "shutdown_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is too small; use a positive number")
-        if self.log_interval_s < 0:
-            raise ConfigError(f"log_interval_s={self.log_interval_s} is negative; use 0 for no lines about the traffic")
+        if not 0 <= self.log_interval_s <= 86400:
+            raise ConfigError(
+                f"log_interval_s={self.log_interval_s} is out of range; use 1 to 86400, or 0 for no lines"
+            )
         if self.max_queued < 0:
             raise ConfigError(f"max_queued={self.max_queued} is negative; use 0 to refuse whatever cannot run at once")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:

@@ -151,6 +151,24 @@ class Records:
             record = self._by_response.get(response_id)
         return record if record is not None and record.tenant == tenant else None
 
+    def totals(self) -> TenantStats:
+        """All tenants together since the start, with what running requests have had so far."""
+        total = TenantStats()
+        with self._lock:
+            for stats in self._tenants.values():
+                total.outcomes += stats.outcomes
+                total.requests += stats.requests
+                total.queried_tokens += stats.queried_tokens
+                total.hit_tokens += stats.hit_tokens
+                total.output_tokens += stats.output_tokens
+            for record in self._running.values():
+                if record.first_scheduled_time is not None:
+                    total.requests += 1
+                    total.queried_tokens += record.num_prompt_tokens
+                    total.hit_tokens += record.num_cached_tokens
+                    total.output_tokens += record.num_output_tokens
+        return total
+
     def tenants(self) -> dict[str, TenantStats]:
         """Totals by tenant."""
         with self._lock:

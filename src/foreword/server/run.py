@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import PurePath
 
 import uvicorn
@@ -16,6 +17,7 @@ from foreword.llm import LLM
 from foreword.server.app import make_app
 from foreword.server.dashboard.mount import mount_dashboard
 from foreword.server.options import ServerConfig
+from foreword.server.startup import log_addresses, log_model
 
 SWITCH_INTERVAL_S = 0.0005
 """How long the engine's thread may keep the interpreter while the event loop waits for it.
@@ -44,15 +46,17 @@ def serve(llm: LLM, config: ServerConfig) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # uvicorn repeats the signal that ended it: for SIGTERM that would be a failure's exit code.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _Server(options, name).run()
+    log_model(llm, name)
+    _Server(options, name, lambda url: log_addresses(url, llm.config, config)).run()
 
 
 class _Server(uvicorn.Server):
     """Says where it listens, also when the port was chosen by the system."""
 
-    def __init__(self, config: uvicorn.Config, model_name: str) -> None:
+    def __init__(self, config: uvicorn.Config, model_name: str, on_start: Callable[[str], None]) -> None:
         super().__init__(config)
         self._model_name = model_name
+        self._on_start = on_start
 
     async def startup(self, sockets: object = None) -> None:
         await super().startup(sockets)  # type: ignore[arg-type]
@@ -60,4 +64,5 @@ class _Server(uvicorn.Server):
             for socket in server.sockets:
                 host, port = socket.getsockname()[:2]
                 host = f"[{host}]" if ":" in host else host
+                self._on_start(f"http://{host}:{port}")
                 print(f"foreword: serving {self._model_name} at http://{host}:{port}", flush=True)

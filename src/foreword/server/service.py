@@ -41,6 +41,7 @@ from foreword.server.shared_prefixes import SharedPrefixes, common_beginning
 from foreword.server.template_check import check_template, warn_of
 from foreword.server.tenants import Tenant, Tenants, shown_key
 from foreword.server.tracing import Tracing
+from foreword.server.traffic_log import TrafficLog, log_request
 from foreword.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -127,6 +128,9 @@ class Service:
         if config.record is not None:
             self.recorder = Recorder(config.record, self.records.running)
             self.records.on_finished(Listener("record_queue", self.recorder.record))
+        self.traffic_log = TrafficLog(self.insight, self.records, config.log_interval_s)
+        if config.log_requests:
+            self.records.on_finished(Listener("request_log", log_request))
         self.template_changes = [] if llm.tokenizer is None else check_template(llm.tokenizer)
         warn_of(self.template_changes)
         self.shared_prefixes = SharedPrefixes(

@@ -5,8 +5,6 @@ Knows an LLM's configuration and layout; draws them once, because they do not ch
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from html import escape
 
 from foreword.server.dashboard import drawings as draw
@@ -20,7 +18,7 @@ def model_card(service: Service, num_blocks: int) -> str:
     facts = {
         "model": service.model_name,
         "dtype": str(layout.dtype).removeprefix("torch."),
-        "layers": _layers(service),
+        "layers": ", ".join(f"{number} {kind}" for kind, number in layout.layers_by_kind().items()),
         "context": draw.tokens(service.max_model_len),
         "pool": f"{draw.size(num_blocks * llm.kv_block_bytes)}, {draw.tokens(num_blocks * block_size)}",
         "blocks": f"{draw.count(num_blocks)} of {block_size} tokens",
@@ -28,12 +26,3 @@ def model_card(service: Service, num_blocks: int) -> str:
         "index": llm.config.cache.prefix_index or "radix",
     }
     return "".join(f"<div><span>{name}</span><b>{escape(str(value))}</b></div>" for name, value in facts.items())
-
-
-def _layers(service: Service) -> str:
-    """24 full attention; or 6 full attention, 18 sliding window."""
-    kinds: Counter[str] = Counter()
-    for group in service.llm.layout.groups:
-        words = re.findall(r"[A-Z][a-z]*", type(group.spec).__name__.removesuffix("Spec"))
-        kinds[" ".join(words).lower()] += len(group.layers)
-    return ", ".join(f"{number} {kind}" for kind, number in kinds.items())

@@ -1,0 +1,103 @@
+"""What a server says of itself when it starts: the model, the pool, the addresses, and what to change.
+
+Knows an LLM's configuration and layout, and the server's options.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+
+from foreword.config import EngineConfig
+from foreword.llm import LLM
+from foreword.server.options import ServerConfig
+from foreword.sizes import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def log_model(llm: LLM, model_name: str) -> None:
+    """Which model, in which precision, with how many layers of which kind, and how much it remembers."""
+    options, layout, engine = llm.config, llm.layout, llm.engine
+    dtype, kinds = str(layout.dtype).removeprefix("torch."), layout.layers_by_kind()
+    longest = engine.limits.max_model_len
+    logger.info(
+        "model %s from %s: %s on %s; layers: %s; requests of up to %s tokens",
+        model_name,
+        options.model.model,
+        dtype,
+        options.model.device,
+        ", ".join(f"{number} {kind}" for kind, number in kinds.items()),
+        f"{longest:,}",
+        extra={
+            "fields": {
+                "event": "model",
+                "model": model_name,
+                "path": options.model.model,
+                "dtype": dtype,
+                "device": options.model.device,
+                "layers": kinds,
+                "max_model_len": longest,
+            }
+        },
+    )
+    num_blocks, block_size = engine.manager.num_blocks, engine.manager.block_size
+    num_bytes = num_blocks * llm.kv_block_bytes
+    caching = f"prefix caching with the policy {options.cache.eviction_policy}"
+    logger.info(
+        "pool: %s blocks of %d tokens, %s tokens, %s; %s",
+        f"{num_blocks:,}",
+        block_size,
+        f"{num_blocks * block_size:,}",
+        format_bytes(num_bytes),
+        caching if options.cache.enable_prefix_caching else "no prefix caching",
+        extra={
+            "fields": {
+                "event": "pool",
+                "blocks": num_blocks,
+                "block_tokens": block_size,
+                "tokens": num_blocks * block_size,
+                "bytes": num_bytes,
+                "prefix_caching": options.cache.enable_prefix_caching,
+                "eviction_policy": options.cache.eviction_policy,
+            }
+        },
+    )
+
+
+def log_addresses(url: str, options: EngineConfig, config: ServerConfig) -> None:
+    """Where the server listens, and which options its operator may want to change."""
+    dashboard = f"{url}/dashboard" if config.dashboard else None
+    logger.info(
+        "API at %s/v1, %s, metrics at %s/metrics",
+        url,
+        f"dashboard at {dashboard}" if dashboard else "no dashboard",
+        url,
+        extra={"fields": {"event": "listening", "url": url, "dashboard": dashboard}},
+    )
+    for advice in _advice(options, config):
+        logger.info("to change: %s", advice, extra={"fields": {"event": "advice"}})
+    if config.api_key is None and config.keys_file is None and not _is_loopback(config.host):
+        logger.warning(
+            "whoever reaches %s may use this server, because it asks for no key; set --api-key or --keys-file", url
+        )
+
+
+def _advice(options: EngineConfig, config: ServerConfig) -> list[str]:
+    found = []
+    if options.model.kv_cache_memory_bytes is None and options.cache.num_gpu_blocks_override is None:
+        found.append(
+            "--kv-cache-memory-bytes sets the pool's memory, such as 4GB; so far it was chosen by what is free"
+        )
+    if options.model.max_model_len is None:
+        found.append("--max-model-len limits the tokens of a request, --max-num-seqs the requests that run together")
+    if _is_loopback(config.host):
+        found.append("--host 0.0.0.0 lets other machines in, --api-key or --keys-file says who")
+    return found
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,167 @@
+"""Lines in the log about traffic: every few seconds while there is any, and, if asked for, one for each request.
+
+Knows records and looks at the engine; knows nothing of HTTP, and never logs a prompt or an answer. Whatever goes wrong
+here is logged, and nothing else is affected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from foreword.cache import BlockState
+from foreword.server.insight import Insight, Look
+from foreword.server.listeners import ListenerHealth
+from foreword.server.records import Records, RequestRecord, TenantStats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What happened between two moments."""
+
+    seconds: float
+    ended: int
+    """Requests."""
+    failed: int
+    """Those of them that were refused, failed, or took too long."""
+    prompt_tokens: int
+    """Of requests that began to run."""
+    hit_tokens: int
+    generated_tokens: int
+
+    @classmethod
+    def between(cls, before: TenantStats, after: TenantStats, seconds: float) -> Traffic:
+        """The difference of two totals."""
+        outcomes = after.outcomes - before.outcomes
+        return cls(
+            seconds,
+            outcomes.total(),
+            sum(outcomes[name] for name in ("refused", "failed", "timeout")),
+            after.queried_tokens - before.queried_tokens,
+            after.hit_tokens - before.hit_tokens,
+            after.output_tokens - before.output_tokens,
+        )
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the prompts' tokens that were found; None without prompts."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else None
+
+
+class TrafficLog:
+    """Logs a line every `interval_s` seconds while there is traffic. Belongs to the event loop."""
+
+    def __init__(self, insight: Insight, records: Records, interval_s: float) -> None:
+        self._insight = insight
+        self._records = records
+        self._interval_s = interval_s
+        self._health = ListenerHealth("traffic_log")
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin, unless the interval is 0."""
+        if self._interval_s:
+            self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """End. May be called twice."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _run(self) -> None:
+        before, then = self._records.totals(), time.monotonic()
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                after, now = self._records.totals(), time.monotonic()
+                if after != before or self._records.running():
+                    _log_traffic(Traffic.between(before, after, now - then), await self._insight.look())
+                before, then = after, now
+            except Exception as error:
+                self._health.failed(error)
+            else:
+                self._health.worked()
+
+
+def _log_traffic(traffic: Traffic, look: Look) -> None:
+    prompt_rate = traffic.prompt_tokens / traffic.seconds
+    generation_rate = traffic.generated_tokens / traffic.seconds
+    cached = look.num_in_state(BlockState.CACHED) / look.num_blocks
+    hit_rate = "no prompts" if traffic.hit_rate is None else f"hit rate {traffic.hit_rate:.1%}"
+    fields = {
+        "event": "traffic",
+        "seconds": round(traffic.seconds, 3),
+        "requests_ended": traffic.ended,
+        "requests_failed": traffic.failed,
+        "requests_running": look.num_running,
+        "requests_waiting": look.num_waiting,
+        "prompt_tokens_per_s": round(prompt_rate, 1),
+        "generated_tokens_per_s": round(generation_rate, 1),
+        "hit_rate": None if traffic.hit_rate is None else round(traffic.hit_rate, 4),
+        "hit_rate_of_1000_requests": round(look.recent_hit_rate, 4),
+        "pool_in_use": round(look.usage, 4),
+        "pool_cached": round(cached, 4),
+        "preemptions": look.num_preemptions,
+    }
+    logger.info(
+        "%d requests ended%s, %d running, %d waiting; tokens/s: %.1f of prompts, %.1f generated; %s "
+        "(%.1f%% of the last 1,000 requests); pool: %.1f%% in use, %.1f%% cached",
+        traffic.ended,
+        f" ({traffic.failed} failed)" if traffic.failed else "",
+        look.num_running,
+        look.num_waiting,
+        prompt_rate,
+        generation_rate,
+        hit_rate,
+        100 * look.recent_hit_rate,
+        100 * look.usage,
+        100 * cached,
+        extra={"fields": fields},
+    )
+
+
+def log_request(record: RequestRecord) -> None:
+    """A line about a request that ended. Called on the engine's thread."""
+    first_ms = _ms(record.time_to_first_token)
+    total_ms = None if record.finished_time is None else _ms(record.finished_time - record.arrival_time)
+    reason = record.explanation.reason if record.explanation is not None else None
+    fields: dict[str, Any] = {
+        "event": "request",
+        "request_id": record.request_id,
+        "tenant": record.tenant,
+        "endpoint": record.endpoint,
+        "outcome": record.outcome,
+        "prompt_tokens": record.num_prompt_tokens,
+        "cached_tokens": record.num_cached_tokens,
+        "missed_because": None if reason is None else str(reason),
+        "generated_tokens": record.num_output_tokens,
+        "choices": record.num_choices,
+        "first_token_ms": first_ms,
+        "total_ms": total_ms,
+    }
+    logger.info(
+        "request %s of %s to %s: %s; %d prompt tokens, %d of them cached%s; %d generated; first after %s ms, all after "
+        "%s ms",
+        record.request_id,
+        record.tenant,
+        record.endpoint,
+        record.outcome,
+        record.num_prompt_tokens,
+        record.num_cached_tokens,
+        f" ({reason})" if reason is not None else "",
+        record.num_output_tokens,
+        "-" if first_ms is None else first_ms,
+        "-" if total_ms is None else total_ms,
+        extra={"fields": fields},
+    )
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 1)

@@ -1,0 +1,136 @@
+"""What a server says: at its start, about its traffic, and about each request if it is asked to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreword.config import EngineConfig
+from foreword.server.options import ServerConfig
+from foreword.server.records import Records, TenantStats
+from foreword.server.startup import log_addresses
+from foreword.server.traffic_log import Traffic, TrafficLog
+from live_server import ServerProcess, post, wait_until
+
+PROMPT = "A line that no other test sends: the violet badger keeps seven umbrellas."
+
+
+def lines(log: Path, event: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in log.read_text().splitlines()]
+    return [line for line in found if line.get("event") == event]
+
+
+def test_a_server_says_at_its_start_what_it_serves_and_where(server: ServerProcess, server_log: Path) -> None:
+    [model] = lines(server_log, "model")
+    assert (model["dtype"], model["device"], model["layers"]) == ("bfloat16", "cpu", {"full attention": 2})
+    assert model["max_model_len"] == 8192
+    [pool] = lines(server_log, "pool")
+    assert pool["tokens"] == pool["blocks"] * pool["block_tokens"] == 32_768
+    assert pool["bytes"] == 64 * 2**20
+    assert "64 MiB" in pool["message"]
+    [address] = lines(server_log, "listening")
+    assert address["url"] == server.url
+    assert address["dashboard"] == f"{server.url}/dashboard"
+    assert any("--api-key" in line["message"] for line in lines(server_log, "advice"))
+
+
+def test_a_server_says_how_far_its_model_is_while_it_loads(server: ServerProcess, server_log: Path) -> None:
+    stages = [line["stage"] for line in lines(server_log, "loading")]
+    assert {"reading the tokenizer", "reading the weights"} <= set(stages)
+    assert len(lines(server_log, "loaded")) == 1
+
+
+def test_requests_are_logged_with_counts_and_never_with_their_text(server: ServerProcess, server_log: Path) -> None:
+    answers = [
+        post(server.url, "/v1/completions", {"prompt": PROMPT, "max_tokens": 3, "ignore_eos": True}).json()
+        for _ in range(2)
+    ]
+
+    def logged() -> list[dict[str, Any]]:
+        ids = [answer["id"] for answer in answers]
+        return [line for line in lines(server_log, "request") if line["request_id"].rpartition("-")[0] in ids]
+
+    wait_until(lambda: len(logged()) == 2)
+    first, second = logged()
+    assert first["outcome"] == second["outcome"] == "length"
+    assert first["prompt_tokens"] == answers[0]["usage"]["prompt_tokens"]
+    assert second["cached_tokens"] == answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert first["generated_tokens"] == 3
+    assert 0 < first["first_token_ms"] <= first["total_ms"]
+    assert "badger" not in server_log.read_text()
+
+
+def test_traffic_is_logged_while_there_is_any_and_not_after(server: ServerProcess, server_log: Path) -> None:
+    before = len(lines(server_log, "traffic"))
+    post(server.url, "/v1/completions", {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True})
+    wait_until(lambda: len(lines(server_log, "traffic")) > before)
+    line = lines(server_log, "traffic")[-1]
+    assert line["requests_ended"] >= 1
+    assert line["generated_tokens_per_s"] > 0
+    assert line["requests_waiting"] == 0
+    assert 0 <= line["pool_in_use"] <= 1
+    assert "requests ended" in line["message"]
+
+
+def test_a_quiet_server_logs_nothing_and_a_failed_look_does_not_end_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing:
+        num_looks = 0
+
+        async def look(self) -> None:
+            self.num_looks += 1
+            raise RuntimeError("the engine is busy")
+
+    class Busy(Records):
+        def totals(self) -> TenantStats:
+            return TenantStats(requests=self.num_totals())
+
+        def num_totals(self) -> int:
+            self.calls = getattr(self, "calls", 0) + 1
+            return self.calls
+
+    async def run(records: Records, seconds: float) -> Failing:
+        insight = Failing()
+        log = TrafficLog(insight, records, 0.01)  # type: ignore[arg-type]
+        log.start()
+        await asyncio.sleep(seconds)
+        await log.stop()
+        await log.stop()
+        return insight
+
+    caplog.set_level(logging.INFO)
+    assert asyncio.run(run(Records(), 0.1)).num_looks == 0
+    assert not caplog.records
+    assert asyncio.run(run(Busy(), 0.5)).num_looks > 1
+    assert [record.levelname for record in caplog.records] == ["ERROR"], "at most one a minute"
+
+
+def test_traffic_is_the_difference_of_two_totals() -> None:
+    before = TenantStats(5, 100, 40, 30, Counter(stop=5))
+    after = TenantStats(9, 300, 190, 70, Counter(stop=7, refused=1, timeout=1))
+    traffic = Traffic.between(before, after, 10.0)
+    assert (traffic.ended, traffic.failed, traffic.prompt_tokens, traffic.generated_tokens) == (4, 2, 200, 40)
+    assert traffic.hit_rate == 150 / 200
+    assert Traffic.between(after, after, 10.0).hit_rate is None
+
+
+def test_a_server_that_anybody_reaches_without_a_key_warns(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    options = EngineConfig.from_options("m")
+    for host, key, num_warnings in [
+        ("127.0.0.1", None, 0),
+        ("::1", None, 0),
+        ("0.0.0.0", "k", 0),
+        ("0.0.0.0", None, 1),
+    ]:
+        caplog.clear()
+        log_addresses("http://x", options, ServerConfig(host=host, api_key=key))
+        assert sum(record.levelno == logging.WARNING for record in caplog.records) == num_warnings
+        assert "--kv-cache-memory-bytes" in caplog.text
