@@ -81,10 +81,10 @@ def test_a_logger_never_waits_for_who_reads_and_lost_lines_are_told() -> None:
     wait_until(lambda: "9" in stream.getvalue())
     patient = PatientHandler(stream, max_lines=10)
     patient.num_lost = 7
-    patient.emit(a_record("after"))
+    patient.emit(a_record("after %s"))
     patient.close()
     assert "7 lines were lost" in stream.getvalue()
-    assert stream.getvalue().endswith("after\n")
+    assert stream.getvalue().endswith("after blocks\n")
 
 
 def test_a_long_load_is_told_of_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
