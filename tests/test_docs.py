@@ -27,7 +27,16 @@ def test_the_code_of_a_page_runs_from_top_to_bottom_and_prints_what_it_says(name
 
 
 @pytest.mark.parametrize(
-    "name", [*PAGES, "docs/concepts/keys.md", "docs/guides/serve.md", "docs/server.md", "README.md", "ARCHITECTURE.md"]
+    "name",
+    [
+        *PAGES,
+        "docs/concepts/keys.md",
+        "docs/guides/serve.md",
+        "docs/guides/hit-rate.md",
+        "docs/server.md",
+        "README.md",
+        "ARCHITECTURE.md",
+    ],
 )
 def test_links_to_files_and_headings_lead_somewhere(name, request):
     path = request.config.rootpath / name
