@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.conversation import plain_messages
-from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError, ModelLoadError
+from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError, ModelLoadError, UnsupportedModelError
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -496,6 +496,11 @@ def _find_tokenizer_files(model: str, revision: str | None) -> str | None:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return str(folder) if _holds_tokenizer(folder) else None
+    if folder.suffix == ".gguf":
+        raise UnsupportedModelError(
+            f"{str(model)!r} is a GGUF file, which cannot be loaded; name the folder of a Hugging Face checkpoint "
+            "(safetensors: unquantized, FP8 or MXFP4)."
+        )
     if folder.exists():
         raise ModelLoadError(f"{model!r} is a file; name the folder that holds the model.")
     if folder.is_absolute() or model.startswith(".") or len(folder.parts) > 2:

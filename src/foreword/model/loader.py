@@ -28,6 +28,7 @@ from foreword.model.kernels.select import AttentionKernel, make_kernel
 from foreword.model.layer_program import BrokenChainError, LayerChain
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.packed import PackedLinear, pack_linears
+from foreword.model.quantization import expand_quantized, give_one_type, refuse_gguf
 from foreword.model.recurrent import RecurrentForward, StateProbe, StepCache, cache_argument
 from foreword.model.straight_pass import StraightPass
 from foreword.model.weights_progress import weights_progress
@@ -145,10 +146,13 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
         torch.set_num_threads(num_threads)
     device = _device(options.device)
     config = _load_config(options)
+    is_quantized = expand_quantized(config, options.model)
     text_config = config.get_text_config()
     _refuse_unsupported(config, text_config, options)
     dtype = _dtype(options, text_config, device)
     module = _load_weights(options, config, dtype).to(device).eval()
+    if is_quantized:
+        give_one_type(module, dtype)
     if dtype == torch.float16:  # whatever the config says: the file's tensors may be of another type
         _refuse_overflow(module, options)
     model = LoadedModel(
@@ -193,6 +197,7 @@ def _straight_pass(model: LoadedModel, chains: list[LayerChain]) -> Iterator[Str
 
 def _load_config(options: ModelConfig) -> PretrainedConfig:
     name = options.model
+    refuse_gguf(name)
     if (os.sep in name or name.startswith((".", "~"))) and not os.path.isdir(name) and name.count("/") != 1:
         raise ModelLoadError(f"model folder {name!r} does not exist; give a folder with config.json or a hub id")
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):

@@ -1,0 +1,122 @@
+"""Which number formats a checkpoint's weights may have.
+
+Knows what config.json and the files beside it say of quantized weights; reads no weights and knows no architecture.
+transformers turns FP8 and MXFP4 into plain numbers while it loads them. Every other format needs kernels of its own, so
+it is refused by name before any weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from foreword.errors import UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+LOADABLE: Mapping[str, str] = {"fp8": "FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
+"""Value of `quant_method` -> what people call it."""
+SIDE_FILES: Mapping[str, str] = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+"""Where some tools describe the weights instead of config.json -> the format, if the file does not name it."""
+REMEDY = (
+    "foreword loads unquantized weights, FP8 (quant_method 'fp8' or 'mxfp8') and MXFP4; "
+    "choose a checkpoint of the model in one of these"
+)
+
+
+def expand_quantized(config: PretrainedConfig, model: str) -> bool:
+    """Have quantized weights loaded as plain numbers, if there are any; whether there are.
+
+    Raises UnsupportedModelError for formats that cannot be.
+    """
+    found = _description(config)
+    if found is None:
+        for method in _methods_of_side_files(model):
+            raise _refusal(model, method)
+        return False
+    method = _method(found)
+    if method not in LOADABLE:
+        raise _refusal(model, " ".join(filter(None, (method, _details(found)))))
+    found["dequantize"] = True
+    config.quantization_config = found
+    logger.info("%s weights are turned into plain numbers as they are loaded", LOADABLE[method])
+    return True
+
+
+def give_one_type(module: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Parameters in `dtype`: of a quantized checkpoint, transformers leaves the others as they are in the file."""
+    kept = set(module._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        kept |= set(module._keep_in_fp32_modules or ())
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() and not any(f".{part}." in f".{name}." for part in kept):
+            parameter.data = parameter.data.to(dtype)
+
+
+def refuse_gguf(model: str) -> None:
+    """Raises UnsupportedModelError if all that a folder has of weights is .gguf files, or a hub id says so."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        is_gguf = any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
+    else:
+        is_gguf = model.lower().endswith("gguf")
+    if is_gguf:
+        raise _refusal(model, "gguf")
+
+
+def _refusal(model: str, method: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"the weights of model {model!r} are quantized as {method!r}; {REMEDY}")
+
+
+def _description(config: PretrainedConfig) -> dict[str, Any] | None:
+    """What config.json says, at its top or for the language model inside it; None if weights are plain numbers."""
+    for place in (config, config.get_text_config()):
+        for name in ("quantization_config", "compression_config"):
+            found = getattr(place, name, None)
+            if found is not None:
+                return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
+    return None
+
+
+def _method(found: Mapping[str, Any]) -> str:
+    if found.get("load_in_4bit") or found.get("load_in_8bit"):
+        return "bitsandbytes"
+    return str(found.get("quant_method") or "a format without a name")
+
+
+def _details(found: Mapping[str, Any]) -> str:
+    """What tells a format's variants apart, as far as it is said: 'NVFP4', '4 bits'."""
+    bits = found.get("bits") or found.get("w_bit")
+    return str(found.get("quant_algo") or found.get("format") or (f"{bits} bits" if bits else ""))
+
+
+def _methods_of_side_files(model: str) -> Iterator[str]:
+    folder = Path(model).expanduser()
+    for name, method in SIDE_FILES.items():
+        path = cached_file(
+            str(folder) if folder.is_dir() else model,
+            name,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if path is None:
+            continue
+        try:
+            algorithm = json.loads(Path(path).read_text())["quantization"]["quant_algo"]
+        except (ValueError, KeyError, TypeError):
+            yield method
+        else:
+            if algorithm:  # None where only the KV cache is to be quantized
+                yield f"{method} {algorithm}"
