@@ -146,7 +146,7 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
         torch.set_num_threads(num_threads)
     device = _device(options.device)
     config = _load_config(options)
-    is_quantized = expand_quantized(config, options.model)
+    is_quantized = expand_quantized(config, options)
     text_config = config.get_text_config()
     _refuse_unsupported(config, text_config, options)
     dtype = _dtype(options, text_config, device)

@@ -17,6 +17,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
+from foreword.config import ModelConfig
 from foreword.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -35,19 +36,19 @@ REMEDY = (
 )
 
 
-def expand_quantized(config: PretrainedConfig, model: str) -> bool:
+def expand_quantized(config: PretrainedConfig, options: ModelConfig) -> bool:
     """Have quantized weights loaded as plain numbers, if there are any; whether there are.
 
     Raises UnsupportedModelError for formats that cannot be.
     """
     found = _description(config)
     if found is None:
-        for method in _methods_of_side_files(model):
-            raise _refusal(model, method)
+        for method in _methods_of_side_files(options):
+            raise _refusal(options.model, method)
         return False
     method = _method(found)
     if method not in LOADABLE:
-        raise _refusal(model, " ".join(filter(None, (method, _details(found)))))
+        raise _refusal(options.model, " ".join(filter(None, (method, _details(found)))))
     found["dequantize"] = True
     config.quantization_config = found
     logger.info("%s weights are turned into plain numbers as they are loaded", LOADABLE[method])
@@ -101,12 +102,13 @@ def _details(found: Mapping[str, Any]) -> str:
     return str(found.get("quant_algo") or found.get("format") or (f"{bits} bits" if bits else ""))
 
 
-def _methods_of_side_files(model: str) -> Iterator[str]:
-    folder = Path(model).expanduser()
+def _methods_of_side_files(options: ModelConfig) -> Iterator[str]:
+    folder = Path(options.model).expanduser()
     for name, method in SIDE_FILES.items():
         path = cached_file(
-            str(folder) if folder.is_dir() else model,
+            str(folder) if folder.is_dir() else options.model,
             name,
+            revision=options.revision or "main",
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
