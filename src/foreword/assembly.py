@@ -33,6 +33,7 @@ from foreword.scheduler import Scheduler
 from foreword.text import TextStream, Tokenizer
 
 if TYPE_CHECKING:
+    from foreword.grammar import Grammars
     from foreword.model.layout import CacheLayout
     from foreword.model.loader import LoadedModel
 
@@ -145,6 +146,21 @@ def build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer 
         keys=_block_keys(config, model),
         seed=config.seed,
     )
+
+
+def load_grammars(tokenizer: Tokenizer | None, limits: ModelLimits) -> Grammars:
+    """Constraints for a tokenizer. Raises InvalidRequestError where the model or the installation cannot have any."""
+    try:
+        from foreword.grammar import Grammars
+    except ImportError as error:
+        raise InvalidRequestError("structured outputs need llguidance; pip install foreword[serve]") from error
+    definition = None if tokenizer is None else tokenizer.definition()
+    if definition is None or not limits.eos_token_ids:
+        raise InvalidRequestError(
+            "response_format, structured outputs and forced tool calls need a fast tokenizer with an end token, which "
+            "this model does not have"
+        )
+    return Grammars(definition, vocab_size=limits.vocab_size, eos_token_ids=sorted(limits.eos_token_ids))
 
 
 def _eviction_policy(options: CacheConfig, num_blocks: int) -> EvictionPolicy:

@@ -12,13 +12,13 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.assembly import build_engine, load, load_tokenizer, plan_layout
+from foreword.assembly import build_engine, load, load_grammars, load_tokenizer, plan_layout
 from foreword.cache import (
     NO_EXTRA_KEYS,
     ExtraKeys,
@@ -37,6 +37,7 @@ from foreword.text import Tokenizer
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from foreword.grammar import Grammars  # llguidance, loaded when the first is asked for
     from foreword.model.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ class LLM:
             loaded = self._load(log)
         self._kernel = loaded.kernel
         self._request_numbers = itertools.count()
+        self._grammars: Grammars | None = None
 
     def _load(self, log: LoadingLog) -> LoadedModel:
         """Load what there is to load, and build the engine around it."""
@@ -205,7 +207,7 @@ class LLM:
 
     def _stream(self, prompt: Prompt, params: SamplingParams | None) -> Iterator[RequestOutput]:
         engine = self.engine
-        output = engine.add_request(self._next_id(), prompt, params or SamplingParams())
+        output = engine.add_request(self._next_id(), prompt, self._constrained(params or SamplingParams()))
         shown = (0, False)
         try:
             # Somebody else may step the engine between two of our turns: what counts is what has come.
@@ -218,6 +220,20 @@ class LLM:
                     engine.step()
         finally:
             engine.abort_request(output.request_id)
+
+    @property
+    def grammars(self) -> Grammars:
+        """Constraints for this model's tokenizer. Raises InvalidRequestError if it cannot have any."""
+        if self._grammars is None:
+            self._grammars = load_grammars(self.tokenizer, self.engine.limits)
+        return self._grammars
+
+    def _constrained(self, params: SamplingParams) -> SamplingParams:
+        """With a constraint in place of `structured_outputs`."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return params
+        return replace(params, structured_outputs=None, open_constraint=self.grammars.open(wanted))
 
     def _next_id(self) -> str:
         return f"request-{next(self._request_numbers)}"
@@ -237,7 +253,7 @@ class LLM:
         outputs: list[RequestOutput] = []
         try:
             for prompt, own in zip(prompts, each, strict=True):
-                outputs.append(engine.add_request(self._next_id(), prompt, own))
+                outputs.append(engine.add_request(self._next_id(), prompt, self._constrained(own)))
             self._step_until_done(outputs, show_progress)
         except BaseException:
             for output in outputs:

@@ -5,17 +5,20 @@ Knows parameters, their ranges and what does not go together; knows nothing of m
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.errors import InvalidRequestError
 
+MAX_CONSTRAINT_CHARACTERS = 50_000
+"""Of a regular expression, a grammar, or all choices together."""
 LARGEST = 1e9
 """Of penalties and biases: what is added up of them stays a finite float32."""
 
@@ -37,6 +40,62 @@ class TokenConstraint(Protocol):
 
         Called once for each token, in order. A mask that allows nothing ends the answer.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an answer has to look like: exactly one of these. Names and meanings are vLLM's."""
+
+    json: Mapping[str, Any] | str | None = None
+    """A JSON schema, or its text. White space stands only where JSON's strings have it."""
+    regex: str | None = None
+    """A regular expression (in Rust's syntax, without look-around) of the whole answer."""
+    choice: tuple[str, ...] | None = None
+    """Texts of which the answer is one."""
+    grammar: str | None = None
+    """A grammar in Lark's form, or in llama.cpp's (GBNF)."""
+    json_object: bool | None = None
+    """Any JSON object."""
+
+    def __post_init__(self) -> None:
+        given = [one.name for one in fields(self) if getattr(self, one.name) not in (None, False)]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                f"structured outputs name {' and '.join(given) or 'nothing'}; give exactly one of json, regex, choice, "
+                "grammar and json_object"
+            )
+        if isinstance(self.json, str):
+            object.__setattr__(self, "json", _parsed(self.json))
+        if self.json is not None and not isinstance(self.json, Mapping):
+            raise InvalidRequestError(f"json={self.json!r:.60} is no JSON schema; give an object, or its text")
+        for name in ("regex", "grammar"):
+            text = getattr(self, name)
+            if text is not None and not isinstance(text, str):
+                raise InvalidRequestError(f"{name}={text!r:.60} is not a text")
+        if self.choice is not None:
+            if isinstance(self.choice, str) or not all(isinstance(text, str) and text for text in self.choice):
+                raise InvalidRequestError(
+                    f"choice={self.choice!r:.60} is no list of texts; give texts that are not empty"
+                )
+            object.__setattr__(self, "choice", tuple(self.choice))
+            _check("choice", self.choice, len(self.choice or ()) > 0, "name a text")
+        for name in ("regex", "grammar"):
+            _check_length(name, getattr(self, name) or "")
+        _check_length("choice", "".join(self.choice or ()))
+
+
+def _parsed(schema: str) -> Any:
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"json={schema!r:.60} is not valid JSON: {error}") from error
+
+
+def _check_length(name: str, text: str) -> None:
+    if len(text) > MAX_CONSTRAINT_CHARACTERS:
+        raise InvalidRequestError(
+            f"{name} has {len(text)} characters; at most {MAX_CONSTRAINT_CHARACTERS} are taken, write it shorter"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +140,8 @@ class SamplingParams:
     """Report the sampled token's log probability and those of this many likeliest tokens."""
     prompt_logprobs: int | None = None
     """The same for prompt tokens. Such a request does not read the prefix cache."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the answer has to look like; `LLM` turns it into an `open_constraint`."""
     open_constraint: Callable[[], TokenConstraint] | None = None
     """Makes the constraint of one continuation; None: any token may come."""
     skip_reading_prefix_cache: bool = False
@@ -97,6 +158,8 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", words)
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if self.structured_outputs is not None and self.open_constraint is not None:
+            raise InvalidRequestError("structured_outputs and open_constraint cannot be had together; leave one out")
         self._check_types()
         _check("n", self.n, self.n >= 1, "use 1 or more")
         _check(

@@ -80,6 +80,19 @@ class ResponseFormat(_Body):
     json_schema: JsonSchema | None = None
 
 
+BadWord = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class StructuredOutputs(_Body):
+    """vLLM's `structured_outputs`: one of these."""
+
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(max_length=1024)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class _Call(_Body):
     """What every call that generates may ask for."""
 
@@ -107,6 +120,15 @@ class _Call(_Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=128)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class _ChoicesCall(_Call):
@@ -216,6 +238,8 @@ class ChatRequest(_ChoicesCall):
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     UNSUPPORTED = ("functions", "audio", "web_search_options")
 
@@ -304,6 +328,7 @@ class _PromptOrMessages(_Body):
     model: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     reasoning_effort: Word | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
 

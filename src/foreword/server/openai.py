@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from foreword.request import SamplingParams, TokenConstraint, TokenLogprobs
+from foreword.request import SamplingParams, TokenLogprobs
 from foreword.server import openai_format as form
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
@@ -27,7 +27,6 @@ from foreword.server.dialect import (
     CompletionRequest,
     ExplainRequest,
     InputMessage,
-    ResponseFormat,
     TokenizeRequest,
 )
 from foreword.server.extras import Extras
@@ -35,6 +34,7 @@ from foreword.server.http import Event, authorized, respond, service_of, trace_p
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.off_loop import off_loop
 from foreword.server.service import Caller, GivenPrompt, Service, Tokens, new_id
+from foreword.server.structured import structured_outputs
 from foreword.server.tenants import Tenant
 from foreword.server.tools import ToolCall, ToolCallReader, ToolUse, arguments_for_template, tools_for_template
 
@@ -62,13 +62,18 @@ async def chat_completions(
             plain_messages(body.messages),
         ),
     )
-    caller = Caller(tenant, "chat.completions", body.cache_salt, body.prompt_cache_key, trace_parent(request), inputs)
+    caller = _caller(body, request, tenant, "chat.completions", inputs)
     extras = Extras(service, tenant, request, body)
     params = await sampling_params(service, body, _chat_limits(body))
     params = replace(params, stop=(*params.stop, *tool_use.stop))
     if forced is not None:
+        if params.open_constraint is not None:
+            raise bad_request(
+                "structured outputs cannot be had together with a forced tool_choice", param="tool_choice"
+            )
         params = replace(params, open_constraint=await service.open_lark(forced))
-    prompt = await service.conversation(messages, inputs)
+    prompt = await service.conversation(messages, inputs, ending_of(body))
+    prompt = service.fit(prompt, params)
     dialect = _ChatAnswer(service, new_id("chatcmpl-"), body, extras, tool_use)
     answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
     return await respond(request, answer, dialect, stream=bool(body.stream))
@@ -85,17 +90,30 @@ async def completions(
     check_call(service, body)
     if body.best_of not in (None, body.n or 1):
         raise bad_request(f"best_of={body.best_of} is not supported, other than equal to n", param="best_of")
-    caller = Caller(tenant, "completions", body.cache_salt, body.prompt_cache_key, trace_parent(request))
+    caller = _caller(body, request, tenant, "completions")
     extras = Extras(service, tenant, request, body)
     params = await sampling_params(service, body, _completion_limits(body))
-    prompts = await _prompts(service, body, request)
-    dialect = _CompletionAnswer(service, new_id("cmpl-"), body, extras, prompts)
-    tokens = [Tokens(prompt) for prompt in prompts]
+    tokens = [service.fit(Tokens(prompt), params) for prompt in await _prompts(service, body, request)]
+    dialect = _CompletionAnswer(service, new_id("cmpl-"), body, extras, [prompt.token_ids for prompt in tokens])
     answer = await service.start(caller, dialect.response_id, tokens, params, stream=bool(body.stream))
     return await respond(request, answer, dialect, stream=bool(body.stream))
 
 
 # ------------------------------------------------------------------- requests
+
+
+def _caller(
+    body: Call, request: Request, tenant: Tenant, endpoint: str, inputs: Mapping[str, Any] | None = None
+) -> Caller:
+    return Caller(
+        tenant,
+        endpoint,
+        body.cache_salt,
+        body.prompt_cache_key,
+        trace_parent(request),
+        inputs or {},
+        body.priority or 0,
+    )
 
 
 def check_call(service: Service, body: Any) -> None:
@@ -135,21 +153,21 @@ def _completion_limits(body: CompletionRequest) -> Limits:
 async def sampling_params(service: Service, body: Any, limits: Limits) -> SamplingParams:
     """How to continue. Raises InvalidRequestError or APIError for values that do not go together."""
     given = {name: value for name in _SAME_NAMES if (value := getattr(body, name, None)) is not None}
+    wanted = structured_outputs(body)
     return SamplingParams(
         max_tokens=limits.max_tokens,
         logprobs=limits.logprobs,
         prompt_logprobs=limits.prompt_logprobs,
         logit_bias=_logit_bias(getattr(body, "logit_bias", None)),
-        open_constraint=await _constraint(service, body.response_format),
+        open_constraint=None if wanted is None else await service.open_structured(wanted),
         **given,
     )
 
 
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-
 _SAME_NAMES = (
     "n temperature top_p top_k min_p seed stop stop_token_ids min_tokens presence_penalty frequency_penalty "
-    "repetition_penalty include_stop_str_in_output ignore_eos skip_reading_prefix_cache"
+    "repetition_penalty include_stop_str_in_output ignore_eos skip_reading_prefix_cache "
+    "allowed_token_ids bad_words truncate_prompt_tokens"
 ).split()
 
 
@@ -158,17 +176,6 @@ def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:
         return {int(token_id): value for token_id, value in (bias or {}).items()}
     except ValueError as error:
         raise bad_request("the keys of logit_bias must be token ids", param="logit_bias") from error
-
-
-async def _constraint(service: Service, wanted: ResponseFormat | None) -> Callable[[], TokenConstraint] | None:
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return await service.open_json(ANY_OBJECT)
-    schema = wanted.json_schema.json_schema if wanted.json_schema is not None else None
-    if schema is None:
-        raise bad_request("response_format json_schema needs json_schema.schema", param="response_format")
-    return await service.open_json(schema)
 
 
 def template_inputs(reasoning_effort: str | None) -> dict[str, Any]:

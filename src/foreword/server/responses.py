@@ -91,10 +91,12 @@ async def create_response(
     limits = Limits(body.max_output_tokens, (body.top_logprobs or 0) if wants_logprobs else None)
     params = await sampling_params(service, _WithFormat(body), limits)
     inputs = template_inputs(body.reasoning.effort if body.reasoning is not None else None)
-    prompt = await service.conversation([*head, *conversation], inputs)
+    prompt = service.fit(await service.conversation([*head, *conversation], inputs), params)
     extras = Extras(service, tenant, request, body)
     dialect = _ResponseAnswer(service, body, kept, tenant, conversation, extras)
-    caller = Caller(tenant, "responses", body.cache_salt, body.prompt_cache_key, trace_parent(request), inputs)
+    caller = Caller(
+        tenant, "responses", body.cache_salt, body.prompt_cache_key, trace_parent(request), inputs, body.priority or 0
+    )
     answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
     return await respond(request, answer, dialect, stream=bool(body.stream))
 

@@ -23,6 +23,7 @@ from foreword.engine import Prompt
 from foreword.errors import ChatTemplateError, ConfigError
 from foreword.llm import LLM
 from foreword.request import SamplingParams, TokenConstraint
+from foreword.sampling_params import StructuredOutputsParams
 from foreword.server.answer_stream import AnswerStream, Job
 from foreword.server.api_errors import bad_request, too_busy, unknown_model, wrong_key
 from foreword.server.body_limits import BodyLimits
@@ -45,7 +46,7 @@ from foreword.server.traffic_log import TrafficLog, log_request
 from foreword.text import Tokenizer
 
 if TYPE_CHECKING:
-    from foreword.server.grammar import Grammars  # llguidance, loaded when the first is asked for
+    from foreword.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class Caller:
     """W3C `traceparent` header of the call."""
     template_inputs: Mapping[str, Any] = field(default_factory=dict)
     """What the chat template is given besides the messages."""
+    priority: int = 0
+    """Lower goes first under the "priority" policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,6 @@ class Service:
         )
         scan_json(b"{}")  # compiles it before requests wait
         self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
-        self._grammars: Grammars | None = None
         self._grammar_lock = asyncio.Lock()
 
     def _read_prefix(self, path: Path) -> list[npt.NDArray[np.int32]]:
@@ -249,12 +251,12 @@ class Service:
             return await self.encode(given.prompt)
         return np.array(given.prompt, np.int32)
 
-    async def open_json(self, schema: Mapping[str, object]) -> Callable[[], TokenConstraint]:
-        """Constraints to JSON of a schema. Raises APIError or InvalidRequestError."""
-        return await self._compile(lambda grammars: grammars.json(schema))
+    async def open_structured(self, wanted: StructuredOutputsParams) -> Callable[[], TokenConstraint]:
+        """Constraints to what an answer has to look like. Raises InvalidRequestError."""
+        return await self._compile(lambda grammars: grammars.open(wanted))
 
     async def open_lark(self, grammar: str) -> Callable[[], TokenConstraint]:
-        """Constraints to a Lark grammar. Raises APIError or InvalidRequestError."""
+        """Constraints to a Lark grammar. Raises InvalidRequestError."""
         return await self._compile(lambda grammars: grammars.lark(grammar))
 
     async def _compile(
@@ -263,9 +265,7 @@ class Service:
         """A large schema takes a second to compile, so that is not done on the event loop."""
 
         def compile_it() -> Callable[[], TokenConstraint]:
-            if self._grammars is None:
-                self._grammars = _load_grammars(self.llm)
-            return make(self._grammars)
+            return make(self.llm.grammars)
 
         async with self._grammar_lock:
             return await asyncio.to_thread(compile_it)
@@ -316,6 +316,7 @@ class Service:
                     prompt.token_ids,
                     None,
                     self._extra_keys(prompt.token_ids, salt),
+                    priority=caller.priority,
                     message_ends=prompt.message_ends,
                 ),
                 params,
@@ -329,6 +330,11 @@ class Service:
             answer.close()
             raise
         return answer
+
+    def fit(self, tokens: Tokens, params: SamplingParams) -> Tokens:
+        """What `truncate_prompt_tokens` keeps of a prompt."""
+        kept = self.llm.engine.truncate(Prompt(tokens.token_ids, message_ends=tokens.message_ends), params)
+        return Tokens(kept.token_ids, kept.message_ends)
 
     def check_length(self, num_tokens: int) -> None:
         """Raises APIError 400 for a prompt that is longer than this server takes."""
@@ -375,18 +381,3 @@ class Service:
 def new_id(prefix: str) -> str:
     """An id for a response, such as `chatcmpl-...`; unguessable."""
     return f"{prefix}{secrets.token_hex(16)}"
-
-
-def _load_grammars(llm: LLM) -> Grammars:
-    """llguidance and its view of the tokenizer. Raises APIError 400 for models that it cannot serve."""
-    from foreword.server.grammar import Grammars
-
-    definition = llm.tokenizer.definition() if llm.tokenizer is not None else None
-    limits = llm.engine.limits
-    if definition is None or not limits.eos_token_ids:
-        raise bad_request(
-            "response_format and forced tool calls need a fast tokenizer with an end token, which this model does not "
-            "have",
-            param="response_format",
-        )
-    return Grammars(definition, vocab_size=limits.vocab_size, eos_token_ids=sorted(limits.eos_token_ids))

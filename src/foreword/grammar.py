@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: JSON, JSON of a schema, or what a Lark grammar spells.
+"""Answers that follow a grammar: JSON of a schema, a regular expression, one of several texts, a Lark or GBNF grammar.
 
 Knows schemas and token ids; the grammars are llguidance's. A constraint never fails a step: where the grammar
 gives up, it allows nothing, which ends the answer.
@@ -17,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.errors import InvalidRequestError
-from foreword.request import TokenConstraint
+from foreword.sampling_params import StructuredOutputsParams, TokenConstraint
 
 logger = logging.getLogger(__name__)
+
+_NAMES = {"json": "JSON schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "lark": "grammar"}
 
 MAX_COMPILED = 64
 """Compiled schemas that are kept for the next request that asks for them."""
@@ -37,13 +39,25 @@ class Grammars:
         self._eos = np.array(eos, np.int64)
         self._compiled = lru_cache(MAX_COMPILED)(self._compile)
 
-    def json(self, schema: Mapping[str, Any]) -> Callable[[], TokenConstraint]:
+    def json(self, schema: Mapping[str, Any] | bool) -> Callable[[], TokenConstraint]:
         """Opens constraints to JSON of this schema. Raises InvalidRequestError for a schema that cannot be followed."""
         return self._open("json", json.dumps(schema))
 
     def lark(self, grammar: str) -> Callable[[], TokenConstraint]:
         """Opens constraints to a Lark grammar. Raises InvalidRequestError for one that cannot be followed."""
         return self._open("lark", grammar)
+
+    def open(self, wanted: StructuredOutputsParams) -> Callable[[], TokenConstraint]:
+        """Opens constraints to what is wanted. Raises InvalidRequestError for what cannot be followed."""
+        if wanted.json is not None:
+            return self.json(wanted.json)
+        if wanted.regex is not None:
+            return self._open("regex", wanted.regex)
+        if wanted.choice is not None:
+            return self._open("choice", json.dumps(wanted.choice))
+        if wanted.grammar is not None:
+            return self._open("grammar", wanted.grammar)
+        return self.json({"type": "object"})
 
     def _open(self, kind: str, source: str) -> Callable[[], TokenConstraint]:
         matcher = self._compiled(kind, source)
@@ -52,15 +66,15 @@ class Grammars:
     def _compile(self, kind: str, source: str) -> Any:
         """A matcher at its beginning, to be copied."""
         try:
-            if kind == "lark":
-                grammar = llguidance.LLMatcher.grammar_from_lark(source)
-            else:  # of free white space a small model makes no end
+            if kind == "json":  # of free white space a small model makes no end
                 grammar = llguidance.LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_flexible": False})
-        except ValueError as error:
-            raise InvalidRequestError(f"the JSON schema cannot be followed: {error}") from error
+            else:
+                grammar = llguidance.grammar_from(kind, source)
+        except (ValueError, UnicodeError) as error:
+            raise InvalidRequestError(f"the {_NAMES[kind]} cannot be followed: {error}") from error
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise InvalidRequestError(f"the JSON schema cannot be followed: {matcher.get_error()}")
+            raise InvalidRequestError(f"the {_NAMES[kind]} cannot be followed: {matcher.get_error()}")
         return matcher
 
 
