@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import llguidance
 import numpy as np
@@ -21,6 +21,7 @@ from foreword.sampling_params import StructuredOutputsParams, TokenConstraint
 
 logger = logging.getLogger(__name__)
 
+Kind = Literal["json", "regex", "choice", "grammar", "lark"]
 _NAMES = {"json": "JSON schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "lark": "grammar"}
 
 MAX_COMPILED = 64
@@ -39,10 +40,6 @@ class Grammars:
         self._eos = np.array(eos, np.int64)
         self._compiled = lru_cache(MAX_COMPILED)(self._compile)
 
-    def json(self, schema: Mapping[str, Any] | bool) -> Callable[[], TokenConstraint]:
-        """Opens constraints to JSON of this schema. Raises InvalidRequestError for a schema that cannot be followed."""
-        return self._open("json", json.dumps(schema))
-
     def lark(self, grammar: str) -> Callable[[], TokenConstraint]:
         """Opens constraints to a Lark grammar. Raises InvalidRequestError for one that cannot be followed."""
         return self._open("lark", grammar)
@@ -50,20 +47,20 @@ class Grammars:
     def open(self, wanted: StructuredOutputsParams) -> Callable[[], TokenConstraint]:
         """Opens constraints to what is wanted. Raises InvalidRequestError for what cannot be followed."""
         if wanted.json is not None:
-            return self.json(wanted.json)
+            return self._open("json", json.dumps(wanted.json))
         if wanted.regex is not None:
             return self._open("regex", wanted.regex)
         if wanted.choice is not None:
             return self._open("choice", json.dumps(wanted.choice))
         if wanted.grammar is not None:
             return self._open("grammar", wanted.grammar)
-        return self.json({"type": "object"})
+        return self._open("json", '{"type": "object"}')
 
-    def _open(self, kind: str, source: str) -> Callable[[], TokenConstraint]:
+    def _open(self, kind: Kind, source: str) -> Callable[[], TokenConstraint]:
         matcher = self._compiled(kind, source)
         return lambda: _Constraint(matcher.deep_copy(), self._vocab_size, self._eos)
 
-    def _compile(self, kind: str, source: str) -> Any:
+    def _compile(self, kind: Kind, source: str) -> Any:
         """A matcher at its beginning, to be copied."""
         try:
             if kind == "json":  # of free white space a small model makes no end

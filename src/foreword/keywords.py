@@ -79,6 +79,9 @@ class ChatKeywords(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     """What else the template may use."""
     add_generation_prompt: bool
+    """Whether the prompt ends where an answer begins (the default), or after the last message."""
+    continue_final_message: bool
+    """Have the model go on with the last message, instead of beginning one."""
 
 
 def template_inputs(rendering: ChatKeywords) -> dict[str, Any]:

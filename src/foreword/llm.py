@@ -146,17 +146,24 @@ class LLM:
         *,
         show_progress: bool | None = None,
         use_tqdm: bool | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts; results in their order.
 
         A prompt is a text or `{"prompt_token_ids": [...]}` (or `{"prompt": "..."}`), optionally with
-        "cache_salt" and "priority". One SamplingParams serves all prompts, a list gives one each. If a
-        prompt is invalid, InvalidRequestError is raised and none is run. `show_progress` None shows a
-        progress bar if there are several prompts and standard error is a terminal; `use_tqdm` is vLLM's name for it.
+        "cache_salt" and "priority"; `priority` has one for each prompt. One SamplingParams serves all
+        prompts, a list gives one each. If a prompt is invalid, InvalidRequestError is raised and none is
+        run. `show_progress` None shows a progress bar if there are several prompts and standard error is a
+        terminal; `use_tqdm` is vLLM's name for it.
         """
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
         shown = show_progress if use_tqdm is None else bool(use_tqdm)
-        return self._run([self._prompt(prompt) for prompt in inputs], sampling_params, shown)
+        asked = [self._prompt(prompt) for prompt in inputs]
+        if priority is not None:
+            if len(priority) != len(asked):
+                raise InvalidRequestError(f"{len(asked)} prompts, but {len(priority)} priorities; give one each")
+            asked = [replace(one, priority=_priority(own)) for one, own in zip(asked, priority, strict=True)]
+        return self._run(asked, sampling_params, shown)
 
     def chat(
         self,
@@ -171,8 +178,8 @@ class LLM:
 
         `tools` are described to the model, as functions in OpenAI's form; calls are part of the answer's text.
         `chat_template_kwargs` are what else the chat template may use, such as {"enable_thinking": False};
-        `chat_template` is used in place of the tokenizer's. Without `add_generation_prompt` the prompt ends
-        after the last message.
+        `chat_template` is used in place of the tokenizer's. With `add_generation_prompt=False` the prompt ends
+        after the last message, with `continue_final_message=True` inside it, and the answer goes on from there.
         """
         if isinstance(messages, str | Mapping):
             raise InvalidRequestError(
@@ -276,7 +283,8 @@ class LLM:
             raise ChatTemplateError("the model's chat template takes no tools; leave them out, or give chat_template")
         token_ids = tokenizer.render_chat(
             messages,
-            add_generation_prompt=rendering.get("add_generation_prompt", True),
+            add_generation_prompt=rendering.get("add_generation_prompt"),
+            continue_final_message=rendering.get("continue_final_message", False),
             template_inputs=inputs,
             chat_template=template,
         )
@@ -299,9 +307,7 @@ class LLM:
                 f"a prompt has the keys {sorted(prompt)}; give 'prompt' or 'prompt_token_ids', and optionally "
                 "'cache_salt' and 'priority'"
             )
-        keys, priority = _extra_keys(prompt.get("cache_salt")), prompt.get("priority", 0)
-        if type(priority) is not int:
-            raise InvalidRequestError(f"priority={priority!r} is not an integer; lower goes first")
+        keys, priority = _extra_keys(prompt.get("cache_salt")), _priority(prompt.get("priority", 0))
         if "prompt" in prompt:
             text = prompt["prompt"]
             return Prompt(self._tokenizer_for("a text prompt").encode(text), text, keys, priority)
@@ -416,6 +422,12 @@ def _signature() -> inspect.Signature:
 
 
 LLM.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+def _priority(value: Any) -> int:
+    if type(value) is not int:
+        raise InvalidRequestError(f"priority={value!r} is not an integer; lower goes first")
+    return value
 
 
 def _extra_keys(salt: Any) -> ExtraKeys:

@@ -202,7 +202,8 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         template_inputs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> npt.NDArray[np.int32]:
@@ -210,11 +211,14 @@ class Tokenizer:
 
         `messages` are mappings with at least `role` and `content`, a text or a list of text parts. `template_inputs`
         are what the template may use besides them, such as `tools` or `reasoning_effort`; it leaves alone what it
-        does not know. With `add_generation_prompt` the result ends where the assistant's answer begins. Raises
+        does not know. The result ends where the assistant's answer begins; after the last message if
+        `add_generation_prompt` is False; inside the last message if `continue_final_message`. Raises
         `InvalidRequestError` for malformed messages or inputs and `ChatTemplateError` when there is no template or it
         refuses them.
         """
         conversation = plain_messages(messages)
+        if continue_final_message:
+            _check_continued(conversation, add_generation_prompt)
         wrong = sorted(_NO_INPUTS & set(template_inputs or ()))
         if wrong:
             raise InvalidRequestError(f"{wrong[0]!r} is no input of a chat template; leave it out.")
@@ -227,7 +231,8 @@ class Tokenizer:
             token_ids = self._hf.apply_chat_template(
                 conversation,
                 chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=add_generation_prompt is not False and not continue_final_message,
+                continue_final_message=continue_final_message,
                 tokenize=True,
                 return_dict=False,
                 **(template_inputs or {}),
@@ -489,6 +494,15 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
+
+
+def _check_continued(conversation: Sequence[Mapping[str, Any]], add_generation_prompt: bool | None) -> None:
+    if add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message=True and add_generation_prompt=True cannot be had together; leave one out."
+        )
+    if not conversation[-1]["content"].strip():
+        raise InvalidRequestError("continue_final_message=True needs a last message with text, to go on from.")
 
 
 def _find_tokenizer_files(model: str, revision: str | None) -> str | None:

@@ -238,7 +238,7 @@ class ChatRequest(_ChoicesCall):
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
     UNSUPPORTED = ("functions", "audio", "web_search_options")
@@ -327,7 +327,7 @@ class _PromptOrMessages(_Body):
 
     model: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     reasoning_effort: Word | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None

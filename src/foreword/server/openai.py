@@ -33,7 +33,7 @@ from foreword.server.extras import Extras
 from foreword.server.http import Event, authorized, respond, service_of, trace_parent
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.off_loop import off_loop
-from foreword.server.service import Caller, GivenPrompt, Service, Tokens, new_id
+from foreword.server.service import Caller, Ending, GivenPrompt, Service, Tokens, new_id
 from foreword.server.structured import structured_outputs
 from foreword.server.tenants import Tenant
 from foreword.server.tools import ToolCall, ToolCallReader, ToolUse, arguments_for_template, tools_for_template
@@ -183,6 +183,11 @@ def template_inputs(reasoning_effort: str | None) -> dict[str, Any]:
     return {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
 
 
+def ending_of(body: ChatRequest | TokenizeRequest | ExplainRequest) -> Ending:
+    """Where the prompt ends."""
+    return Ending(body.add_generation_prompt, body.continue_final_message)
+
+
 def plain_messages(messages: Sequence[ChatMessage | InputMessage]) -> list[dict[str, Any]]:
     """Messages as chat templates know them: texts joined, OpenAI's "developer" as "system"."""
     return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -220,7 +225,7 @@ def given_prompt(body: TokenizeRequest | ExplainRequest) -> GivenPrompt:
     """What endpoints that generate nothing are asked about."""
     messages = None if body.messages is None else plain_messages(body.messages)
     inputs = {**template_inputs(body.reasoning_effort), **tools_for_template(body.tools)}
-    return GivenPrompt(body.prompt, messages, body.add_generation_prompt, inputs)
+    return GivenPrompt(body.prompt, messages, ending_of(body), inputs)
 
 
 async def _prompts(service: Service, body: CompletionRequest, request: Request) -> list[npt.NDArray[np.int32]]:

@@ -86,12 +86,22 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """Where the prompt of a conversation ends."""
+
+    add_generation_prompt: bool | None = None
+    """True or None: where the assistant's answer begins; False: after the last message."""
+    continue_final_message: bool = False
+    """Inside the last message."""
+
+
+@dataclass(frozen=True, slots=True)
 class GivenPrompt:
     """A prompt as clients give it: one of the first two."""
 
     prompt: str | Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
-    add_generation_prompt: bool = True
+    ending: Ending = Ending()
     template_inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -209,14 +219,17 @@ class Service:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
+        ending: Ending = Ending(),
         template_inputs: Mapping[str, Any] | None = None,
     ) -> npt.NDArray[np.int32]:
         """Token ids of a conversation."""
 
         def render() -> npt.NDArray[np.int32]:
             return self.tokenizer.render_chat(
-                messages, add_generation_prompt=add_generation_prompt, template_inputs=template_inputs
+                messages,
+                add_generation_prompt=ending.add_generation_prompt,
+                continue_final_message=ending.continue_final_message,
+                template_inputs=template_inputs,
             )
 
         is_short = len(messages) < MANY_MESSAGES and "tools" not in (template_inputs or {})
@@ -225,13 +238,16 @@ class Service:
         return await asyncio.to_thread(render)
 
     async def conversation(
-        self, messages: Sequence[Mapping[str, Any]], template_inputs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_inputs: Mapping[str, Any] | None = None,
+        ending: Ending = Ending(),
     ) -> Tokens:
         """A conversation to be answered. Where its messages end is found out only for models with recurrent layers."""
-        token_ids = await self.render_chat(messages, template_inputs=template_inputs)
-        self.check_length(len(token_ids))
+        token_ids = await self.render_chat(messages, ending=ending, template_inputs=template_inputs)
         if self.llm.engine.scheduler.states is None:
             return Tokens(token_ids)
+        self.check_length(len(token_ids))
         ends = await asyncio.to_thread(
             self.tokenizer.message_ends, messages, token_ids, template_inputs=template_inputs
         )  # each beginning is rendered for itself
@@ -244,7 +260,7 @@ class Service:
         if given.messages is not None:
             return await self.render_chat(
                 given.messages,
-                add_generation_prompt=given.add_generation_prompt,
+                ending=given.ending,
                 template_inputs=given.template_inputs,
             )
         if isinstance(given.prompt, str):

@@ -1,7 +1,7 @@
 """What an answer has to look like, in every way that clients say it.
 
-Knows OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields; the constraints themselves
-are made in foreword.grammar.
+Knows OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields; the constraints
+themselves are made in foreword.grammar.
 """
 
 from __future__ import annotations

@@ -1,0 +1,250 @@
+"""Fields beside OpenAI's that say what an answer may look like, what a prompt is and when it runs: vLLM's names."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from foreword.llm import LLM
+from foreword.request import NOTHING_ALLOWED, SamplingParams
+from foreword.sampling_params import StructuredOutputsParams
+from foreword.server.options import ServerConfig
+from live_server import ENDLESS, FALCON, MODEL, ServerProcess, ServerThread, client, embedded_llm, post, wait_until
+
+PROMPT = "The code of the amber falcon is"
+SCHEMA = {
+    "type": "object",
+    "properties": {"code": {"enum": [1, 2]}},
+    "required": ["code"],
+    "additionalProperties": False,
+}
+GRAMMARS = [
+    ({"regex": "[0-9]{3}-[a-c]+"}, "[0-9]{3}-[a-c]+"),
+    ({"choice": ["falcon", 'an "ötter"\n']}, 'falcon|an "ötter"\n'),
+    ({"grammar": 'root ::= "yes" | "no" more\nmore ::= " " [0-9]+'}, "yes|no [0-9]+"),
+    ({"grammar": 'start: "yes" | "no" / [0-9]+/'}, "yes|no [0-9]+"),
+    ({"json": SCHEMA}, '{"code":[12]}'),
+    ({"json": json.dumps(SCHEMA)}, '{"code":[12]}'),
+]
+
+
+@pytest.fixture(scope="module")
+def ask(server: ServerProcess) -> OpenAI:
+    return client(server.url)
+
+
+def complete(ask: OpenAI, **fields: Any) -> Any:
+    given = {"prompt": PROMPT, "temperature": 2, "seed": 1, "max_tokens": 60}
+    own = {name: fields.pop(name) for name in ("prompt", "temperature", "max_tokens", "stop") if name in fields}
+    return ask.completions.create(model=MODEL, **{**given, **own}, extra_body=fields).choices[0]
+
+
+def refusal(ask: OpenAI, **fields: Any) -> str:
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(ask, **fields)
+    return str(caught.value.body["message"])  # type: ignore[index]
+
+
+# ------------------------------------------------------------------ structured outputs
+
+
+@pytest.mark.parametrize(("wanted", "pattern"), GRAMMARS, ids=str)
+def test_an_answer_has_the_wanted_structure_by_vllms_names_old_and_new(ask, wanted, pattern):
+    new = complete(ask, structured_outputs=wanted)
+    old = complete(ask, **{f"guided_{kind}": value for kind, value in wanted.items()})
+    assert re.fullmatch(pattern, new.text)
+    assert (old.text, old.finish_reason) == (new.text, new.finish_reason) == (new.text, "stop")
+
+
+def test_conversations_and_responses_have_structure_too(ask):
+    fields = {"structured_outputs": {"choice": ["falcon", "otter"]}}
+    chat = ask.chat.completions.create(model=MODEL, messages=FALCON, temperature=2, extra_body=fields)
+    response = ask.responses.create(model=MODEL, input=FALCON, temperature=2, extra_body=fields)
+    assert {chat.choices[0].message.content, response.output_text} <= {"falcon", "otter"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"guided_regex": "("}, "the regex cannot be followed"),
+        ({"guided_grammar": "root ::= ((("}, "the grammar cannot be followed"),
+        ({"guided_json": "{"}, "is not valid JSON"),
+        ({"guided_choice": []}, r"choice=\(\) is out of range; name a text"),
+        ({"guided_choice": ["a", ""]}, "give texts that are not empty"),
+        ({"guided_regex": "a" * 60_000}, "regex has 60000 characters; at most 50000"),
+        ({"structured_outputs": {}}, "name nothing; give exactly one of"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "name regex and json_object; give exactly one"),
+        ({"structured_outputs": {"regex": "a"}, "guided_choice": ["a"]}, "structured_outputs and guided_choice cannot"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format and guided_regex cannot"),
+    ],
+    ids=str,
+)
+def test_what_no_answer_can_follow_is_refused_by_name(ask, fields, message):
+    assert re.search(message, refusal(ask, **fields))
+
+
+@pytest.mark.parametrize("temperature", [0, 2])
+def test_a_complete_answer_ends_although_min_tokens_asks_for_more(ask, temperature):
+    fields = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, "min_tokens": 50}
+    answer = complete(ask, temperature=temperature, **fields)
+    assert re.fullmatch('{"code":[12]}', answer.text)
+    assert answer.finish_reason == "stop"
+
+
+# ------------------------------------------------------------------ tokens
+
+
+def test_an_answer_is_made_of_allowed_tokens(ask, server):
+    allowed = post(server.url, "/tokenize", {"prompt": "48"}).json()["tokens"]
+    answer = complete(ask, allowed_token_ids=allowed, max_tokens=20)
+    assert set(answer.text) <= {"4", "8"}
+    assert answer.finish_reason == "length"
+
+
+def test_bad_words_do_not_come(ask):
+    def answer(*words: str) -> str:
+        fields = {"bad_words": words}
+        chat = ask.chat.completions.create(model=MODEL, messages=FALCON, temperature=0, extra_body=fields)
+        return chat.choices[0].message.content
+
+    assert answer() == answer("falcon") == "4821"
+    assert "4821" not in answer("falcon", "4821")
+
+
+def test_an_answer_that_nothing_may_follow_says_so(ask):
+    fields = {"guided_regex": "[ab]{5}", "bad_words": ["a", "b"]}
+    assert complete(ask, **fields).finish_reason == "content_filter"
+    response = ask.responses.create(model=MODEL, input=FALCON, extra_body=fields)
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "content_filter")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"allowed_token_ids": []}, r"allowed_token_ids=\(\) is out of range; name a token"),
+        (
+            {"allowed_token_ids": [10**6]},
+            "token id 1000000 in allowed_token_ids is out of range; the model's ids are 0",
+        ),
+        ({"allowed_token_ids": ["x"]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 2}, "min_tokens=2 forbids the end"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": ["x"] * 200}, "bad_words"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0 .*use 1 or more, or -1"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"priority": 1}, "priority=1 has no effect under scheduling_policy='fcfs'; leave it out"),
+        ({"priority": "high"}, "priority"),
+    ],
+    ids=str,
+)
+def test_values_that_cannot_be_obeyed_are_refused_by_name(ask, fields, message):
+    assert re.search(message, refusal(ask, **fields))
+
+
+# ------------------------------------------------------------------ prompts
+
+
+def test_the_end_of_a_prompt_is_kept(ask, server):
+    token_ids = post(server.url, "/tokenize", {"prompt": PROMPT}).json()["tokens"]
+    kept, whole = complete(ask, truncate_prompt_tokens=4), complete(ask, prompt=token_ids[-4:])
+    assert kept.text == whole.text
+    usage = ask.chat.completions.create(
+        model=MODEL, messages=FALCON, max_tokens=2, extra_body={"truncate_prompt_tokens": 9}
+    ).usage
+    assert usage.prompt_tokens == 9
+
+
+BEGUN = [*FALCON, {"role": "assistant", "content": "482"}]
+
+
+def test_the_final_message_is_continued(ask, server):
+    answer = ask.chat.completions.create(
+        model=MODEL,
+        messages=BEGUN,
+        temperature=0,
+        extra_body={"continue_final_message": True, "add_generation_prompt": False},
+    )
+    assert answer.choices[0].message.content == "1"
+
+    def tokens(**fields: Any) -> list[int]:
+        return list(post(server.url, "/tokenize", {"messages": BEGUN, **fields}).json()["tokens"])
+
+    continued, ended, asked = tokens(continue_final_message=True), tokens(add_generation_prompt=False), tokens()
+    assert continued == ended[: len(continued)] == asked[: len(continued)]
+    assert len(continued) < len(ended) < len(asked)
+
+
+def test_a_prompt_may_end_after_the_last_message(ask, server):
+    answer = ask.chat.completions.create(
+        model=MODEL, messages=FALCON, max_tokens=1, extra_body={"add_generation_prompt": False}
+    )
+    ended = post(server.url, "/tokenize", {"messages": FALCON, "add_generation_prompt": False}).json()["count"]
+    assert answer.usage.prompt_tokens == ended
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "message"),
+    [
+        (BEGUN, {"continue_final_message": True, "add_generation_prompt": True}, "cannot be had together"),
+        ([*FALCON, {"role": "assistant", "content": " "}], {"continue_final_message": True}, "last message with text"),
+    ],
+)
+def test_a_final_message_that_cannot_be_continued_is_refused(ask, messages, fields, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        ask.chat.completions.create(model=MODEL, messages=messages, extra_body=fields)
+
+
+# ------------------------------------------------------------------ in this process
+
+
+def test_lower_priorities_go_first_where_the_scheduler_looks_at_them():
+    with embedded_llm(max_num_seqs=1, scheduling_policy="priority") as llm, ServerThread(llm, ServerConfig()) as server:
+
+        def send(priority: int, max_tokens: int) -> threading.Thread:
+            body = {"prompt": "x", "priority": priority, "max_tokens": max_tokens, **ENDLESS}
+            thread = threading.Thread(target=post, args=(server.url, "/v1/completions", body))
+            thread.start()
+            return thread
+
+        def waiting() -> list[int]:
+            return server.ask(lambda engine: [request.priority for request in engine.scheduler._waiting])
+
+        threads = [send(-5, 1500)]
+        wait_until(lambda: server.ask(lambda engine: engine.scheduler.num_running))
+        for priority, queued in ((5, [5]), (2, [2, 5]), (-1, [-1, 2, 5])):
+            threads.append(send(priority, 1))
+            wait_until(lambda queued=queued: waiting() == queued)
+        for thread in threads:
+            thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with embedded_llm() as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(("wanted", "pattern"), GRAMMARS, ids=str)
+def test_offline_answers_have_structure(llm: LLM, wanted: dict[str, Any], pattern: str):
+    params = SamplingParams(temperature=2, max_tokens=60, structured_outputs=StructuredOutputsParams(**wanted))
+    [output] = llm.generate(PROMPT, params)
+    assert re.fullmatch(pattern, output.outputs[0].text)
+
+
+def test_offline_a_message_is_continued_and_bad_words_do_not_come(llm: LLM):
+    [output] = llm.chat(BEGUN, SamplingParams(temperature=0, max_tokens=8), continue_final_message=True)
+    assert output.outputs[0].text == "1"
+    [output] = llm.chat(FALCON, SamplingParams(temperature=0, bad_words=("4821",)))
+    assert "4821" not in output.outputs[0].text
+
+
+def test_offline_a_dead_end_is_told_with_its_reason(llm: LLM):
+    wanted = StructuredOutputsParams(regex="[ab]{5}")
+    [output] = llm.generate(PROMPT, SamplingParams(structured_outputs=wanted, bad_words=("a", "b")))
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("content_filter", NOTHING_ALLOWED)
