@@ -91,8 +91,9 @@ def test_a_wrong_environment_variable_is_named():
     assert "FOREWORD_NUM_THREADS='many'" in result.stderr
 
 
-def test_version_is_printed():
-    assert foreword("--version").stdout.startswith("foreword ")
+def test_the_package_can_be_run_as_a_module_too():
+    ran = subprocess.run([sys.executable, "-m", "foreword", "--version"], capture_output=True, text=True, timeout=300)
+    assert ran.stdout.startswith("foreword ")
 
 
 @pytest.mark.parametrize(

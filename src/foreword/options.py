@@ -193,11 +193,19 @@ def _from_text(option: Option, kind: Any, text: str) -> Any:
             raise ConfigError(f"{option.name}={text!r} is not {what}") from None
     if kind is Path:
         return Path(text).expanduser()
-    return text
+    return _chosen(option, text) if option.choices else text
+
+
+def _chosen(option: Option, text: str) -> str:
+    """One of the choices, written in any case."""
+    for choice in option.choices:
+        if text.lower() == choice.lower():
+            return choice
+    raise ConfigError(f"{option.name}={text!r} is unknown; use one of {', '.join(option.choices)}")
 
 
 def _checked(option: Option, kind: Any, value: Any) -> Any:
-    """A value of the right type, or ConfigError; ranges and choices are the configuration classes' to check."""
+    """A value of the right type, or ConfigError; ranges are the configuration classes' to check."""
     if kind is Path and isinstance(value, str | Path):
         return Path(value).expanduser()
     if kind is bool and isinstance(value, bool):
@@ -206,7 +214,9 @@ def _checked(option: Option, kind: Any, value: Any) -> Any:
         return int(value)
     if kind is float and isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
-    if (kind is str or option.choices) and isinstance(value, str):
+    if kind is str and isinstance(value, str):
         return value
+    if option.choices and isinstance(value, str):
+        return _chosen(option, value)
     remedy = {bool: "True or False", int: "an integer", float: "a number", Path: "a path"}.get(kind, "a text")
     raise ConfigError(f"{option.name}={value!r} has the wrong type; use {remedy}")

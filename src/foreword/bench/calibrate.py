@@ -45,9 +45,15 @@ class Calibration:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options of `foreword bench calibrate`."""
     parser.add_argument("model", metavar="MODEL", help="folder of the model that is served")
-    parser.add_argument("--prefill-tokens", type=int, default=1024, metavar="N", help="length of the prompts (1024)")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="measurements, of which the median counts")
-    parser.add_argument("--dtype", choices=get_args(Dtype), default="auto")
+    parser.add_argument(
+        "--prefill-tokens", type=int, default=1024, metavar="N", help="length of the prompts (default: 1024)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="measurements of which the median counts (default: 3)"
+    )
+    parser.add_argument(
+        "--dtype", choices=get_args(Dtype), default="auto", help="precision of weights and KV (default: auto)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON line and nothing else")
 
 

@@ -22,7 +22,8 @@ from rich.table import Table
 
 from foreword.bench.recording import BLOCK_TOKENS, TraceRequest, UnlimitedCache, prompt_token_ids, read_trace
 from foreword.errors import ConfigError, PromptTooLongError, RequestTooLargeError
-from foreword.sizes import parse_bytes
+from foreword.flags import Flags
+from foreword.options import options_of
 
 if TYPE_CHECKING:
     from foreword.engine import Engine
@@ -56,8 +57,9 @@ class TraceBenchOptions:
     max_output_tokens: int = 64
     """Longer answers (after scaling) are cut to this."""
     kv_cache_memory_bytes: int | None = None
-    """Memory for KV blocks; None: the engine's default."""
+    """Memory for KV blocks. None: the engine's default."""
     enable_prefix_caching: bool = True
+    """Keep the KV of computed tokens and reuse it for equal prefixes."""
     prefix_index: Literal["radix", "hash"] = "radix"
     """How prefixes are found; "hash" finds whole blocks only."""
     seed: int = 0
@@ -265,33 +267,19 @@ def _progress_bar(console: Console) -> Progress:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `foreword bench trace`."""
-    defaults = TraceBenchOptions(Path())
     parser.add_argument("file", metavar="FILE", type=Path, help="requests in Mooncake's JSONL format")
-    parser.add_argument("--model", help="folder or hub id (default: a random model of 0.1B parameters)")
-    parser.add_argument("--max-requests", type=int, default=defaults.max_requests, metavar="N")
-    parser.add_argument("--max-in-flight", type=int, default=defaults.max_in_flight, metavar="N")
-    parser.add_argument("--max-output-tokens", type=int, default=defaults.max_output_tokens, metavar="N")
-    parser.add_argument("--kv-cache-memory-bytes", metavar="SIZE", help="such as 4GB")
-    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--prefix-index", choices=("radix", "hash"), default=defaults.prefix_index)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
+    _flags().add_to(parser)
     parser.add_argument("--json", action="store_true", help="end with one JSON line; all else goes to stderr")
+
+
+def _flags() -> Flags:
+    return Flags({"benchmark": options_of(TraceBenchOptions, without=("file",))}, {})
 
 
 def run(args: argparse.Namespace) -> int:
     """Run with parsed arguments; 1 if reuse differs from what the trace allows and nothing explains it."""
     console = Console(stderr=args.json)
-    options = TraceBenchOptions(
-        file=args.file,
-        model=args.model,
-        max_requests=args.max_requests,
-        max_in_flight=args.max_in_flight,
-        max_output_tokens=args.max_output_tokens,
-        kv_cache_memory_bytes=None if args.kv_cache_memory_bytes is None else parse_bytes(args.kv_cache_memory_bytes),
-        enable_prefix_caching=args.enable_prefix_caching,
-        prefix_index=args.prefix_index,
-        seed=args.seed,
-    )
+    options = TraceBenchOptions(file=args.file, **_flags().given(args))
     report = run_trace(options, console)
     _print_report(report, console)
     if args.json:

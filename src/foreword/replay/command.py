@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `foreword replay`."""
     parser.add_argument("trace", metavar="TRACE", type=Path, help="recorded requests: JSONL, gzipped or not")
     parser.add_argument(
-        "--policy", default=DEFAULT_POLICIES, metavar="NAMES", help=f"such as {DEFAULT_POLICIES} (default)"
+        "--policy", default=DEFAULT_POLICIES, metavar="NAMES", help=f"policies to compare (default: {DEFAULT_POLICIES})"
     )
     parser.add_argument(
         "--capacity",
@@ -46,14 +46,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"blocks of the trace, or bytes of a model's KV such as 4GB (default: {DEFAULT_CAPACITIES})",
     )
     parser.add_argument("--model", metavar="FOLDER", help="model whose KV is meant by bytes: its folder or config.json")
-    parser.add_argument("--kv-bytes-per-token", type=int, metavar="BYTES", help="instead of --model")
+    parser.add_argument("--kv-bytes-per-token", type=int, metavar="BYTES", help="KV of one token, instead of --model")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="for traces of text (default: that of --model)")
     parser.add_argument(
         "--block-tokens", type=int, metavar="N", help="tokens per block (default: what the format says)"
     )
-    parser.add_argument("--max-requests", type=int, metavar="N", help="only so many from the beginning")
+    parser.add_argument("--max-requests", type=int, metavar="N", help="only so many from the beginning (default: all)")
     parser.add_argument(
-        "--sample", type=float, default=1.0, metavar="RATE", help="follow this share of the blocks (lru)"
+        "--sample",
+        type=float,
+        default=1.0,
+        metavar="RATE",
+        help="follow this share of the blocks, under lru alone (default: 1, all)",
     )
     parser.add_argument("--strict", action="store_true", help="stop at the first malformed line")
     parser.add_argument(
@@ -64,8 +68,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--flops", type=float, metavar="FLOP/s", help="what a replica reaches, such as 4e14; needs --model"
     )
     time.add_argument("--bandwidth", default="1TB", metavar="BYTES/s", help="of its memory, such as 2TB (default: 1TB)")
-    time.add_argument("--replicas", type=int, default=1, metavar="N", help="each with the capacities given")
-    time.add_argument("--routing", choices=get_args(Routing), default="prefix_aware")
+    time.add_argument(
+        "--replicas", type=int, default=1, metavar="N", help="each with the capacities given (default: 1)"
+    )
+    time.add_argument(
+        "--routing",
+        choices=get_args(Routing),
+        default="prefix_aware",
+        help="which replica a request goes to (default: prefix_aware)",
+    )
     parser.add_argument("--json", action="store_true", help="end with one JSON line; all else goes to stderr")
 
 
