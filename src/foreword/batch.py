@@ -122,6 +122,8 @@ class Batch:
     """[requests]: KV of positions before this is in shared blocks and must not be written."""
     copies: IntArray
     """[copies, 2]: blocks (source, target) to copy before anything is written."""
+    prompt_ends: IntArray | None = None
+    """[requests]: positions from this on hold generated tokens. None: all are prompts'."""
     expected: IntArray = field(default_factory=lambda: NONE_EXPECTED)
     """[expected, 2]: number of a token, ascending, and of the entry of the batch before whose sample it is."""
 
@@ -169,6 +171,7 @@ def build_batch(entries: Entries, group_tables: Sequence[IntArray], copies: IntA
         group_tables=tuple(group_tables),
         write_from=entries.progress["num_shared"].astype(np.int32),
         copies=copies,
+        prompt_ends=entries.facts["num_prompt_tokens"].astype(np.int32),
         expected=_expected(entries, query_starts),
     )
 

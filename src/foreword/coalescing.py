@@ -69,10 +69,12 @@ class Coalescing:
 
     def begin(self, request: Request, hit: PrefixHit, end: int) -> None:
         """A request runs, from its hit to `end` in its first step; others may wait for the rest of its prompt."""
-        # Blocks can be hit from the step that fills them; states only afterwards.
-        pending = end if self._states is None else hit.num_tokens
-        if self._enabled and pending < len(request):
-            keys = request.sequence.block_hashes()[pending // self._manager.block_size :]
+        pending, last = end, len(request)
+        if self._states is not None:  # blocks can be hit from the step that fills them, states only afterwards
+            pending, last = hit.num_tokens, self._states.num_in_cells(request.num_prompt_tokens)
+        if self._enabled and pending < last:
+            size = self._manager.block_size
+            keys = request.sequence.block_hashes()[pending // size : last // size]
             self._in_flight.open(request.request_id, keys)
             self._owners[request.request_id] = request
 

@@ -149,8 +149,6 @@ class Request:
         """Numbers of prompt tokens behind which a message ends; later prompts may begin alike up to there."""
         self.state_positions: list[int] = []
         """Numbers of tokens behind which recurrent states are saved, besides those at intervals; ascending."""
-        self.num_answer_state_tokens = 0
-        """The last place in the answer whose state was saved."""
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None

@@ -178,7 +178,6 @@ class Scheduler:
             end = self._end(request, start, budget)
             if end > start:
                 request.num_scheduled_tokens = end
-                self._save_answer_state(request, end)
                 ends[at] = end
                 budget -= end - start
         return ends
@@ -188,18 +187,7 @@ class Scheduler:
         end = min(len(request), start + min(budget, self.config.long_prefill_token_threshold or budget))
         if self.states is None:
             return end
-        return self.states.cut(start, end, len(request), budget, request.state_positions)
-
-    def _save_answer_state(self, request: Request, end: int) -> None:
-        """Keep the last recurrent state of an answer that a hit could end at, and not those before it."""
-        states = self.states
-        if states is None or end <= request.num_prompt_tokens or end % states.alignment or not self._saves_states:
-            return
-        earlier = request.num_answer_state_tokens
-        if earlier and earlier % states.interval:
-            self.manager.forget_state(request.sequence, earlier)
-        request.num_answer_state_tokens = end
-        self.manager.save_states_at(request.request_id, [end])
+        return self.states.cut(start, end, request.num_prompt_tokens, budget, request.state_positions)
 
     @property
     def _saves_states(self) -> bool:

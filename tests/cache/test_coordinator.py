@@ -60,6 +60,12 @@ def longest_agreed(specs, num_tokens, is_cached):
     return 0
 
 
+def num_findable(specs, sequence):
+    """Leading tokens that others may find: beside a recurrent group, what fills cells of the prompt."""
+    cells = [spec.block_size for spec in specs if isinstance(spec, RecurrentSpec)]
+    return sequence.num_prompt_tokens // math.lcm(*cells) * math.lcm(*cells) if cells else len(sequence)
+
+
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
 any_spec = st.one_of(
     st.builds(FullAttentionSpec, sizes),
@@ -89,7 +95,8 @@ def test_the_fixed_point_is_the_longest_length_on_which_all_groups_agree(specs, 
 
     hit = coordinator.find_longest_cache_hit(sequence)
 
-    assert hit.num_tokens == longest_agreed(specs, num_tokens, lambda *block: block in cached)
+    most = num_findable(specs, sequence)
+    assert hit.num_tokens == longest_agreed(specs, min(num_tokens, most + 1), lambda *block: block in cached)
     for group, spec in enumerate(specs):
         needed = needed_blocks(spec, hit.num_tokens)
         expected = [
@@ -131,7 +138,8 @@ class Life:
             tokens = [0] * rng.randint(1, 24) + tokens[: rng.randint(0, 20)] + [1]
         sequence = TokenSequence(name, tokens, block_size=self.key_size)
         hit = manager.get_computed_blocks(sequence)
-        assert hit.num_tokens == longest_agreed(self.specs, len(tokens), self.is_cached(sequence))
+        most = min(len(tokens), num_findable(self.specs, sequence) + 1)
+        assert hit.num_tokens == longest_agreed(self.specs, most, self.is_cached(sequence))
         for group, table in enumerate(hit.tables):
             for number, block_id in enumerate(table.tolist()):
                 if block_id != NULL_BLOCK:
@@ -168,7 +176,7 @@ class Life:
         before = [manager.block_ids(name, group) for group in range(len(self.specs))]
         free = manager.get_num_free_blocks()
         counts = manager._pool.ref_counts()
-        new, leaving = self.need(start, end, before)
+        new, leaving = self.need(sequence, start, end, before)
         fits = new <= free + sum(int(counts[block_id] == 1) for block_id in leaving)
         taken = manager.allocate_slots(sequence, end)
         assert (taken is not None) == fits
@@ -190,16 +198,17 @@ class Life:
         aligned = end // self.step * self.step
         return aligned if aligned > start and self.rng.random() < 0.6 else end
 
-    def is_saved(self, spec, length):
-        return length % self.step == 0 and length % (spec.interval_tokens or spec.block_size) == 0
+    def is_saved(self, sequence, spec, length):
+        saved = length % self.step == 0 and length % (spec.interval_tokens or spec.block_size) == 0
+        return saved and length <= num_findable(self.specs, sequence)
 
-    def need(self, start, end, tables):
+    def need(self, sequence, start, end, tables):
         """Blocks that computing `start` to `end` takes, and those that it no longer reads."""
         new, leaving = 0, []
         for spec, table in zip(self.specs, tables, strict=True):
             if isinstance(spec, RecurrentSpec):
                 read = (start - 1) // spec.block_size
-                new += self.is_saved(spec, start)
+                new += self.is_saved(sequence, spec, start)
             else:
                 read = first_read(spec, start) // spec.block_size
                 new += -(-end // spec.block_size) - len(table)
@@ -211,7 +220,8 @@ class Life:
         for block_id in taken.tolist():
             self.content.pop(block_id, None)
         self.done[name] = end
-        tokens = tuple(self.live[name].token_ids.tolist())
+        sequence = self.live[name]
+        tokens, most = tuple(sequence.token_ids.tolist()), num_findable(self.specs, sequence)
         for group, spec in enumerate(self.specs):
             table = self.manager.block_ids(name, group).tolist()
             size = spec.block_size
@@ -221,10 +231,10 @@ class Life:
                 writes, reads = (end - 1) // size, (start - 1) // size
                 assert writes in held
                 assert held <= {writes, reads}
-                full = [end // size - 1] if self.is_saved(spec, end) else []
+                full = [end // size - 1] if self.is_saved(sequence, spec, end) else []
             else:
                 assert held == {position // size for position in range(first_read(spec, start), end)}
-                full = [number for number in held if start < (number + 1) * size <= end]
+                full = [number for number in held if start < (number + 1) * size <= min(end, most)]
             for number in full:
                 self.content[table[number]] = (group, tokens[: (number + 1) * size])
         longest = self.longest_step[name] = max(self.longest_step.get(name, 0), end - start)

@@ -128,8 +128,8 @@ def test_a_hit_at_the_beginning_of_a_chunk_needs_no_block():
 
 
 def test_a_request_moves_one_state_block_along_its_table():
-    # The worked example of MambaManager, one interval for every 8 tokens.
-    manager, sequence = started(RecurrentSpec(4, interval_tokens=8), range(6))
+    # The worked example of MambaManager, one interval for every 8 tokens of the prompt.
+    manager, sequence = started(RecurrentSpec(4, interval_tokens=8), range(13), end=6)
     assert manager.block_ids("a").tolist() == [N, 0]
     assert step(manager, sequence, 8) == [N, 0]
     assert manager.get_num_cached_blocks() == 1
@@ -141,7 +141,7 @@ def test_a_request_moves_one_state_block_along_its_table():
 
 
 def test_only_the_last_saved_state_is_needed():
-    manager, sequence = started(RecurrentSpec(4), range(4))
+    manager, sequence = started(RecurrentSpec(4), range(12), end=4)
     first = manager.block_ids("a")[0]
     for end in (8, 12):
         step(manager, sequence, end)
@@ -162,12 +162,20 @@ def test_a_hit_state_is_read_but_never_overwritten():
 
 
 def test_states_are_saved_where_a_request_asks_for_them():
-    manager, sequence = started(RecurrentSpec(4, interval_tokens=1000), range(4))
+    manager, sequence = started(RecurrentSpec(4, interval_tokens=1000), range(16), end=4)
     manager.save_states_at("a", [8, 13])
     for end in (8, 12, 16):
         step(manager, sequence, end)
     assert hit_length(manager, [*sequence.token_ids, 1]) == 8
     assert manager.get_num_cached_blocks() == 1
+
+
+def test_no_state_after_generated_tokens_is_found():
+    manager, sequence = started(RecurrentSpec(4), range(8))
+    for end in range(9, 17):
+        step(manager, sequence, end)
+    assert manager.get_num_cached_blocks() == 1
+    assert hit_length(manager, [*sequence.token_ids, 1]) == 8
 
 
 def test_a_recurrent_request_of_any_length_fits_into_two_blocks():

@@ -2,16 +2,16 @@
 
 Knows token counts, block keys and group sizes; knows nothing of requests or of what holds a state.
 
-A state takes the memory of hundreds of tokens' KV. One behind every block would fill the pool, one behind
-every prompt would never be hit by a prompt that only begins alike. So states are saved behind
+A state takes the memory of hundreds of tokens' KV. One after every block would fill the pool, one after
+every prompt would never be hit by a prompt that only begins alike. So states are saved after
 
-    every `interval` tokens
+    every `interval` tokens of a prompt
     the end of a prompt, and of each message in it       the next turn begins with them
-    the last saved place of an answer                    earlier ones are given up as it grows
     the place where a prompt parts from an earlier one   the third prompt that begins alike hits there
 
 each rounded down to where a hit can end. The third is Marconi's rule (Pan et al., MLSys 2025): what two
-prompts share is likely to be asked for again.
+prompts share is likely to be asked for again. Generated tokens are computed one by one and not in cells, so no
+state after them is saved: a prompt that holds them has other bits.
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ class StateCheckpoints:
         """The last place at or before `num_tokens` where a hit can end."""
         return num_tokens // self.alignment * self.alignment
 
+    def num_in_cells(self, num_prompt_tokens: int) -> int:
+        """Leading tokens of a prompt that fill whole cells; only they can be hit."""
+        return num_prompt_tokens // self.grid * self.grid
+
     def of_prompt(self, sequence: TokenSequence, message_ends: Iterable[int]) -> list[int]:
         """Numbers of tokens of a new prompt behind which states are saved, ascending, besides the intervals."""
         length = len(sequence)
@@ -68,15 +72,18 @@ class StateCheckpoints:
         by_interval = (start // self.interval + 1) * self.interval
         return min(by_interval, positions[at]) if at < len(positions) else by_interval
 
-    def cut(self, start: int, end: int, num_known: int, budget: int, positions: Sequence[int]) -> int:
+    def cut(self, start: int, end: int, num_prompt_tokens: int, budget: int, positions: Sequence[int]) -> int:
         """Where a step that begins at `start` ends, instead of at `end`; `start` if it has no room for a cell.
 
-        The budget, at least `end - start`, may be used up to the end of the first cell.
+        The budget, at least `end - start`, may be used up to the end of the first cell. Generated tokens are cells of
+        their own, so among them a step ends anywhere.
         """
-        if end < num_known:
+        if start >= num_prompt_tokens:
+            return end
+        if end < num_prompt_tokens:
             end = end // self.grid * self.grid
             if end <= start:
-                end = min(num_known, (start // self.grid + 1) * self.grid)
+                end = min(num_prompt_tokens, (start // self.grid + 1) * self.grid)
                 if end - start > budget:
                     return start
         return min(end, self.next_after(positions, start))

@@ -129,9 +129,6 @@ class KVCacheCoordinatorNoPrefixCache:
         """Forget what these blocks hold; returns how many were indexed before and are not now."""
         return 0
 
-    def forget_state(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Forget the recurrent states behind the first `num_tokens` tokens, those that nobody holds."""
-
     def clear(self) -> None:
         """Forget everything."""
         self._pool.note_forgotten(np.arange(self._pool.num_blocks, dtype=np.int32))

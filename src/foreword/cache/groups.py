@@ -183,9 +183,12 @@ class SingleTypeKVCacheManager(ABC):
         """Take over the `num_new_blocks(row, start, end)` new blocks."""
         self.tables.append(row, new_ids)
 
-    def blocks_to_index(self, row: int, num_tokens: int) -> range:
-        """Numbers of blocks that are full with the first `num_tokens` tokens and not indexed yet."""
-        return range(self.num_indexed[row], num_tokens // self.block_size)
+    def blocks_to_index(self, row: int, num_tokens: int, most: int) -> range:
+        """Numbers of blocks that are full with the first `num_tokens` tokens and not indexed yet.
+
+        Only the first `most` tokens may be found by others.
+        """
+        return range(self.num_indexed[row], min(num_tokens, most) // self.block_size)
 
     def set_indexed(self, row: int, num_blocks: int) -> None:
         """The row's blocks before number `num_blocks` that can be indexed are."""
@@ -342,9 +345,11 @@ class MambaManager(SingleTypeKVCacheManager):
         self.tables.append(row, added)
         self._is_kept[row] = False
 
-    def blocks_to_index(self, row: int, num_tokens: int) -> range:
+    def blocks_to_index(self, row: int, num_tokens: int, most: int) -> range:
         number = num_tokens // self.block_size
-        if num_tokens % self.block_size or number <= self.num_indexed[row] or not self.is_state_saved(row, num_tokens):
+        if num_tokens > most or num_tokens % self.block_size or number <= self.num_indexed[row]:
+            return range(0)
+        if not self.is_state_saved(row, num_tokens):
             return range(0)
         return range(number - 1, number)
 

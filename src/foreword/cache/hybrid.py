@@ -5,14 +5,13 @@ Knows groups, keys and rows of tables; knows nothing of request ids, statistics 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-
-import numpy as np
 
 from foreword.cache.block_pool import BlockIds, BlockPool
 from foreword.cache.coordinator import KVCacheCoordinatorNoPrefixCache, PrefixHit, SequenceOfRow
 from foreword.cache.group_index import GroupedHashIndex
-from foreword.cache.group_specs import GroupSpec
+from foreword.cache.group_specs import GroupSpec, RecurrentSpec
 from foreword.cache.groups import NULL_BLOCK, BlockFinder, without_null
 from foreword.cache.hashing import BlockHash
 from foreword.cache.ledger import CacheLedger, Eviction, EvictionCause, MissReason
@@ -26,6 +25,13 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     A hit leaves at least one token to compute: the last one's logits need the past that belongs to its
     own position, which may be another window, another chunk or an earlier state than that of the next.
+
+    A recurrent module computes a prompt in cells, and its results differ in the last bits when the cell does
+    (docs/decisions/0007). So where a group is recurrent, a request indexes and finds whole cells of its prompt alone:
+
+        cells of 4, a prompt of 6 tokens, 3 generated      |0123|45|6|7|8|
+        a longer prompt that begins alike                  |0123|4567|89ab|
+        what the one may find of the other                  ----
     """
 
     def __init__(
@@ -33,6 +39,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
     ) -> None:
         super().__init__(groups, pool, ledger)
         assert all(size % key_block_size == 0 for size in self.block_sizes), "a group's blocks end between keys"
+        cells = [spec.block_size for spec in groups if isinstance(spec, RecurrentSpec)]
+        self._cell_tokens = math.lcm(*cells) if cells else None
         self._keys_per_block = tuple(size // key_block_size for size in self.block_sizes)
         self._index = GroupedHashIndex(pool.num_blocks, len(self.managers))
         self._accounts = [ledger.open_group(width) for width in self._keys_per_block] if ledger is not None else []
@@ -55,7 +63,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         Every group returns its longest hit within the bound, so the bound never falls below the longest
         common hit, and a bound that all accept is one.
         """
-        length = (len(sequence) - 1) // self.alignment * self.alignment
+        length = min(len(sequence) - 1, self._num_findable(sequence)) // self.alignment * self.alignment
         tables: dict[int, BlockIds] = {}
         agreed = False
         while length > 0 and not agreed:
@@ -68,6 +76,12 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         if length <= 0:
             return self.nothing
         return PrefixHit(tuple(tables[g] for g in range(len(self.managers))), None, length, length)
+
+    def _num_findable(self, sequence: TokenSequence) -> int:
+        """Leading tokens whose KV and states have the same bits in every sequence that begins with them."""
+        if self._cell_tokens is None:
+            return len(sequence)
+        return sequence.num_prompt_tokens // self._cell_tokens * self._cell_tokens
 
     def _cut_or_find(
         self, group_id: int, table: BlockIds | None, length: int, sequence: TokenSequence
@@ -103,9 +117,9 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         return self.find_longest_cache_hit(sequence).num_shared_tokens >= end
 
     def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
-        num_tokens = min(num_tokens, len(sequence))
+        num_tokens, most = min(num_tokens, len(sequence)), self._num_findable(sequence)
         for group_id, manager in enumerate(self.managers):
-            numbers = manager.blocks_to_index(row, num_tokens)
+            numbers = manager.blocks_to_index(row, num_tokens, most)
             if not numbers:
                 continue
             block_ids = manager.tables.row(row)[numbers.start : numbers.stop].copy()
@@ -132,26 +146,18 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         self._note_forgotten(forgotten, cause)
         return len(forgotten)
 
-    def forget_state(self, sequence: TokenSequence, num_tokens: int) -> None:
-        for group_id, manager in enumerate(self.managers):
-            if not manager.readable_in_same_step:
-                number = num_tokens // manager.block_size
-                [key] = self._keys(group_id, sequence, number - 1, number)
-                block_id = self._index.finder(group_id)(key)
-                if block_id is not None and self._pool.count_free(np.array([block_id], np.int32)):
-                    self.forget(np.array([block_id], np.int32), EvictionCause.SUPERSEDED)
-
     def clear(self) -> None:
         self._index.clear()
         super().clear()
 
     def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
         """Told by the group that keeps the most, unless another one has evicted its next block."""
+        if self._cell_tokens is not None and hit.num_tokens + self.alignment > self._num_findable(sequence):
+            return MissReason.PARTIAL_BLOCK, None  # a cell that the prompt does not fill, or generated tokens
         reasons = [self._accounts[g].reason(sequence, len(hit.tables[g])) for g in self._order]
         for reason in reasons:
             if reason is not None and reason[1] is not None:
-                superseded = reason[1].cause is EvictionCause.SUPERSEDED
-                return (MissReason.STATE_NOT_SAVED, None) if superseded else reason
+                return reason
         if reasons[0] is not None:
             return reasons[0]
         for group_id, reason in zip(self._order, reasons, strict=True):

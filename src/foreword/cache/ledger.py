@@ -62,8 +62,6 @@ class EvictionCause(enum.StrEnum):
     """Somebody asked for it (`evict_blocks`)."""
     FAILED = "failed"
     """The step that was to fill it failed."""
-    SUPERSEDED = "superseded"
-    """A recurrent state further on in the same sequence took its place."""
     DUPLICATE = "duplicate"
     """Another block holds the same."""
 

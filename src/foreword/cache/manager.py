@@ -364,10 +364,6 @@ class KVCacheManager:
             if isinstance(manager, MambaManager):
                 manager.ask_for_states(row, positions)
 
-    def forget_state(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Let the recurrent states behind the first `num_tokens` tokens go if nobody holds them."""
-        self._coordinator.forget_state(sequence, num_tokens)
-
     def forget_uncomputed(self, request_id: str, num_computed_tokens: int) -> None:
         """Take back the early indexing of blocks whose step failed: only computed blocks stay."""
         self._coordinator.forget_from(self._row_of[request_id], num_computed_tokens)

@@ -73,6 +73,11 @@ class TokenSequence:
         return self._num_given + len(self.generated)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that were given; those after them were generated."""
+        return self._num_given
+
+    @property
     def token_ids(self) -> TokenArray:
         """All tokens, [len(self)]; a view that is valid until the next token."""
         length, known = len(self), self._num_gathered

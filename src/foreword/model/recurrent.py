@@ -4,12 +4,13 @@ Knows transformers' `Cache` and the modules that keep a state in it; knows no mo
 batch would run one request's state into the next, so a recurrent module's forward is replaced by one that
 calls the original once per cell, with a cache that holds this request's state alone.
 
-Cells end where the state can be saved, at multiples of the group's block size. A request is therefore
-computed in the same cells whether its beginning was a hit or not, and however its prefill was chunked:
+Cells end where the state can be saved, at multiples of the group's block size, and at the end of the prompt. A
+generated token is a cell of its own, also when a request that was preempted computes it again. So a request is
+computed in the same cells whether its beginning was a hit or not, and however its steps were cut:
 
-    state can be saved behind     0       64      128     192
-    prompt of 150 tokens          |-cell--|-cell--|-c|
-    the same after a hit of 64            |-cell--|-c|
+    a state can be saved after            0       64      128     192
+    prompt of 150 tokens, 4 generated     |-cell--|-cell--|-c|||||
+    the same after a hit of 64                    |-cell--|-c|||||
 """
 
 from __future__ import annotations
@@ -45,12 +46,19 @@ class StateRun:
     end: int
     """Positions to compute, the last exclusive."""
     read_block: int | None
-    """Holds the state behind `start` tokens; None at the beginning."""
+    """Holds the state after `start` tokens; None at the beginning."""
     write_block: int
+    prompt_end: int
+    """Positions from this on hold generated tokens."""
 
     def cells(self, grid: int) -> list[tuple[int, int]]:
-        """Spans of positions, cut at multiples of the grid."""
-        cuts = [self.start, *range((self.start // grid + 1) * grid, self.end, grid), self.end]
+        """Spans of positions: a prompt is cut at multiples of the grid, generated tokens come one by one.
+
+        Grid 4, a prompt of 6 tokens:    |0123|45|6|7|8|
+        """
+        last = min(self.end, self.prompt_end)
+        cuts = [self.start, *range((self.start // grid + 1) * grid, last, grid)]
+        cuts += [*range(max(self.start + 1, last), self.end), self.end]
         return list(itertools.pairwise(cuts))
 
 
@@ -61,12 +69,13 @@ def plan_state_runs(batch: Batch, group_id: int, block_size: int) -> list[StateR
     for row, (first, last) in enumerate(zip(batch.query_starts[:-1], batch.query_starts[1:], strict=True)):
         start = int(batch.positions[first])
         end = start + int(last - first)
+        prompt_end = end if batch.prompt_ends is None else int(batch.prompt_ends[row])
         write = int(tables[row, (end - 1) // block_size])
         read = None
         if start:
             entry = int(tables[row, (start - 1) // block_size])
             read = write if entry == NULL_BLOCK else entry
-        runs.append(StateRun(int(first), start, end, read, write))
+        runs.append(StateRun(int(first), start, end, read, write, prompt_end))
     return runs
 
 

@@ -1,6 +1,6 @@
 """Does the exactness promise hold for this model on this machine?
 
-Knows a runner and its arithmetic; knows nothing of requests or caches.
+Knows a runner, its arithmetic, and the cache that decides what it may reuse; knows nothing of schedulers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from foreword.batch import NO_ENTRIES, Batch, IntArray
+from foreword.cache import KVCacheManager, StateCheckpoints, TokenSequence
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
@@ -18,6 +19,10 @@ from foreword.model.storage import KVStorage
 
 NUM_TOKENS = 45
 BLOCK_SIZE = 4
+CELL_TOKENS = 12
+NUM_PROMPT_TOKENS = 29
+"""Of the request that is preempted: two cells and a part of one, which holds a whole block."""
+NUM_GENERATED_TOKENS = 3
 
 
 def find_inexactness(model: LoadedModel) -> str | None:
@@ -25,8 +30,8 @@ def find_inexactness(model: LoadedModel) -> str | None:
 
     The ways: all at once; in uneven chunks down to one token; and beside another request, over KV that
     a third one wrote, once as prefill and once as decoding. Costs six forward passes of at most 52 tokens.
-    With recurrent layers, whose bits are promised for equal cells only, chunks end on the grid of cells, and
-    decoding is not compared with prefill.
+    With recurrent layers, whose bits are equal for equal cells only, chunks end on the grid of cells, and decoding is
+    not compared with prefill; instead, in at most nine passes more, with what a cache makes of cells.
     """
     num_tokens = min(NUM_TOKENS, model.max_positions)
     check = _Check(model, num_tokens)
@@ -51,7 +56,86 @@ def find_inexactness(model: LoadedModel) -> str | None:
     decoded = check.run((2, tokens, num_tokens - 1, num_tokens), (3, other, num_other - 1, num_other))
     if not torch.equal(whole, beside) or not (model.states or torch.equal(whole, decoded)):
         return "logits depend on cache hits or on the other requests of a batch"
+    return _cell_inexactness(model, tokens) if model.states and num_tokens == NUM_TOKENS else None
+
+
+def _cell_inexactness(model: LoadedModel, tokens: IntArray) -> str | None:
+    """Whether recurrent layers give other bits where a cell was computed otherwise, or as generated tokens.
+
+    preempted    |--12--|--12--|-5-|||| and from its hit on once more
+    longer       |--12--|--12--|--12--|--9--|        hits the first two cells, then, once more, three
+    """
+    cached = _CachedRequests(model)
+    sequence = cached.sequence("preempted", tokens[:NUM_PROMPT_TOKENS])
+    before = cached.compute(sequence)
+    for token_id in tokens[NUM_PROMPT_TOKENS : NUM_PROMPT_TOKENS + NUM_GENERATED_TOKENS].tolist():
+        sequence.append(token_id)
+        before = cached.compute(sequence)
+    cached.free(sequence)
+    resumed = cached.compute(sequence)
+    cached.free(sequence)
+    if not torch.equal(before, resumed):
+        return "logits of a request depend on whether it was preempted"
+    for name in ("longer", "again"):
+        sequence = cached.sequence(name, tokens)
+        hit = cached.compute(sequence)
+        cached.free(sequence)
+    if not torch.equal(hit, _CachedRequests(model).compute(sequence)):
+        return "logits depend on what other requests left in the cache"
     return None
+
+
+class _CachedRequests:
+    """Requests of a model with recurrent layers, one at a time, by the rules of the cache."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        layout = model.plan_layout(LayoutOptions(BLOCK_SIZE, CELL_TOKENS, CELL_TOKENS, max_tokens=model.max_positions))
+        num_blocks = 4 * sum(2 + -(-NUM_TOKENS // spec.block_size) for spec in layout.specs)
+        self._manager = KVCacheManager(num_blocks, groups=layout.specs)
+        self._runner = ModelRunner(model, KVStorage(layout, num_blocks, model.device))
+        states = StateCheckpoints.for_groups(layout.specs)
+        assert states is not None, "a model without recurrent layers"
+        self._states = states
+        self._num_computed: dict[str, int] = {}
+
+    def sequence(self, name: str, prompt: IntArray) -> TokenSequence:
+        return TokenSequence(name, prompt, block_size=self._manager.block_size)
+
+    def compute(self, sequence: TokenSequence) -> torch.Tensor:
+        """Look a request up if it does not run yet, and compute all that is known; logits after its last token."""
+        length = len(sequence)
+        while True:
+            self._manager.begin_step()
+            start, hit = self._num_computed.get(sequence.request_id), None
+            if start is None:
+                hit = self._manager.get_computed_blocks(sequence)
+                start = hit.num_tokens
+            end = self._states.cut(start, length, sequence.num_prompt_tokens, length, ())
+            self._num_computed[sequence.request_id] = end
+            found = self._manager.allocate_slots(sequence, end, hit)
+            assert found is not None, "too few blocks"
+            logits = self._step(sequence, start, end)
+            if end == length:
+                return logits
+
+    def free(self, sequence: TokenSequence) -> None:
+        """It is preempted, or has ended."""
+        self._manager.free(sequence.request_id)
+        del self._num_computed[sequence.request_id]
+
+    def _step(self, sequence: TokenSequence, start: int, end: int) -> torch.Tensor:
+        tables = self._manager.group_block_tables(self._manager.handles([sequence.request_id]))
+        batch = Batch(
+            entries=NO_ENTRIES,
+            token_ids=sequence.token_ids[start:end],
+            positions=np.arange(start, end, dtype=np.int32),
+            query_starts=np.array([0, end - start], np.int32),
+            group_tables=tuple(own for own, _ in tables),
+            write_from=np.zeros(1, np.int32),
+            copies=np.empty((0, 2), np.int32),
+            prompt_ends=np.array([sequence.num_prompt_tokens], np.int32),
+        )
+        return self._runner.forward(batch, np.array([end - start - 1]))[0]
 
 
 class _Check:
