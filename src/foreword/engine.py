@@ -216,7 +216,8 @@ class Engine:
                 f"the model's ids are 0 to {self.limits.vocab_size - 1}"
             )
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(params, name) or ():
+            token_ids = getattr(params, name) or (0,)
+            for token_id in (min(token_ids), max(token_ids)):
                 if not 0 <= token_id < self.limits.vocab_size:
                     raise InvalidRequestError(
                         f"token id {token_id} in {name} is out of range; the model's ids are 0 to "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Protocol
@@ -213,7 +213,7 @@ class SamplingParams:
         for name, value in numbers.items():
             if not isinstance(value, Real):
                 raise InvalidRequestError(f"{name}={value!r} is not a number")
-        for token_id in (*self.stop_token_ids, *self.logit_bias, *(self.allowed_token_ids or ())):
+        for token_id in (*self.stop_token_ids, *self.logit_bias, *_not_ints(self.allowed_token_ids or ())):
             if not isinstance(token_id, Integral):
                 raise InvalidRequestError(
                     f"token id {token_id!r} in stop_token_ids, logit_bias or allowed_token_ids is not an integer"
@@ -222,6 +222,13 @@ class SamplingParams:
             for text in texts:
                 if not isinstance(text, str):
                     raise InvalidRequestError(f"{kind} {text!r} is not a text")
+
+
+def _not_ints(token_ids: tuple[int, ...]) -> Iterator[object]:
+    """Those of another type; fast for as many ids as a vocabulary has."""
+    if set(map(type, token_ids)) <= {int}:
+        return iter(())
+    return (token_id for token_id in token_ids if type(token_id) is not int)
 
 
 def _check(name: str, value: object, ok: bool, remedy: str) -> None:

@@ -55,6 +55,9 @@ _NO_INPUTS = frozenset(
 _MIN_TOKEN_CHARACTERS = 16
 """Leaves room for tokenizers that drop characters, such as spaces at the end, or have one token for unknown words."""
 
+MOST_SPELT = 4096
+"""Words whose spellings are remembered."""
+
 MOST_MESSAGE_ENDS = 64
 """Messages of a conversation behind which recurrent states may be saved, the last ones."""
 
@@ -78,6 +81,7 @@ class Tokenizer:
         candidates = {*hf_tokenizer.added_tokens_decoder, *hf_tokenizer.all_special_ids}
         self._skipped_ids = frozenset(i for i in candidates if not self.decode([i]))
         self._token_texts: dict[int, str] = {}
+        self._spelt = functools.lru_cache(MOST_SPELT)(self._spell)
 
     @classmethod
     def load(cls, model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Tokenizer | None:
@@ -162,12 +166,18 @@ class Tokenizer:
         return np.array(token_ids, dtype=np.int32)
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
-        """Token ids of a word alone and after a space, without special tokens; one where both are the same."""
+        """Token ids of a word alone and after a space, without special tokens; one where both are the same.
+
+        The last ones are remembered.
+        """
+        return list(self._spelt(word))
+
+    def _spell(self, word: str) -> tuple[tuple[int, ...], ...]:
         try:
             both = [self._hf.encode(text, add_special_tokens=False) for text in (word.lstrip(), f" {word.lstrip()}")]
         except (TypeError, UnicodeError) as error:
             raise InvalidRequestError(f"The word {word!r:.60} is not valid Unicode; leave it out.") from error
-        return list(dict.fromkeys(tuple(token_ids) for token_ids in both))
+        return tuple(dict.fromkeys(tuple(token_ids) for token_ids in both))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens. Ids beyond the vocabulary have no text."""

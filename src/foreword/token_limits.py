@@ -122,4 +122,4 @@ class TokenLimits:
 
 
 def _ids(token_ids: Collection[int]) -> npt.NDArray[np.int64]:
-    return np.array(sorted(set(token_ids)), np.int64)
+    return np.fromiter(token_ids, np.int64, len(token_ids))

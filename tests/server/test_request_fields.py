@@ -200,6 +200,58 @@ def test_a_final_message_that_cannot_be_continued_is_refused(ask, messages, fiel
         ask.chat.completions.create(model=MODEL, messages=messages, extra_body=fields)
 
 
+# ------------------------------------------------------------------ unknown fields
+
+CONVERSATION = {"messages": FALCON}
+ENDPOINTS = {
+    "/v1/chat/completions": CONVERSATION,
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {"input": "x"},
+    "/tokenize": CONVERSATION,
+    "/detokenize": {"tokens": [5]},
+    "/v1/cache/explain": CONVERSATION,
+}
+NESTED = [
+    ({"response_format": {"type": "text", "colour": 1}}, "response_format.colour"),
+    ({"structured_outputs": {"regex": "a", "colour": 1}}, "structured_outputs.colour"),
+    ({"stream_options": {"colour": 1}, "stream": True}, "stream_options.colour"),
+    ({"foreword": {"colour": 1}}, "foreword.colour"),
+]
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_field_that_is_unknown_is_refused_with_its_name_and_the_remedy(server, path):
+    answer = post(server.url, path, {**ENDPOINTS[path], "colour": "blue"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "colour"
+    message = answer.json()["error"]["message"]
+    assert message.startswith("Unrecognized request argument supplied: colour.")
+    assert "--ignore-unknown-fields" in message
+
+
+@pytest.mark.parametrize(("fields", "name"), NESTED)
+def test_a_field_that_is_unknown_inside_another_is_refused_too(server, fields, name):
+    answer = post(server.url, "/v1/chat/completions", {**CONVERSATION, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+def test_unknown_fields_can_be_ignored_and_are_told_once_a_name(caplog):
+    with embedded_llm() as llm, ServerThread(llm, ServerConfig(ignore_unknown_fields=True)) as server:
+        for _ in range(2):
+            for path, body in ENDPOINTS.items():
+                assert post(server.url, path, {**body, "colour": "blue"}).is_success
+            for fields, _name in NESTED:
+                assert post(server.url, "/v1/chat/completions", {**CONVERSATION, **fields, "shape": []}).is_success
+        wrong = post(server.url, "/v1/chat/completions", {**CONVERSATION, "colour": 1, "temperature": -1})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperature")
+        with_tool = {"tools": [{"type": "function", "function": {"name": "f", "colour": 1}}], "tool_choice": "none"}
+        refused = post(server.url, "/v1/chat/completions", {**CONVERSATION, **with_tool})
+        assert "takes no tools" in refused.json()["error"]["message"]
+    told = [record.args[0] for record in caplog.records if record.name == "foreword.server.unknown_fields"]
+    names = ["colour", "shape", "tools.function.colour", *(name for _, name in NESTED)]
+    assert sorted(told) == sorted(names)
+
+
 # ------------------------------------------------------------------ in this process
 
 

@@ -80,7 +80,7 @@ class ResponseFormat(_Body):
     json_schema: JsonSchema | None = None
 
 
-BadWord = Annotated[str, Field(min_length=1, max_length=256)]
+BadWord = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class StructuredOutputs(_Body):
@@ -120,7 +120,7 @@ class _Call(_Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=128)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None

@@ -23,6 +23,7 @@ from foreword.server.http import authorized, service_of
 from foreword.server.json_scan import parse_json, scan_json
 from foreword.server.off_loop import off_loop
 from foreword.server.tenants import Tenant
+from foreword.server.unknown_fields import UnknownFields
 
 Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
@@ -40,7 +41,7 @@ def body_of(model: type[Body]) -> Callable[..., Awaitable[Body]]:
             message = f"Send the body with 'Content-Type: application/json', not {kind!r:.100}."
             raise APIError(415, message, code="unsupported_media_type")
         request.state.num_body_bytes = len(data)
-        return await off_loop(len(data), lambda: _fields(model, data, limits))
+        return await off_loop(len(data), lambda: _fields(model, data, limits, service.unknown_fields))
 
     return read
 
@@ -71,7 +72,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 # ------------------------------------------------------------------- off the loop
 
 
-def _fields(model: type[Body], data: bytes, limits: BodyLimits) -> Body:
+def _fields(model: type[Body], data: bytes, limits: BodyLimits, unknown_fields: UnknownFields) -> Body:
     if not data.strip():
         raise bad_request("Missing required parameter: the body")
     size = scan_json(data)
@@ -79,7 +80,7 @@ def _fields(model: type[Body], data: bytes, limits: BodyLimits) -> Body:
     body = _parse(data)
     limits.check_counts(body)
     try:
-        return model.model_validate(body)
+        return unknown_fields.validate(model, body)
     except ValidationError as error:
         raise explain_invalid(error.errors(include_url=False, include_input=False)) from None
 
@@ -99,7 +100,8 @@ def explain_invalid(errors: Sequence[Mapping[str, Any]]) -> APIError:
     where = [part for at, part in enumerate(first["loc"]) if at or part not in ("body", "query", "path")]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")[:200] or None
     if first["type"] == "extra_forbidden":
-        return bad_request(f"Unrecognized request argument supplied: {param}", param=param)
+        remedy = "Leave it out; a server started with --ignore-unknown-fields ignores it."
+        return bad_request(f"Unrecognized request argument supplied: {param}. {remedy}", param=param)
     if first["type"] == "missing":
         return bad_request(f"Missing required parameter: {param or 'the body'}", param=param)
     return bad_request(f"Invalid value for {param or 'the body'}: {first['msg']}", param=param)

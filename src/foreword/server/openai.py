@@ -154,6 +154,8 @@ async def sampling_params(service: Service, body: Any, limits: Limits) -> Sampli
     """How to continue. Raises InvalidRequestError or APIError for values that do not go together."""
     given = {name: value for name in _SAME_NAMES if (value := getattr(body, name, None)) is not None}
     wanted = structured_outputs(body)
+    if body.bad_words:
+        await service.spell(body.bad_words)
     return SamplingParams(
         max_tokens=limits.max_tokens,
         logprobs=limits.logprobs,

@@ -38,6 +38,8 @@ class ServerConfig:
     """Decides the cache namespaces of tenants, or FOREWORD_SERVER_SECRET. None: a random one for each start."""
     share_prefix: tuple[Path, ...] = ()
     """Files of text whose tokens all tenants share in the cache, where a prompt begins with them."""
+    ignore_unknown_fields: bool = False
+    """Ignore fields of requests that are unknown here, with a warning once a name, instead of refusing them."""
     max_queued: int = 256
     """Choices that may wait beyond those that run (`max_num_seqs`); more are refused with 429."""
     max_body_bytes: int = 16 * 2**20

@@ -43,6 +43,7 @@ from foreword.server.template_check import check_template, warn_of
 from foreword.server.tenants import Tenant, Tenants, shown_key
 from foreword.server.tracing import Tracing
 from foreword.server.traffic_log import TrafficLog, log_request
+from foreword.server.unknown_fields import UnknownFields
 from foreword.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class Service:
             server_secret=config.server_secret,
             quotas_work=manager.ledger is not None or not manager.enable_prefix_caching,
         )
+        self.unknown_fields = UnknownFields(ignored=config.ignore_unknown_fields)
         self.quotas = Quotas(manager, self.tenants)
         self.more_memory = MoreMemory(manager)
         self._after_step = (
@@ -266,6 +268,10 @@ class Service:
         if isinstance(given.prompt, str):
             return await self.encode(given.prompt)
         return np.array(given.prompt, np.int32)
+
+    async def spell(self, words: Sequence[str]) -> None:
+        """Have the tokenizer remember how it spells these, so that the engine need not wait for it."""
+        await asyncio.to_thread(lambda: [self.tokenizer.spellings(word) for word in words])
 
     async def open_structured(self, wanted: StructuredOutputsParams) -> Callable[[], TokenConstraint]:
         """Constraints to what an answer has to look like. Raises InvalidRequestError."""

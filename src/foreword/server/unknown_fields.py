@@ -1,0 +1,67 @@
+"""UnknownFields: what becomes of fields in a body that the server does not know.
+
+Knows parsed JSON and pydantic's errors; knows nothing of what fields mean. They are refused, so that a typing mistake
+is not taken for a default; where gateways add fields of their own they can be ignored, and each name is told once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+logger = logging.getLogger(__name__)
+
+MAX_TOLD = 256
+"""Names that are told, and remembered."""
+
+Body = TypeVar("Body", bound=BaseModel)
+Place = tuple[int | str, ...]
+
+
+class UnknownFields:
+    """One server's way with them. Safe to use from any thread."""
+
+    def __init__(self, *, ignored: bool) -> None:
+        self._ignored = ignored
+        self._told: set[str] = set()
+        self._lock = Lock()
+
+    def validate(self, model: type[Body], body: Any) -> Body:
+        """The fields of parsed JSON; unknown ones are removed from it if they are ignored. Raises ValidationError."""
+        try:
+            return model.model_validate(body)
+        except ValidationError as error:
+            unknown = _unknown(error)
+            if not self._ignored or not unknown:
+                raise
+        for place in unknown:
+            _remove(body, place)
+            self._tell(place)
+        return model.model_validate(body)
+
+    def _tell(self, place: Place) -> None:
+        name = ".".join(str(part) for part in place if isinstance(part, str))[:100]
+        with self._lock:
+            if name in self._told or len(self._told) >= MAX_TOLD:
+                return
+            self._told.add(name)
+        logger.warning("requests have the field %r, which is unknown here; it is ignored", name)
+
+
+def _unknown(error: ValidationError) -> Sequence[Place]:
+    found = error.errors(include_url=False, include_input=False)
+    return [one["loc"] for one in found if one["type"] == "extra_forbidden"]
+
+
+def _remove(body: Any, place: Sequence[Any]) -> None:
+    """Take a field out. Parts of its place that name one type of several are no keys, and are passed over."""
+    *inside, name = place
+    for part in inside:
+        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int)):
+            body = body[part]
+    if isinstance(body, dict):
+        body.pop(name, None)
