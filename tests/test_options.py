@@ -176,6 +176,21 @@ def test_vllms_flags_are_accepted_where_they_change_nothing() -> None:
     ) == {"cuda_graphs": False, "log_interval_s": 0.0}  # fmt: skip
 
 
+def test_every_option_of_vllm_has_a_flag_that_takes_its_harmless_values() -> None:
+    options = {**ENGINE_OPTIONS, **SERVER_OPTIONS}
+    arguments = []
+    for name, option in options.items():
+        flag, values = "--" + name.replace("_", "-"), (1,) if option.harmless is None else option.harmless
+        if not option.takes_value:
+            arguments.append(flag if True in values or 1 in values else flag.replace("--", "--no-", 1))
+        else:
+            arguments += [f"{flag}={json.dumps(value).strip(chr(34))}" for value in [*values, None]]
+    said = given(*arguments)
+    assert set(said) <= {renamed.name for renamed in RENAMED.values()}
+    for name, option in options.items():
+        assert option.harmless is None or option.remedy, name
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -214,8 +214,8 @@ def _checked(option: Option, kind: Any, value: Any) -> Any:
         return int(value)
     if kind is float and isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
-    if kind is str and isinstance(value, str):
-        return value
+    if kind is str and isinstance(value, str | Path):
+        return str(value)
     if option.choices and isinstance(value, str):
         return _chosen(option, value)
     remedy = {bool: "True or False", int: "an integer", float: "a number", Path: "a path"}.get(kind, "a text")

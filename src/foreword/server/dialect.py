@@ -21,6 +21,11 @@ Word = Annotated[str, Field(max_length=64)]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
+TemplateInputs = Annotated[
+    dict[Annotated[str, Field(max_length=64)], bool | int | float | Annotated[str, Field(max_length=512)] | None],
+    Field(max_length=16),
+]
+"""What a chat template may use besides messages, such as {"enable_thinking": false}."""
 Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -240,6 +245,7 @@ class ChatRequest(_ChoicesCall):
     web_search_options: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    chat_template_kwargs: TemplateInputs | None = None
 
     UNSUPPORTED = ("functions", "audio", "web_search_options")
 
@@ -329,6 +335,7 @@ class _PromptOrMessages(_Body):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    chat_template_kwargs: TemplateInputs | None = None
     reasoning_effort: Word | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
 

@@ -57,7 +57,7 @@ async def chat_completions(
     inputs, forced, messages = await with_body(
         request,
         lambda: (
-            {**template_inputs(body.reasoning_effort), **tool_use.for_template},
+            {**template_inputs(body.reasoning_effort, body.chat_template_kwargs), **tool_use.for_template},
             tool_use.grammar(),
             plain_messages(body.messages),
         ),
@@ -180,9 +180,9 @@ def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:
         raise bad_request("the keys of logit_bias must be token ids", param="logit_bias") from error
 
 
-def template_inputs(reasoning_effort: str | None) -> dict[str, Any]:
+def template_inputs(reasoning_effort: str | None, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What a chat template is given besides the messages: only what the client named."""
-    return {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
+    return {**(others or {}), **({} if reasoning_effort is None else {"reasoning_effort": reasoning_effort})}
 
 
 def ending_of(body: ChatRequest | TokenizeRequest | ExplainRequest) -> Ending:
@@ -226,7 +226,7 @@ def _plain_message(message: ChatMessage | InputMessage, where: str) -> dict[str,
 def given_prompt(body: TokenizeRequest | ExplainRequest) -> GivenPrompt:
     """What endpoints that generate nothing are asked about."""
     messages = None if body.messages is None else plain_messages(body.messages)
-    inputs = {**template_inputs(body.reasoning_effort), **tools_for_template(body.tools)}
+    inputs = {**template_inputs(body.reasoning_effort, body.chat_template_kwargs), **tools_for_template(body.tools)}
     return GivenPrompt(body.prompt, messages, ending_of(body), inputs)
 
 
