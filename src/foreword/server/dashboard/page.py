@@ -122,8 +122,8 @@ class _View:
             self._dots = self._chart("Time to first token", "span5", keys=("mostly found", "mostly computed"))
             with _card("KV pool", "span7"):
                 self._pool = _Html(test_id="pool")
-                ui.button("Reset the cache", on_click=self._reset).props(
-                    'flat color=negative data-testid="reset"'
+                ui.button("Reset the cache", on_click=self._reset, color=None).props(
+                    'flat data-testid="reset"'
                 ).classes("danger")
             self._reasons = self._chart("Computed prompt tokens, and why", "span5", test_id="reasons")
             self._more = self._chart("What would more memory bring", "span12", test_id="more-memory")
