@@ -32,6 +32,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom_and_prints_what_it_says(name
         *PAGES,
         "docs/concepts/keys.md",
         "docs/guides/serve.md",
+        "docs/benchmarks/claims.md",
         "docs/guides/capacity.md",
         "docs/guides/hit-rate.md",
         "docs/server.md",

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "claims.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "claims.py"
 
 
 @pytest.mark.slow
@@ -31,3 +32,13 @@ def test_claims_reach_the_limits_of_their_counts_and_change_no_answer() -> None:
         assert claim["saved_limit"] - 0.03 <= claim["saved"] <= claim["saved_limit"] + 0.03
         assert claim["time_ratio"] > 0
     assert 0 < report["upkeep"]["share_of_run_time"] < 1
+
+
+def test_the_page_has_the_figures_of_the_kept_run() -> None:
+    page = (ROOT / "docs/benchmarks/claims.md").read_text(encoding="utf-8")
+    kept = json.loads((ROOT / "benchmarks/results/claims.json").read_text(encoding="utf-8"))
+    for claim in kept["claims"]:
+        counts = f"| {claim['computed_tokens']:,} | {claim['computed_tokens_uncached']:,} | **{claim['saved']:.1%}** |"
+        assert counts in page
+        assert f"{claim['time_ratio']:.1f}x" in page
+    assert f"{kept['upkeep']['share_of_run_time']:.2%}" in page
