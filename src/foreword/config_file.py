@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,30 @@ def read_config_file(path: Path) -> dict[str, Any]:
 def _parse_yaml(text: str) -> Any:
     import yaml  # only here: other formats need no package
 
+    tree = yaml.compose(text, Loader=yaml.SafeLoader)
+    if isinstance(tree, yaml.MappingNode):
+        _refuse_twice(str(key.value) for key, _ in tree.value)
     return yaml.safe_load(text)
+
+
+def _parse_json(text: str) -> Any:
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _refuse_twice(key for key, _ in pairs)
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=table)
+
+
+def _refuse_twice(keys: Iterable[str]) -> None:
+    """Formats take the last of two lines with one key; TOML alone refuses them."""
+    twice = [key for key, count in Counter(keys).items() if count > 1]
+    if twice:
+        raise ValueError(f"{twice[0]!r} is there twice")
 
 
 _PARSERS: Mapping[str, Callable[[str], Any]] = {
     ".yaml": _parse_yaml,
     ".yml": _parse_yaml,
     ".toml": tomllib.loads,
-    ".json": json.loads,
+    ".json": _parse_json,
 }

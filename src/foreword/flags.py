@@ -61,10 +61,11 @@ class Flags:
         known = self.options
         found: dict[str, Any] = {}
         if args.config is not None:
+            content = read_config_file(args.config)
             try:
-                found = read_options(read_config_file(args.config), known, self.vllm)
+                found = read_options(content, known, self.vllm)
             except ConfigError as error:
-                raise ConfigError(f"--config {args.config}: {error}") from None
+                raise ConfigError(f"config={str(args.config)!r}: {error}") from None
         said = {name.removeprefix(SAID): value for name, value in vars(args).items() if name.startswith(SAID)}
         for name, value in said.items():
             if name in known:
