@@ -633,6 +633,10 @@ def test_a_small_pool_preempts_and_evicts_and_reports_both(chat_model: Path, tin
         report = llm.get_prefix_cache_stats()
         assert report.preemptions > 0
         assert report.evictions > 0
+        assert report.preempted_requests == report.preemptions
+        assert report.preempted_queried_tokens > report.preempted_hit_tokens > 0
+        assert (report.requests, report.queried_tokens) == (4, 60), "looking up again is no traffic"
+        assert report.prefix_cache_hit_rate == report.hit_rate
         for prompt, output in zip(prompts, outputs, strict=True):
             assert output.outputs[0].token_ids == tiny_models.oracle("llama").greedy(prompt, 20)
 

@@ -55,6 +55,8 @@ def test_counters_equal_what_the_answers_said():
         assert found["foreword_prefix_cache_queries_total", ""] == prompt
         assert found["foreword_prefix_cache_hits_total", ""] == cached > 0
         assert found["foreword_prefix_cache_computed_tokens_total", ""] == prompt - cached
+        assert found["foreword_prefix_cache_hit_rate", ""] == cached / prompt
+        assert found["foreword_prefix_cache_preempted_requests_total", ""] == 0
         assert found["foreword_prompt_tokens_total", ""] == prompt
         assert found["foreword_generation_tokens_total", ""] == total(usages, "completion_tokens")
         assert found["foreword_prefix_cache_requests_total", "hit"] == 3

@@ -117,9 +117,16 @@ def test_bad_words_do_not_come(ask):
     assert "4821" not in answer("falcon", "4821")
 
 
+def test_the_stop_string_that_ended_an_answer_is_named(ask):
+    chunks = list(ask.chat.completions.create(model=MODEL, messages=FALCON, temperature=0, stop=["21"], stream=True))
+    whole = ask.chat.completions.create(model=MODEL, messages=FALCON, temperature=0, stop=["21"])
+    assert chunks[-1].choices[0].stop_reason == whole.choices[0].stop_reason == "21"
+
+
 def test_an_answer_that_nothing_may_follow_says_so(ask):
     fields = {"guided_regex": "[ab]{5}", "bad_words": ["a", "b"]}
-    assert complete(ask, **fields).finish_reason == "content_filter"
+    answer = complete(ask, **fields)
+    assert (answer.finish_reason, answer.stop_reason) == ("content_filter", NOTHING_ALLOWED)
     response = ask.responses.create(model=MODEL, input=FALCON, extra_body=fields)
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "content_filter")
 

@@ -27,6 +27,8 @@ class Delta:
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs] | None
     finish_reason: str | None
+    stop_reason: int | str | None = None
+    """The stop string or token that ended it, or a sentence about why nothing may follow."""
 
     def then(self, later: Delta) -> Delta:
         """This and the next delta of the same choice as one."""
@@ -36,6 +38,7 @@ class Delta:
             [*self.token_ids, *later.token_ids],
             None if self.logprobs is None else [*self.logprobs, *(later.logprobs or ())],
             later.finish_reason,
+            later.stop_reason,
         )
 
 

@@ -258,6 +258,7 @@ class EngineThread:
                     completion.token_ids[num_tokens:],
                     logprobs,
                     completion.finish_reason,
+                    completion.stop_reason,
                 ),
             )
             running.shown[at] = (len(completion.text), len(completion.token_ids), completion.finished)

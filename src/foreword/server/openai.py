@@ -346,6 +346,7 @@ class _ChatAnswer(_Answer):
             "message": message,
             "logprobs": self._logprobs(delta),
             "finish_reason": finish_reason,
+            "stop_reason": delta.stop_reason,
         }
 
     def _first_chunks(self, answer: AnswerStream) -> list[Chunk]:
@@ -366,7 +367,8 @@ class _ChatAnswer(_Answer):
             for at, change in enumerate(changes)
         ]
         if finish_reason is not None:
-            choices.append({"index": delta.choice, "delta": {}, "logprobs": None, "finish_reason": finish_reason})
+            end = {"finish_reason": finish_reason, "stop_reason": delta.stop_reason}
+            choices.append({"index": delta.choice, "delta": {}, "logprobs": None, **end})
         return choices
 
     def _changes(self, choice: int, part: str | ToolCall) -> list[Chunk]:
@@ -447,6 +449,7 @@ class _CompletionAnswer(_Answer):
             if logprobs is None
             else form.completion_logprobs(self._service.llm.tokenizer, token_ids, logprobs, self._num_top, offset),
             "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
         }
 
     def _echoed(self, number: int) -> tuple[list[int], str, list[TokenLogprobs | None]]:
