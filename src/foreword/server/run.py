@@ -6,6 +6,7 @@ within the shutdown's time limit, before the engine stops.
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from foreword.llm import LLM
 from foreword.server.app import make_app
 from foreword.server.dashboard.mount import mount_dashboard
 from foreword.server.options import ServerConfig
-from foreword.server.startup import log_addresses, log_model
+from foreword.server.startup import log_addresses, log_model, log_stopping
+
+logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
 """How long the engine's thread may keep the interpreter while the event loop waits for it.
@@ -47,16 +50,31 @@ def serve(llm: LLM, config: ServerConfig) -> None:
     # uvicorn repeats the signal that ended it: for SIGTERM that would be a failure's exit code.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log_model(llm, name)
-    _Server(options, name, lambda url: log_addresses(url, llm.config, config)).run()
+    thread = app.state.service.thread
+    _Server(
+        options,
+        name,
+        on_start=lambda url: log_addresses(url, llm.config, config),
+        on_stop=lambda: log_stopping(thread.num_choices, config.shutdown_timeout_s),
+    ).run()
+    logger.info("the server has stopped", extra={"fields": {"event": "stopped"}})
 
 
 class _Server(uvicorn.Server):
     """Says where it listens, also when the port was chosen by the system."""
 
-    def __init__(self, config: uvicorn.Config, model_name: str, on_start: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        model_name: str,
+        *,
+        on_start: Callable[[str], None],
+        on_stop: Callable[[], None],
+    ) -> None:
         super().__init__(config)
         self._model_name = model_name
         self._on_start = on_start
+        self._on_stop = on_stop
 
     async def startup(self, sockets: object = None) -> None:
         await super().startup(sockets)  # type: ignore[arg-type]
@@ -66,3 +84,7 @@ class _Server(uvicorn.Server):
                 host = f"[{host}]" if ":" in host else host
                 self._on_start(f"http://{host}:{port}")
                 print(f"foreword: serving {self._model_name} at http://{host}:{port}", flush=True)
+
+    async def shutdown(self, sockets: object = None) -> None:
+        self._on_stop()
+        await super().shutdown(sockets)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a server says of itself when it starts: the model, the pool, the addresses, and what to change.
+"""What a server says of itself when it starts: the model, the pool, the addresses, what to change; and when it stops.
 
 Knows an LLM's configuration and layout, and the server's options.
 """
@@ -81,6 +81,16 @@ def log_addresses(url: str, options: EngineConfig, config: ServerConfig) -> None
         logger.warning(
             "whoever reaches %s may use this server, because it asks for no key; set --api-key or --keys-file", url
         )
+
+
+def log_stopping(num_choices: int, timeout_s: float) -> None:
+    """A signal has come: what is still to be done."""
+    logger.info(
+        "stopping: %d answers are finished first, within %g s",
+        num_choices,
+        timeout_s,
+        extra={"fields": {"event": "stopping", "answers": num_choices, "timeout_s": timeout_s}},
+    )
 
 
 def _advice(options: EngineConfig, config: ServerConfig) -> list[str]:
