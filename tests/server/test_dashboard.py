@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 
 from foreword.cache import BlockState
+from foreword.cache.tree_view import MAX_SHOWN_TOKENS
 from foreword.server.dashboard import drawings
 from foreword.server.dashboard.page import RATE_S, tokens_per_second
+from foreword.server.dashboard.pinning import prompt_of_prefix
+from foreword.server.options import ServerConfig
 from foreword.server.records import RequestRecord
-from live_server import ServerProcess, post
+from live_server import ServerProcess, ServerThread, embedded_llm, post
 
 BUILD = Path(__file__).parents[2] / "build" / "dashboard"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -241,6 +244,25 @@ def test_without_the_key_neither_page_nor_socket_nor_files_open():
 def test_a_server_without_dashboard_has_none():
     with ServerProcess("--no-dashboard") as server:
         assert httpx.get(f"{server.url}/dashboard/").status_code == 404
+
+
+# ------------------------------------------------------------------------ pins
+
+
+def test_a_part_of_the_tree_is_pinned_with_all_that_is_before_it():
+    with embedded_llm() as llm, ServerThread(llm, ServerConfig()) as server:
+        for question in ("What is the first code?", "What is the second code?", "Tell me the third code."):
+            ask(server.url, question)
+        found = server.ask(lambda engine: engine.manager.top_prefixes(100))
+        nodes = {str(node.node_id): node for node in found}
+        assert max(node.num_tokens for node in found) > MAX_SHOWN_TOKENS  # the tree shows not all of its tokens
+        for name, node in nodes.items():
+            prompt = prompt_of_prefix(server.service, nodes, name)
+            assert prompt is not None
+            assert node.start < len(prompt.token_ids) <= node.start + node.num_tokens
+            num_pinned = server.ask(lambda engine, prompt=prompt: engine.pin_prefix(prompt, 60.0))
+            assert len(prompt.token_ids) // 16 * 16 <= num_pinned + 16
+        assert prompt_of_prefix(server.service, nodes, "none") is None
 
 
 # -------------------------------------------------------------------- drawings

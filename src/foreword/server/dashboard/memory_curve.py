@@ -13,7 +13,7 @@ from foreword.server.insight import Look
 
 
 def memory_curve(look: Look, block_bytes: int, seconds_per_token: float) -> str:
-    """The whole card, for a pool whose blocks have so many bytes; `seconds_per_token` of prefill are saved by a hit."""
+    """The whole card, for blocks of `block_bytes`; a hit saves `seconds_per_token` of prefill for each token."""
     if not look.more_memory and not look.stats.requests:
         return '<div class="empty">No curve yet: it is drawn from requests that have ended.</div>'
     return _curve(look.more_memory, block_bytes) + _of_ghosts(look, block_bytes, seconds_per_token)
