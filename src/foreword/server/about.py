@@ -39,6 +39,13 @@ async def health(request: Request) -> Response:
     return json_response({"status": "ok", **details})
 
 
+@router.get("/ping", tags=["server"])
+@router.post("/ping", tags=["server"])
+async def ping(request: Request) -> Response:
+    """As /health, for clouds that ask here."""
+    return await health(request)
+
+
 @router.get("/version", tags=["server"])
 async def version() -> Response:
     """The server's version."""

@@ -1,0 +1,158 @@
+"""No body, however large, keeps other clients waiting: a real server, its largest bodies, and a client that measures."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from live_server import ServerProcess
+
+pytestmark = pytest.mark.slow
+
+KEY = {"Authorization": "Bearer sk-a"}
+MAX_STALL_S = 0.05
+MB = 2**20
+SIZE = 16 * MB - 100
+AT_ONCE = ("/v1/completions", '{"prompt": "x", "max_tokens": 1}')
+
+
+def many(one: str, head: str, tail: str, size: int) -> bytes:
+    """A body of about `size` bytes with a list of equal items."""
+    count = (size - len(head) - len(tail)) // (len(one) + 1)
+    return (head + ",".join([one] * count) + tail).encode()
+
+
+def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
+    """Endpoint, what there is much of, and a body."""
+    chat, completions, responses = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+    message = '{"role": "user", "content": "x"}'
+    for path, name, one, head, tail in (
+        (completions, "prompts", "[1]", '{"prompt": [', "]}"),
+        (completions, "texts", '"x"', '{"prompt": [', "]}"),
+        (completions, "tokens", "1", '{"prompt": [', "]}"),
+        (completions, "lists", "[]", '{"prompt": [', "]}"),
+        (completions, "stop ids", "1", '{"prompt": "x", "stop_token_ids": [', "]}"),
+        (completions, "stops", '"x"', '{"prompt": "x", "stop": [', "]}"),
+        (completions, "pairs", '"a": 1', '{"prompt": "x", "logit_bias": {', "}}"),
+        (completions, "long text", "x" * 999, '{"prompt": "', '"}'),
+        (completions, "escapes", "\\u00e9" * 99, '{"prompt": "', '"}'),
+        (chat, "messages", "{}", '{"messages": [', "]}"),
+        (chat, "good messages", message, '{"messages": [', "]}"),
+        (chat, "parts", '{"type": "text", "text": ""}', '{"messages": [{"role": "user", "content": [', "]}]}"),
+        (chat, "tools", "{}", f'{{"messages": [{message}], "tools": [', "]}"),
+        (chat, "metadata", '"a": 1', f'{{"messages": [{message}], "metadata": {{', "}}"),
+        (chat, "fields", '"a": 1', "{", "}"),
+        (chat, "depth", "[[[", '{"messages": ', "}"),
+        (responses, "messages", "{}", '{"input": [', "]}"),
+        (responses, "long text", "x" * 999, '{"input": "', '"}'),
+        ("/tokenize", "long text", "x" * 999, '{"prompt": "', '"}'),
+        ("/tokenize", "messages", "{}", '{"messages": [', "]}"),
+        ("/detokenize", "tokens", "1", '{"tokens": [', "]}"),
+        ("/v1/cache/explain", "tokens", "1", '{"prompt": [', "]}"),
+        ("/reset_prefix_cache", "anything", "1", "[", "]"),
+        ("/dashboard/login", "fields", "a=1&", "", ""),
+    ):
+        yield path, name, many(one, head, tail, size)
+
+
+def largest_that_is_served() -> Iterator[tuple[str, str, bytes]]:
+    """Bodies that are read to the end: the most that the counts let through."""
+    tokens = [7] * 8000
+    message = {"role": "user", "content": "x"}
+    parts = [{"type": "text", "text": "x" * 12}] * 8000
+    for path, name, body in (
+        ("/v1/completions", "token prompts", {"prompt": [tokens] * 128, "max_tokens": 1}),
+        ("/v1/completions", "wrong tokens", {"prompt": [[-1] * 8000] * 128}),
+        ("/v1/completions", "text", {"prompt": "x" * 100_000}),
+        ("/v1/completions", "echo", {"prompt": tokens, "max_tokens": 1, "echo": True, "logprobs": 20}),
+        ("/v1/chat/completions", "messages", {"messages": [message] * 8000}),
+        ("/v1/chat/completions", "wrong messages", {"messages": [{"role": "user"}] * 8000}),
+        ("/v1/chat/completions", "parts", {"messages": [{"role": "user", "content": parts}]}),
+        ("/v1/responses", "messages", {"input": [message] * 8000}),
+        ("/tokenize", "text", {"prompt": "x" * 100_000, "return_token_strs": True}),
+        ("/detokenize", "tokens", {"tokens": tokens}),
+        ("/v1/cache/explain", "tokens", {"prompt": tokens}),
+    ):
+        yield path, name, json.dumps(body).encode()
+
+
+class Watch:
+    """How long /ping takes at most, from a thread of its own."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._go = True
+        self.worst = 0.0
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=120) as client:
+            while self._go:
+                begun = time.perf_counter()
+                client.get("/ping")
+                self.worst = max(self.worst, time.perf_counter() - begun)
+                time.sleep(0.002)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._go = False
+        self._thread.join()
+
+
+def stall(url: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[float, int]:
+    """The longest wait of another client while a body is sent, and the status of its answer."""
+    kind = "application/x-www-form-urlencoded" if "login" in path else "application/json"
+    with Watch(url) as watch:
+        status = httpx.post(f"{url}{path}", content=body, headers={"Content-Type": kind, **headers}, timeout=300)
+    return watch.worst, status.status_code
+
+
+def excess(url: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[float, int]:
+    """By how much such a body stalls others more than one of the same length to a page that is not there.
+
+    That one costs the machine as much in copies and switches, and the server no work. The best of three is taken:
+    a machine that does something else meanwhile makes stalls longer, never shorter.
+    """
+    found = []
+    for _ in range(3):
+        base, _ = stall(url, "/nowhere", body, headers)
+        longest, status = stall(url, path, body, headers)
+        found.append((longest - base, status))
+        if found[-1][0] < MAX_STALL_S:
+            break
+    return min(found)
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[ServerProcess]:
+    with ServerProcess("--api-key", "sk-a", "--operator-key", "sk-o") as server:
+        httpx.post(f"{server.url}{AT_ONCE[0]}", content=AT_ONCE[1], headers=KEY, timeout=60)
+        yield server
+
+
+@pytest.mark.parametrize(("path", "name", "size"), [(path, name, SIZE) for path, name, _ in bodies(100)])
+def test_the_longest_body_of_every_kind_is_refused_without_keeping_others_waiting(guarded, path, name, size):
+    body = next(body for where, what, body in bodies(size) if (where, what) == (path, name))
+    for headers in ({}, KEY):
+        took, status = excess(guarded.url, path, body, headers)
+        assert 400 <= status < 500
+        assert took < MAX_STALL_S, f"{1e3 * took:.0f} ms"
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, name, _ in largest_that_is_served()])
+def test_the_most_that_is_taken_is_served_without_keeping_others_waiting(guarded, path, name):
+    body = next(body for where, what, body in largest_that_is_served() if (where, what) == (path, name))
+    begun = time.perf_counter()
+    json.loads(body)
+    parse_s = time.perf_counter() - begun
+    took, status = excess(guarded.url, path, body, KEY)
+    assert status < 500
+    assert took < MAX_STALL_S + parse_s, f"{1e3 * took:.0f} ms, of which {1e3 * parse_s:.0f} ms may be parsing"
