@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, Literal
 
 import llguidance
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.errors import InvalidRequestError
+from foreword.kept_grammars import KeptGrammars
 from foreword.sampling_params import StructuredOutputsParams, TokenConstraint
 
 logger = logging.getLogger(__name__)
@@ -24,8 +24,11 @@ logger = logging.getLogger(__name__)
 Kind = Literal["json", "regex", "choice", "grammar", "lark"]
 _NAMES = {"json": "JSON schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "lark": "grammar"}
 
-MAX_COMPILED = 64
-"""Compiled schemas that are kept for the next request that asks for them."""
+MAX_SOURCE_CHARACTERS = 128 * 1024
+"""Of a schema or grammar: one of so many takes about a second to compile, and 32 MB."""
+
+MAX_LEXER_STATES = 25_000
+"""Of one grammar, at 1 to 2 KB each; llguidance's own limit is ten times that."""
 
 
 class Grammars:
@@ -38,7 +41,8 @@ class Grammars:
         self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=max(known, vocab_size), eos_token=eos)
         self._vocab_size = vocab_size
         self._eos = np.array(eos, np.int64)
-        self._compiled = lru_cache(MAX_COMPILED)(self._compile)
+        self._limits = llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
+        self.kept = KeptGrammars()
 
     def lark(self, grammar: str) -> Callable[[], TokenConstraint]:
         """Opens constraints to a Lark grammar. Raises InvalidRequestError for one that cannot be followed."""
@@ -57,11 +61,19 @@ class Grammars:
         return self._open("json", '{"type": "object"}')
 
     def _open(self, kind: Kind, source: str) -> Callable[[], TokenConstraint]:
-        matcher = self._compiled(kind, source)
+        matcher = self.kept.get(kind, source)
+        if matcher is None:
+            matcher = self._compile(kind, source)
+            self.kept.keep(kind, source, matcher)
         return lambda: _Constraint(matcher.deep_copy(), self._vocab_size, self._eos)
 
     def _compile(self, kind: Kind, source: str) -> Any:
         """A matcher at its beginning, to be copied."""
+        if len(source) > MAX_SOURCE_CHARACTERS:
+            raise InvalidRequestError(
+                f"the {_NAMES[kind]} has {len(source)} characters; at most {MAX_SOURCE_CHARACTERS} are taken, write a "
+                "shorter one"
+            )
         try:
             if kind == "json":  # of free white space a small model makes no end
                 grammar = llguidance.LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_flexible": False})
@@ -69,7 +81,7 @@ class Grammars:
                 grammar = llguidance.grammar_from(kind, source)
         except (ValueError, UnicodeError) as error:
             raise InvalidRequestError(f"the {_NAMES[kind]} cannot be followed: {error}") from error
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InvalidRequestError(f"the {_NAMES[kind]} cannot be followed: {matcher.get_error()}")
         return matcher

@@ -229,6 +229,11 @@ class LLM:
             engine.abort_request(output.request_id)
 
     @property
+    def num_grammar_bytes(self) -> int:
+        """Bytes of compiled grammars that are kept, estimated."""
+        return 0 if self._grammars is None else self._grammars.kept.num_bytes
+
+    @property
     def grammars(self) -> Grammars:
         """Constraints for this model's tokenizer. Raises InvalidRequestError if it cannot have any."""
         if self._grammars is None:

@@ -1,4 +1,4 @@
-"""No body, however large, keeps other clients waiting: a real server, its largest bodies, and a client that measures."""
+"""No body, however large, keeps other clients waiting: a real server, its largest bodies, a client that measures."""
 
 from __future__ import annotations
 

@@ -68,7 +68,6 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
 
     app = FastAPI(title="foreword", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
-    app.state.kept_responses = responses.KeptResponses()
     app.include_router(openai.router)
     app.include_router(responses.router)
     app.include_router(about.router)

@@ -5,6 +5,7 @@ Knows their fields, and what of the cache may be shown to whom: operators see ev
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -92,7 +93,10 @@ async def metrics(request: Request) -> Response:
     service = service_of(request)
     if service.tenants.asks_for_keys or service.operators.have_a_key:
         service.operators.check(request.scope)
-    text, media_type = service.metrics.write(await service.insight.look(), service.records, service.listeners())
+    look = await service.insight.look()
+    text, media_type = await asyncio.to_thread(
+        service.metrics.write, look, service.records, service.listeners(), service.kept_bytes()
+    )
     return Response(text, media_type=media_type)
 
 

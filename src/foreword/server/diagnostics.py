@@ -71,7 +71,7 @@ def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: i
 def _what_changed(record: RequestRecord, earlier: RequestRecord) -> str:
     """Why two prompts part: by what the template was given besides the messages, or else by these."""
     for name, reason in _TEMPLATE_REASONS.items():
-        if record.template_inputs.get(name) != earlier.template_inputs.get(name):
+        if record.template_digests.get(name) != earlier.template_digests.get(name):
             return reason
     return "input_changed"
 

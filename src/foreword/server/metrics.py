@@ -104,9 +104,11 @@ class Metrics:
         for before, after in pairwise(record.token_times):
             self._inter_token[hit].observe(after - before)
 
-    def write(self, look: Look, records: Records, listeners: Sequence[ListenerHealth]) -> tuple[bytes, str]:
+    def write(
+        self, look: Look, records: Records, listeners: Sequence[ListenerHealth], kept_bytes: Mapping[str, int]
+    ) -> tuple[bytes, str]:
         """All metrics as text, and its media type."""
-        self._engine.show(look, records, listeners)
+        self._engine.show(look, records, listeners, kept_bytes)
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
 
@@ -119,6 +121,7 @@ class _EngineCollector(Collector):
         self._look: Look | None = None
         self._records: Records | None = None
         self._listeners: Sequence[ListenerHealth] = ()
+        self._kept_bytes: Mapping[str, int] = {}
         self._outcomes: dict[str, int] = {}
         self._requests = {"hit": 0, "miss": 0}
         self._prompt_tokens = 0
@@ -132,9 +135,11 @@ class _EngineCollector(Collector):
             self._prompt_tokens += record.num_prompt_tokens
             self._requests["hit" if is_hit(record) else "miss"] += 1
 
-    def show(self, look: Look, records: Records, listeners: Sequence[ListenerHealth]) -> None:
+    def show(
+        self, look: Look, records: Records, listeners: Sequence[ListenerHealth], kept_bytes: Mapping[str, int]
+    ) -> None:
         """From now on report this."""
-        self._look, self._records, self._listeners = look, records, listeners
+        self._look, self._records, self._listeners, self._kept_bytes = look, records, listeners, kept_bytes
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -220,6 +225,12 @@ class _EngineCollector(Collector):
         for listener in self._listeners:
             failing.add_metric((self._model, listener.name), listener.failure is not None)
         yield failing
+        kept = GaugeMetricFamily(
+            "foreword_kept_bytes", "Memory of what requests leave behind, roughly.", labels=("model_name", "what")
+        )
+        for what, num_bytes in self._kept_bytes.items():
+            kept.add_metric((self._model, what), num_bytes)
+        yield kept
 
     def _gauge(self, name: str, documentation: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"foreword_{name}", documentation, labels=("model_name",))

@@ -33,7 +33,7 @@ from foreword.server.extras import Extras
 from foreword.server.http import Event, authorized, respond, service_of, trace_parent
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.off_loop import off_loop
-from foreword.server.service import Caller, Ending, GivenPrompt, Service, Tokens, new_id
+from foreword.server.service import Caller, Ending, GivenPrompt, Service, Tokens, digests, new_id
 from foreword.server.structured import structured_outputs
 from foreword.server.tenants import Tenant
 from foreword.server.tools import ToolCall, ToolCallReader, ToolUse, arguments_for_template, tools_for_template
@@ -54,15 +54,13 @@ async def chat_completions(
     service = service_of(request)
     check_call(service, body)
     tool_use = ToolUse(body, None if service.llm.tokenizer is None else service.llm.tokenizer.chat_template)
-    inputs, forced, messages = await with_body(
-        request,
-        lambda: (
-            {**template_inputs(body.reasoning_effort, body.chat_template_kwargs), **tool_use.for_template},
-            tool_use.grammar(),
-            plain_messages(body.messages),
-        ),
-    )
-    caller = _caller(body, request, tenant, "chat.completions", inputs)
+
+    def read() -> tuple[dict[str, Any], dict[str, str], str | None, list[dict[str, Any]]]:
+        inputs = {**template_inputs(body.reasoning_effort, body.chat_template_kwargs), **tool_use.for_template}
+        return inputs, digests(inputs), tool_use.grammar(), plain_messages(body.messages)
+
+    inputs, inputs_digests, forced, messages = await with_body(request, read)
+    caller = _caller(body, request, tenant, "chat.completions", inputs_digests)
     extras = Extras(service, tenant, request, body)
     params = await sampling_params(service, body, _chat_limits(body))
     params = replace(params, stop=(*params.stop, *tool_use.stop))
@@ -103,7 +101,7 @@ async def completions(
 
 
 def _caller(
-    body: Call, request: Request, tenant: Tenant, endpoint: str, inputs: Mapping[str, Any] | None = None
+    body: Call, request: Request, tenant: Tenant, endpoint: str, template_digests: Mapping[str, str] | None = None
 ) -> Caller:
     return Caller(
         tenant,
@@ -111,7 +109,7 @@ def _caller(
         body.cache_salt,
         body.prompt_cache_key,
         trace_parent(request),
-        inputs or {},
+        template_digests or {},
         body.priority or 0,
     )
 

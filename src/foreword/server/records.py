@@ -8,11 +8,10 @@ any thread at any time; a closed record does not change any more.
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,11 @@ from foreword.cache import LookupExplanation
 from foreword.server.listeners import Listener, ListenerHealth
 
 MAX_RECORDS = 1000
+MAX_RECORD_BYTES = 128 * 2**20
+"""Of all finished records; the oldest are dropped when there are more."""
+RECORD_BYTES = 2048
+"""What a record takes besides its prompt and times."""
+TIME_BYTES = 32
 
 
 @dataclass(slots=True)
@@ -39,8 +43,8 @@ class RequestRecord:
     prompt_cache_key: str | None = None
     trace_parent: str | None = None
     """W3C `traceparent` header of the call, if it came with one."""
-    template_inputs: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template was given besides the messages."""
+    template_digests: Mapping[str, str] = field(default_factory=dict)
+    """What the chat template was given besides the messages: by name, a digest of each."""
     num_choices: int = 1
     stream: bool = False
     created: float = field(default_factory=time.time)
@@ -67,6 +71,11 @@ class RequestRecord:
         return self.num_prompt_tokens - self.num_cached_tokens
 
     @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, roughly."""
+        return RECORD_BYTES + self.prompt_token_ids.nbytes + TIME_BYTES * len(self.token_times)
+
+    @property
     def time_to_first_token(self) -> float | None:
         """Arrival to first token, seconds."""
         return self.token_times[0] - self.arrival_time if self.token_times else None
@@ -91,12 +100,15 @@ class TenantStats:
 class Records:
     """Running requests, the most recent finished ones, and totals by tenant. Safe to use from any thread."""
 
-    def __init__(self, max_finished: int = MAX_RECORDS) -> None:
+    def __init__(self, max_finished: int = MAX_RECORDS, max_bytes: int = MAX_RECORD_BYTES) -> None:
         self._lock = Lock()
         self._running: dict[str, RequestRecord] = {}
-        self._finished: deque[RequestRecord] = deque(maxlen=max_finished)
-        self._by_response: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._finished: deque[RequestRecord] = deque()
+        self._by_response: dict[str, RequestRecord] = {}
         self._max = max_finished
+        self._max_bytes = max_bytes
+        self.num_finished_bytes = 0
+        """Memory of the finished records, roughly."""
         self._tenants: dict[str, TenantStats] = {}
         self._listeners: list[Listener[RequestRecord]] = []
 
@@ -120,10 +132,7 @@ class Records:
                 return
             record.finished_time = time.monotonic()
             record.outcome = outcome
-            self._finished.append(record)
-            self._by_response.setdefault(record.response_id, record)
-            while len(self._by_response) > self._max:
-                self._by_response.popitem(last=False)
+            self._keep(record)
             stats = self._tenants.setdefault(record.tenant, TenantStats())
             stats.outcomes[outcome] += 1
             if record.first_scheduled_time is not None:
@@ -133,6 +142,17 @@ class Records:
                 stats.output_tokens += record.num_output_tokens
         for listener in self._listeners:
             listener(record)
+
+    def _keep(self, record: RequestRecord) -> None:
+        """Add a finished record, and drop the oldest beyond the limits."""
+        self._finished.append(record)
+        self._by_response.setdefault(record.response_id, record)
+        self.num_finished_bytes += record.num_bytes
+        while len(self._finished) > self._max or self.num_finished_bytes > self._max_bytes:
+            dropped = self._finished.popleft()
+            self.num_finished_bytes -= dropped.num_bytes
+            if self._by_response.get(dropped.response_id) is dropped:
+                del self._by_response[dropped.response_id]
 
     def recent(self, count: int, tenant: str | None = None) -> list[RequestRecord]:
         """Finished records, the latest first; of one tenant, if it is named."""

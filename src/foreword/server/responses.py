@@ -7,7 +7,6 @@ Knows the fields of responses and the names and order of their events. Conversat
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
@@ -16,53 +15,17 @@ from starlette.responses import Response
 
 from foreword.server import openai_format as form
 from foreword.server.answer_stream import AnswerStream, Delta
-from foreword.server.api_errors import APIError, bad_request
+from foreword.server.api_errors import bad_request
 from foreword.server.dialect import JsonSchema, ResponseFormat, ResponsesRequest, TextFormat
 from foreword.server.extras import Extras
 from foreword.server.http import Event, authorized, json_response, respond, service_of, trace_parent
 from foreword.server.intake import body_of, takes, with_body
+from foreword.server.kept_responses import KeptResponses, Messages
 from foreword.server.openai import Limits, check_call, plain_messages, sampling_params, template_inputs
-from foreword.server.service import Caller, Service, new_id
+from foreword.server.service import Caller, Service, digests, new_id
 from foreword.server.tenants import Tenant
 
 router = APIRouter(tags=["openai"])
-
-Messages = list[dict[str, str]]
-
-
-class KeptResponses:
-    """Answers and the conversations that they belong to, by response id; the oldest make room."""
-
-    def __init__(self, max_responses: int = 1000, max_characters: int = 50_000_000) -> None:
-        self._kept: OrderedDict[str, tuple[str, Messages, dict[str, Any]]] = OrderedDict()
-        self._max_responses = max_responses
-        self._max_characters = max_characters
-        self._num_characters = 0
-
-    def keep(self, tenant: Tenant, messages: Messages, response: dict[str, Any]) -> None:
-        """Remember a finished response, and what was said up to and with it."""
-        self._kept[response["id"]] = (tenant.name, messages, response)
-        self._num_characters += _length(messages)
-        while len(self._kept) > self._max_responses or self._num_characters > self._max_characters:
-            _, (_, dropped, _) = self._kept.popitem(last=False)
-            self._num_characters -= _length(dropped)
-
-    def get(self, tenant: Tenant, response_id: str) -> tuple[Messages, dict[str, Any]]:
-        """Conversation and body of a tenant's response. Raises APIError 404."""
-        owner, messages, response = self._kept.get(response_id, ("", [], {}))
-        if not response or owner != tenant.name:
-            raise APIError(404, f"Response with id {response_id!r} not found.", param="previous_response_id")
-        return messages, response
-
-    def delete(self, tenant: Tenant, response_id: str) -> None:
-        """Forget a tenant's response. Raises APIError 404."""
-        self.get(tenant, response_id)
-        _, messages, _ = self._kept.pop(response_id)
-        self._num_characters -= _length(messages)
-
-
-def _length(messages: Messages) -> int:
-    return sum(len(message["content"]) for message in messages)
 
 
 @router.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
@@ -95,7 +58,13 @@ async def create_response(
     extras = Extras(service, tenant, request, body)
     dialect = _ResponseAnswer(service, body, kept, tenant, conversation, extras)
     caller = Caller(
-        tenant, "responses", body.cache_salt, body.prompt_cache_key, trace_parent(request), inputs, body.priority or 0
+        tenant,
+        "responses",
+        body.cache_salt,
+        body.prompt_cache_key,
+        trace_parent(request),
+        digests(inputs),
+        body.priority or 0,
     )
     answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
     return await respond(request, answer, dialect, stream=bool(body.stream))
@@ -104,7 +73,7 @@ async def create_response(
 @router.get("/v1/responses/{response_id}")
 async def get_response(response_id: str, request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Response:
     """A response that was kept."""
-    return json_response(_kept(request).get(tenant, response_id)[1])
+    return Response(_kept(request).get(tenant, response_id)[1], media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -117,8 +86,7 @@ async def delete_response(
 
 
 def _kept(request: Request) -> KeptResponses:
-    kept: KeptResponses = request.app.state.kept_responses
-    return kept
+    return service_of(request).kept_responses
 
 
 class _WithFormat:

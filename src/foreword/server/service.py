@@ -6,6 +6,8 @@ Knows prompts, tenants, limits and the engine's thread; knows nothing of HTTP, n
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 import math
 import secrets
@@ -30,6 +32,7 @@ from foreword.server.body_limits import BodyLimits
 from foreword.server.engine_thread import EngineThread
 from foreword.server.insight import Insight
 from foreword.server.json_scan import scan_json
+from foreword.server.kept_responses import KeptResponses
 from foreword.server.listeners import Listener, ListenerHealth
 from foreword.server.metrics import Metrics
 from foreword.server.more_memory import MoreMemory
@@ -71,8 +74,8 @@ class Caller:
     prompt_cache_key: str | None = None
     trace_parent: str | None = None
     """W3C `traceparent` header of the call."""
-    template_inputs: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template is given besides the messages."""
+    template_digests: Mapping[str, str] = field(default_factory=dict)
+    """Digests of what the chat template is given besides the messages."""
     priority: int = 0
     """Lower goes first under the "priority" policy."""
 
@@ -159,6 +162,7 @@ class Service:
             max_token_characters=1 if llm.tokenizer is None else llm.tokenizer.max_token_characters,
         )
         scan_json(b"{}")  # compiles it before requests wait
+        self.kept_responses = KeptResponses()
         self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
         self._grammar_lock = asyncio.Lock()
 
@@ -193,6 +197,15 @@ class Service:
         """Raises APIError 404 for a model that is not the one served."""
         if name is not None and name != self.model_name:
             raise unknown_model(name)
+
+    def kept_bytes(self) -> dict[str, int]:
+        """Memory of what requests leave behind, roughly, by what it is. All of it is bounded."""
+        return {
+            "records": self.records.num_finished_bytes,
+            "responses": self.kept_responses.num_bytes,
+            "grammars": self.llm.num_grammar_bytes,
+            "record_queue": 0 if self.recorder is None else self.recorder.num_waiting_bytes,
+        }
 
     def listeners(self) -> list[ListenerHealth]:
         """How those do that are told what happened to requests."""
@@ -330,7 +343,7 @@ class Service:
                     salt,
                     caller.prompt_cache_key,
                     caller.trace_parent,
-                    caller.template_inputs,
+                    caller.template_digests,
                     params.n,
                     stream,
                 ),
@@ -398,6 +411,11 @@ class Service:
             if record.finished_time is not None
         ]
         return max(1, min(60, math.ceil(sum(times) / len(times)))) if times else 1
+
+
+def digests(inputs: Mapping[str, Any]) -> dict[str, str]:
+    """What stands for a template's inputs in records: equal for equal ones, and short."""
+    return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest() for name, value in inputs.items()}
 
 
 def new_id(prefix: str) -> str:
