@@ -130,10 +130,10 @@ def test_torchs_own_types_name_a_precision_and_a_device() -> None:
     ("options", "message"),
     [
         ({"max_modl_len": 5}, "did you mean 'max_model_len'"),
-        ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2 is an option of vLLM .*accepted: 1.*a server each"),
+        ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2, an option of vLLM, is not .*only 1: .*a server each"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size=True"),
-        ({"quantization": "awq"}, "quantization='awq' .*leave it out"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' .*dtype"),
+        ({"quantization": "awq"}, "quantization='awq'.*leave it out"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'.*choose both with dtype"),
         ({"speculative_config": {"model": "x"}}, "speculative_config="),
         ({"hash_function": "sha256", "prefix_caching_hash_algo": "sha256"}, "give one of them"),
         ({"prefix_caching_hash_algo": "md5"}, "hash_function='md5' is unknown; use one of sha256"),

@@ -162,6 +162,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     engine = {name: option for name, option in engine_options().items() if name not in SAMPLING}
     flags = Flags({"sampling": sampling, "engine": engine, "logging": options_of(LogConfig)}, ENGINE_OPTIONS)
     flags.add_to(parser)
+    parser.usage = "%(prog)s MODEL --prompt TEXT [OPTIONS]"
     parser.set_defaults(run=_generate, flags=flags)
 
 
@@ -175,6 +176,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     groups = {"server": options_of(ServerConfig), "logging": options_of(LogConfig), "engine": engine}
     flags = Flags(groups, {**ENGINE_OPTIONS, **SERVER_OPTIONS})
     flags.add_to(parser)
+    parser.usage = "%(prog)s [MODEL] [OPTIONS]"
     parser.set_defaults(run=_serve, flags=flags, log_level="INFO")
 
 

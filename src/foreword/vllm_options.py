@@ -59,7 +59,7 @@ def _only(*harmless: Any, remedy: str) -> VllmOption:
     return VllmOption(harmless, remedy, takes_value=not any(isinstance(one, bool) for one in harmless))
 
 
-_ONE_DEVICE = "a model runs in one process on one device; for more of them start a server each, behind a proxy"
+_ONE_DEVICE = "a model runs in one process on one device; for several, start a server each behind a proxy"
 _TLS = "the server speaks plain HTTP; put a proxy before it for TLS"
 _LATER = "this version has no such thing; leave it out"
 
@@ -73,7 +73,7 @@ ENGINE_OPTIONS: Mapping[str, VllmOption] = {
     "disable_custom_all_reduce": _switch(),
     "kv_cache_dtype": _only("auto", remedy="KV has the type of the weights; choose both with dtype"),
     "calculate_kv_scales": _only(False, remedy="KV has the type of the weights"),
-    "quantization": _only(remedy="leave it out; what a checkpoint is quantized with is read from its config.json"),
+    "quantization": _only(remedy="leave it out, because a checkpoint's config.json says how it is quantized"),
     "swap_space": _any(),  # preempted requests are computed again, as in vLLM
     "preemption_mode": _only("recompute", remedy="preempted requests are computed again"),
     "cpu_offload_gb": _only(0, remedy="weights stay where they are computed with; use a smaller model or dtype"),
@@ -152,8 +152,9 @@ SERVER_OPTIONS: Mapping[str, VllmOption] = {
 def check_vllm_option(name: str, value: Any, option: VllmOption) -> None:
     """Accept a value that changes nothing. Raises ConfigError for any other."""
     if value is not None and option.harmless is not None and not any(_same(value, one) for one in option.harmless):
-        accepted = f" (accepted: {', '.join(map(repr, option.harmless))})" if option.harmless else ""
-        raise ConfigError(f"{name}={value!r} is an option of vLLM that cannot be kept here{accepted}; {option.remedy}")
+        accepted = ", ".join(str(one) for one in option.harmless if one not in ("", {}, [], ()))
+        only = f", only {accepted}" if accepted else ""
+        raise ConfigError(f"{name}={value!r}, an option of vLLM, is not supported here{only}: {option.remedy}")
     logger.debug("%s=%r changes nothing here", name, value)
 
 
