@@ -9,11 +9,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from foreword.config import EngineConfig
 from foreword.server.options import ServerConfig
-from foreword.server.records import Records, TenantStats
+from foreword.server.records import Records, RequestRecord, TenantStats
 from foreword.server.startup import log_addresses
 from foreword.server.traffic_log import Traffic, TrafficLog
 from live_server import ServerProcess, post, wait_until
@@ -119,6 +120,23 @@ def test_traffic_is_the_difference_of_two_totals() -> None:
     assert (traffic.ended, traffic.failed, traffic.prompt_tokens, traffic.generated_tokens) == (4, 2, 200, 40)
     assert traffic.hit_rate == 150 / 200
     assert Traffic.between(after, after, 10.0).hit_rate is None
+
+
+def test_totals_hold_what_running_requests_have_had_so_far() -> None:
+    records = Records()
+    for name, runs in (("a", True), ("b", True), ("c", False)):
+        record = RequestRecord(name, name, "tenant", "completions", np.arange(10, dtype=np.int32))
+        records.open(record)
+        if runs:
+            record.first_scheduled_time, record.num_cached_tokens, record.num_output_tokens = 1.0, 4, 3
+    open_ones = records.totals()
+    assert (open_ones.requests, open_ones.queried_tokens, open_ones.hit_tokens) == (2, 20, 8)
+    for record in records.running():
+        records.close(record, "stop")
+    ended = records.totals()
+    assert (ended.requests, ended.queried_tokens, ended.output_tokens) == (2, 20, 6)
+    assert Traffic.between(open_ones, ended, 1.0).generated_tokens == 0, "nothing is counted twice"
+    assert ended.outcomes == {"stop": 3}
 
 
 def test_a_server_that_anybody_reaches_without_a_key_warns(caplog: pytest.LogCaptureFixture) -> None:
