@@ -1,14 +1,18 @@
 # Everything here needs only Python 3.11 or newer and make: the first target that is asked for
-# creates .venv and installs foreword into it.
+# creates .venv and installs foreword into it. `make demo` installs what a server needs, the targets
+# for developers add their tools.
 #
 #   PYTHON=python3.12    the interpreter that creates .venv
+#   TORCH_INDEX=         torch from PyPI, which on Linux is the CUDA build (5 GB more), not from the index of CPU wheels
 #   PIP_ARGS="..."       further arguments for pip, for instance another package index
 
 PYTHON ?= python3
 PIP_ARGS ?=
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
 BENCHMARKS := $(wildcard benchmarks/workloads.py benchmarks/cache_core.py benchmarks/attention.py benchmarks/products.py \
 	benchmarks/hybrid.py benchmarks/state_machine.py)
 
@@ -23,10 +27,10 @@ demo: $(INSTALLED) ## prompts answered with and without the prefix cache, in a t
 
 test: check test-fast ## check, then the fast tests
 
-test-fast: $(INSTALLED)
+test-fast: $(INSTALLED_DEV)
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
-test-slow: $(INSTALLED) ## the slow tests
+test-slow: $(INSTALLED_DEV) ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" || { status=$$?; \
 		[ $$status -eq 5 ] && echo "No slow tests were collected." || exit $$status; }
 
@@ -35,20 +39,20 @@ GPU_TESTS := tests/model/test_oracle.py tests/model/test_exactness.py tests/mode
 	tests/model/test_sinks.py tests/model/test_sampler.py tests/model/test_planned_sampling.py tests/model/kernels \
 	tests/test_llm.py tests/gpu
 
-test-gpu: $(INSTALLED) ## the engine's tests on a CUDA device, with a torch that has CUDA
+test-gpu: $(INSTALLED_DEV) ## the engine's tests on a CUDA device, with a torch that has CUDA
 	FOREWORD_TEST_DEVICE=cuda $(BIN)/python -m pytest -m "not slow" $(GPU_TESTS)
 
-check: $(INSTALLED) ## formatting, lint, types and import rules
+check: $(INSTALLED_DEV) ## formatting, lint, types and import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(INSTALLED) ## format, and repair what lint can repair
+format: $(INSTALLED_DEV) ## format, and repair what lint can repair
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(INSTALLED) ## the benchmarks; each prints one JSON line last
+bench: $(INSTALLED_DEV) ## the benchmarks; each prints one JSON line last
 	@[ -n "$(BENCHMARKS)" ] || echo "There are no benchmarks yet."
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
 	@[ ! -e benchmarks/engine.py ] || { echo "== benchmarks/engine.py --quick"; $(BIN)/python benchmarks/engine.py --quick; }
@@ -62,5 +66,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "foreword needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	$(call install,.[serve])
 	@touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
+	$(call install,.[dev])
+	@touch $@
+
+# An index of CPU wheels that does not answer is left out: torch then comes from wherever pip finds it. Modules are
+# compiled when they are first imported (--no-compile), which most never are.
+install = $(BIN)/python -m pip install --no-compile -c constraints.txt $(PIP_ARGS) $$($(FIND_TORCH)) -e "$(1)"
+FIND_TORCH = $(BIN)/python -c 'import sys, urllib.request; index = sys.argv[1]; \
+	urllib.request.urlopen(index + "/torch/", timeout=10); print("--extra-index-url", index)' "$(TORCH_INDEX)" 2>/dev/null || true
