@@ -23,11 +23,13 @@ PROMPT = "A line that no other test sends: the violet badger keeps seven umbrell
 
 
 def lines(log: Path, event: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in log.read_text().splitlines()]
+    complete = log.read_text().rpartition("\n")[0]
+    found = [json.loads(line) for line in complete.splitlines()]
     return [line for line in found if line.get("event") == event]
 
 
 def test_a_server_says_at_its_start_what_it_serves_and_where(server: ServerProcess, server_log: Path) -> None:
+    wait_until(lambda: lines(server_log, "advice"))  # a thread writes them
     [model] = lines(server_log, "model")
     assert (model["dtype"], model["device"], model["layers"]) == ("bfloat16", "cpu", {"full attention": 2})
     assert model["max_model_len"] == 8192
@@ -42,6 +44,7 @@ def test_a_server_says_at_its_start_what_it_serves_and_where(server: ServerProce
 
 
 def test_a_server_says_how_far_its_model_is_while_it_loads(server: ServerProcess, server_log: Path) -> None:
+    wait_until(lambda: lines(server_log, "loaded"))
     stages = [line["stage"] for line in lines(server_log, "loading")]
     assert {"reading the tokenizer", "reading the weights"} <= set(stages)
     assert len(lines(server_log, "loaded")) == 1
@@ -70,9 +73,12 @@ def test_requests_are_logged_with_counts_and_never_with_their_text(server: Serve
 def test_traffic_is_logged_while_there_is_any_and_not_after(server: ServerProcess, server_log: Path) -> None:
     before = len(lines(server_log, "traffic"))
     post(server.url, "/v1/completions", {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True})
-    wait_until(lambda: len(lines(server_log, "traffic")) > before)
-    line = lines(server_log, "traffic")[-1]
-    assert line["requests_ended"] >= 1
+
+    def ended() -> list[dict[str, Any]]:
+        return [line for line in lines(server_log, "traffic")[before:] if line["requests_ended"]]
+
+    wait_until(ended)
+    line = ended()[-1]
     assert line["generated_tokens_per_s"] > 0
     assert line["requests_waiting"] == 0
     assert 0 <= line["pool_in_use"] <= 1
@@ -97,19 +103,21 @@ def test_a_quiet_server_logs_nothing_and_a_failed_look_does_not_end_the_log(
             self.calls = getattr(self, "calls", 0) + 1
             return self.calls
 
-    async def run(records: Records, seconds: float) -> Failing:
+    async def run(records: Records, num_looks: int) -> Failing:
         insight = Failing()
         log = TrafficLog(insight, records, 0.01)  # type: ignore[arg-type]
         log.start()
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(0.1)
+        while insight.num_looks < num_looks:
+            await asyncio.sleep(0.01)
         await log.stop()
         await log.stop()
         return insight
 
     caplog.set_level(logging.INFO)
-    assert asyncio.run(run(Records(), 0.1)).num_looks == 0
+    assert asyncio.run(run(Records(), 0)).num_looks == 0
     assert not caplog.records
-    assert asyncio.run(run(Busy(), 0.5)).num_looks > 1
+    assert asyncio.run(run(Busy(), 3)).num_looks >= 3
     assert [record.levelname for record in caplog.records] == ["ERROR"], "at most one a minute"
 
 
