@@ -331,7 +331,7 @@ def test_malformed_messages_are_refused(llm: LLM, messages: Any, message: str) -
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5 is not a share of memory; use (0, 1]"),
         ({"kv_cache_memory_bytes": 10}, "10 bytes of KV memory do not hold one block of 16 tokens"),
         ({"max_pinned_share": 1.5}, "max_pinned_share=1.5 is not a share of the pool; use 0.0 to 1.0"),
-        ({"max_pinned_share": "half"}, "max_pinned_share='half' has the wrong type; use 0.0 to 1.0"),
+        ({"max_pinned_share": "half"}, "max_pinned_share='half' has the wrong type; use a number"),
         ({"key_salt": 5}, "key_salt=5 has the wrong type; use a text"),
         ({"deduplicate": "no"}, "deduplicate='no' has the wrong type; use True or False"),
         ({"cache_events": True, "explain_misses": False}, "cache_events=True needs explain_misses=True"),

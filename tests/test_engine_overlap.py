@@ -253,6 +253,7 @@ def test_an_interrupt_while_a_step_is_planned_behind_another_ends_all_requests(s
     [
         ({}, True),
         ({"logprobs": 2, "min_tokens": 3, "temperature": 0.7}, True),
+        ({"allowed_token_ids": (1, 2, 3), "min_tokens": 3}, True),
         ({"repetition_penalty": 1.1}, False),
         ({"frequency_penalty": 0.1}, False),
         ({"presence_penalty": 0.1}, False),

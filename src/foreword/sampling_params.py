@@ -19,6 +19,8 @@ from foreword.errors import InvalidRequestError
 
 MAX_CONSTRAINT_CHARACTERS = 50_000
 """Of a regular expression, a grammar, or all choices together."""
+MAX_SCHEMA_CHARACTERS = 200_000
+"""Of a JSON schema that is given as its text."""
 LARGEST = 1e9
 """Of penalties and biases: what is added up of them stays a finite float32."""
 
@@ -65,6 +67,7 @@ class StructuredOutputsParams:
                 "grammar and json_object"
             )
         if isinstance(self.json, str):
+            _check_length("json", self.json, MAX_SCHEMA_CHARACTERS)
             object.__setattr__(self, "json", _parsed(self.json))
         if self.json is not None and not isinstance(self.json, Mapping):
             raise InvalidRequestError(f"json={self.json!r:.60} is no JSON schema; give an object, or its text")
@@ -91,11 +94,9 @@ def _parsed(schema: str) -> Any:
         raise InvalidRequestError(f"json={schema!r:.60} is not valid JSON: {error}") from error
 
 
-def _check_length(name: str, text: str) -> None:
-    if len(text) > MAX_CONSTRAINT_CHARACTERS:
-        raise InvalidRequestError(
-            f"{name} has {len(text)} characters; at most {MAX_CONSTRAINT_CHARACTERS} are taken, write it shorter"
-        )
+def _check_length(name: str, text: str, most: int = MAX_CONSTRAINT_CHARACTERS) -> None:
+    if len(text) > most:
+        raise InvalidRequestError(f"{name} has {len(text)} characters; at most {most} are taken, write it shorter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,6 +81,7 @@ def random_work(seed: int, num_requests: int) -> list[tuple[list[int], SamplingP
             {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 0, "logit_bias": {5: 1.5}},
             {"temperature": 0.7, "min_tokens": 4, "stop_token_ids": (7, 8, 9), "logprobs": 5},
             {"temperature": 0.0, "prompt_logprobs": 2},
+            {"temperature": 1.2, "allowed_token_ids": (5, 6, 7, 9, 300), "min_tokens": 4, "stop_token_ids": (7,)},
         ]
         params = SamplingParams(
             max_tokens=int(rng.integers(4, 12)), seed=number, ignore_eos=True, **options[number % len(options)]
@@ -353,6 +354,12 @@ def plain_work(seed: int, num_requests: int) -> list[tuple[list[int], SamplingPa
             {"temperature": 1.5, "logprobs": 2, "stop_token_ids": tuple(range(0, 320, 9))},
             {"temperature": 1.5, "top_p": 0.95, "min_tokens": 3, "stop_token_ids": tuple(range(0, 320, 4))},
             {"temperature": 0.0, "prompt_logprobs": 1},
+            {
+                "temperature": 1.5,
+                "allowed_token_ids": tuple(range(0, 320, 3)),
+                "min_tokens": 3,
+                "stop_token_ids": tuple(range(0, 320, 4)),
+            },
         ]
         length = int(rng.integers(1, 16))
         own = {"max_tokens": max(3, length), "seed": number, "ignore_eos": True} | options[number % len(options)]

@@ -77,6 +77,8 @@ def test_conversations_and_responses_have_structure_too(ask):
         ({"guided_json": "{"}, "is not valid JSON"),
         ({"guided_choice": []}, r"choice=\(\) is out of range; name a text"),
         ({"guided_choice": ["a", ""]}, "give texts that are not empty"),
+        ({"guided_json": "[" * 300_000}, "json has 300000 characters; at most 200000"),
+        ({"guided_json": "[" * 150_000}, "is not valid JSON"),
         ({"guided_regex": "a" * 60_000}, "regex has 60000 characters; at most 50000"),
         ({"structured_outputs": {}}, "name nothing; give exactly one of"),
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "name regex and json_object; give exactly one"),
