@@ -27,6 +27,8 @@ _NAMES = {"json": "JSON schema", "regex": "regex", "choice": "choice", "grammar"
 MAX_SOURCE_CHARACTERS = 128 * 1024
 """Of a schema or grammar: one of so many takes about a second to compile, and 32 MB."""
 
+MAX_COMPLAINT = 300
+"""Characters of a message about what is wrong with a grammar."""
 MAX_LEXER_STATES = 25_000
 """Of one grammar, at 1 to 2 KB each; llguidance's own limit is ten times that."""
 
@@ -80,11 +82,17 @@ class Grammars:
             else:
                 grammar = llguidance.grammar_from(kind, source)
         except (ValueError, UnicodeError) as error:
-            raise InvalidRequestError(f"the {_NAMES[kind]} cannot be followed: {error}") from error
+            raise InvalidRequestError(f"the {_NAMES[kind]} cannot be followed: {_brief(str(error))}") from error
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise InvalidRequestError(f"the {_NAMES[kind]} cannot be followed: {matcher.get_error()}")
+            raise InvalidRequestError(f"the {_NAMES[kind]} cannot be followed: {_brief(matcher.get_error())}")
         return matcher
+
+
+def _brief(complaint: str) -> str:
+    """llguidance's message, which may repeat all of a grammar, fit to stand in another."""
+    words = " ".join(complaint.split())
+    return words if len(words) <= MAX_COMPLAINT else f"{words[:MAX_COMPLAINT]}..."
 
 
 class _Constraint:
@@ -107,7 +115,7 @@ class _Constraint:
                 return allowed
         allowed = np.zeros(self._vocab_size, np.bool_)
         if self._matcher.is_error():
-            logger.warning("a grammar gave up: %s", self._matcher.get_error())
+            logger.warning("a grammar gave up: %s", _brief(self._matcher.get_error()))
         else:
             allowed[self._eos] = True
         return allowed
