@@ -22,7 +22,7 @@ Policy = Literal["fcfs", "priority"]
 IndexName = Literal["radix", "hash"]
 _DTYPES = {"half": "float16", "float": "float32"}
 """vLLM's other names of a precision."""
-HashName = Literal["sha256", "sha256_cbor", "xxhash"]
+HashName = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 EvictionName = Literal["lru", "lfu", "slru", "fifo", "last_accessed", "priority", "value"]
 
 

@@ -12,6 +12,7 @@ value that was wrong and what to do about it.
     ├── ModelLoadError             the model's files cannot be read
     │   └── UnsupportedModelError  they can, but this engine cannot run the architecture
     ├── CacheBusyError             the cache cannot be reset while requests hold its blocks
+    ├── AllocationError            (also a ValueError)  the cache is asked for slots or blocks that cannot be given
     ├── EventsLostError            a stream of cache events has a gap
     ├── TraceError                 a recorded trace cannot be read
     └── EngineError                a step failed and its requests were aborted, or the engine is closed
@@ -52,6 +53,10 @@ class UnsupportedModelError(ModelLoadError):
 
 class CacheBusyError(ForewordError):
     """The prefix cache cannot be reset while running requests hold its blocks."""
+
+
+class AllocationError(ForewordError, ValueError):
+    """Slots or blocks were asked for in a way that contradicts what is held; nothing has changed."""
 
 
 class EventsLostError(ForewordError):

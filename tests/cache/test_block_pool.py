@@ -5,7 +5,16 @@ import random
 import numpy as np
 import pytest
 
-from foreword.cache import BlockPool, FreeKVCacheBlockQueue
+from foreword.cache import (
+    BlockPool,
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+    TokenSequence,
+    get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
+)
+from foreword.errors import AllocationError, CacheBusyError, ConfigError
 
 
 def ids(*block_ids):
@@ -92,3 +101,79 @@ def test_the_integrity_check_catches_a_lost_queue_entry():
     pool._free.remove(ids(1))
     with pytest.raises(AssertionError, match="without holder"):
         pool.check_integrity(np.zeros(2, np.int32))
+
+
+# ------------------------------------------------------------------------------------- found by their keys
+
+
+def filled_pool(num_groups=1):
+    """A pool whose blocks 0 and 1 hold the two blocks of a sequence, in every group."""
+    pool = BlockPool(8, num_groups=num_groups)
+    sequence = TokenSequence("a", range(5), block_size=2)
+    tables = [pool.get_new_blocks(3) for _ in range(num_groups)]
+    for group_id, table in enumerate(tables):
+        pool.cache_full_blocks(sequence, table, 0, 2, group_id)
+    return pool, sequence.block_hashes(), tables
+
+
+def test_full_blocks_are_found_by_their_keys():
+    pool, keys, [table] = filled_pool()
+    assert pool.get_cached_block(keys[1]) == [KVCacheBlock(pool, 1)]
+    pool.free_blocks(table[::-1])
+    assert pool.get_cached_block(keys[0]) == [pool.block(0)]
+    pool.get_new_blocks(8)
+    assert pool.get_cached_block(keys[0]) is None
+
+
+def test_a_key_is_found_only_if_every_group_that_is_asked_has_it():
+    pool, keys, tables = filled_pool(num_groups=2)
+    assert pool.get_cached_block(keys[0], [0, 1]) == [pool.block(int(table[0])) for table in tables]
+    pool.evict_blocks({int(tables[1][0])})
+    assert pool.get_cached_block(keys[0], [0, 1]) is None
+    assert pool.get_cached_block(keys[0], [0]) == [pool.block(0)]
+
+
+def test_blocks_to_evict_come_in_any_iterable():
+    for form in (list, set, tuple, iter, np.array):
+        pool, keys, _ = filled_pool()
+        pool.evict_blocks(form([0, 2]))
+        assert pool.get_cached_block(keys[0]) is None
+        assert pool.get_cached_block(keys[1]) is not None
+
+
+def test_a_view_tells_what_the_pool_tells_now():
+    pool, keys, [table] = filled_pool()
+    block = pool.block(1)
+    assert (block.block_id, block.ref_cnt, block.is_null) == (1, 1, False)
+    assert block.block_hash == make_block_hash_with_group_id(keys[1], 0)
+    pool.touch(table[:2])
+    assert block.ref_cnt == 2
+    pool.evict_blocks([1])
+    assert block.block_hash is None
+    assert pool.block(-1).is_null
+
+
+def test_a_key_with_its_group_comes_apart_again():
+    key = make_block_hash_with_group_id(b"some key", 7)
+    assert (get_block_hash(key), get_group_id(key)) == (b"some key", 7)
+
+
+def test_a_pool_whose_blocks_are_held_is_not_reset():
+    pool, keys, [table] = filled_pool()
+    with pytest.raises(CacheBusyError, match="3 blocks are held"):
+        pool.reset_prefix_cache()
+    pool.free_blocks(table)
+    assert pool.reset_prefix_cache()
+    assert pool.get_cached_block(keys[0]) is None
+
+
+def test_more_blocks_than_are_free_are_refused():
+    pool = BlockPool(2)
+    with pytest.raises(AllocationError, match="3 new blocks are more than the 2 free ones"):
+        pool.get_new_blocks(3)
+    assert pool.get_num_free_blocks() == 2
+
+
+def test_a_pool_with_an_observer_leaves_keys_to_it():
+    with pytest.raises(ConfigError, match="on_reuse"):
+        BlockPool(2, on_reuse=lambda _: None).get_cached_block(b"key")

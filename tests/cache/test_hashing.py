@@ -41,9 +41,9 @@ def test_a_key_is_the_digest_of_parent_tokens_and_extra_keys():
     assert hash_blocks(sha256, None, np.array([1, 2, 3, 4], np.int32), 4) == [first]
 
 
-@pytest.mark.parametrize("name", ["sha256", "sha256_cbor", "xxhash"])
+@pytest.mark.parametrize("name", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
 def test_keys_do_not_depend_on_the_process(name):
-    if name == "xxhash":
+    if name.startswith("xxhash"):
         pytest.importorskip("xxhash")
     code = (
         "import numpy as np; from foreword.cache import *;"
@@ -220,12 +220,26 @@ VECTORS = [
         "c3ca73cf458254d30fe8c330ead36c50",
         "6e875475277f2d2af43925f7a7ee6b3b",
     ),
+    (
+        "xxhash_cbor",
+        "",
+        ExtraKeys(),
+        "4ecc1697301ab5d67b58366a8126aed8",
+        "0504aa90a2be6d050f4ee443d125f93b",
+    ),
+    (
+        "xxhash_cbor",
+        "example/model@1 bf16",
+        ALL_KEYS,
+        "d91f5b85f791556c7c6345170479c539",
+        "42c08186b7c3052b86e0623bfef6d3e2",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "fingerprint", "extra", "first", "second"), VECTORS)
 def test_published_vectors_hold(name, fingerprint, extra, first, second):
-    if name == "xxhash":
+    if name.startswith("xxhash"):
         pytest.importorskip("xxhash")
     sequence = TokenSequence(
         "r",
@@ -251,7 +265,7 @@ def test_the_cbor_message_is_what_the_docs_spell_out():
 
 
 def test_an_unknown_hash_function_is_refused_with_the_known_names():
-    with pytest.raises(ConfigError, match=r"'md5'.*sha256, sha256_cbor, xxhash"):
+    with pytest.raises(ConfigError, match=r"'md5'.*sha256, sha256_cbor, xxhash, xxhash_cbor"):
         make_hash_function("md5")
 
 

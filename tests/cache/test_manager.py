@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from foreword.cache import ExtraKeys, HashIndex, KVCacheManager, RadixIndex, TokenSequence
-from foreword.errors import CacheBusyError, ConfigError
+from foreword.errors import AllocationError, CacheBusyError, ConfigError
 
 
 def sequence(name, tokens, block_size=4, **extra):
@@ -96,6 +96,60 @@ def test_too_few_blocks_change_nothing():
     assert manager.free_block_ids().tolist() == before
     assert manager.held_request_ids() == ["a"]
     manager.check_integrity()
+
+
+def test_room_for_fewer_tokens_than_there_is_room_for_is_refused_and_changes_nothing():
+    manager = KVCacheManager(10, block_size=4)
+    admit(manager, sequence("a", range(12)))
+    before = table(manager, "a")
+    with pytest.raises(AllocationError, match="num_tokens=3 is less than the 12 tokens that request 'a' has room for"):
+        manager.allocate_slots(sequence("a", range(12)), 3)
+    assert table(manager, "a") == before
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("num_tokens", [-1, 0, 7])
+def test_room_for_less_than_a_hit_and_a_token_is_refused(num_tokens):
+    manager = KVCacheManager(10, block_size=4)
+    admit(manager, sequence("a", range(12)))
+    manager.begin_step()
+    other = sequence("b", range(12))
+    hit = manager.get_computed_blocks(other)
+    with pytest.raises(AllocationError, match=f"num_tokens={num_tokens} is less than the 11 tokens"):
+        manager.allocate_slots(other, num_tokens, hit)
+    assert manager.held_request_ids() == ["a"]
+    manager.check_integrity()
+
+
+def test_running_requests_are_refused_room_for_fewer_tokens_too():
+    manager = KVCacheManager(10, block_size=4)
+    admit(manager, sequence("a", range(12)))
+    with pytest.raises(AllocationError, match="num_tokens=11 is less than the 12 tokens that request 'a' has room for"):
+        manager.allocate_running_slots(manager.handles(["a"]), np.array([11]))
+    manager.check_integrity()
+
+
+def test_blocks_whose_tokens_become_known_late_are_indexed_when_asked():
+    manager = KVCacheManager(10, block_size=4)
+    grown = sequence("a", range(6))
+    admit(manager, grown, 6)
+    manager.allocate_running_slots(manager.handles(["a"]), np.array([7]))
+    manager.allocate_running_slots(manager.handles(["a"]), np.array([8]))  # of tokens that are not known yet
+    assert manager.get_num_cached_blocks() == 1
+    grown.append(6)
+    grown.append(7)
+    manager.cache_blocks(grown, 8)
+    assert manager.get_num_cached_blocks() == 2
+    manager.free(grown)
+    assert manager.held_request_ids() == []
+
+
+def test_blocks_to_evict_come_in_any_iterable():
+    for form in (list, set, tuple, iter, np.array):
+        manager = KVCacheManager(10, block_size=4)
+        admit(manager, sequence("a", range(12)))
+        manager.evict_blocks(form([0, 2]))
+        assert manager.get_num_cached_blocks() == 1
 
 
 def test_hit_blocks_that_are_free_are_not_counted_twice():

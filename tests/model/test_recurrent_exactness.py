@@ -130,7 +130,7 @@ class Traffic:
             state_interval=2 * grid,
             max_num_batched_tokens=int(rng.integers(grid, 90)),
             max_num_seqs=5,
-            long_prefill_token_threshold=int(rng.choice([0, 16])),
+            long_prefill_token_threshold=16 if rng.random() < 0.5 else None,
         )
         texts = [random_tokens(rng, 100) for _ in range(2)]
         sent: dict[str, tuple[list[int], SamplingParams, RequestOutput]] = {}

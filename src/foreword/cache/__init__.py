@@ -4,8 +4,9 @@ Needs the standard library and numpy only, so that any engine can adopt it alone
 text, tensors or requests. `KVCacheManager` is the door; a scheduler needs nothing else.
 """
 
+from foreword.cache.block_allocator import PrefixCachingBlock, PrefixCachingBlockAllocator
 from foreword.cache.block_pool import BlockIds, BlockPool, FreeKVCacheBlockQueue
-from foreword.cache.block_table import MultiGroupBlockTable
+from foreword.cache.block_table import BlockTable, MultiGroupBlockTable
 from foreword.cache.checkpoints import StateCheckpoints
 from foreword.cache.coordinator import (
     KVCacheCoordinatorNoPrefixCache,
@@ -22,7 +23,13 @@ from foreword.cache.events import (
 )
 from foreword.cache.eviction import EvictionPolicy, make_policy
 from foreword.cache.explain import LookupExplanation
-from foreword.cache.group_index import GroupedHashIndex
+from foreword.cache.group_index import (
+    BlockHashWithGroupId,
+    GroupedHashIndex,
+    get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
+)
 from foreword.cache.group_specs import (
     ChunkedLocalSpec,
     FullAttentionSpec,
@@ -54,6 +61,7 @@ from foreword.cache.hashing import (
 )
 from foreword.cache.hybrid import HybridKVCacheCoordinator
 from foreword.cache.index import Divergence, HashIndex, PartialBlock, PrefixIndex, PrefixMatch
+from foreword.cache.kv_cache_block import KVCacheBlock
 from foreword.cache.ledger import CacheLedger, Eviction, EvictionCause, MissReason
 from foreword.cache.manager import BlockState, KVCacheManager
 from foreword.cache.pins import PinnedPolicy
@@ -69,11 +77,13 @@ __all__ = [
     "NULL_BLOCK",
     "AllBlocksCleared",
     "BlockHash",
+    "BlockHashWithGroupId",
     "BlockIds",
     "BlockPool",
     "BlockRemoved",
     "BlockState",
     "BlockStored",
+    "BlockTable",
     "CacheLedger",
     "CachingMetrics",
     "ChunkedLocalAttentionManager",
@@ -92,6 +102,7 @@ __all__ = [
     "HashFunction",
     "HashIndex",
     "HybridKVCacheCoordinator",
+    "KVCacheBlock",
     "KVCacheCoordinatorNoPrefixCache",
     "KVCacheEvent",
     "KVCacheManager",
@@ -104,6 +115,8 @@ __all__ = [
     "PartialBlock",
     "PinnedPolicy",
     "PrefixCacheStats",
+    "PrefixCachingBlock",
+    "PrefixCachingBlockAllocator",
     "PrefixHit",
     "PrefixIndex",
     "PrefixMatch",
@@ -120,8 +133,11 @@ __all__ = [
     "TokenSequence",
     "UnitaryKVCacheCoordinator",
     "chain_root",
+    "get_block_hash",
+    "get_group_id",
     "hash_block_tokens",
     "hash_blocks",
+    "make_block_hash_with_group_id",
     "make_hash_function",
     "make_index",
     "make_policy",

@@ -1,25 +1,34 @@
 """The blocks of the KV memory: who holds them, and which are free.
 
-Knows block ids and counts; knows neither what is stored in a block nor which prefix it belongs to (an
-observer is told when a block's content is about to be overwritten), and leaves to a policy which free
-block goes next.
+Knows block ids and counts, and leaves to a policy which free block goes next. What a block holds is known to an
+observer, who is told before it is overwritten: a KVCacheManager with an index of its own, or, in a pool that is used
+alone, an index of keys.
 
 All state is in numpy arrays indexed by block id, and every operation takes many blocks at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.eviction import EvictionPolicy, LruPolicy
 from foreword.cache.free_queue import BlockIds, FreeKVCacheBlockQueue
+from foreword.cache.group_index import BlockHashWithGroupId, GroupedHashIndex, make_block_hash_with_group_id
 from foreword.cache.hashing import BlockHash
+from foreword.cache.kv_cache_block import KVCacheBlock
+from foreword.cache.sequence import TokenSequence
 from foreword.cache.value import KeyedPolicy
+from foreword.errors import AllocationError, CacheBusyError, ConfigError
 
 __all__ = ["BlockIds", "BlockPool", "FreeKVCacheBlockQueue"]
+
+
+def as_block_ids(block_ids: Iterable[int]) -> BlockIds:
+    """Block ids from any iterable, each once, in its order."""
+    return np.fromiter(dict.fromkeys(map(int, block_ids)), np.int32)
 
 
 class BlockPool:
@@ -28,13 +37,21 @@ class BlockPool:
     A block is free exactly when its count is 0. Free blocks keep their content, and may be taken back
     with `touch`, until `get_new_blocks` gives them to someone else; `on_reuse` is called with the block
     ids just before that. Which go first is up to the policy (default: `lru`).
+
+    Without `on_reuse` the pool itself remembers what `cache_full_blocks` says that its blocks hold.
     """
 
     def __init__(
-        self, num_blocks: int, on_reuse: Callable[[BlockIds], None], policy: EvictionPolicy | None = None
+        self,
+        num_blocks: int,
+        on_reuse: Callable[[BlockIds], None] | None = None,
+        policy: EvictionPolicy | None = None,
+        *,
+        num_groups: int = 1,
     ) -> None:
         self.num_blocks = num_blocks
-        self._on_reuse = on_reuse
+        self._index = GroupedHashIndex(num_blocks, num_groups) if on_reuse is None else None
+        self._on_reuse: Callable[[BlockIds], object] = on_reuse if on_reuse is not None else self._forget
         self._ref_counts: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
         self._free: EvictionPolicy = policy if policy is not None else LruPolicy(num_blocks)
         self._keyed: KeyedPolicy | None = (
@@ -57,7 +74,15 @@ class BlockPool:
         return int(np.count_nonzero(self._ref_counts[block_ids] == 1))
 
     def get_new_blocks(self, count: int) -> BlockIds:
-        """Take `count` blocks (at most `get_num_free_blocks()`), those first that the policy gives away first."""
+        """Take `count` blocks (at most `get_num_free_blocks()`), those first that the policy gives away first.
+
+        Raises AllocationError if there are fewer; nothing has changed then.
+        """
+        if count > len(self._free):
+            raise AllocationError(
+                f"{count} new blocks are more than the {len(self._free)} free ones; free some, or ask "
+                "get_num_free_blocks() first"
+            )
         block_ids = self._free.popleft(count)
         if count:
             self._on_reuse(block_ids)
@@ -97,6 +122,80 @@ class BlockPool:
     def note_forgotten(self, block_ids: BlockIds) -> None:
         """What these (distinct) blocks hold cannot be found any more; who holds them keeps them."""
         self._free.note_forgotten(block_ids)
+
+    # ------------------------------------------------------------- found by key
+
+    def block(self, block_id: int) -> KVCacheBlock:
+        """One block as an object."""
+        return KVCacheBlock(self, block_id)
+
+    def ref_count(self, block_id: int) -> int:
+        """Number of holders of one block."""
+        return int(self._ref_counts[block_id])
+
+    def get_cached_block(self, key: BlockHash, group_ids: Iterable[int] = (0,)) -> list[KVCacheBlock] | None:
+        """The block that holds a key in each of these groups, or None if one of them lacks it. Changes nothing."""
+        finders = [self._checked_index().finder(group_id) for group_id in group_ids]
+        found = [block_id for finder in finders if (block_id := finder(key)) is not None]
+        return [self.block(block_id) for block_id in found] if len(found) == len(finders) else None
+
+    def cache_full_blocks(
+        self,
+        sequence: TokenSequence,
+        block_ids: Iterable[int],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        group_id: int = 0,
+    ) -> None:
+        """From now on a sequence's blocks number `num_cached_blocks` to `num_full_blocks` are found by their keys.
+
+        `block_ids` is its whole table; those blocks are held and hold nothing that can be found. Their size is the
+        sequence's.
+        """
+        keys = sequence.block_hashes()[num_cached_blocks:num_full_blocks]
+        new_ids = as_block_ids(block_ids)[num_cached_blocks : num_cached_blocks + len(keys)]
+        self._cache(group_id, keys, new_ids, num_cached_blocks)
+
+    def cache_key(self, block_id: int, key: BlockHash, number: int, group_id: int = 0) -> None:
+        """From now on a held block is found by this key, as block number `number` of its prefix."""
+        self._cache(group_id, [key], as_block_ids([block_id]), number)
+
+    def _cache(self, group_id: int, keys: Sequence[BlockHash], block_ids: BlockIds, first: int) -> None:
+        self._checked_index().insert(group_id, keys, block_ids)
+        self.note_cached(block_ids, np.arange(first, first + len(keys), dtype=np.int32))
+        if self.wants_keys:
+            self.note_keys(block_ids, [BlockHash(make_block_hash_with_group_id(key, group_id)) for key in keys])
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Forget what these blocks hold. Who holds them keeps them."""
+        self._checked_index()
+        self.note_forgotten(self._forget(as_block_ids(block_ids)))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget everything; True. Raises CacheBusyError while blocks are held."""
+        index, num_held = self._checked_index(), self.num_blocks - len(self._free)
+        if num_held:
+            raise CacheBusyError(f"the prefix cache cannot be reset while {num_held} blocks are held; free them first")
+        self.note_forgotten(index.block_ids())
+        index.clear()
+        return True
+
+    def block_hash(self, block_id: int) -> BlockHashWithGroupId | None:
+        """Key and group under which a block is found, or None."""
+        index = self._checked_index()
+        key, group_id = index.key_of(block_id), index.group_of(block_id)
+        return None if key is None or group_id is None else make_block_hash_with_group_id(key, group_id)
+
+    def _checked_index(self) -> GroupedHashIndex:
+        if self._index is None:
+            raise ConfigError(
+                "this pool's blocks are found by whoever gave it on_reuse; leave on_reuse out, or ask there"
+            )
+        return self._index
+
+    def _forget(self, block_ids: BlockIds) -> BlockIds:
+        """The index forgets these blocks; those that it knew."""
+        return self._checked_index().remove(block_ids)
 
     def ref_counts(self) -> npt.NDArray[np.int32]:
         """Reference count of every block, [num_blocks] (a copy)."""

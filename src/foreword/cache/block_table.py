@@ -13,7 +13,7 @@ import numpy.typing as npt
 from foreword.cache.block_pool import BlockIds
 
 
-class BlockTables:
+class BlockTable:
     """One row of block ids per request: entry j holds positions j*block_size and on.
 
     Rows and columns are added when they run out, by doubling; entries past a row's length are
@@ -114,7 +114,7 @@ class MultiGroupBlockTable:
     """One table per group; a request has the same row number in all of them."""
 
     def __init__(self, num_groups: int) -> None:
-        self.groups = tuple(BlockTables() for _ in range(num_groups))
+        self.groups = tuple(BlockTable() for _ in range(num_groups))
 
     def open_row(self) -> int:
         """Number of a row that is empty in every group."""

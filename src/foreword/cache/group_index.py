@@ -8,7 +8,7 @@ predecessors. A radix tree finds a block only by walking through all blocks befo
 suffix with its prefix; it cannot serve here.
 
 A group's block is keyed by the chain at the position where the block ends, which makes one chain serve
-groups of different block sizes (`BlockHashWithGroupId` in vLLM: here one map per group):
+groups of different block sizes (one map per group; `BlockHashWithGroupId` is for where keys of all groups meet):
 
     chain, 4 tokens a key      k0   k1   k2   k3   k4   k5
     group 0, block size 4      k0   k1   k2   k3   k4   k5
@@ -18,11 +18,30 @@ groups of different block sizes (`BlockHashWithGroupId` in vLLM: here one map pe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NewType
 
 import numpy as np
 
-from foreword.cache.block_pool import BlockIds
+from foreword.cache.free_queue import BlockIds
 from foreword.cache.hashing import BlockHash
+
+BlockHashWithGroupId = NewType("BlockHashWithGroupId", bytes)
+"""A block's key and the number of its group (4 bytes, big endian, at the end), as in vLLM v1."""
+
+
+def make_block_hash_with_group_id(key: BlockHash, group_id: int) -> BlockHashWithGroupId:
+    """The key of a block in one group: equal keys of two groups stand for different blocks."""
+    return BlockHashWithGroupId(key + group_id.to_bytes(4, "big"))
+
+
+def get_block_hash(key: BlockHashWithGroupId) -> BlockHash:
+    """The key without the group."""
+    return BlockHash(key[:-4])
+
+
+def get_group_id(key: BlockHashWithGroupId) -> int:
+    """The number of the group."""
+    return int.from_bytes(key[-4:], "big")
 
 
 class BlockHashToBlockMap:

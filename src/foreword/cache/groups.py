@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.block_pool import BlockIds, BlockPool
-from foreword.cache.block_table import BlockTables
+from foreword.cache.block_table import BlockTable
 from foreword.cache.group_specs import (
     ChunkedLocalSpec,
     FullAttentionSpec,
@@ -68,7 +68,7 @@ class SingleTypeKVCacheManager(ABC):
     readable_in_same_step = True
     """Whether a step may read what another request of the same batch writes: KV, but not states."""
 
-    def __init__(self, block_size: int, tables: BlockTables) -> None:
+    def __init__(self, block_size: int, tables: BlockTable) -> None:
         self.block_size = block_size
         self.tables = tables
         self.num_indexed: list[int] = []
@@ -233,7 +233,7 @@ class SinkFullAttentionManager(FullAttentionManager):
     They are in no request's table: attention puts them before it.
     """
 
-    def __init__(self, spec: SinkFullSpec, tables: BlockTables) -> None:
+    def __init__(self, spec: SinkFullSpec, tables: BlockTable) -> None:
         super().__init__(spec.block_size, tables)
         self._num_sink_tokens = spec.num_sink_tokens
         self._sink_ids = NO_BLOCKS
@@ -254,7 +254,7 @@ class SinkFullAttentionManager(FullAttentionManager):
 class SlidingWindowManager(SingleTypeKVCacheManager):
     """Needs the blocks that the window before the next position touches."""
 
-    def __init__(self, spec: SlidingWindowSpec, tables: BlockTables) -> None:
+    def __init__(self, spec: SlidingWindowSpec, tables: BlockTable) -> None:
         super().__init__(spec.block_size, tables)
         self._window = spec.window
 
@@ -269,7 +269,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
 class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
     """Needs the blocks of the next position's chunk."""
 
-    def __init__(self, spec: ChunkedLocalSpec, tables: BlockTables) -> None:
+    def __init__(self, spec: ChunkedLocalSpec, tables: BlockTable) -> None:
         super().__init__(spec.block_size, tables)
         self._chunk = spec.chunk
 
@@ -298,7 +298,7 @@ class MambaManager(SingleTypeKVCacheManager):
     only_appends = False
     readable_in_same_step = False
 
-    def __init__(self, spec: RecurrentSpec, tables: BlockTables, alignment: int) -> None:
+    def __init__(self, spec: RecurrentSpec, tables: BlockTable, alignment: int) -> None:
         super().__init__(spec.block_size, tables)
         self._interval = math.lcm(spec.interval_tokens or spec.block_size, alignment)
         self._alignment = alignment
@@ -364,7 +364,7 @@ class MambaManager(SingleTypeKVCacheManager):
         assert (table != NULL_BLOCK).sum() <= 2, "a request holds states that no step reads"
 
 
-def make_group_manager(spec: GroupSpec, tables: BlockTables, alignment: int) -> SingleTypeKVCacheManager:
+def make_group_manager(spec: GroupSpec, tables: BlockTable, alignment: int) -> SingleTypeKVCacheManager:
     """The manager of a spec's type; `alignment` is the multiple of tokens in which hits are counted."""
     match spec:
         case FullAttentionSpec():

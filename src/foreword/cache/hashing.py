@@ -67,7 +67,7 @@ sha256_cbor = HashFunction("sha256_cbor", hashlib.sha256, "cbor")
 
 Without extra keys, and given the same root, these are the keys of vLLM's function of that name."""
 
-HASH_FUNCTION_NAMES = ("sha256", "sha256_cbor", "xxhash")
+HASH_FUNCTION_NAMES = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 
 
 def make_hash_function(name: str) -> HashFunction:
@@ -77,24 +77,26 @@ def make_hash_function(name: str) -> HashFunction:
     if name == "sha256_cbor":
         return sha256_cbor
     if name == "xxhash":
-        return _make_xxhash()
+        return _make_xxhash(name, "packed")
+    if name == "xxhash_cbor":
+        return _make_xxhash(name, "cbor")
     raise ConfigError(f"unknown hash function {name!r}; choose one of {', '.join(HASH_FUNCTION_NAMES)}")
 
 
-def _make_xxhash() -> HashFunction:
-    """128-bit xxh3 over packed bytes."""
+def _make_xxhash(name: str, encoding: Literal["packed", "cbor"]) -> HashFunction:
+    """128-bit xxh3."""
     try:
         import xxhash
     except ImportError as error:
         raise ConfigError(
-            "hash function 'xxhash' needs the package xxhash, which is not installed; "
+            f"hash function {name!r} needs the package xxhash, which is not installed; "
             "run `pip install foreword[xxhash]` or choose sha256"
         ) from error
     logger.warning(
         "xxhash is not collision-safe: whoever can send prompts can construct two with equal keys, and so reach "
         "the cache of another tenant; use it only where all prompts come from people who trust each other"
     )
-    return HashFunction("xxhash", xxhash.xxh3_128)
+    return HashFunction(name, xxhash.xxh3_128, encoding)
 
 
 def chain_root(fingerprint: str = "") -> BlockHash:

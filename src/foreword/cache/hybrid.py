@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from foreword.cache.block_pool import BlockIds, BlockPool
 from foreword.cache.coordinator import KVCacheCoordinatorNoPrefixCache, PrefixHit, SequenceOfRow
-from foreword.cache.group_index import GroupedHashIndex
+from foreword.cache.group_index import GroupedHashIndex, make_block_hash_with_group_id
 from foreword.cache.group_specs import GroupSpec, RecurrentSpec
 from foreword.cache.groups import NULL_BLOCK, BlockFinder, without_null
 from foreword.cache.hashing import BlockHash
@@ -126,9 +126,10 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
             self._index.insert(group_id, self._keys(group_id, sequence, numbers.start, numbers.stop), block_ids)
             self._note_indexed(block_ids, numbers.start)
             if self._pool.wants_keys:
-                own = bytes((group_id,))  # equal keys of two groups stand for different blocks
                 keys = self._keys(group_id, sequence, numbers.start, numbers.stop)
-                self._pool.note_keys(block_ids, [BlockHash(own + key) for key in keys])
+                self._pool.note_keys(
+                    block_ids, [BlockHash(make_block_hash_with_group_id(key, group_id)) for key in keys]
+                )
             manager.set_indexed(row, numbers.stop)
             if self._accounts:
                 self._accounts[group_id].stored(sequence, numbers, block_ids)

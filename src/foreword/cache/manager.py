@@ -22,11 +22,12 @@ import enum
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.block_pool import BlockIds, BlockPool
+from foreword.cache.block_pool import BlockIds, BlockPool, as_block_ids
 from foreword.cache.coordinator import (
     KVCacheCoordinatorNoPrefixCache,
     PrefixHit,
@@ -43,7 +44,7 @@ from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
 from foreword.cache.tree_view import PrefixNode
 from foreword.cache.unitary import UnitaryKVCacheCoordinator
-from foreword.errors import CacheBusyError, ConfigError
+from foreword.errors import AllocationError, CacheBusyError, ConfigError
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -207,11 +208,14 @@ class KVCacheManager:
         `save_states_at` would be told. Later calls
         take what earlier ones made room for as computed, and give up blocks that are no longer needed.
         Returns the newly taken blocks, group by group. Blocks that these tokens fill are indexed at once.
+        Raises AllocationError, and changes nothing, for fewer tokens than there is room for already.
         """
         row = self._row_of.get(sequence.request_id)
         if row is None:
             return self._admit(sequence, num_tokens, hit, save_states_at)
         assert hit is None, "a hit is taken when the request is admitted, not later"
+        if num_tokens < self._num_slots[row]:
+            self._refuse_to_shrink(np.array([row]), np.array([num_tokens]))
         new_ids = self._coordinator.grow(row, int(self._num_slots[row]), num_tokens)
         if new_ids is not None:
             self._num_slots[row] = num_tokens
@@ -223,6 +227,11 @@ class KVCacheManager:
         self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None, save_states_at: Sequence[int]
     ) -> BlockIds | None:
         hit = hit if hit is not None else self._not_looked_up
+        if num_tokens < max(1, hit.num_tokens):
+            raise AllocationError(
+                f"num_tokens={num_tokens} is less than the {max(1, hit.num_tokens)} tokens that request "
+                f"{sequence.request_id!r} needs room for; count its hit, and at least one token"
+            )
         explanation = self.explain(sequence, hit) if self.ledger is not None else None  # sees what admission evicts
         admitted = self._coordinator.admit(hit, num_tokens)
         if admitted is None:
@@ -255,9 +264,12 @@ class KVCacheManager:
         Request `handles[i]` gets room for `num_tokens[i]` tokens: no fewer than it has room for, and at most one more
         than its sequence has, for a token that is expected. Returns how many were served, all of them from the front;
         for the others nothing has changed. Blocks, counts and index are the same as after as many single calls, but
-        one comparison tells the requests that begin or fill a block; the others cost nothing more.
+        one comparison tells the requests that begin or fill a block; the others cost nothing more. Raises
+        AllocationError, and changes nothing, if a request is to get fewer tokens than it has room for.
         """
         served = len(handles)
+        if (num_tokens < self._num_slots[handles]).any():
+            self._refuse_to_shrink(handles, num_tokens)
         busy = (num_tokens > self._quiet_until[handles]).nonzero()[0]
         if len(busy):
             num_done = self._allocate_busy(handles[busy], num_tokens[busy])
@@ -266,6 +278,14 @@ class KVCacheManager:
                 handles, num_tokens = handles[:served], num_tokens[:served]
         self._num_slots[handles] = num_tokens
         return served
+
+    def _refuse_to_shrink(self, rows: IntArray, num_tokens: IntArray) -> NoReturn:
+        at = int((num_tokens < self._num_slots[rows]).argmax())
+        row = int(rows[at])
+        raise AllocationError(
+            f"num_tokens={num_tokens[at]} is less than the {self._num_slots[row]} tokens that request "
+            f"{self._sequences[row].request_id!r} has room for; tables only grow, so free it and admit it again"
+        )
 
     def num_quiet_tokens(self, handles: IntArray) -> int:
         """By how many tokens all these requests can grow without taking, giving up or filling a block."""
@@ -368,8 +388,17 @@ class KVCacheManager:
         """Take back the early indexing of blocks whose step failed: only computed blocks stay."""
         self._coordinator.forget_from(self._row_of[request_id], num_computed_tokens)
 
-    def free(self, request_id: str) -> None:
+    def cache_blocks(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """Index what the first `num_tokens` tokens of a held request fill, as far as it has room for them.
+
+        `allocate_slots` does so by itself; call this where tokens become known only after their slots were allocated.
+        """
+        row = self._row_of[sequence.request_id]
+        self._coordinator.cache_blocks(row, sequence, min(num_tokens, int(self._num_slots[row])))
+
+    def free(self, request: str | TokenSequence) -> None:
         """Release a request's blocks, last block first, so that tails are evicted before heads."""
+        request_id = request if isinstance(request, str) else request.request_id
         row = self._row_of.pop(request_id)
         self._explanations.pop(request_id, None)
         del self._sequences[row]
@@ -377,9 +406,9 @@ class KVCacheManager:
 
     # ---------------------------------------------------------------- eviction
 
-    def evict_blocks(self, block_ids: BlockIds) -> None:
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget what these blocks hold. Requests that hold them keep them."""
-        self._coordinator.forget(block_ids, EvictionCause.REQUESTED)
+        self._coordinator.forget(as_block_ids(block_ids), EvictionCause.REQUESTED)
 
     def pin_prefix(self, sequence: TokenSequence, until: float, now: float) -> int:
         """Evict the cached blocks of `sequence` last until that time; returns how many tokens they hold.

@@ -324,6 +324,67 @@ class LastAccessedPolicy(_EmptyFirst):
         self._queue.check_integrity()
 
 
+class AccessTimePolicy(_EmptyFirst):
+    """Least recently accessed first by the clock of whoever tells; among equals the one that ends the longer prefix.
+
+    The order of vLLM v0's evictor for blocks that are freed one by one (`block_allocator.py`). O(log k) a block among
+    k free ones.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._times: npt.NDArray[np.float64] = np.zeros(num_blocks)
+        self._depths: BlockIds = np.zeros(num_blocks, np.int32)
+        self._heap: list[tuple[float, int, int]] = []
+        """(time, -depth, block); stale where the block has left or was accessed since."""
+
+    def note_accessed(self, block_ids: BlockIds, now: float) -> None:
+        """These blocks were used at that time."""
+        self._times[block_ids] = now
+        self._add(block_ids[self._is_free[block_ids] & self._is_cached[block_ids]])
+
+    def last_accessed(self, block_id: int) -> float:
+        """When a block was used last; 0.0 before."""
+        return float(self._times[block_id])
+
+    def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
+        self._depths[block_ids] = depths
+
+    def _add(self, block_ids: BlockIds) -> None:
+        if len(self._heap) > 4 * len(self._times):
+            self._heap = self._alive()
+        for block_id in block_ids.tolist():
+            heapq.heappush(self._heap, self._entry(block_id))
+
+    def _entry(self, block_id: int) -> tuple[float, int, int]:
+        return float(self._times[block_id]), -int(self._depths[block_id]), block_id
+
+    def _alive(self) -> list[tuple[float, int, int]]:
+        """Entries that are not stale, in their order, each once."""
+        return sorted({entry for entry in self._heap if self._is_alive(entry)})
+
+    def _is_alive(self, entry: tuple[float, int, int]) -> bool:
+        block_id = entry[2]
+        return bool(self._is_free[block_id] and self._is_cached[block_id] and entry == self._entry(block_id))
+
+    def _discard(self, block_ids: BlockIds) -> None:
+        return  # their entries are stale
+
+    def _take(self, count: int) -> BlockIds:
+        taken: dict[int, None] = {}
+        while len(taken) < count:
+            entry = heapq.heappop(self._heap)
+            if self._is_alive(entry):
+                taken[entry[2]] = None
+        return np.array(list(taken), np.int32)
+
+    def _kept(self) -> BlockIds:
+        return np.array([block_id for _, _, block_id in self._alive()], np.int32)
+
+    def _check_kept(self) -> None:
+        assert len(self._alive()) == np.count_nonzero(self._is_free & self._is_cached), "a free block is not listed"
+
+
 class PriorityPolicy(_EmptyFirst):
     """Lowest priority number first, so a higher number stays longer; among equals least recently freed first.
 
