@@ -105,7 +105,7 @@ def run_shell(blocks_to_run: list[str], folder: Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
     assert ran.returncode == 0, ran.stdout
     return ran.stdout
