@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
 from foreword import LLM, SamplingParams
 from foreword.engine import Prompt
@@ -478,6 +478,16 @@ def test_an_architecture_that_transformers_does_not_know_is_named(tmp_path: Path
 def test_an_encoder_decoder_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"], "d_model": 8}))
     with pytest.raises(UnsupportedModelError, match=r"\(t5\) is an encoder-decoder; supported are decoder-only"):
+        open_llm(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "media"),
+    [("qwen2_5_vl", "images"), ("llava", "images"), ("mistral3", "images"), ("qwen2_audio", "sound")],
+)
+def test_a_model_of_images_or_sound_is_refused_for_that_reason(tmp_path: Path, kind: str, media: str) -> None:
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=rf"\({kind}\) takes {media} beside text.*a text-only checkpoint"):
         open_llm(tmp_path)
 
 

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from foreword.config import Dtype, ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
@@ -230,10 +231,26 @@ def _refuse_unsupported(config: PretrainedConfig, text: PretrainedConfig, option
                 f"model {options.model!r} ({kind}): layer {layer} is of type {layer_type!r}, which this version cannot "
                 f"run: {reason}. Supported are {SUPPORTED}"
             )
+    _refuse_media(config, options)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"model {options.model!r} ({kind}) is an encoder-decoder; supported are {SUPPORTED}"
         )
+
+
+def _refuse_media(config: PretrainedConfig, options: ModelConfig) -> None:
+    """Raises UnsupportedModelError for models of images or sound that have no class for text alone."""
+    parts = " ".join(getattr(config, "sub_configs", {}))
+    media = [medium for part, medium in (("vision", "images"), ("audio", "sound")) if part in parts]
+    kind = f"model {options.model!r} ({getattr(config, 'model_type', '?')})"
+    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if media and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
+        raise UnsupportedModelError(
+            f"{kind} takes {' and '.join(media)} beside text, and transformers has no class that loads its text part "
+            f"alone; choose a text-only checkpoint of the family. Supported are {SUPPORTED}"
+        )
+    if media:
+        logger.warning("%s takes %s beside text; only text is served", kind, " and ".join(media))
 
 
 def _load_weights(options: ModelConfig, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
