@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 
@@ -332,16 +332,10 @@ def test_a_tokenizer_template_or_revision_that_is_not_there_is_named(
         open_llm(chat_model, **options)
 
 
-REVISIONS = """
-from foreword import LLM
-for revision in (None, "old"):
-    with LLM("owner/name", revision=revision, kv_cache_memory_bytes="4MB", self_check=False) as llm:
-        print(llm.engine.limits.max_model_len, llm.tokenizer.chat_template)
-"""
-
-
-def test_a_revision_of_the_hub_brings_its_own_model_and_tokenizer(chat_model: Path, tmp_path: Path) -> None:
-    repository = tmp_path / "hub" / "models--owner--name"
+def test_a_revision_of_the_hub_brings_its_own_model_and_tokenizer(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "models--owner--name"
     for number, (name, length) in enumerate([("main", MAX_POSITIONS), ("old", 64)]):
         commit = str(number) * 40
         snapshot = repository / "snapshots" / commit
@@ -351,11 +345,12 @@ def test_a_revision_of_the_hub_brings_its_own_model_and_tokenizer(chat_model: Pa
         (snapshot / "chat_template.jinja").write_text(name)
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / name).write_text(commit)
-    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    found = subprocess.run(
-        [sys.executable, "-c", REVISIONS], capture_output=True, text=True, env=environment, timeout=600
-    )
-    assert found.stdout.splitlines() == [f"{MAX_POSITIONS} main", "64 old"], found.stderr
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for revision, length, name in [(None, MAX_POSITIONS, "main"), ("old", 64, "old")]:
+        with open_llm(Path("owner/name"), revision=revision) as llm:
+            assert llm.engine.limits.max_model_len == length
+            assert llm.get_tokenizer().chat_template == name
 
 
 # ------------------------------------------------------------------------------------- stop strings, text
