@@ -210,6 +210,13 @@ def test_an_urgent_prompt_goes_first_under_the_priority_policy(chat_model: Path)
 # ------------------------------------------------------------------------------------------------ chat
 
 
+def test_priorities_are_one_for_each_prompt_and_refused_where_nobody_looks_at_them(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="2 prompts, but 1 priorities; give one each"):
+        llm.generate(["a", "b"], greedy(1), priority=[1])
+    with pytest.raises(InvalidRequestError, match="priority=1 has no effect under scheduling_policy='fcfs'"):
+        llm.generate(["a", "b"], greedy(1), priority=[0, 1])
+
+
 def test_chat_renders_the_template_and_answers(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What is shared?"}]
     [output] = llm.chat(messages, greedy(6))

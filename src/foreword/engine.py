@@ -223,11 +223,6 @@ class Engine:
                         f"token id {token_id} in {name} is out of range; the model's ids are 0 to "
                         f"{self.limits.vocab_size - 1}"
                     )
-        if prompt.priority and self.scheduler.config.scheduling_policy != "priority":
-            raise InvalidRequestError(
-                f"priority={prompt.priority} has no effect under scheduling_policy="
-                f"{self.scheduler.config.scheduling_policy!r}; leave it out, or choose the policy 'priority'"
-            )
         if params.structured_outputs is not None:
             raise InvalidRequestError(
                 "structured_outputs are for LLM and the server; give the engine an open_constraint"

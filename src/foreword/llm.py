@@ -163,6 +163,8 @@ class LLM:
             if len(priority) != len(asked):
                 raise InvalidRequestError(f"{len(asked)} prompts, but {len(priority)} priorities; give one each")
             asked = [replace(one, priority=_priority(own)) for one, own in zip(asked, priority, strict=True)]
+        for one in asked:
+            self.check_priority(one.priority)
         return self._run(asked, sampling_params, shown)
 
     def chat(
@@ -232,6 +234,15 @@ class LLM:
     def num_grammar_bytes(self) -> int:
         """Bytes of compiled grammars that are kept, estimated."""
         return 0 if self._grammars is None else self._grammars.kept.num_bytes
+
+    def check_priority(self, priority: int) -> None:
+        """Raises InvalidRequestError for a priority that the scheduling policy does not look at."""
+        policy = self.config.scheduler.scheduling_policy
+        if priority and policy != "priority":
+            raise InvalidRequestError(
+                f"priority={priority} has no effect under scheduling_policy={policy!r}; leave it out, or choose the "
+                "policy 'priority'"
+            )
 
     @property
     def grammars(self) -> Grammars:

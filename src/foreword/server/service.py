@@ -320,6 +320,7 @@ class Service:
 
         Raises APIError: 400 for what it refuses, 429 when the queue is full, 503 when it does not work.
         """
+        self.llm.check_priority(caller.priority)
         num_choices = params.n * len(prompts)
         if num_choices > self.config.max_choices:
             raise bad_request(
