@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.eviction import EvictionPolicy, LruPolicy
+from foreword.cache.eviction import EvictionPolicy
 from foreword.cache.free_queue import BlockIds, FreeKVCacheBlockQueue
 from foreword.cache.group_index import BlockHashWithGroupId, GroupedHashIndex, make_block_hash_with_group_id
 from foreword.cache.hashing import BlockHash
 from foreword.cache.kv_cache_block import KVCacheBlock
+from foreword.cache.policies import LruPolicy
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.value import KeyedPolicy
 from foreword.errors import AllocationError, CacheBusyError, ConfigError

@@ -15,6 +15,49 @@ import numpy.typing as npt
 from foreword.cache.free_queue import NO_BLOCKS, BlockIds, FreeKVCacheBlockQueue, KeyedBlockQueue
 
 
+class LruPolicy(FreeKVCacheBlockQueue):
+    """Blocks that hold nothing, the last freed first; then the least recently freed first: vLLM's order, id by id.
+
+    A hit takes its blocks out of the queue and the end of the request puts them back at the tail, last
+    block first; so the order is that of last use, and within a request tail before head.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
+
+    def append(self, block_ids: BlockIds) -> None:
+        cached = self._is_cached.take(block_ids)
+        if cached.all():
+            super().append(block_ids)
+        else:
+            self.appendleft(block_ids.compress(~cached))
+            super().append(block_ids.compress(cached))
+
+    def popleft(self, count: int) -> BlockIds:
+        block_ids = super().popleft(count)
+        self._is_cached[block_ids] = False
+        return block_ids
+
+    def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
+        self._is_cached[block_ids] = True
+
+    def note_hit(self, block_ids: BlockIds) -> None:
+        pass
+
+    def note_forgotten(self, block_ids: BlockIds) -> None:
+        forgotten = block_ids.compress(self._is_cached.take(block_ids))
+        self._is_cached[forgotten] = False
+        freed = forgotten.compress(self.holds(forgotten))
+        self.remove(freed)
+        self.appendleft(freed)
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        cached = self._is_cached[self.in_order()]
+        assert (np.diff(cached.astype(np.int8)) >= 0).all(), "a cached block goes before one that holds nothing"
+
+
 class _EmptyFirst(ABC):
     """Blocks that hold nothing, the last freed first; then cached ones, as the subclass orders them.
 

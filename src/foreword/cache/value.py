@@ -74,6 +74,11 @@ class KeyedPolicy(Protocol):
         """The keys of blocks that `note_cached` was told of a moment ago, in the same order."""
 
 
+def key_numbers(keys: Sequence[BlockHash]) -> npt.NDArray[np.uint64]:
+    """A number other than 0 for each key."""
+    return np.array([int.from_bytes(key[:8], "little") | 1 for key in keys], np.uint64)
+
+
 class _History:
     """The last uses of blocks, live or evicted: a ring that grows up to `max_uses`."""
 
@@ -301,9 +306,12 @@ class ValuePolicy(_EmptyFirst):
         self._entry[block_ids] = -1
 
     def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
-        numbers = [int.from_bytes(key[:8], "little") | 1 for key in keys]
-        self._key[block_ids] = numbers
-        entries = self._history.find(numbers)
+        self.note_key_numbers(block_ids, key_numbers(keys))
+
+    def note_key_numbers(self, block_ids: BlockIds, keys: npt.NDArray[np.uint64]) -> None:
+        """`note_keys` by what `key_numbers` makes of the keys."""
+        self._key[block_ids] = keys
+        entries = self._history.find(keys.tolist())
         again = self._history.is_latest(entries)
         if again.any():
             entries = entries[again]

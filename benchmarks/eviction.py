@@ -1,0 +1,204 @@
+"""What `value` loses at worst to the better of `lru` and `ValuePolicy` alone, on traffic it was not tuned on.
+
+    python benchmarks/eviction.py [--traces FOLDER] [--blocks 300000] [--only NAME] [--json FILE]
+
+Each trace is replayed on the real manager at three pools: where LRU finds 30%, 70% and 95% of what unlimited memory
+finds, but no smaller than the longest prompt. Regret is the best of the two others less `value`, as a share of all
+blocks. `lru` and `alone` are replayed apart, each on a manager of its own. The last line is JSON.
+
+The first table is about blocks that hold nothing: `lru` with them in the order of freeing, and `lru` as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from pathlib import Path
+
+import numpy as np
+
+from eviction_traffic import HELD_OUT, TUNED_ON, make_requests
+from foreword.cache import EvictionPolicy, FreeKVCacheBlockQueue, KVCacheManager, RadixIndex, TokenSequence
+from foreword.cache.free_queue import BlockIds
+from foreword.cache.safe_value import SafeValuePolicy
+from foreword.cache.value import ValuePolicy
+from foreword.replay.caches import LruCache, ManagerCache
+from foreword.replay.one_pass import OnePass
+from foreword.replay.optimum import Optimum
+from foreword.replay.trace import RecordedRequest, TraceReader
+
+POOLS = {"small": 0.3, "middle": 0.7, "large": 0.95}
+RECORDED = ("conversation", "synthetic")
+BLOCK_TOKENS = {  # each kind in one size, so that all sizes are among those held out
+    "coding agents": 64,
+    "chat": 16,
+    "documents": 64,
+    "recency": 64,
+    "phases": 512,
+    "forking agents": 16,
+    "patient agents": 64,
+    "slow chat": 64,
+    "drifting documents": 512,
+    "polluted chat": 16,
+    "loops": 64,
+    "busy day": 64,
+}
+SHORT = "short prompts"
+HELD_OUT_SEED, TUNED_SEED = 1, 0
+
+
+def pools(requests: list[RecordedRequest]) -> tuple[dict[str, int], float]:
+    """Capacities by name, and what unlimited memory finds."""
+    one_pass = OnePass()
+    for request in requests:
+        one_pass.admit(request)
+    one_pass.flush()
+    capacities = np.unique(np.rint(np.geomspace(16, one_pass.curve.num_blocks, 200)).astype(np.int64))
+    ratios = one_pass.curve.hit_ratios(capacities)
+    longest = max(len(request.keys) for request in requests)
+    found = {name: int(capacities[np.argmax(ratios >= share * ratios[-1])]) for name, share in POOLS.items()}
+    return {name: max(longest, capacity) for name, capacity in found.items()}, float(ratios[-1])
+
+
+def replay(requests: list[RecordedRequest], cache: LruCache | ManagerCache) -> tuple[int, float]:
+    """Blocks found, and seconds of CPU."""
+    began = time.process_time()
+    return sum(cache.admit(request) for request in requests), time.process_time() - began
+
+
+def measure(
+    name: str, requests: list[RecordedRequest], capacities: dict[str, int], use: str
+) -> list[dict[str, object]]:
+    """One row a pool."""
+    num_blocks = sum(len(request.keys) for request in requests)
+    optimum = Optimum([request.keys for request in requests])
+    rows = []
+    for pool, capacity in capacities.items():
+        safe = SafeValuePolicy(capacity)
+        found, seconds = replay(requests, ManagerCache(capacity, safe))
+        lru, _ = replay(requests, LruCache(capacity))
+        alone, seconds_alone = replay(requests, ManagerCache(capacity, ValuePolicy(capacity)))
+        best = int(optimum.hits(capacity).sum())
+        rows.append(
+            {
+                "trace": name,
+                "use": use,
+                "block_tokens": requests[0].block_tokens,
+                "pool": pool,
+                "capacity": capacity,
+                "uses_per_block": round(num_blocks / capacity, 1),
+                "lru": round(lru / num_blocks, 5),
+                "alone": round(alone / num_blocks, 5),
+                "value": round(found / num_blocks, 5),
+                "optimum": round(best / num_blocks, 5),
+                "regret": round((max(lru, alone) - found) / num_blocks, 5),
+                "gap_closed": round((found - lru) / max(1, best - lru), 4),
+                "switches": safe.num_switches,
+                "us_per_block": round(1e6 * seconds / num_blocks, 1),
+                "us_per_block_alone": round(1e6 * seconds_alone / num_blocks, 1),
+            }
+        )
+        row = rows[-1]
+        print(
+            f"{name:19s} {use:9s} {row['block_tokens']:4} {pool:6s} {capacity:7,} {row['uses_per_block']:7} "
+            f"{row['lru']:.4f} {row['alone']:.4f} {row['value']:.4f} {row['optimum']:.4f} {row['regret']:+.5f} "
+            f"{row['gap_closed']:+.1%} {safe.num_switches:3} {row['us_per_block']:5} {row['us_per_block_alone']:5}",
+            flush=True,
+        )
+    return rows
+
+
+# -------------------------------------------------------------------------------- blocks that hold nothing
+
+
+class FreedOrder(FreeKVCacheBlockQueue):
+    """An LRU that goes by the time of freeing alone, whatever blocks hold."""
+
+    def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
+        pass
+
+    def note_hit(self, block_ids: BlockIds) -> None:
+        pass
+
+    def note_forgotten(self, block_ids: BlockIds) -> None:
+        pass
+
+
+def short_prompts(policy: str | EvictionPolicy, index: str, num_requests: int = 6000, num_blocks: int = 500) -> float:
+    """Share of the tokens found of short prompts under 400 templates, in blocks of 16."""
+    rng = np.random.default_rng(0)
+    templates = [rng.integers(0, 30_000, rng.integers(16, 49)) for _ in range(400)]
+    weights = 1 / np.arange(1, 401) ** 0.9
+    radix = RadixIndex(num_blocks, 16) if index == "radix" else None
+    manager = KVCacheManager(num_blocks, block_size=16, eviction_policy=policy, index=radix)
+    num_found = num_tokens = 0
+    for number, chosen in enumerate(rng.choice(400, num_requests, p=weights / weights.sum())):
+        prompt = np.concatenate((templates[chosen], rng.integers(0, 30_000, rng.integers(1, 9))))
+        sequence = TokenSequence(str(number), prompt.astype(np.int32), block_size=16)
+        manager.begin_step()
+        hit = manager.get_computed_blocks(sequence)
+        assert manager.allocate_slots(sequence, len(sequence), hit) is not None
+        manager.take_copies()
+        num_found, num_tokens = num_found + hit.num_tokens, num_tokens + len(sequence)
+        for token in range(int(rng.integers(1, 12))):
+            sequence.append((7 * number + token) % 30_000)
+            manager.allocate_slots(sequence, len(sequence))
+        manager.free(sequence.request_id)
+    return num_found / num_tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, help="folder with Mooncake's conversation and synthetic traces")
+    parser.add_argument("--blocks", type=int, default=300_000, help="of each made trace (default: 300,000)")
+    parser.add_argument("--only", action="append", help="traces by name")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, too")
+    args = parser.parse_args()
+
+    short = {}
+    if not args.only or SHORT in args.only:
+        for index in ("hash", "radix"):
+            for name in ("in order of freeing", "lru", "value"):
+                policy = FreedOrder(500) if name == "in order of freeing" else name
+                short[f"{index}, {name}"] = round(short_prompts(policy, index), 4)
+        print("tokens found of short prompts:", short, flush=True)
+    print(
+        f"{'trace':19s} {'use':9s} size pool   capacity    uses    lru  alone  value   best   regret   gap  sw us/block"
+    )
+    rows: list[dict[str, object]] = []
+    for name in (*RECORDED, *TUNED_ON, *HELD_OUT):
+        if args.only and name not in args.only:
+            continue
+        if name in RECORDED:
+            if args.traces is None:
+                continue
+            requests, use = list(TraceReader(args.traces / f"mooncake_{name}_trace.jsonl")), "recorded"
+            capacities = {"small": 1_000, "middle": 10_000, "large": 50_000}
+        else:
+            use = "tuned on" if name in TUNED_ON else "held out"
+            seed = TUNED_SEED if name in TUNED_ON else HELD_OUT_SEED
+            requests = make_requests(name, seed, BLOCK_TOKENS[name], args.blocks)
+            capacities, _ = pools(requests)
+        rows += measure(name, requests, capacities, use)
+    if not rows:
+        return
+    worst = max(rows, key=lambda row: float(str(row["regret"])))
+    recorded = [float(str(row["gap_closed"])) for row in rows if row["use"] == "recorded" and row["pool"] != "large"]
+    report = {
+        "benchmark": "eviction",
+        "machine": platform.processor() or platform.machine(),
+        "short_prompts": short,
+        "worst_regret": worst["regret"],
+        "worst_regret_of": f"{worst['trace']}, {worst['pool']}",
+        "recorded_gap_closed_at_1000_and_10000": round(float(np.mean(recorded)), 4) if recorded else None,
+        "rows": rows,
+    }
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
