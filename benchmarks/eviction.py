@@ -1,10 +1,11 @@
 """What `value` loses at worst to the better of `lru` and `ValuePolicy` alone, on traffic it was not tuned on.
 
-    python benchmarks/eviction.py [--traces FOLDER] [--blocks 300000] [--only NAME] [--json FILE]
+    python benchmarks/eviction.py [--traces FOLDER] [--blocks 300000] [--only NAME] [--apart] [--json FILE]
 
 Each trace is replayed on the real manager at three pools: where LRU finds 30%, 70% and 95% of what unlimited memory
 finds, but no smaller than the longest prompt. Regret is the best of the two others less `value`, as a share of all
-blocks. `lru` and `alone` are replayed apart, each on a manager of its own. The last line is JSON.
+blocks. `alone` is what the shadow pool under `ValuePolicy` counted; with --apart it has a manager of its own, as `lru`
+always has. The last line is JSON.
 
 The first table is about blocks that hold nothing: `lru` with them in the order of freeing, and `lru` as it is.
 """
@@ -49,6 +50,9 @@ SHORT = "short prompts"
 HELD_OUT_SEED, TUNED_SEED = 1, 0
 
 
+Row = dict[str, object]
+
+
 def pools(requests: list[RecordedRequest]) -> tuple[dict[str, int], float]:
     """Capacities by name, and what unlimited memory finds."""
     one_pass = OnePass()
@@ -69,8 +73,8 @@ def replay(requests: list[RecordedRequest], cache: LruCache | ManagerCache) -> t
 
 
 def measure(
-    name: str, requests: list[RecordedRequest], capacities: dict[str, int], use: str
-) -> list[dict[str, object]]:
+    name: str, requests: list[RecordedRequest], capacities: dict[str, int], use: str, *, apart: bool
+) -> list[Row]:
     """One row a pool."""
     num_blocks = sum(len(request.keys) for request in requests)
     optimum = Optimum([request.keys for request in requests])
@@ -79,7 +83,9 @@ def measure(
         safe = SafeValuePolicy(capacity)
         found, seconds = replay(requests, ManagerCache(capacity, safe))
         lru, _ = replay(requests, LruCache(capacity))
-        alone, seconds_alone = replay(requests, ManagerCache(capacity, ValuePolicy(capacity)))
+        alone, seconds_alone = safe.num_hits_alone, 0.0
+        if apart:
+            alone, seconds_alone = replay(requests, ManagerCache(capacity, ValuePolicy(capacity)))
         best = int(optimum.hits(capacity).sum())
         rows.append(
             {
@@ -154,6 +160,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, help="folder with Mooncake's conversation and synthetic traces")
     parser.add_argument("--blocks", type=int, default=300_000, help="of each made trace (default: 300,000)")
     parser.add_argument("--only", action="append", help="traces by name")
+    parser.add_argument("--apart", action="store_true", help="replay ValuePolicy on a manager of its own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here, too")
     args = parser.parse_args()
 
@@ -167,7 +174,7 @@ def main() -> None:
     print(
         f"{'trace':19s} {'use':9s} size pool   capacity    uses    lru  alone  value   best   regret   gap  sw us/block"
     )
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for name in (*RECORDED, *TUNED_ON, *HELD_OUT):
         if args.only and name not in args.only:
             continue
@@ -181,7 +188,7 @@ def main() -> None:
             seed = TUNED_SEED if name in TUNED_ON else HELD_OUT_SEED
             requests = make_requests(name, seed, BLOCK_TOKENS[name], args.blocks)
             capacities, _ = pools(requests)
-        rows += measure(name, requests, capacities, use)
+        rows += measure(name, requests, capacities, use, apart=args.apart)
     if not rows:
         return
     worst = max(rows, key=lambda row: float(str(row["regret"])))

@@ -65,6 +65,11 @@ class SafeValuePolicy(_EmptyFirst):
         """Whether the order is that of `ValuePolicy`; else it is that of `lru`."""
         return self._followed is self._value
 
+    @property
+    def num_hits_alone(self) -> int:
+        """Blocks that `ValuePolicy` would have found."""
+        return self._value.num_hits
+
     # ---------------------------------------------------------------- what the shadows are told
 
     def append(self, block_ids: BlockIds) -> None:
