@@ -74,6 +74,7 @@ def test_the_shadows_hit_what_pools_of_their_own_would(kind):
 def force_switch(policy):
     other = policy._lru if policy.follows_value else policy._value
     other.num_hits = policy._followed.num_hits + 10**6
+    policy._follow(other)
 
 
 def test_the_pool_comes_to_hold_what_the_followed_shadow_holds():

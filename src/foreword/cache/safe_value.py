@@ -28,6 +28,9 @@ MIN_LEAD = 64
 """The other shadow is followed when it leads by more hits than these shares of all uses and of the pool, and than this.
 To follow the wrong one costs no more than that lead. A change of mind costs up to 4% of the pool, until the contents
 have changed, so small leads are not worth one."""
+LEAD_IN_REQUESTS = 4
+"""LRU must lead by so many times the most that a single request has made of a difference: with long prompts, the
+first few decide nothing, and `ValuePolicy` has yet to learn."""
 
 
 class SafeValuePolicy(_EmptyFirst):
@@ -48,6 +51,8 @@ class SafeValuePolicy(_EmptyFirst):
         self.num_uses = 0
         """Blocks that requests have used so far."""
         self.num_switches = 0
+        self._lead = self._most_of_a_request = 0
+        """By how many hits `ValuePolicy` leads, and by how many a request has changed that at most."""
         self._key: Keys = np.zeros(num_blocks, np.uint64)
         self._depth: BlockIds = np.zeros(num_blocks, np.int32)
         self._freed_at: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
@@ -147,15 +152,23 @@ class SafeValuePolicy(_EmptyFirst):
     # ---------------------------------------------------------------- whom to follow
 
     def _choose(self) -> None:
-        other = self._lru if self.follows_value else self._value
-        lead = max(LEAD_OF_USES * self.num_uses, LEAD_OF_POOL * len(self._is_free), MIN_LEAD)
-        if other.num_hits - self._followed.num_hits > lead:
-            self._followed = other
-            self.num_switches += 1
-            kept = np.flatnonzero(self._is_free & self._is_cached).astype(np.int32)
-            kept = kept[~other.holds(kept)]
-            self._given_up = FreeKVCacheBlockQueue.empty(len(self._is_free))
-            self._given_up.append(kept[np.argsort(self._freed_at[kept])])
+        lead = self._value.num_hits - self._lru.num_hits
+        self._most_of_a_request = max(self._most_of_a_request, abs(lead - self._lead))
+        self._lead = lead
+        needed = max(LEAD_OF_USES * self.num_uses, LEAD_OF_POOL * len(self._is_free), MIN_LEAD)
+        if self.follows_value and -lead > max(needed, LEAD_IN_REQUESTS * self._most_of_a_request):
+            self._follow(self._lru)
+        elif not self.follows_value and lead > needed:
+            self._follow(self._value)
+
+    def _follow(self, shadow: ShadowPool) -> None:
+        """Give up, from now on, what this shadow does not hold."""
+        self._followed = shadow
+        self.num_switches += 1
+        kept = np.flatnonzero(self._is_free & self._is_cached).astype(np.int32)
+        kept = kept[~shadow.holds(kept)]
+        self._given_up = FreeKVCacheBlockQueue.empty(len(self._is_free))
+        self._given_up.append(kept[np.argsort(self._freed_at[kept])])
 
     def _give_up(self, shadow: ShadowPool, block_ids: BlockIds) -> None:
         """A shadow has evicted what these blocks hold."""
