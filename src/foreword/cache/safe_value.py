@@ -26,8 +26,8 @@ LEAD_OF_USES = 1 / 2048
 LEAD_OF_POOL = 0.01
 MIN_LEAD = 64
 """The other shadow is followed when it leads by more hits than these shares of all uses and of the pool, and than this.
-To follow the wrong one costs no more than that lead. A change of mind costs up to 4% of the pool, until the contents
-have changed, so small leads are not worth one."""
+To follow the wrong one costs no more than that lead. A change of mind costs a few per cent of the pool, until the
+contents have changed, so small leads are not worth one."""
 LEAD_IN_REQUESTS = 4
 """LRU must lead by so many times the most that a single request has made of a difference: with long prompts, the
 first few decide nothing, and `ValuePolicy` has yet to learn."""
