@@ -120,6 +120,8 @@ class Happened:
     hits: int = 0
     whole_hits: int = 0
     partial_hits: int = 0
+    tail_hits: int = 0
+    tail_evictions: int = 0
     hits_in_same_step: int = 0
     short_admissions: int = 0
     short_growths: int = 0
@@ -207,7 +209,9 @@ class World:
         stats = manager.stats
         self.happened.evictions += stats.evictions
         self.happened.steps += 1
-        stats.evictions = 0
+        self.happened.tail_evictions += stats.tail_evictions
+        self.happened.tail_hits += stats.tail_hits > 0
+        stats.evictions = stats.tail_evictions = stats.tail_hits = 0
         assert self._expected == [
             stats.requests,
             stats.queries,

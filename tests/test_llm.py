@@ -439,13 +439,13 @@ def test_a_second_request_hits_and_the_statistics_say_so(llm: LLM) -> None:
     prompt = prompt_of(40)
     [cold] = llm.generate(token_prompt(prompt), greedy(4))
     [warm] = llm.generate(token_prompt(prompt), greedy(4))
-    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 32)
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 39)
     assert cold.outputs[0].token_ids == warm.outputs[0].token_ids
     report = llm.get_prefix_cache_stats()
     assert report.requests == 2
     assert report.queried_tokens == 80
-    assert report.hit_tokens == 32
-    assert report.hit_rate == report.recent_hit_rate == 32 / 80
+    assert report.hit_tokens == 39
+    assert report.hit_rate == report.recent_hit_rate == 39 / 80
     assert report.total_cached_tokens == 32
     assert report.cache_utilization == 2 / llm.engine.manager.num_blocks
     assert report.preemptions == report.evictions == 0
@@ -471,12 +471,12 @@ def test_the_cache_cannot_be_reset_under_a_running_request(llm: LLM) -> None:
 
 def test_a_prompt_can_be_pinned_before_it_was_ever_asked(llm: LLM) -> None:
     prompt = token_prompt(prompt_of(40))
-    assert llm.pin_prefix(prompt, ttl_s=60.0) == 32
-    assert llm.pin_prefix(prompt, ttl_s=90.0) == 32
+    assert llm.pin_prefix(prompt, ttl_s=60.0) == 40
+    assert llm.pin_prefix(prompt, ttl_s=90.0) == 40
     assert llm.get_prefix_cache_stats().requests == 1
-    assert llm.generate(prompt, greedy(1))[0].num_cached_tokens == 32
+    assert llm.generate(prompt, greedy(1))[0].num_cached_tokens == 39
     llm.unpin_prefix(prompt)
-    assert llm.pin_prefix(TEXT) % 16 == 0
+    assert llm.pin_prefix(TEXT) == len(llm.generate(TEXT, greedy(1))[0].prompt_token_ids)
 
 
 @pytest.mark.parametrize("ttl_s", [0, -5, float("nan"), "long"])
@@ -529,7 +529,7 @@ def test_a_cache_salt_keeps_tenants_apart(llm: LLM) -> None:
         llm.generate(token_prompt(prompt, **({} if salt is None else {"cache_salt": salt})), greedy(4))[0]
         for salt in salts
     ]
-    assert [output.num_cached_tokens for output in outputs] == [0, 0, 0, 32, 32, 32]
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 0, 39, 39, 39]
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1, "a salt is no part of the prompt"
     [text] = llm.generate({"prompt": TEXT, "cache_salt": "red"}, greedy(1))
     assert text.num_cached_tokens == 0
@@ -548,10 +548,10 @@ def test_an_output_says_why_the_rest_was_not_cached(llm: LLM) -> None:
     assert cold is not None
     assert warm is not None
     assert (cold.num_hit_tokens, cold.reason) == (0, "never_seen")
-    assert (warm.num_hit_tokens, warm.reason) == (32, "partial_block")
+    assert (warm.num_hit_tokens, warm.reason) == (39, None)
     report = llm.get_prefix_cache_stats()
-    assert report.misses == {"never_seen": 1, "partial_block": 1}
-    assert report.missed_tokens == {"never_seen": 40, "partial_block": 8}
+    assert report.misses == {"never_seen": 1}
+    assert report.missed_tokens == {"never_seen": 40}
     assert report.hit_rate_with_twice_the_blocks == report.hit_rate
 
 
@@ -562,7 +562,8 @@ def test_a_prompt_is_explained_without_being_run(llm: LLM) -> None:
     explanation = llm.explain(token_prompt(other))
     assert explanation.divergence is not None
     assert explanation.divergence.position == 20
-    assert explanation.divergence.theirs == tuple(prompt[20:32])
+    assert explanation.divergence.theirs == tuple(prompt[20:36])
+    assert llm.explain(token_prompt([*prompt, 7])).num_hit_tokens == 40
     assert llm.explain(token_prompt(prompt, cache_salt="red")).reason == "salt_differs"
     assert llm.get_prefix_cache_stats().requests == 1
     with pytest.raises(InvalidRequestError, match="empty"):

@@ -8,6 +8,7 @@ import random
 import traceback
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from cache_world import GROUPS, KINDS, World, drive
@@ -236,6 +237,43 @@ def a_cut_forgets_no_children(manager):
 @variant("radix")
 def a_cut_leaves_a_leaf_inside_a_block(manager):
     index_of(manager)._trim = lambda node: None
+
+
+@variant("radix")
+def a_cut_keeps_the_tails_below(manager):
+    index_of(manager)._drop_tail = lambda node: []
+
+
+@variant("radix")
+def a_tail_that_is_forgotten_stays_with_the_pool(manager):
+    pool, forget = manager._pool, manager._pool.note_forgotten
+    pool.note_forgotten = lambda block_ids: forget(block_ids[~pool.is_tail(block_ids)])
+
+
+@variant("radix")
+def a_block_is_a_tail_and_an_ordinary_free_block(manager):
+    pool, note = manager._pool, manager._pool.note_tail
+
+    def note_and_queue(block_id):
+        note(block_id)
+        pool._tails.append(np.array([block_id], np.int32))
+
+    pool.note_tail = note_and_queue
+
+
+@variant("radix")
+def a_tail_is_indexed_while_somebody_holds_it(manager):
+    index = index_of(manager)
+    insert = index.insert
+
+    def insert_and_more(sequence, first, block_ids):
+        inserted = insert(sequence, first, block_ids)
+        end = (first + len(block_ids)) * sequence.block_size
+        if len(sequence) > end and sequence.block_size > 1:
+            index.insert_tail(sequence, end + 1, int(manager.block_ids(sequence.request_id)[-1]))
+        return inserted
+
+    index.insert = insert_and_more
 
 
 @variant("verified")

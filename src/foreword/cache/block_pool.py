@@ -37,7 +37,9 @@ class BlockPool:
 
     A block is free exactly when its count is 0. Free blocks keep their content, and may be taken back
     with `touch`, until `get_new_blocks` gives them to someone else; `on_reuse` is called with the block
-    ids just before that. Which go first is up to the policy (default: `lru`).
+    ids just before that. Which go first is up to the policy (default: `lru`), but for tails: they go after blocks that
+    hold nothing and before all others that hold something, least recently used first. The policy knows nothing of
+    them; to it they are held.
 
     Without `on_reuse` the pool itself remembers what `cache_full_blocks` says that its blocks hold.
     """
@@ -55,16 +57,19 @@ class BlockPool:
         self._on_reuse: Callable[[BlockIds], object] = on_reuse if on_reuse is not None else self._forget
         self._ref_counts: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
         self._free: EvictionPolicy = policy if policy is not None else LruPolicy(num_blocks)
+        self._tails = FreeKVCacheBlockQueue.empty(num_blocks)
+        self._held_tails: set[int] = set()
+        """Blocks that will be tails when they are free."""
         self._keyed: KeyedPolicy | None = (
             self._free if isinstance(self._free, KeyedPolicy) and self._free.wants_keys else None
         )
 
     def get_num_free_blocks(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._tails)
 
     def get_usage(self) -> float:
         """Share of the blocks held by requests, 0.0 to 1.0."""
-        return 1.0 - len(self._free) / self.num_blocks
+        return 1.0 - self.get_num_free_blocks() / self.num_blocks
 
     def count_free(self, block_ids: BlockIds) -> int:
         """How many of these blocks are free (touching them would leave so many fewer)."""
@@ -79,16 +84,21 @@ class BlockPool:
 
         Raises AllocationError if there are fewer; nothing has changed then.
         """
-        if count > len(self._free):
+        if count > self.get_num_free_blocks():
             raise AllocationError(
-                f"{count} new blocks are more than the {len(self._free)} free ones; free some, or ask "
+                f"{count} new blocks are more than the {self.get_num_free_blocks()} free ones; free some, or ask "
                 "get_num_free_blocks() first"
             )
-        block_ids = self._free.popleft(count)
+        block_ids = self._take_with_tails(count) if len(self._tails) else self._free.popleft(count)
         if count:
             self._on_reuse(block_ids)
             self._ref_counts[block_ids] = 1
         return block_ids
+
+    def _take_with_tails(self, count: int) -> BlockIds:
+        empty = self._free.popleft(min(count, self._free.num_empty))
+        tails = self._tails.popleft(min(count - len(empty), len(self._tails)))
+        return np.concatenate((empty, tails, self._free.popleft(count - len(empty) - len(tails))))
 
     def touch(self, block_ids: BlockIds) -> None:
         """Hold these (distinct) blocks, which a lookup found, once more; free ones are free no longer."""
@@ -104,6 +114,40 @@ class BlockPool:
         if np.count_nonzero(counts):  # most often nobody else holds any
             assert counts.min() >= 0, "a block was freed more often than it was held"
             block_ids = block_ids.compress(counts == 0)
+        if self._held_tails:
+            is_tail = np.array([block_id in self._held_tails for block_id in block_ids.tolist()], np.bool_)
+            self._held_tails.difference_update(block_ids[is_tail].tolist())
+            self._tails.append(block_ids[is_tail])
+            block_ids = block_ids[~is_tail]
+        self._free.append(block_ids)
+
+    def refresh(self, block_id: int) -> None:
+        """A block that nobody holds counts as used just now."""
+        block_ids = np.array([block_id], np.int32)
+        if block_id in self._tails:
+            self._tails.remove(block_ids)
+            self._tails.append(block_ids)
+        elif self.count_free(block_ids):
+            self.touch(block_ids)
+            self.free_blocks(block_ids)
+
+    def note_tail(self, block_id: int) -> None:
+        """This held block can be found as a tail: once it is free it goes before all others that hold something."""
+        self._held_tails.add(block_id)
+
+    def is_tail(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
+        """Which of these blocks are free tails."""
+        return self._tails.holds(block_ids)
+
+    def tail_block_ids(self) -> set[int]:
+        """Tails that go before other blocks, held until now or free."""
+        return self._held_tails.union(self._tails.in_order().tolist())
+
+    def keep_as_block(self, block_id: int, depth: int) -> None:
+        """From now on this free tail goes when the policy says, as block number `depth` of its prefix."""
+        block_ids = np.array([block_id], np.int32)
+        self._tails.remove(block_ids)
+        self._free.note_cached(block_ids, np.array([depth], np.int32))
         self._free.append(block_ids)
 
     def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
@@ -123,6 +167,12 @@ class BlockPool:
     def note_forgotten(self, block_ids: BlockIds) -> None:
         """What these (distinct) blocks hold cannot be found any more; who holds them keeps them."""
         self._free.note_forgotten(block_ids)
+        if len(self._tails):
+            freed = block_ids.compress(self._tails.holds(block_ids))
+            self._tails.remove(freed)
+            self._free.append(freed)
+        if self._held_tails:
+            self._held_tails.difference_update(block_ids.tolist())
 
     # ------------------------------------------------------------- found by key
 
@@ -174,7 +224,7 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything; True. Raises CacheBusyError while blocks are held."""
-        index, num_held = self._checked_index(), self.num_blocks - len(self._free)
+        index, num_held = self._checked_index(), self.num_blocks - self.get_num_free_blocks()
         if num_held:
             raise CacheBusyError(f"the prefix cache cannot be reset while {num_held} blocks are held; free them first")
         self.note_forgotten(index.block_ids())
@@ -204,7 +254,11 @@ class BlockPool:
 
     def free_block_ids(self) -> BlockIds:
         """Free blocks in the order in which they would be given away (a copy)."""
-        return self._free.in_order()
+        others = self._free.in_order()
+        if not len(self._tails):
+            return others
+        num_empty = self._free.num_empty
+        return np.concatenate((others[:num_empty], self._tails.in_order(), others[num_empty:]))
 
     def check_integrity(self, expected_ref_counts: npt.NDArray[np.int32]) -> None:
         """Raise AssertionError unless counts equal `expected_ref_counts` and the free blocks are their zeros."""
@@ -213,8 +267,9 @@ class BlockPool:
             f"block {wrong[:5]}: counted {self._ref_counts[wrong[:5]]}, held {expected_ref_counts[wrong[:5]]}"
         )
         self._free.check_integrity()
-        queued = self._free.in_order()
-        assert len(queued) == len(self._free), "the free queue miscounts itself"
+        self._tails.check_integrity()
+        queued = np.concatenate((self._free.in_order(), self._tails.in_order()))
+        assert len(queued) == self.get_num_free_blocks(), "the free queue miscounts itself"
         assert len(np.unique(queued)) == len(queued), "a block is queued twice"
         assert np.array_equal(np.sort(queued), np.flatnonzero(self._ref_counts == 0)), (
             "the free queue is not the set of blocks without holder"

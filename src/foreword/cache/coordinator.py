@@ -110,6 +110,26 @@ class KVCacheCoordinatorNoPrefixCache:
         """The longest beginning of `sequence` that every group holds. Changes nothing."""
         return self.nothing
 
+    def find_hit_of_next_step(self, sequence: TokenSequence) -> PrefixHit:
+        """`find_longest_cache_hit`, when what this step fills has been computed."""
+        return self.find_longest_cache_hit(sequence)
+
+    def partial_block(self, sequence: TokenSequence) -> PartialBlock | None:
+        """What is cached after the last full block that is, even if this step fills it."""
+        return None
+
+    @property
+    def num_tails(self) -> int:
+        """Partly filled blocks that can be found, which `num_indexed` does not count."""
+        return 0
+
+    def tail_block_ids(self) -> BlockIds:
+        """Those blocks (a copy)."""
+        return NO_BLOCKS
+
+    def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
+        """Index what the row's first tokens hold after their last full block; the row is closed next."""
+
     def holds(self, sequence: TokenSequence, block: int) -> bool:
         """Whether the sequence's own full block number `block` is cached, given that those before it are."""
         return False

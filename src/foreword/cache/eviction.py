@@ -34,6 +34,10 @@ class EvictionPolicy(Protocol):
     def __len__(self) -> int:
         """Number of free blocks."""
 
+    @property
+    def num_empty(self) -> int:
+        """Number of free blocks that hold nothing; they are given away first."""
+
     def __contains__(self, block_id: int) -> bool:
         """Whether the block is free."""
 

@@ -56,6 +56,14 @@ class Divergence:
 class PrefixIndex(Protocol):
     """Finds the blocks that already hold the beginning of a sequence."""
 
+    @property
+    def keeps_tails(self) -> bool:
+        """Whether `insert_tail` is of use."""
+
+    @property
+    def num_tails(self) -> int:
+        """Number of indexed tails, which `len` does not count."""
+
     def match(self, sequence: TokenSequence) -> PrefixMatch:
         """The longest indexed beginning of `sequence`. Changes nothing."""
 
@@ -83,8 +91,21 @@ class PrefixIndex(Protocol):
     ) -> list[bool]:
         """`insert` of one block for each of these sequences: `block_ids[i]` is number `numbers[i]` of its own."""
 
+    def insert_tail(self, sequence: TokenSequence, num_tokens: int, block_id: int) -> bool:
+        """From now on `block_id`, which is not indexed, holds what of these first tokens is after the last full block.
+
+        It is found as a `PartialBlock`. False, and no change, if the index keeps no tails, if the full blocks
+        before are not indexed, or if other blocks hold the same tokens already.
+        """
+
+    def superseded_tails(self) -> BlockIds:
+        """Tails that became superfluous since the last call: blocks or longer tails hold their tokens too."""
+
+    def tail_block_ids(self) -> BlockIds:
+        """All indexed tails (a copy)."""
+
     def remove(self, block_ids: BlockIds) -> BlockIds:
-        """Forget these (distinct) blocks, and what can no longer be found without them; returns all of those.
+        """Forget these (distinct) blocks and tails, and what can no longer be found without them; returns all of those.
 
         Blocks that were not indexed are ignored, and returned too.
         """
@@ -102,10 +123,10 @@ class PrefixIndex(Protocol):
         """
 
     def block_ids(self) -> BlockIds:
-        """All indexed blocks, duplicates included (a copy)."""
+        """All indexed full blocks, duplicates included (a copy)."""
 
     def __len__(self) -> int:
-        """Number of indexed blocks, duplicates included."""
+        """Number of indexed full blocks, duplicates included."""
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the index contradicts itself."""
@@ -123,7 +144,12 @@ class HashIndex:
     With `verify_tokens`, a block answers only if the tokens and extra keys of its whole prefix are the
     sequence's: hash functions whose keys collide cost time, but never return another prompt's block.
     It stores every indexed token, and an insertion walks its prefix, which a hash index need not do.
+
+    Only full blocks have keys, so there are no tails.
     """
+
+    keeps_tails = False
+    num_tails = 0
 
     def __init__(self, num_blocks: int, *, verify_tokens: bool = False) -> None:
         self._prefixes = VerifiedPrefixes() if verify_tokens else None
@@ -160,6 +186,15 @@ class HashIndex:
             keys = self._prefixes.extend(sequence, first, len(block_ids))
         self._insert(keys, block_ids)
         return True
+
+    def insert_tail(self, sequence: TokenSequence, num_tokens: int, block_id: int) -> bool:
+        return False
+
+    def superseded_tails(self) -> BlockIds:
+        return NO_MATCH.block_ids
+
+    def tail_block_ids(self) -> BlockIds:
+        return NO_MATCH.block_ids
 
     def insert_each(
         self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds

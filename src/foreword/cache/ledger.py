@@ -28,6 +28,7 @@ from foreword.cache.block_pool import BlockIds
 from foreword.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from foreword.cache.hashing import NO_EXTRA_KEYS, BlockHash, ExtraKeys
 from foreword.cache.sequence import TokenSequence
+from foreword.cache.tails import TailAccount
 
 MAX_UNCOUNTED_HITS = 64
 """Hits that may wait to be counted: most are counted when a block is forgotten, or when somebody asks."""
@@ -39,7 +40,7 @@ class MissReason(enum.StrEnum):
     NEVER_SEEN = "never_seen"
     EVICTED = "evicted"
     PARTIAL_BLOCK = "partial_block"
-    """What is left does not fill a block, and blocks are kept whole."""
+    """What is left does not fill a block, and this index keeps full blocks only."""
     SALT_DIFFERS = "salt_differs"
     """The tokens are cached, but under another salt."""
     ADAPTER_DIFFERS = "adapter_differs"
@@ -285,6 +286,8 @@ class CacheLedger:
         """Hits that are not counted in `_num_reuses` yet."""
         self.evictions: Counter[EvictionCause] = Counter()
         """Findable blocks that were forgotten since the start."""
+        self.tails: TailAccount[Eviction] = TailAccount(num_blocks)
+        """Partly filled blocks; no event tells of them, and `evictions` does not count them."""
         self._num_blocks = num_blocks
         self._num_steps = 0
 
@@ -304,6 +307,7 @@ class CacheLedger:
         eviction = Eviction(cause, self.clock(), self._num_steps, pool_usage)
         for group in self.groups:
             self.evictions[cause] += group.removed(block_ids, eviction)
+        self.tails.removed(block_ids, None if cause is EvictionCause.DUPLICATE else eviction)
         self._count_hits()
         self._num_reuses[block_ids] = 0
 
@@ -324,18 +328,19 @@ class CacheLedger:
         self._hits.clear()
 
     def num_under_salt(self, prefix: str) -> int:
-        """Findable keys under salts that begin so: their blocks, duplicates not counted."""
-        return sum(group.num_under_salt(prefix) for group in self.groups)
+        """Findable keys under salts that begin so: their blocks and tails, duplicates not counted."""
+        return sum(group.num_under_salt(prefix) for group in self.groups) + self.tails.num_under_salt(prefix)
 
     def blocks_under_salt(self, prefix: str, block_ids: BlockIds) -> BlockIds:
         """Those of these blocks, in their order, that are findable only under a salt that begins so."""
         found = [group.under_salt(prefix, block_ids) for group in self.groups]
-        return block_ids[np.logical_or.reduce(found)]
+        return block_ids[np.logical_or.reduce([*found, self.tails.under_salt(prefix, block_ids)])]
 
     def cleared(self) -> None:
         """Everything was forgotten on request; that leaves no ghosts."""
         for group in self.groups:
             group.cleared()
+        self.tails.cleared()
         self._hits.clear()
         self._num_reuses.fill(0)
         if self.events is not None:
@@ -345,6 +350,7 @@ class CacheLedger:
         """Raise AssertionError if accounts contradict themselves, or an index that holds `num_indexed` blocks."""
         for group in self.groups:
             group.check_integrity()
+        self.tails.check_integrity()
         findable = np.concatenate([group.findable_block_ids() for group in self.groups])
         assert len(np.unique(findable)) == len(findable), "a block is in two groups' accounts"
         assert len(findable) == num_indexed, "ledger and index know different numbers of blocks"

@@ -114,6 +114,10 @@ class KVCacheManager:
         """Row -> tokens that it has room for."""
         self._quiet_until: IntArray = np.zeros(16, np.int64)
         """Row -> tokens up to which it grows without taking, giving up or filling a block."""
+        self._uncomputed_from: dict[int, int] = {}
+        """Row -> tokens that are computed, where that is fewer than it has room for because a step failed."""
+        self._copied: dict[int, tuple[int, int]] = {}
+        """Row that began with a copy -> tokens in shared blocks, and tokens with those that were to be copied."""
         self._copies: list[tuple[int, int]] = []
 
     def _make_coordinator(self, index: PrefixIndex | None, deduplicate: bool) -> KVCacheCoordinatorNoPrefixCache:
@@ -175,7 +179,7 @@ class KVCacheManager:
         return self._coordinator.holds(sequence, block)
 
     def explain(self, sequence: TokenSequence, hit: PrefixHit | None = None) -> LookupExplanation:
-        """Why the rest of `sequence` was not found, given its hit (None: look it up now). Changes nothing.
+        """Why the rest of `sequence` was not found, given its hit (None: the next step's). Changes nothing.
 
         Call it before the sequence is admitted: later it would find its own blocks. Raises ConfigError
         without a ledger.
@@ -185,7 +189,7 @@ class KVCacheManager:
                 "this cache keeps no ledger and cannot say why it missed; give ledger=CacheLedger(num_blocks), and "
                 "leave prefix caching on"
             )
-        hit = hit if hit is not None else self.get_computed_blocks(sequence)
+        hit = hit if hit is not None else self._coordinator.find_hit_of_next_step(sequence)
         return explain_lookup(sequence, hit, self._coordinator, self._sequences.values())
 
     def explanation_of(self, request_id: str) -> LookupExplanation | None:
@@ -219,6 +223,7 @@ class KVCacheManager:
         new_ids = self._coordinator.grow(row, int(self._num_slots[row]), num_tokens)
         if new_ids is not None:
             self._num_slots[row] = num_tokens
+            self._uncomputed_from.pop(row, None)
             self._quiet_until[row] = self._end_of_quiet(num_tokens)
             self._coordinator.cache_blocks(row, sequence, num_tokens)
         return new_ids
@@ -233,12 +238,14 @@ class KVCacheManager:
                 f"{sequence.request_id!r} needs room for; count its hit, and at least one token"
             )
         explanation = self.explain(sequence, hit) if self.ledger is not None else None  # sees what admission evicts
+        num_tail_tokens = self._num_tail_tokens(hit)
         admitted = self._coordinator.admit(hit, num_tokens)
         if admitted is None:
             return None
         row, new_ids = admitted
         if hit.partial is not None:
             self._copy_on_write(hit.partial.block_id, int(new_ids[0]))
+            self._copied[row] = hit.num_shared_tokens, hit.num_tokens
         self._row_of[sequence.request_id] = row
         if explanation is not None:
             self._explanations[sequence.request_id] = explanation
@@ -250,7 +257,7 @@ class KVCacheManager:
         if save_states_at:
             self.save_states_at(sequence.request_id, save_states_at)
         self._quiet_until[row] = self._end_of_quiet(num_tokens)
-        self._count(len(sequence), hit, explanation)
+        self._count(len(sequence), hit, explanation, num_tail_tokens)
         self._coordinator.cache_blocks(row, sequence, num_tokens)
         return new_ids
 
@@ -277,6 +284,9 @@ class KVCacheManager:
                 served = int(busy[num_done])
                 handles, num_tokens = handles[:served], num_tokens[:served]
         self._num_slots[handles] = num_tokens
+        if self._uncomputed_from:
+            for row in handles.tolist():
+                self._uncomputed_from.pop(row, None)
         return served
 
     def _refuse_to_shrink(self, rows: IntArray, num_tokens: IntArray) -> NoReturn:
@@ -342,12 +352,17 @@ class KVCacheManager:
         nobody holds it, it counts as used just now.
         """
         self._copies.append((source, target))
-        block_ids = np.array([source], np.int32)
-        if self._pool.count_free(block_ids):
-            self._pool.touch(block_ids)
-            self._pool.free_blocks(block_ids)
+        self._pool.refresh(source)
 
-    def _count(self, num_tokens: int, hit: PrefixHit, explanation: LookupExplanation | None) -> None:
+    def _num_tail_tokens(self, hit: PrefixHit) -> int:
+        """Tokens of the hit that are in a tail."""
+        if hit.partial is None or not self._pool.is_tail(np.array([hit.partial.block_id], np.int32))[0]:
+            return 0
+        return hit.num_tokens - hit.num_shared_tokens
+
+    def _count(
+        self, num_tokens: int, hit: PrefixHit, explanation: LookupExplanation | None, num_tail_tokens: int
+    ) -> None:
         stats = self.stats
         if hit.resumed:
             stats.preempted_requests += 1
@@ -362,6 +377,7 @@ class KVCacheManager:
         stats.requests += 1
         stats.queries += num_tokens
         stats.hits += hit.num_tokens
+        stats.tail_hits += num_tail_tokens
         self.recent.observe(num_tokens, hit.num_tokens)
         if explanation is not None and explanation.reason is not None:
             stats.misses[explanation.reason] += 1
@@ -386,7 +402,12 @@ class KVCacheManager:
 
     def forget_uncomputed(self, request_id: str, num_computed_tokens: int) -> None:
         """Take back the early indexing of blocks whose step failed: only computed blocks stay."""
-        self._coordinator.forget_from(self._row_of[request_id], num_computed_tokens)
+        row = self._row_of[request_id]
+        num_shared, num_copied = self._copied.get(row, (0, 0))
+        if num_computed_tokens <= num_copied:  # its first step failed, so maybe nothing was copied
+            num_computed_tokens = min(num_computed_tokens, num_shared)
+        self._uncomputed_from[row] = num_computed_tokens
+        self._coordinator.forget_from(row, num_computed_tokens)
 
     def cache_blocks(self, sequence: TokenSequence, num_tokens: int) -> None:
         """Index what the first `num_tokens` tokens of a held request fill, as far as it has room for them.
@@ -397,11 +418,17 @@ class KVCacheManager:
         self._coordinator.cache_blocks(row, sequence, min(num_tokens, int(self._num_slots[row])))
 
     def free(self, request: str | TokenSequence) -> None:
-        """Release a request's blocks, last block first, so that tails are evicted before heads."""
+        """Release a request's blocks, last block first, so that tails are evicted before heads.
+
+        What is computed of its last block stays findable too, if the index keeps tails: known tokens that have slots.
+        """
         request_id = request if isinstance(request, str) else request.request_id
         row = self._row_of.pop(request_id)
         self._explanations.pop(request_id, None)
-        del self._sequences[row]
+        self._copied.pop(row, None)
+        sequence = self._sequences.pop(row)
+        num_computed = min(int(self._num_slots[row]), len(sequence))
+        self._coordinator.keep_tail(row, sequence, min(num_computed, self._uncomputed_from.pop(row, num_computed)))
         self._coordinator.close(row)
 
     # ---------------------------------------------------------------- eviction
@@ -413,10 +440,14 @@ class KVCacheManager:
     def pin_prefix(self, sequence: TokenSequence, until: float, now: float) -> int:
         """Evict the cached blocks of `sequence` last until that time; returns how many tokens they hold.
 
-        Fewer than are cached where the budget ends: the head of the prefix is pinned first. Pins are soft: when
-        nothing else is free, they break. Raises ConfigError if the manager was made without pins.
+        Fewer than are cached where the budget ends: the head of the prefix is pinned first. A tail is pinned too, and
+        from then on kept as a full block is. Pins are soft: when nothing else is free, they break. Raises ConfigError
+        if the manager was made without pins.
         """
         block_ids, ends = self._found(sequence)
+        for block_id, end in zip(block_ids[-1:].tolist(), ends[-1:].tolist(), strict=True):
+            if self._pins is not None and self._pool.is_tail(block_ids[-1:])[0]:
+                self._pool.keep_as_block(block_id, end // self.block_size)
         pinned = self._checked_pins().pin(block_ids, until, now)
         missing = ends[~np.isin(block_ids, pinned)]
         hit_end = int(ends.max(initial=0))
@@ -432,14 +463,19 @@ class KVCacheManager:
             self._pins.expire(now)
 
     def _found(self, sequence: TokenSequence) -> tuple[BlockIds, IntArray]:
-        """Cached whole blocks of a sequence in all groups, and where they end; in that order."""
+        """Cached blocks of a sequence in all groups, and where its tokens in them end; in that order."""
         tables = self._coordinator.find_longest_cache_hit(sequence).tables
         sizes = self._coordinator.block_sizes
         ends = [np.arange(1, len(table) + 1) * size for table, size in zip(tables, sizes, strict=True)]
         all_ids, all_ends = np.concatenate(tables), np.concatenate(ends)
         order = np.argsort(all_ends, kind="stable")
         order = order[all_ids[order] != NULL_BLOCK]
-        return all_ids[order], all_ends[order]
+        block_ids, ends_of_blocks = all_ids[order], all_ends[order]
+        partial = self._coordinator.partial_block(sequence)
+        if partial is not None:
+            block_ids = np.append(block_ids, np.int32(partial.block_id))
+            ends_of_blocks = np.append(ends_of_blocks, len(tables[0]) * self.block_size + partial.num_tokens)
+        return block_ids, ends_of_blocks
 
     def _checked_pins(self) -> PinnedPolicy:
         if self._pins is None:
@@ -458,7 +494,9 @@ class KVCacheManager:
         self.recent.reset()
 
     def _forget_reused(self, block_ids: BlockIds) -> None:
+        num_tails = self._coordinator.num_tails
         self.stats.evictions += self._coordinator.forget(block_ids, EvictionCause.REUSED)
+        self.stats.tail_evictions += num_tails - self._coordinator.num_tails
 
     # -------------------------------------------------------------------- view
 
@@ -510,11 +548,15 @@ class KVCacheManager:
         return self._pool.get_num_free_blocks()
 
     def get_num_cached_blocks(self) -> int:
-        """Blocks that hold an indexed prefix, held by requests or not."""
+        """Full blocks that hold an indexed prefix, held by requests or not."""
         return self._coordinator.num_indexed
 
+    def get_num_tails(self) -> int:
+        """Partly filled blocks that hold the end of an indexed prefix; nobody holds them."""
+        return self._coordinator.num_tails
+
     def num_cached_tokens(self) -> int:
-        """Tokens whose KV is cached, in the group that has most of them; duplicates count."""
+        """Tokens whose KV is cached in full blocks, in the group that has most of them; duplicates count."""
         counts = self._coordinator.num_indexed_by_group()
         return max(count * group.block_size for count, group in zip(counts, self.groups, strict=True))
 
@@ -526,6 +568,7 @@ class KVCacheManager:
         """What each block is to the pool just now, as `BlockState` numbers, [num_blocks] (a copy)."""
         states = np.full(self.num_blocks, BlockState.FREE, np.uint8)
         states[self._coordinator.indexed_block_ids()] = BlockState.CACHED
+        states[self._coordinator.tail_block_ids()] = BlockState.CACHED
         states[self._pool.ref_counts() > 0] = BlockState.IN_USE
         if self._pins is not None:
             states[self._pins.pinned_block_ids()] = BlockState.PINNED

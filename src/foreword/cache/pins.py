@@ -119,6 +119,10 @@ class PinnedPolicy:
     def __len__(self) -> int:
         return len(self.inner) + len(self._queue)
 
+    @property
+    def num_empty(self) -> int:
+        return self.inner.num_empty
+
     def __contains__(self, block_id: int) -> bool:
         return bool(self._is_free[block_id])
 

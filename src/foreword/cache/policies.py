@@ -25,17 +25,26 @@ class LruPolicy(FreeKVCacheBlockQueue):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self._is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
+        self.num_empty = num_blocks
+        """Free blocks that hold nothing, those at the head."""
 
     def append(self, block_ids: BlockIds) -> None:
         cached = self._is_cached.take(block_ids)
         if cached.all():
             super().append(block_ids)
         else:
-            self.appendleft(block_ids.compress(~cached))
+            empty = block_ids.compress(~cached)
+            self.num_empty += len(empty)
+            self.appendleft(empty)
             super().append(block_ids.compress(cached))
+
+    def remove(self, block_ids: BlockIds) -> None:
+        self.num_empty -= len(block_ids) - int(np.count_nonzero(self._is_cached.take(block_ids)))
+        super().remove(block_ids)
 
     def popleft(self, count: int) -> BlockIds:
         block_ids = super().popleft(count)
+        self.num_empty = max(0, self.num_empty - count)
         self._is_cached[block_ids] = False
         return block_ids
 
@@ -49,13 +58,15 @@ class LruPolicy(FreeKVCacheBlockQueue):
         forgotten = block_ids.compress(self._is_cached.take(block_ids))
         self._is_cached[forgotten] = False
         freed = forgotten.compress(self.holds(forgotten))
-        self.remove(freed)
+        super().remove(freed)
         self.appendleft(freed)
+        self.num_empty += len(freed)
 
     def check_integrity(self) -> None:
         super().check_integrity()
         cached = self._is_cached[self.in_order()]
         assert (np.diff(cached.astype(np.int8)) >= 0).all(), "a cached block goes before one that holds nothing"
+        assert self.num_empty == np.count_nonzero(~cached), "the blocks that hold nothing are miscounted"
 
 
 class _EmptyFirst(ABC):
@@ -101,6 +112,10 @@ class _EmptyFirst(ABC):
 
     def __len__(self) -> int:
         return self._num_free
+
+    @property
+    def num_empty(self) -> int:
+        return len(self._empty)
 
     def __contains__(self, block_id: int) -> bool:
         return bool(self._is_free[block_id])

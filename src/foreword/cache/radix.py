@@ -13,6 +13,13 @@ where sequences diverge, at any token.
 
 A search for ABCDEFGZ matches 7 tokens: block 0 whole, and 3 tokens of block 1, which the caller may copy
 (copy on write). A lookup costs one array comparison per node on the path.
+
+What a finished request leaves after its last full block is a *tail*, a node that ends inside a block:
+
+        root --ABCDEF--> o --GH--> leaf
+             [block 0]    \\    [block 1]
+                           --Z--> leaf        block 3 holds EFZ, and is found as a partial match
+                               tail: block 3
 """
 
 from __future__ import annotations
@@ -34,6 +41,7 @@ from foreword.cache.tree_view import PrefixNode, top_nodes
 
 Namespace = tuple[str | None, str | None, str | None]
 NOT_INDEXED = -1
+NO_TAIL = -1
 
 MAX_APPENDED_TOKENS = 4096
 """A node that is longer is not lengthened, to bound what adding one block copies."""
@@ -42,7 +50,7 @@ MAX_APPENDED_TOKENS = 4096
 class _Node:
     """The tokens at positions `start` to `end` (exclusive) of all sequences that pass through."""
 
-    __slots__ = ("block_ids", "children", "node_id", "num_cuts", "parent", "start", "tokens")
+    __slots__ = ("block_ids", "children", "node_id", "num_cuts", "parent", "start", "tail", "tokens")
 
     def __init__(self, node_id: int, parent: _Node | None, start: int, tokens: TokenArray, block_ids: BlockIds) -> None:
         self.node_id = node_id
@@ -55,6 +63,8 @@ class _Node:
         """By first token."""
         self.num_cuts = 0
         """How often its end was taken back; what follows then need not be what was there before."""
+        self.tail = NO_TAIL
+        """Block that holds the tokens from the last block's end to this node's; only where that is inside a block."""
 
     @property
     def end(self) -> int:
@@ -69,12 +79,15 @@ class RadixIndex:
     does the token from which on a salt keeps prefixes apart, where that is not the first one.
 
     Forgetting a block also forgets what follows it: a suffix without its prefix cannot be found.
-    Duplicates of an indexed block wait behind it, as in `HashIndex`.
+    Duplicates of an indexed block wait behind it, as in `HashIndex`. Of several tails of which one begins with the
+    others, the longest is enough; a tail that a block or a longer tail makes superfluous stays until its owner
+    asks for `superseded_tails`, because a block that is being filled cannot be copied yet.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, keep_tails: bool = True) -> None:
         self._block_size = block_size
         self._num_blocks = num_blocks
+        self.keeps_tails = keep_tails and block_size > 1
         self.clear()
 
     def clear(self) -> None:
@@ -90,9 +103,17 @@ class RadixIndex:
         self._original_of: dict[int, int] = {}
         self._media = MediaNumbers(self._num_blocks)
         self._num_indexed = 0
+        self._tails: dict[int, _Node] = {}
+        """Node that ends with the tail in this block."""
+        self._superseded: list[int] = []
+        """Tails after which something was inserted."""
 
     def __len__(self) -> int:
         return self._num_indexed
+
+    @property
+    def num_tails(self) -> int:
+        return len(self._tails)
 
     # ------------------------------------------------------------------ lookup
 
@@ -166,11 +187,13 @@ class RadixIndex:
     def _first_block_ending_after(self, node: _Node, position: int) -> int:
         """Some block that holds the token before `position`, which lies in `node`.
 
-        It ends in the node or in the nearest of its descendants; there are at most block_size steps,
-        because a node that ends no block lies within one.
+        It ends in the node or in the nearest of its descendants, or is a tail there; there are at most block_size
+        steps, because a node that ends no block lies within one.
         """
         at = self._blocks_ending(node, position)
         while at == len(node.block_ids):
+            if node.tail != NO_TAIL:
+                return node.tail
             node, at = next(iter(node.children.values())), 0
         return int(node.block_ids[at])
 
@@ -191,7 +214,9 @@ class RadixIndex:
             shared = _common_length(node.tokens, tokens[position:])
             self._add_duplicates(node, position, position + shared, first, block_ids)
             position += shared
-            if shared < len(node.tokens) and position < len(tokens):
+            if shared == len(node.tokens):
+                self._note_superseded(node)
+            elif position < len(tokens):
                 node = self._split(node, shared)
         num_known = position // size
         if num_known < first:
@@ -211,6 +236,52 @@ class RadixIndex:
         numbered = enumerate(zip(sequences, numbers, strict=True))
         return [self.insert(*of_one, block_ids[at : at + 1]) for at, of_one in numbered]
 
+    def insert_tail(self, sequence: TokenSequence, num_tokens: int, block_id: int) -> bool:
+        start = num_tokens // self._block_size * self._block_size
+        is_indexed = self._node_id_of[block_id] != NOT_INDEXED or block_id in self._original_of
+        if not self.keeps_tails or start == num_tokens or is_indexed:
+            return False
+        placed = placed_stretches(sequence.extra_keys, sequence.token_ids)
+        if placed:
+            self._know(placed)
+        tokens = self._tokens(sequence)[:num_tokens]
+        node, position = self._start(sequence, start)
+        passed: list[_Node] = []
+        while position == node.end and position < num_tokens:
+            below = node.children.get(int(tokens[position]))
+            if below is None:
+                break
+            node = below
+            position += _common_length(node.tokens, tokens[position:])
+            if position == node.end:
+                passed.append(node)
+        if position < start or position == num_tokens:
+            if node.parent is None:
+                self._trim(node)
+            return False  # what is before is forgotten, or all of it is found already
+        if position < node.end:
+            node = self._split(node, position - node.start)
+        for above in passed:
+            self._note_superseded(above)
+        leaf = self._make(node, position, tokens[position:].copy(), np.empty(0, np.int32))
+        node.children[int(tokens[position])] = leaf
+        leaf.tail = block_id
+        self._tails[block_id] = leaf
+        return True
+
+    def _note_superseded(self, node: _Node) -> None:
+        """Something is inserted after the end of this node."""
+        if node.tail != NO_TAIL:
+            self._superseded.append(node.tail)
+
+    def superseded_tails(self) -> BlockIds:
+        nodes = {block_id: self._tails.get(block_id) for block_id in self._superseded}
+        self._superseded.clear()
+        return np.array([block_id for block_id, node in nodes.items() if node is not None and node.children], np.int32)
+
+    def tail_block_ids(self) -> BlockIds:
+        return np.array(list(self._tails), np.int32)
+
     def _start(self, sequence: TokenSequence, position: int) -> tuple[_Node, int]:
         """Where to go on with a sequence whose tokens before `position` are in the tree.
 
@@ -228,7 +299,8 @@ class RadixIndex:
 
     def _grow(self, node: _Node, position: int, tokens: TokenArray, block_ids: BlockIds) -> _Node:
         """Hang a run of tokens under `node`, which ends at `position`: lengthen it if nothing else hangs there."""
-        if node.parent is not None and not node.children and len(node.tokens) < MAX_APPENDED_TOKENS:
+        is_open = node.parent is not None and not node.children and node.tail == NO_TAIL
+        if is_open and len(node.tokens) < MAX_APPENDED_TOKENS:
             node.tokens = np.concatenate((node.tokens, tokens))
             node.block_ids = np.concatenate((node.block_ids, block_ids))
         else:
@@ -276,6 +348,11 @@ class RadixIndex:
     # ------------------------------------------------------------------ remove
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
+        if self._tails:
+            for tail in self._tails.keys() & set(block_ids.tolist()):
+                ends_with_it = self._tails[tail]
+                self._drop_tail(ends_with_it)
+                self._trim(ends_with_it)
         if self._duplicates:
             forgotten = dict.fromkeys(block_ids.tolist())
             for block_id in block_ids.tolist():
@@ -336,16 +413,18 @@ class RadixIndex:
         for child in below:
             below += child.children.values()
             forgotten += self._drop(child.block_ids)
+            forgotten += self._drop_tail(child)
             del self._nodes[child.node_id]
         node.children = {}
         forgotten += self._drop(node.block_ids[at:])
+        forgotten += self._drop_tail(node)
         node.block_ids = node.block_ids[:at]
         self._trim(node)
         return forgotten
 
     def _trim(self, node: _Node) -> None:
         """Take back tokens that lead to no block, here and above."""
-        while node.parent is not None and not node.children:
+        while node.parent is not None and not node.children and node.tail == NO_TAIL:
             end = (node.start // self._block_size + len(node.block_ids)) * self._block_size
             if end > node.start:
                 node.tokens = node.tokens[: end - node.start]
@@ -355,6 +434,14 @@ class RadixIndex:
             node = node.parent
         if node.parent is None and not node.children:
             del self._roots[self._namespace_of.pop(node.node_id)], self._nodes[node.node_id]
+
+    def _drop_tail(self, node: _Node) -> list[int]:
+        """Forget the tail at a node's end, if there is one; returns it."""
+        tail, node.tail = node.tail, NO_TAIL
+        if tail == NO_TAIL:
+            return []
+        del self._tails[tail]
+        return [tail]
 
     def _drop(self, block_ids: BlockIds) -> list[int]:
         """Forget blocks of a node and their duplicates; returns both."""
@@ -413,6 +500,7 @@ class RadixIndex:
 
     def check_integrity(self) -> None:
         seen: dict[int, int] = {}
+        tails: dict[int, _Node] = {}
         num_nodes = 0
         assert {root.node_id: namespace for namespace, root in self._roots.items()} == self._namespace_of
         for root in self._roots.values():
@@ -428,8 +516,12 @@ class RadixIndex:
                     stack.append(child)
                 size = self._block_size
                 assert len(node.block_ids) == node.end // size - node.start // size, "a node miscounts its blocks"
+                if node.tail != NO_TAIL:
+                    assert node.end % size, "a tail ends with a block"
+                    assert node.tail not in tails, "a block is two tails"
+                    tails[node.tail] = node
                 if not node.children:
-                    assert node.end % size == 0, "a leaf ends inside a block"
+                    assert node.end % size == 0 or node.tail != NO_TAIL, "a leaf ends inside a block"
                     assert node.parent is None or len(node.tokens), "a leaf is empty"
                 for at, block_id in enumerate(node.block_ids.tolist()):
                     assert block_id not in seen, "a block stands twice in the tree"
@@ -438,6 +530,8 @@ class RadixIndex:
         assert num_nodes == len(self._nodes), "a node is out of reach"
         recorded = np.flatnonzero(self._node_id_of != NOT_INDEXED)
         assert {int(block): int(self._node_id_of[block]) for block in recorded} == seen, "blocks and nodes differ"
+        assert tails == self._tails, "tails and nodes differ"
+        assert not set(tails) & (set(seen) | set(self._original_of)), "a tail is also a full block"
         waiting = {duplicate: block for block, those in self._duplicates.items() for duplicate in those}
         assert waiting == self._original_of, "duplicates and originals differ"
         assert set(self._original_of.values()) <= set(seen), "a duplicate waits behind nothing"
@@ -447,6 +541,7 @@ class RadixIndex:
     def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
         found = self.match(sequence).block_ids.tolist()
         for number, block_id in enumerate(block_ids.tolist()):
+            assert block_id not in self._tails, f"block {block_id} is a tail, but somebody holds it"
             answering = self._original_of.get(block_id, block_id)
             assert self._node_id_of[answering] == NOT_INDEXED or answering in found[number : number + 1], (
                 f"block {block_id} is indexed as something else than its holder's block number {number}"

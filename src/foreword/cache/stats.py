@@ -28,6 +28,8 @@ class PrefixCacheStats:
     """Their tokens."""
     hits: int = 0
     """Of these, tokens whose KV was found in the cache."""
+    tail_hits: int = 0
+    """Of these, tokens that were found in tails, the partly filled last blocks of earlier requests."""
     preempted_requests: int = 0
     preempted_queries: int = 0
     preempted_hits: int = 0
@@ -35,7 +37,9 @@ class PrefixCacheStats:
     forked_queries: int = 0
     forked_hits: int = 0
     evictions: int = 0
-    """Cached blocks whose memory was given to other content."""
+    """Full cached blocks whose memory was given to other content."""
+    tail_evictions: int = 0
+    """Tails whose memory was given to other content."""
 
     ghost_hits: int = 0
     """Tokens that were missed, but that a pool with twice the blocks would have held. Needs a ledger."""

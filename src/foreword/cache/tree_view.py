@@ -65,6 +65,7 @@ def top_nodes(
 ) -> list[PrefixNode]:
     """The `limit` nodes that were reused most often, then those with most tokens; a parent before its children.
 
+    Tails are left out.
     `roots` are trees with the salt of each; `told` gives for a token below 0 what it stands for, and the salt that
     begins there. With `under_salt`, only nodes under salts that begin so. Looks at the children of the nodes that it
     returns, and of what is above them, and at no others.
@@ -73,6 +74,8 @@ def top_nodes(
     queue: list[tuple[int, int, int, int | None, str | None, TreeNode]] = []
 
     def push(node: TreeNode, parent_id: int | None, salt: str | None) -> None:
+        if not len(node.block_ids) and not node.children:
+            return  # a tail, of less than a block
         reuses = 0 if num_reuses is None else _most_reuses(node, num_reuses)
         heapq.heappush(queue, (-reuses, -len(node.tokens), node.node_id, parent_id, salt, node))
 

@@ -15,7 +15,7 @@ from foreword.cache.group_specs import GroupSpec
 from foreword.cache.groups import (
     IntArray,
 )
-from foreword.cache.index import NO_MATCH, Divergence, PrefixIndex
+from foreword.cache.index import NO_MATCH, Divergence, PartialBlock, PrefixIndex
 from foreword.cache.ledger import CacheLedger, Eviction, EvictionCause, MissReason
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.tree_view import PrefixNode
@@ -55,21 +55,37 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
     def indexed_block_ids(self) -> BlockIds:
         return self._index.block_ids()
 
+    @property
+    def num_tails(self) -> int:
+        return self._index.num_tails
+
+    def tail_block_ids(self) -> BlockIds:
+        return self._index.tail_block_ids()
+
     def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
         return self._index.top(limit, None if self._ledger is None else self._ledger.num_reuses(), under_salt)
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
+        hit = self.find_hit_of_next_step(sequence)
+        if hit.partial is None or not self._is_being_filled(hit.partial.block_id):
+            return hit
+        # A block that this very step fills is filled too late to be copied.
+        return PrefixHit(hit.tables, None, hit.num_shared_tokens, hit.num_shared_tokens)
+
+    def find_hit_of_next_step(self, sequence: TokenSequence) -> PrefixHit:
         match = self._index.match(sequence)
         if match is NO_MATCH:
             return self.nothing
         num_shared = len(match.block_ids) * self._size
         computed_last = max(0, len(sequence) - 1)
         partial = match.partial
-        if partial is None or num_shared >= computed_last or self._is_being_filled(partial.block_id):
-            # A block that this very step fills is filled too late to be copied.
+        if partial is None or num_shared >= computed_last:
             return PrefixHit((match.block_ids,), None, min(num_shared, computed_last), num_shared)
         num_tokens = min(num_shared + partial.num_tokens, computed_last)
         return PrefixHit((match.block_ids,), partial, num_tokens, num_shared)
+
+    def partial_block(self, sequence: TokenSequence) -> PartialBlock | None:
+        return self._index.match(sequence).partial
 
     def holds(self, sequence: TokenSequence, block: int) -> bool:
         return self._index.holds(sequence, block)
@@ -84,6 +100,23 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
                 return
             self._note_indexed(block_ids, first)
             self._report(row, sequence, first, block_ids)
+
+    def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
+        """A tail is not announced: listeners count full blocks, and it has no key."""
+        if not self._index.keeps_tails:
+            return
+        self.cache_blocks(row, sequence, num_tokens)  # the last token of a block may have become known since
+        number, num_rest = divmod(num_tokens, self._size)
+        if not num_rest:
+            return
+        block_id = int(self._manager.tables.row(row)[number])
+        tail = np.array([block_id], np.int32)
+        if not self._pool.count_held_once(tail) or not self._index.insert_tail(sequence, num_tokens, block_id):
+            return
+        self._noted.append(tail)  # a step that still runs may be filling it: too late to copy it in this one
+        self._pool.note_tail(block_id)
+        if self._ledger is not None:
+            self._ledger.tails.stored(sequence, num_tokens, block_id)
 
     def cache_blocks_each(self, rows: IntArray, sequence_of: SequenceOfRow, ends: IntArray) -> None:
         """In one call, if each row has filled one block."""
@@ -134,6 +167,9 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         for row, first, block_ids in self._filled:
             self._deduplicate(row, first, block_ids)
         self._filled.clear()
+        superseded = self._index.superseded_tails()
+        if len(superseded):  # one that was pinned stays
+            self.forget(superseded.compress(self._pool.is_tail(superseded)), EvictionCause.DUPLICATE)
 
     def _deduplicate(self, row: int, first: int, block_ids: BlockIds) -> None:
         """Let the row's table take the indexed blocks in place of copies, and free the copies."""
@@ -149,8 +185,14 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
         assert self._account is not None
+        assert self._ledger is not None
+        number = len(hit.block_ids)
         # None: another prompt's block has the same key, which only an index that verifies tokens notices.
-        return self._account.reason(sequence, len(hit.block_ids)) or (MissReason.NEVER_SEEN, None)
+        reason, eviction = self._account.reason(sequence, number) or (MissReason.NEVER_SEEN, None)
+        if self._index.keeps_tails and reason in (MissReason.PARTIAL_BLOCK, MissReason.NEVER_SEEN):
+            tail = self._ledger.tails.eviction_after(sequence, number, hit.num_tokens - hit.num_shared_tokens)
+            return (MissReason.NEVER_SEEN, None) if tail is None else (MissReason.EVICTED, tail)
+        return reason, eviction
 
     def num_ghost_tokens(self, sequence: TokenSequence, hit: PrefixHit) -> int:
         assert self._account is not None
@@ -164,5 +206,11 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         self._index.check_integrity()
         for row in rows:
             self._index.check_table(sequence_of(row), self._manager.tables.row(row))
+        assert self._pool.tail_block_ids() <= set(self._index.tail_block_ids().tolist()), (
+            "the pool keeps a tail that cannot be found"
+        )
         if self._ledger is not None:
             self._ledger.check_integrity(len(self._index))
+            assert self._ledger.tails.block_ids() == set(self._index.tail_block_ids().tolist()), (
+                "ledger and index know different tails"
+            )
