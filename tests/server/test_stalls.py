@@ -118,11 +118,11 @@ def stall(url: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[fl
 def excess(url: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[float, int]:
     """By how much such a body stalls others more than one of the same length to a page that is not there.
 
-    That one costs the machine as much in copies and switches, and the server no work. The best of three is taken:
+    That one costs the machine as much in copies and switches, and the server no work. The best of five is taken:
     a machine that does something else meanwhile makes stalls longer, never shorter.
     """
     found = []
-    for _ in range(3):
+    for _ in range(5):
         base, _ = stall(url, "/nowhere", body, headers)
         longest, status = stall(url, path, body, headers)
         found.append((longest - base, status))

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -66,7 +67,8 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
             if service.recorder is not None:
                 await asyncio.to_thread(service.recorder.close)
 
-    app = FastAPI(title="foreword", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = _App(title="foreword", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.proxy_path = config.root_path
     app.state.service = service
     app.include_router(openai.router)
     app.include_router(responses.router)
@@ -74,8 +76,25 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
     app.include_router(cache_api.router)
     document_bodies(app, BODIES)
     _add_error_handlers(app)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
     app.add_middleware(_BodyLimits, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
     return app
+
+
+class _App(FastAPI):
+    """An app that a proxy shows under a path of its own."""
+
+    proxy_path = ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.proxy_path and scope["type"] != "lifespan":  # before any middleware looks at the path
+            scope["root_path"] = self.proxy_path
+            if not f"{scope['path']}/".startswith(f"{self.proxy_path}/"):  # the proxy took it off
+                scope["path"] = self.proxy_path + scope["path"]
+        await super().__call__(scope, receive, send)
 
 
 # --------------------------------------------------------------------- errors

@@ -89,9 +89,12 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus text. Open where no keys are asked for, as there is no prompt's text in it."""
+    """Prometheus text. There is no prompt's text in it, so `api_key` does not close it; tenants' names are.
+
+    It is the operators' where there is a keys file or an operator's key.
+    """
     service = service_of(request)
-    if service.tenants.asks_for_keys or service.operators.have_a_key:
+    if service.config.keys_file is not None or service.operators.have_a_key:
         service.operators.check(request.scope)
     look = await service.insight.look()
     text, media_type = await asyncio.to_thread(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -19,6 +19,9 @@ from foreword.server.api_errors import APIError, from_error, timed_out
 from foreword.server.off_loop import off_loop
 from foreword.server.service import Service
 from foreword.server.tenants import Tenant
+
+PIECE_DEPTH = 5
+"""Levels of an answer that are written down item by item: choices, their log probabilities, and each position's."""
 
 Event = tuple[str | None, dict[str, Any]]
 """Name (or None) and data of a server-sent event."""
@@ -84,7 +87,27 @@ async def respond(request: Request, answer: AnswerStream, dialect: Dialect, *, s
         answer.close()
     if deltas is None:
         return Response(status_code=499)  # nobody reads it
-    return await off_loop(dialect.num_bytes(answer, deltas), lambda: json_response(dialect.whole(answer, deltas)))
+    return await off_loop(dialect.num_bytes(answer, deltas), lambda: _whole_response(dialect.whole(answer, deltas)))
+
+
+def _whole_response(body: Any) -> Response:
+    return Response("".join(_json_pieces(body, PIECE_DEPTH)), media_type="application/json")
+
+
+def _json_pieces(value: Any, depth: int) -> Iterator[str]:
+    """`to_json`, a piece at a time, so that other threads run between two pieces."""
+    if depth and isinstance(value, list) and value:
+        for at, item in enumerate(value):
+            yield "," if at else "["
+            yield from _json_pieces(item, depth - 1)
+        yield "]"
+    elif depth and isinstance(value, dict) and value:
+        for at, (key, item) in enumerate(value.items()):
+            yield f"{',' if at else '{'}{to_json(key)}:"
+            yield from _json_pieces(item, depth - 1)
+        yield "}"
+    else:
+        yield to_json(value)
 
 
 async def _collect(answer: AnswerStream) -> list[Delta]:

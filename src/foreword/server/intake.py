@@ -66,7 +66,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if num_bytes > max_bytes:
         message = f"The body is longer than the {max_bytes} bytes that this server takes here; send less."
         raise APIError(413, message, headers={"Connection": "close"})
-    return b"".join(pieces)
+    return await off_loop(num_bytes, lambda: b"".join(pieces))
 
 
 # ------------------------------------------------------------------- off the loop

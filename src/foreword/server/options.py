@@ -28,6 +28,10 @@ class ServerConfig:
     """TOML file of tenants and their keys; read again when it changes."""
     operator_key: str | None = None
     """Opens /dashboard, /metrics, /reset_prefix_cache and the whole of /v1/cache; or FOREWORD_OPERATOR_KEY."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may ask from a browser (CORS), such as https://chat.example.com; "*": all of them."""
+    root_path: str = ""
+    """Path under which a proxy shows the server, such as /llm; whether the proxy takes it off or not."""
     dashboard: bool = True
     """Show /dashboard, where its packages are installed."""
     otlp_traces_endpoint: str | None = None
@@ -71,6 +75,13 @@ class ServerConfig:
             raise ConfigError(f"max_queued={self.max_queued} is negative; use 0 to refuse whatever cannot run at once")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ConfigError(f"max_prompt_tokens={self.max_prompt_tokens} allows no prompt; use 1 or more, or None")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f"root_path={self.root_path!r} is no path; begin it with a slash and end it without one")
+        for origin in self.allowed_origins:
+            if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.count("/") != 2):
+                raise ConfigError(
+                    f"allowed_origins has {origin!r}, which is no origin; use the form https://chat.example.com, or '*'"
+                )
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port} is no port; use 1 to 65535, or 0 for any free one")
         if self.api_key is not None and not self.api_key:

@@ -42,6 +42,7 @@ def serve(llm: LLM, config: ServerConfig) -> None:
         port=config.port,
         log_config=None,
         access_log=False,
+        lifespan="on",  # a start that fails ends the server, instead of leaving one without an engine
         timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
         server_header=False,
         h11_max_incomplete_event_size=64 * 1024,

@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Request
+from starlette._utils import get_route_path  # what routes are matched with: the check has to see the same path
 from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -77,6 +78,7 @@ def mount_dashboard(app: FastAPI, service: Service) -> None:
 
 async def _log_in(request: Request, operators: Operators) -> Response:
     """Trade the key for a cookie."""
+    root_path = request.scope.get("root_path", "")
     body = (await read_body(request, MAX_FORM_BYTES)).decode("utf-8", "replace")
     try:
         key = parse_qs(body, max_num_fields=MAX_FORM_FIELDS).get("key", [""])[0]
@@ -85,11 +87,17 @@ async def _log_in(request: Request, operators: Operators) -> Response:
     session = operators.open_session(key)
     if session is None:
         await asyncio.sleep(WRONG_KEY_DELAY_S)
-        return _form("That is not the operator's key.")
-    answer = RedirectResponse(f"{PATH}/", 303)
+        return _form("That is not the operator's key.", root_path)
+    answer = RedirectResponse(f"{root_path}{PATH}/", 303)
     secure = request.url.scheme == "https"
     answer.set_cookie(
-        COOKIE, session, max_age=round(SESSION_S), path=PATH, httponly=True, samesite="strict", secure=secure
+        COOKIE,
+        session,
+        max_age=round(SESSION_S),
+        path=f"{root_path}{PATH}",
+        httponly=True,
+        samesite="strict",
+        secure=secure,
     )
     return answer
 
@@ -102,8 +110,9 @@ class _OperatorsOnly:
         self._operators = operators
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        if path in (PATH, LOGIN) or not path.startswith(f"{PATH}/") or scope["type"] not in ("http", "websocket"):
+        # Without the root path of a proxy. A lifespan has no path.
+        path = get_route_path(scope) if scope["type"] in ("http", "websocket") else ""
+        if path in (PATH, LOGIN) or not path.startswith(f"{PATH}/"):
             await self._app(scope, receive, send)
             return
         try:
@@ -119,15 +128,16 @@ class _OperatorsOnly:
 
     def _refusal(self, scope: Scope, error: APIError) -> Response:
         if error.status == 401 and "text/html" in Headers(scope=scope).get("accept", ""):
-            return _form("")
+            return _form("", scope.get("root_path", ""))
         return error_response(error)
 
 
-def _form(problem: str) -> Response:
+def _form(problem: str, root_path: str) -> Response:
     """Asks for the key; needs nothing from elsewhere."""
+    action = f"{escape(root_path)}{LOGIN}"
     return HTMLResponse(
         "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
-        f"<title>foreword</title><style>{_FORM_STYLE}</style><form method='post' action='{LOGIN}'>{ICON}"
+        f"<title>foreword</title><style>{_FORM_STYLE}</style><form method='post' action='{action}'>{ICON}"
         "<h1>foreword</h1><label for='key'>Operator's key</label>"
         "<input id='key' name='key' type='password' autocomplete='current-password' autofocus required>"
         f"<p role='alert'>{escape(problem)}</p><button>Open the dashboard</button></form></html>",
