@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 from foreword import __version__
 from foreword.config import Environment, engine_options
 from foreword.errors import ConfigError, ForewordError, InvalidRequestError
-from foreword.flags import Flags, unknown_argument, with_hyphens
 from foreword.log_lines import JsonLines, LogConfig, PatientHandler, TextLines
-from foreword.options import options_of
-from foreword.vllm_options import ENGINE_OPTIONS, SERVER_OPTIONS
+from foreword.options.flags import Flags, unknown_argument, with_hyphens
+from foreword.options.option import options_of
+from foreword.options.vllm import ENGINE_OPTIONS, SERVER_OPTIONS
 
 if TYPE_CHECKING:
     from foreword.llm import LLM

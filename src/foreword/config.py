@@ -13,8 +13,8 @@ from types import UnionType
 from typing import Any, Literal, get_args
 
 from foreword.errors import ConfigError
-from foreword.options import Option, options_of, read_options
-from foreword.vllm_options import ENGINE_OPTIONS
+from foreword.options.option import Option, options_of, read_options
+from foreword.options.vllm import ENGINE_OPTIONS
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KernelName = Literal["auto", "cpu", "triton", "reference"]
@@ -185,7 +185,7 @@ class EngineConfig:
         """Sort flat keyword options into their rooms; unknown names raise ConfigError, naming the nearest one.
 
         Sizes may be texts such as "4GB". Options of vLLM that foreword does not have are accepted with values that
-        change nothing (foreword.vllm_options).
+        change nothing (foreword.options.vllm).
         """
         for name in ("dtype", "device"):
             if type(options.get(name)).__module__ == "torch":  # torch.float16, torch.device("cpu")

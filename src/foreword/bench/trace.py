@@ -22,8 +22,8 @@ from rich.table import Table
 
 from foreword.bench.recording import BLOCK_TOKENS, TraceRequest, UnlimitedCache, prompt_token_ids, read_trace
 from foreword.errors import ConfigError, PromptTooLongError, RequestTooLargeError
-from foreword.flags import Flags
-from foreword.options import options_of
+from foreword.options.flags import Flags
+from foreword.options.option import options_of
 
 if TYPE_CHECKING:
     from foreword.engine import Engine

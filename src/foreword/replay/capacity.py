@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from foreword.errors import ConfigError, ModelLoadError
-from foreword.sizes import parse_bytes
+from foreword.options.sizes import parse_bytes
 
 MAX_BLOCKS = 2**31 - 1
 """Numbers of blocks have 32 bits."""

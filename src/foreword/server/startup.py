@@ -10,8 +10,8 @@ import logging
 
 from foreword.config import EngineConfig
 from foreword.llm import LLM
+from foreword.options.sizes import format_bytes
 from foreword.server.options import ServerConfig
-from foreword.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
 

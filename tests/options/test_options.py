@@ -14,12 +14,12 @@ import pytest
 from foreword import LLM, cli
 from foreword.config import EngineConfig, engine_options
 from foreword.errors import ConfigError
-from foreword.flags import Flags
 from foreword.keywords import EngineKeywords
-from foreword.options import Option, options_of
+from foreword.options.flags import Flags
+from foreword.options.option import Option, options_of
+from foreword.options.sizes import format_bytes, parse_bytes
+from foreword.options.vllm import ENGINE_OPTIONS, RENAMED, SERVER_OPTIONS
 from foreword.server.options import ServerConfig
-from foreword.sizes import format_bytes, parse_bytes
-from foreword.vllm_options import ENGINE_OPTIONS, RENAMED, SERVER_OPTIONS
 
 
 def command(*names: str) -> argparse.ArgumentParser:
