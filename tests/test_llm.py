@@ -449,6 +449,7 @@ def test_a_second_request_hits_and_the_statistics_say_so(llm: LLM) -> None:
     assert report.total_cached_tokens == 32
     assert report.cache_utilization == 2 / llm.engine.manager.num_blocks
     assert report.preemptions == report.evictions == 0
+    assert (report.tails, report.tail_hit_tokens, report.tail_evictions) == (1, 7, 0)
 
 
 def test_resetting_the_cache_forgets_prefixes_and_counters(llm: LLM) -> None:

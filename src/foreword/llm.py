@@ -83,6 +83,12 @@ class CacheReport:
     """Lookups of requests that resumed after preemption; they are in none of the counts above."""
     preempted_queried_tokens: int
     preempted_hit_tokens: int
+    tail_hit_tokens: int
+    """Of `hit_tokens`, those that were found in tails, the partly filled last blocks of earlier requests."""
+    tails: int
+    """Blocks that hold tails now; `total_cached_tokens` and `cache_utilization` count full blocks only."""
+    tail_evictions: int
+    """Tails whose memory was given to other content; not among `evictions`."""
 
     @property
     def prefix_cache_hit_rate(self) -> float:
@@ -363,6 +369,9 @@ class LLM:
             preempted_requests=manager.stats.preempted_requests,
             preempted_queried_tokens=manager.stats.preempted_queries,
             preempted_hit_tokens=manager.stats.preempted_hits,
+            tail_hit_tokens=manager.stats.tail_hits,
+            tails=manager.get_num_tails(),
+            tail_evictions=manager.stats.tail_evictions,
         )
 
     def explain_attention(self) -> str:

@@ -76,6 +76,27 @@ def test_counters_equal_what_the_answers_said():
         assert found["foreword_time_to_first_token_seconds_sum", "hit"] > 0
 
 
+def test_tails_are_counted_and_their_counters_survive_a_reset():
+    with embedded_llm(kv_cache_memory_bytes=2 * 2**20) as llm, ServerThread(llm, ServerConfig()) as server:
+        for name in ("a", "a", *"bcdefgh"):
+            ask(server.url, facts(name))
+        wait_until(lambda: samples(server.url)["foreword_num_requests_running", ""] == 0)
+        found = samples(server.url)
+        stats = llm.engine.manager.stats
+        assert found["foreword_prefix_cache_tail_hits_total", ""] == stats.tail_hits > 0
+        assert found["foreword_prefix_cache_tail_evictions_total", ""] == stats.tail_evictions > 0
+        assert found["foreword_kv_cache_tail_blocks", ""] == llm.engine.manager.get_num_tails() > 0
+        told = httpx.get(f"{server.url}/v1/cache").json()["statistics"]
+        assert told["tail_hit_tokens"] == stats.tail_hits < told["hit_tokens"]
+        assert (told["tails"], told["tail_evictions"]) == (llm.engine.manager.get_num_tails(), stats.tail_evictions)
+        post(server.url, "/reset_prefix_cache", None).raise_for_status()
+        after = samples(server.url)
+        assert after["foreword_kv_cache_tail_blocks", ""] == 0
+        for name in ("hits", "evictions"):
+            counter = f"foreword_prefix_cache_tail_{name}_total", ""
+            assert after[counter] == found[counter]
+
+
 def test_the_pool_and_the_queue_are_shown_as_they_are():
     with embedded_llm() as llm, ServerThread(llm, ServerConfig()) as server:
         ask(server.url, facts("a"))

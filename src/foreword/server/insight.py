@@ -42,6 +42,8 @@ class Look:
     evictions: Counter[EvictionCause]
     states: npt.NDArray[np.uint8]
     """`BlockState` of every block."""
+    num_tails: int
+    """Of the cached blocks, those that are only partly filled."""
     block_size: int
     num_running: int
     num_waiting: int
@@ -123,6 +125,7 @@ class Insight:
             recent_hit_rate=manager.recent.hit_rate,
             evictions=Counter() if manager.ledger is None else manager.ledger.evictions.copy(),
             states=manager.block_states(),
+            num_tails=manager.get_num_tails(),
             block_size=manager.block_size,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,

@@ -170,6 +170,7 @@ class _EngineCollector(Collector):
         yield self._counter(
             "prefix_cache_computed_tokens", "Prompt tokens that were not found.", totals.queries - totals.hits
         )
+        yield self._counter("prefix_cache_tail_hits", "Of the found tokens, those found in tails.", totals.tail_hits)
         yield self._gauge(
             "prefix_cache_hit_rate",
             "Share of the looked-up tokens that were found since the last reset, 0 to 1.",
@@ -195,6 +196,9 @@ class _EngineCollector(Collector):
         yield self._counters("prefix_cache_missed_tokens", "Their tokens that were not found.", "reason", missed)
         evictions = {str(cause): look.evictions[cause] for cause in EvictionCause}
         yield self._counters("prefix_cache_evictions", "Cached blocks that were forgotten.", "cause", evictions)
+        yield self._counter(
+            "prefix_cache_tail_evictions", "Tails whose memory was given to other content.", totals.tail_evictions
+        )
 
     def _pool(self, look: Look) -> Iterator[Metric]:
         yield self._gauge("kv_cache_usage_perc", "Share of the blocks that requests hold, 0 to 1.", look.usage)
@@ -203,6 +207,7 @@ class _EngineCollector(Collector):
         for state, count in states.items():
             blocks.add_metric((self._model, state), count)
         yield blocks
+        yield self._gauge("kv_cache_tail_blocks", "Cached blocks that are only partly filled.", look.num_tails)
 
     def _tenants(self, records: Records) -> Iterator[Metric]:
         tenants = records.tenants()
