@@ -118,7 +118,7 @@ class LLM:
         with head_start(self.config.model):
             log.enter("reading the tokenizer")
             self.tokenizer = load_tokenizer(self.config.model)
-            log.enter("reading the weights")
+            log.enter("reading the weights; the first start on a machine also compiles kernels")
             loaded = load(self.config.model)
         from foreword.model.self_check import find_inexactness  # imports torch: a model that is not there needs none
 

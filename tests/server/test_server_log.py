@@ -46,7 +46,8 @@ def test_a_server_says_at_its_start_what_it_serves_and_where(server: ServerProce
 def test_a_server_says_how_far_its_model_is_while_it_loads(server: ServerProcess, server_log: Path) -> None:
     wait_until(lambda: lines(server_log, "loaded"))
     stages = [line["stage"] for line in lines(server_log, "loading")]
-    assert {"reading the tokenizer", "reading the weights"} <= set(stages)
+    assert "reading the tokenizer" in stages
+    assert any(stage.startswith("reading the weights") for stage in stages)
     assert len(lines(server_log, "loaded")) == 1
 
 
