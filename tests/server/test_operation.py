@@ -83,10 +83,17 @@ def test_metrics_that_name_tenants_are_the_operators(llm, tmp_path):
         assert httpx.get(f"{server.url}/metrics").status_code == 401
 
 
-def test_a_server_under_a_path_of_a_proxy_answers_with_and_without_it_and_stays_closed():
-    with ServerProcess("--root-path", "/llm", "--operator-key", "sk-o") as server, httpx.Client(timeout=120) as client:
-        for prefix in ("", "/llm"):
-            url = f"{server.url}{prefix}"
+def test_a_server_under_a_path_of_a_proxy_answers_with_and_without_it_and_stays_closed(tmp_path):
+    with (
+        (tmp_path / "log").open("w") as log,
+        ServerProcess("--root-path", "/llm", "--operator-key", "sk-o", log=log) as server,
+        httpx.Client(timeout=120) as client,
+    ):
+        bare = server.url.removesuffix("/llm")
+        assert server.url == f"{bare}/llm", "the address that it prints has the path"
+        told = (tmp_path / "log").read_text()
+        assert f"API at {server.url}/v1, dashboard at {server.url}/dashboard, metrics at {server.url}/metrics" in told
+        for url in (bare, server.url):
             client.cookies.clear()
             assert post(url, "/v1/completions", ASK).status_code == 200
             for page in ("/dashboard/", "/dashboard/_nicegui/x", "/metrics"):
@@ -99,8 +106,8 @@ def test_a_server_under_a_path_of_a_proxy_answers_with_and_without_it_and_stays_
             assert "Path=/llm/dashboard;" in login.headers["Set-Cookie"]
             cookie = login.headers["Set-Cookie"].partition(";")[0]
             assert client.get(f"{url}/dashboard/", headers={"Cookie": cookie}).status_code == 200
-        assert client.get(f"{server.url}/llm/llm/dashboard/").status_code == 404
-        assert client.get(f"{server.url}/openapi.json").json()["servers"] == [{"url": "/llm"}]
+        assert client.get(f"{server.url}/llm/dashboard/").status_code == 404
+        assert client.get(f"{bare}/openapi.json").json()["servers"] == [{"url": "/llm"}]
 
 
 @pytest.mark.parametrize("size", [5000, 10_000_000])

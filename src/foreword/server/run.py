@@ -55,6 +55,7 @@ def serve(llm: LLM, config: ServerConfig) -> None:
     _Server(
         options,
         name,
+        config.root_path,
         on_start=lambda url: log_addresses(url, llm.config, config),
         on_stop=lambda: log_stopping(thread.num_choices, config.shutdown_timeout_s),
     ).run()
@@ -68,12 +69,15 @@ class _Server(uvicorn.Server):
         self,
         config: uvicorn.Config,
         model_name: str,
+        root_path: str,
         *,
         on_start: Callable[[str], None],
         on_stop: Callable[[], None],
     ) -> None:
         super().__init__(config)
         self._model_name = model_name
+        self._root_path = root_path
+        """The server answers with and without it; only with it do addresses also work through the proxy."""
         self._on_start = on_start
         self._on_stop = on_stop
 
@@ -83,8 +87,9 @@ class _Server(uvicorn.Server):
             for socket in server.sockets:
                 host, port = socket.getsockname()[:2]
                 host = f"[{host}]" if ":" in host else host
-                self._on_start(f"http://{host}:{port}")
-                print(f"foreword: serving {self._model_name} at http://{host}:{port}", flush=True)
+                url = f"http://{host}:{port}{self._root_path}"
+                self._on_start(url)
+                print(f"foreword: serving {self._model_name} at {url}", flush=True)
 
     async def shutdown(self, sockets: object = None) -> None:
         self._on_stop()
