@@ -110,6 +110,34 @@ def test_a_fork_holds_the_same_blocks():
     assert all(allocator.is_active(block_id) for block_id in ids(fork))
 
 
+def test_a_forked_block_that_is_not_full_is_copied_before_one_writes_into_it():
+    allocator = PrefixCachingBlockAllocator(4, 4)
+    one = allocator.allocate_mutable_block(None)
+    allocator.append_token_ids(one, [1, 2])
+    [other] = allocator.fork(one)
+    shared = other.block_id
+    allocator.append_token_ids(one, [3, 4])
+    assert one.block_id != other.block_id == shared
+    assert allocator.clear_copy_on_writes() == [(shared, one.block_id)]
+    allocator.append_token_ids(other, [5, 6])  # it is alone by now
+    assert other.block_id == shared
+    assert allocator.clear_copy_on_writes() == []
+    allocator.check_integrity([one, other])
+    assert allocator.allocate_immutable_block(None, [1, 2, 3, 4]).block_id == one.block_id
+    assert allocator.allocate_immutable_block(None, [1, 2, 5, 6]).block_id == shared
+
+
+def test_a_copy_that_finds_no_block_changes_nothing():
+    allocator = PrefixCachingBlockAllocator(1, 4)
+    one = allocator.allocate_mutable_block(None)
+    allocator.append_token_ids(one, [1])
+    [other] = allocator.fork(one)
+    with pytest.raises(AllocationError, match="more than the 0 free ones"):
+        allocator.append_token_ids(one, [2])
+    assert one.token_ids == other.token_ids == [1]
+    allocator.check_integrity([one, other])
+
+
 def test_what_cannot_be_done_is_refused():
     allocator = PrefixCachingBlockAllocator(2, 2)
     with pytest.raises(AllocationError, match="has 2 tokens, not 1"):

@@ -177,3 +177,20 @@ def test_more_blocks_than_are_free_are_refused():
 def test_a_pool_with_an_observer_leaves_keys_to_it():
     with pytest.raises(ConfigError, match="on_reuse"):
         BlockPool(2, on_reuse=lambda _: None).get_cached_block(b"key")
+
+
+def test_entries_that_stand_for_no_block_are_passed_over():
+    """A window's table begins with several of them."""
+    pool = BlockPool(8)
+    sequence = TokenSequence("a", range(20), block_size=4)
+    keys, held = sequence.block_hashes(), pool.get_new_blocks(3).tolist()
+    pool.cache_full_blocks(sequence, [-1, -1, held[0], -1, held[1]], 2, 5)
+    assert pool.get_cached_block(keys[2]) == [pool.block(held[0])]
+    assert pool.get_cached_block(keys[3]) is None
+    assert pool.get_cached_block(keys[4]) == [pool.block(held[1])]
+    pool.free_blocks(ids(*held))
+    pool.evict_blocks([-1, held[0], -1])
+    assert pool.get_cached_block(keys[2]) is None
+    pool.check_integrity(np.zeros(8, np.int32))
+    with pytest.raises(AllocationError, match="block 8 is not in this pool; its 8 blocks are 0 to 7"):
+        pool.evict_blocks([0, 8])

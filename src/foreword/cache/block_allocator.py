@@ -55,6 +55,7 @@ class PrefixCachingBlockAllocator:
         self._evictor = AccessTimePolicy(num_blocks)
         self._pool = BlockPool(num_blocks, policy=self._evictor)
         self._computed: set[int] = set()
+        self._copies: list[tuple[int, int]] = []
         self._num_queries = 0
         self._num_hits = 0
 
@@ -93,7 +94,8 @@ class PrefixCachingBlockAllocator:
     def append_token_ids(self, block: PrefixCachingBlock, token_ids: Sequence[int]) -> None:
         """Fill a mutable block further; when it is full it can be found, or becomes the one that is found.
 
-        Raises AllocationError for more tokens than there is room for, or for a block that was freed.
+        One that a fork holds too is copied first (`clear_copy_on_writes`). Raises AllocationError for more tokens than
+        there is room for, for a block that was freed, or if no block is free for the copy.
         """
         room = self.block_size - len(block.token_ids)
         if len(token_ids) > room or block.block_id is None:
@@ -101,6 +103,8 @@ class PrefixCachingBlockAllocator:
                 f"{len(token_ids)} tokens do not fit into a block with room for "
                 f"{room if block.block_id is not None else 0}; allocate the next block"
             )
+        if len(token_ids) and self._pool.ref_count(block.block_id) > 1:
+            self._copy_on_write(block, block.block_id)
         block.token_ids += token_ids
         key = block.key_with(block.token_ids) if len(block.token_ids) == self.block_size else None
         if key is None:
@@ -113,6 +117,17 @@ class PrefixCachingBlockAllocator:
         self._pool.touch(_ids(found[0].block_id))
         self._pool.free_blocks(_ids(block.block_id))
         block.block_id = found[0].block_id
+
+    def _copy_on_write(self, block: PrefixCachingBlock, shared_id: int) -> None:
+        """A block of its own for whoever is about to write into a shared one."""
+        block.block_id = self.allocate_mutable_block(block.prev_block).block_id
+        self._pool.free_blocks(_ids(shared_id))
+        self._copies.append((shared_id, _held(block)))
+
+    def clear_copy_on_writes(self) -> list[tuple[int, int]]:
+        """Blocks to copy before the next step writes anything, (source, target) in order; handed out once."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def fork(self, last_block: PrefixCachingBlock) -> list[PrefixCachingBlock]:
         """The same chain for another sequence, from its first block to `last_block`; the blocks are held once more."""
@@ -172,6 +187,7 @@ class PrefixCachingBlockAllocator:
         self._pool.reset_prefix_cache()
         self._num_queries = self._num_hits = 0
         self._computed.clear()
+        self._copies.clear()
         return True
 
     def check_integrity(self, held: Iterable[PrefixCachingBlock]) -> None:

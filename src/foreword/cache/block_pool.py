@@ -27,9 +27,16 @@ from foreword.errors import AllocationError, CacheBusyError, ConfigError
 __all__ = ["BlockIds", "BlockPool", "FreeKVCacheBlockQueue"]
 
 
-def as_block_ids(block_ids: Iterable[int]) -> BlockIds:
-    """Block ids from any iterable, each once, in its order."""
-    return np.fromiter(dict.fromkeys(map(int, block_ids)), np.int32)
+def as_block_ids(block_ids: Iterable[int], num_blocks: int) -> BlockIds:
+    """The blocks among these table entries, each once, in their order; entries below 0 stand for none.
+
+    Raises AllocationError for ids that no block of the pool has.
+    """
+    distinct = dict.fromkeys(map(int, block_ids))
+    beyond = max(distinct, default=0)
+    if beyond >= num_blocks:
+        raise AllocationError(f"block {beyond} is not in this pool; its {num_blocks} blocks are 0 to {num_blocks - 1}")
+    return np.array([block_id for block_id in distinct if block_id >= 0], np.int32)
 
 
 class BlockPool:
@@ -201,26 +208,28 @@ class BlockPool:
         """From now on a sequence's blocks number `num_cached_blocks` to `num_full_blocks` are found by their keys.
 
         `block_ids` is its whole table; those blocks are held and hold nothing that can be found. Their size is the
-        sequence's.
+        sequence's. Entries below 0, which stand for no block, are passed over.
         """
         keys = sequence.block_hashes()[num_cached_blocks:num_full_blocks]
-        new_ids = as_block_ids(block_ids)[num_cached_blocks : num_cached_blocks + len(keys)]
-        self._cache(group_id, keys, new_ids, num_cached_blocks)
+        entries = list(block_ids)[num_cached_blocks : num_cached_blocks + len(keys)]
+        new = [(key, entry, at) for at, (key, entry) in enumerate(zip(keys, entries, strict=True)) if entry >= 0]
+        depths = np.array([num_cached_blocks + at for _, _, at in new], np.int32)
+        self._cache(group_id, [key for key, _, _ in new], np.array([entry for _, entry, _ in new], np.int32), depths)
 
     def cache_key(self, block_id: int, key: BlockHash, number: int, group_id: int = 0) -> None:
         """From now on a held block is found by this key, as block number `number` of its prefix."""
-        self._cache(group_id, [key], as_block_ids([block_id]), number)
+        self._cache(group_id, [key], np.array([block_id], np.int32), np.array([number], np.int32))
 
-    def _cache(self, group_id: int, keys: Sequence[BlockHash], block_ids: BlockIds, first: int) -> None:
+    def _cache(self, group_id: int, keys: Sequence[BlockHash], block_ids: BlockIds, depths: BlockIds) -> None:
         self._checked_index().insert(group_id, keys, block_ids)
-        self.note_cached(block_ids, np.arange(first, first + len(keys), dtype=np.int32))
+        self.note_cached(block_ids, depths)
         if self.wants_keys:
             self.note_keys(block_ids, [BlockHash(make_block_hash_with_group_id(key, group_id)) for key in keys])
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Forget what these blocks hold. Who holds them keeps them."""
+        """Forget what these blocks hold. Who holds them keeps them. Entries below 0 stand for no block."""
         self._checked_index()
-        self.note_forgotten(self._forget(as_block_ids(block_ids)))
+        self.note_forgotten(self._forget(as_block_ids(block_ids, self.num_blocks)))
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything; True. Raises CacheBusyError while blocks are held."""

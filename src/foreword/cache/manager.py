@@ -434,8 +434,8 @@ class KVCacheManager:
     # ---------------------------------------------------------------- eviction
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Forget what these blocks hold. Requests that hold them keep them."""
-        self._coordinator.forget(as_block_ids(block_ids), EvictionCause.REQUESTED)
+        """Forget what these blocks hold. Requests that hold them keep them. NULL_BLOCK is passed over."""
+        self._coordinator.forget(as_block_ids(block_ids, self.num_blocks), EvictionCause.REQUESTED)
 
     def pin_prefix(self, sequence: TokenSequence, until: float, now: float) -> int:
         """Evict the cached blocks of `sequence` last until that time; returns how many tokens they hold.
