@@ -330,6 +330,17 @@ def test_a_pinned_tail_stays_while_tails_and_blocks_go():
     assert found(manager, "ABCDEF?") == 0
 
 
+@pytest.mark.parametrize(("share", "until"), [(0.125, 10.0), (0.5, 0.0)])
+def test_a_tail_that_gets_no_pin_goes_first_as_before(share, until):
+    """The budget is one block, or the time is over."""
+    manager = manager_of(8, PinnedPolicy(make_policy("lru", 8), 8, max_share=share))
+    run(manager, "ABCDEF", name="system")
+    run(manager, "0123", name="later")
+    manager.pin_prefix(sequence("ABCDEF"), until=until, now=0.0)
+    run(manager, "x" * 24, name="flood")
+    assert (found(manager, "ABCDEF?"), found(manager, "0123?")) == (4, 4)
+
+
 # ------------------------------------------------------------------------------------- told to the outside
 
 

@@ -445,10 +445,12 @@ class KVCacheManager:
         if the manager was made without pins.
         """
         block_ids, ends = self._found(sequence)
-        for block_id, end in zip(block_ids[-1:].tolist(), ends[-1:].tolist(), strict=True):
-            if self._pins is not None and self._pool.is_tail(block_ids[-1:])[0]:
-                self._pool.keep_as_block(block_id, end // self.block_size)
-        pinned = self._checked_pins().pin(block_ids, until, now)
+        pins, is_tail = self._checked_pins(), self._pool.is_tail(block_ids)
+        pinned = pins.pin(block_ids[~is_tail], until, now)
+        if is_tail.any() and until > now and pins.num_pinned < pins.max_pinned:
+            tail = block_ids[is_tail]
+            self._pool.keep_as_block(int(tail[0]), int(ends[is_tail][0]) // self.block_size)
+            pinned = np.concatenate((pinned, pins.pin(tail, until, now)))
         missing = ends[~np.isin(block_ids, pinned)]
         hit_end = int(ends.max(initial=0))
         return hit_end if not len(missing) else int(ends[ends < missing.min()].max(initial=0))
