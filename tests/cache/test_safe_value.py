@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from foreword.cache import KVCacheManager, RadixIndex, TokenSequence
+from foreword.cache import FullAttentionSpec, KVCacheManager, RadixIndex, SlidingWindowSpec, TokenSequence
 from foreword.cache.safe_value import SafeValuePolicy
 from foreword.cache.value import ValuePolicy
 from foreword.replay.caches import ManagerCache
@@ -125,3 +125,13 @@ def test_duplicates_forgotten_blocks_and_changes_of_mind_keep_all_in_step(index)
             manager.reset_prefix_cache()
         manager.check_integrity()
     assert policy.num_switches > 3
+
+
+def test_equal_keys_of_two_groups_are_different_blocks():
+    policy = SafeValuePolicy(64)
+    manager = KVCacheManager(64, groups=(FullAttentionSpec(2), SlidingWindowSpec(8, 2)), eviction_policy=policy)
+    run(manager, "new", prompt(1, 1, 8))
+    assert policy.num_hits_alone == 0, "the one group's blocks were taken for the other's"
+    run(manager, "again", prompt(1, 1, 8))
+    assert policy.num_hits_alone > 0
+    manager.check_integrity()

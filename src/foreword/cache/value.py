@@ -75,8 +75,9 @@ class KeyedPolicy(Protocol):
 
 
 def key_numbers(keys: Sequence[BlockHash]) -> npt.NDArray[np.uint64]:
-    """A number other than 0 for each key."""
-    return np.array([int.from_bytes(key[:8], "little") | 1 for key in keys], np.uint64)
+    """A number other than 0 for each key, of its first and its last bytes: the last may be the number of a group."""
+    mixed = (int.from_bytes(key[:8], "little") ^ (int.from_bytes(key[-4:], "big") << 32) for key in keys)
+    return np.array([number | 1 for number in mixed], np.uint64)
 
 
 class _History:
