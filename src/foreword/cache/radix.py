@@ -36,42 +36,12 @@ from foreword.cache.block_pool import BlockIds
 from foreword.cache.hashing import ExtraKeys, TokenArray
 from foreword.cache.index import Divergence, HashIndex, PartialBlock, PrefixIndex, PrefixMatch
 from foreword.cache.media_numbers import MediaNumbers, Placed, placed_media, placed_stretches
+from foreword.cache.radix_tree import NO_TAIL, NOT_INDEXED, Namespace, RadixNode, RadixTree, common_length
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.tree_view import PrefixNode, top_nodes
 
-Namespace = tuple[str | None, str | None, str | None]
-NOT_INDEXED = -1
-NO_TAIL = -1
 
-MAX_APPENDED_TOKENS = 4096
-"""A node that is longer is not lengthened, to bound what adding one block copies."""
-
-
-class _Node:
-    """The tokens at positions `start` to `end` (exclusive) of all sequences that pass through."""
-
-    __slots__ = ("block_ids", "children", "node_id", "num_cuts", "parent", "start", "tail", "tokens")
-
-    def __init__(self, node_id: int, parent: _Node | None, start: int, tokens: TokenArray, block_ids: BlockIds) -> None:
-        self.node_id = node_id
-        self.parent = parent
-        self.start = start
-        self.tokens = tokens
-        self.block_ids = block_ids
-        """Blocks that end in this node, in order."""
-        self.children: dict[int, _Node] = {}
-        """By first token."""
-        self.num_cuts = 0
-        """How often its end was taken back; what follows then need not be what was there before."""
-        self.tail = NO_TAIL
-        """Block that holds the tokens from the last block's end to this node's; only where that is inside a block."""
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
-
-
-class RadixIndex:
+class RadixIndex(RadixTree):
     """Prefixes as a radix tree of tokens.
 
     Sequences that differ in adapter, salt or embeddings have trees of their own; placeholders of media
@@ -85,25 +55,19 @@ class RadixIndex:
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, keep_tails: bool = True) -> None:
-        self._block_size = block_size
-        self._num_blocks = num_blocks
+        super().__init__(num_blocks, block_size)
         self.keeps_tails = keep_tails and block_size > 1
         self.clear()
 
     def clear(self) -> None:
-        self._roots: dict[Namespace, _Node] = {}
-        self._namespace_of: dict[int, Namespace] = {}
-        self._ends: WeakKeyDictionary[TokenSequence, tuple[_Node, int]] = WeakKeyDictionary()
+        super().clear()
+        self._ends: WeakKeyDictionary[TokenSequence, tuple[RadixNode, int]] = WeakKeyDictionary()
         """Node in which a sequence's last insertion ended, and how often it had been cut by then."""
-        self._nodes: dict[int, _Node] = {}
-        self._num_made = 0
-        self._node_id_of: npt.NDArray[np.int64] = np.full(self._num_blocks, NOT_INDEXED, np.int64)
-        self._number_of: npt.NDArray[np.int32] = np.zeros(self._num_blocks, np.int32)
         self._duplicates: dict[int, list[int]] = {}
         self._original_of: dict[int, int] = {}
         self._media = MediaNumbers(self._num_blocks)
         self._num_indexed = 0
-        self._tails: dict[int, _Node] = {}
+        self._tails: dict[int, RadixNode] = {}
         """Node that ends with the tail in this block."""
         self._superseded: list[int] = []
         """Tails after which something was inserted."""
@@ -118,7 +82,7 @@ class RadixIndex:
     # ------------------------------------------------------------------ lookup
 
     def match(self, sequence: TokenSequence) -> PrefixMatch:
-        node, position, found = self._walk(sequence, self._tokens(sequence))
+        node, position, found = self._walk(_namespace(sequence.extra_keys), self._tokens(sequence))
         block_ids = np.concatenate(found) if found else np.empty(0, np.int32)
         partial = position - len(block_ids) * self._block_size
         if not partial:
@@ -127,27 +91,9 @@ class RadixIndex:
         source = self._first_block_ending_after(node, position)
         return PrefixMatch(block_ids, PartialBlock(source, partial))
 
-    def _walk(self, sequence: TokenSequence, tokens: TokenArray) -> tuple[_Node | None, int, list[BlockIds]]:
-        """Down the tree as far as `tokens` go: the last node touched, the tokens matched, the whole blocks."""
-        found: list[BlockIds] = []
-        node = self._roots.get(_namespace(sequence.extra_keys))
-        position = 0
-        while node is not None:
-            shared = _common_length(node.tokens, tokens[position:])
-            position += shared
-            if shared < len(node.tokens):
-                found.append(node.block_ids[: self._blocks_ending(node, position)])
-                break
-            found.append(node.block_ids)
-            below = node.children.get(int(tokens[position])) if position < len(tokens) else None
-            if below is None:
-                break
-            node = below
-        return node, position, found
-
     def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
         tokens = self._tokens(sequence)
-        node, position, _ = self._walk(sequence, tokens)
+        node, position, _ = self._walk(_namespace(sequence.extra_keys), tokens)
         if position == len(tokens):
             return None
         own = self._media.replace(sequence.token_ids, placed_media(sequence.extra_keys))
@@ -180,23 +126,6 @@ class RadixIndex:
             node = node.children.get(int(tokens[node.end]))
         return False
 
-    def _blocks_ending(self, node: _Node, position: int) -> int:
-        """How many of the node's blocks end at or before `position`."""
-        return position // self._block_size - node.start // self._block_size
-
-    def _first_block_ending_after(self, node: _Node, position: int) -> int:
-        """Some block that holds the token before `position`, which lies in `node`.
-
-        It ends in the node or in the nearest of its descendants, or is a tail there; there are at most block_size
-        steps, because a node that ends no block lies within one.
-        """
-        at = self._blocks_ending(node, position)
-        while at == len(node.block_ids):
-            if node.tail != NO_TAIL:
-                return node.tail
-            node, at = next(iter(node.children.values())), 0
-        return int(node.block_ids[at])
-
     # ------------------------------------------------------------------ insert
 
     def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
@@ -211,7 +140,7 @@ class RadixIndex:
             if below is None:
                 break
             node = below
-            shared = _common_length(node.tokens, tokens[position:])
+            shared = common_length(node.tokens, tokens[position:])
             self._add_duplicates(node, position, position + shared, first, block_ids)
             position += shared
             if shared == len(node.tokens):
@@ -246,13 +175,13 @@ class RadixIndex:
             self._know(placed)
         tokens = self._tokens(sequence)[:num_tokens]
         node, position = self._start(sequence, start)
-        passed: list[_Node] = []
+        passed: list[RadixNode] = []
         while position == node.end and position < num_tokens:
             below = node.children.get(int(tokens[position]))
             if below is None:
                 break
             node = below
-            position += _common_length(node.tokens, tokens[position:])
+            position += common_length(node.tokens, tokens[position:])
             if position == node.end:
                 passed.append(node)
         if position < start or position == num_tokens:
@@ -269,7 +198,7 @@ class RadixIndex:
         self._tails[block_id] = leaf
         return True
 
-    def _note_superseded(self, node: _Node) -> None:
+    def _note_superseded(self, node: RadixNode) -> None:
         """Something is inserted after the end of this node."""
         if node.tail != NO_TAIL:
             self._superseded.append(node.tail)
@@ -282,7 +211,7 @@ class RadixIndex:
     def tail_block_ids(self) -> BlockIds:
         return np.array(list(self._tails), np.int32)
 
-    def _start(self, sequence: TokenSequence, position: int) -> tuple[_Node, int]:
+    def _start(self, sequence: TokenSequence, position: int) -> tuple[RadixNode, int]:
         """Where to go on with a sequence whose tokens before `position` are in the tree.
 
         That is where its last insertion ended, if the tree still has a node that ends there; else the root.
@@ -297,44 +226,7 @@ class RadixIndex:
             return node, position
         return self._root(_namespace(sequence.extra_keys)), 0
 
-    def _grow(self, node: _Node, position: int, tokens: TokenArray, block_ids: BlockIds) -> _Node:
-        """Hang a run of tokens under `node`, which ends at `position`: lengthen it if nothing else hangs there."""
-        is_open = node.parent is not None and not node.children and node.tail == NO_TAIL
-        if is_open and len(node.tokens) < MAX_APPENDED_TOKENS:
-            node.tokens = np.concatenate((node.tokens, tokens))
-            node.block_ids = np.concatenate((node.block_ids, block_ids))
-        else:
-            parent, node = node, self._make(node, position, tokens.copy(), block_ids)
-            parent.children[int(tokens[0])] = node
-        self._node_id_of[block_ids] = node.node_id
-        return node
-
-    def _make(self, parent: _Node | None, start: int, tokens: TokenArray, block_ids: BlockIds) -> _Node:
-        node = _Node(self._num_made, parent, start, tokens, block_ids)
-        self._nodes[node.node_id] = node
-        self._num_made += 1
-        return node
-
-    def _root(self, namespace: Namespace) -> _Node:
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = self._make(None, 0, np.empty(0, np.int32), np.empty(0, np.int32))
-            self._namespace_of[root.node_id] = namespace
-        return root
-
-    def _split(self, node: _Node, length: int) -> _Node:
-        """Cut a node after `length` of its tokens; returns the upper part, which takes its place."""
-        at = self._blocks_ending(node, node.start + length)
-        assert node.parent is not None
-        upper = self._make(node.parent, node.start, node.tokens[:length], node.block_ids[:at])
-        node.parent.children[int(node.tokens[0])] = upper
-        upper.children[int(node.tokens[length])] = node
-        node.parent, node.start = upper, node.start + length
-        node.tokens, node.block_ids = node.tokens[length:], node.block_ids[at:]
-        self._node_id_of[upper.block_ids] = upper.node_id
-        return upper
-
-    def _add_duplicates(self, node: _Node, start: int, end: int, first: int, block_ids: BlockIds) -> None:
+    def _add_duplicates(self, node: RadixNode, start: int, end: int, first: int, block_ids: BlockIds) -> None:
         """Note those of `block_ids` (numbers `first` on) that repeat blocks ending in node[start:end]."""
         size = self._block_size
         for number in range(max(first, start // size), min(end // size, first + len(block_ids))):
@@ -388,7 +280,7 @@ class RadixIndex:
         at = int(self._number_of[block_id]) - node.start // self._block_size
         return [] if self._replace(node, at) else self._cut(node, at)
 
-    def _replace(self, node: _Node, at: int) -> bool:
+    def _replace(self, node: RadixNode, at: int) -> bool:
         """Let a duplicate take the place of the node's block number `at`; False if there is none."""
         block_id = int(node.block_ids[at])
         waiting = self._duplicates.pop(block_id, None)
@@ -406,7 +298,7 @@ class RadixIndex:
         self._num_indexed -= 1
         return True
 
-    def _cut(self, node: _Node, at: int) -> list[int]:
+    def _cut(self, node: RadixNode, at: int) -> list[int]:
         """Forget the node's blocks from number `at` on, and everything below; returns what was forgotten."""
         forgotten: list[int] = []
         below = list(node.children.values())
@@ -422,20 +314,7 @@ class RadixIndex:
         self._trim(node)
         return forgotten
 
-    def _trim(self, node: _Node) -> None:
-        """Take back tokens that lead to no block, here and above."""
-        while node.parent is not None and not node.children and node.tail == NO_TAIL:
-            end = (node.start // self._block_size + len(node.block_ids)) * self._block_size
-            if end > node.start:
-                node.tokens = node.tokens[: end - node.start]
-                node.num_cuts += 1
-                return
-            del node.parent.children[int(node.tokens[0])], self._nodes[node.node_id]
-            node = node.parent
-        if node.parent is None and not node.children:
-            del self._roots[self._namespace_of.pop(node.node_id)], self._nodes[node.node_id]
-
-    def _drop_tail(self, node: _Node) -> list[int]:
+    def _drop_tail(self, node: RadixNode) -> list[int]:
         """Forget the tail at a node's end, if there is one; returns it."""
         tail, node.tail = node.tail, NO_TAIL
         if tail == NO_TAIL:
@@ -499,37 +378,7 @@ class RadixIndex:
     # --------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
-        seen: dict[int, int] = {}
-        tails: dict[int, _Node] = {}
-        num_nodes = 0
-        assert {root.node_id: namespace for namespace, root in self._roots.items()} == self._namespace_of
-        for root in self._roots.values():
-            assert root.children, "a tree without leaves was left behind"
-            stack = [root]
-            for node in stack:
-                num_nodes += 1
-                assert self._nodes[node.node_id] is node, "a node is not registered"
-                for first, child in node.children.items():
-                    assert child.parent is node, "a child has another parent"
-                    assert child.start == node.end, "a child does not begin where its parent ends"
-                    assert int(child.tokens[0]) == first, "a child stands under another token"
-                    stack.append(child)
-                size = self._block_size
-                assert len(node.block_ids) == node.end // size - node.start // size, "a node miscounts its blocks"
-                if node.tail != NO_TAIL:
-                    assert node.end % size, "a tail ends with a block"
-                    assert node.tail not in tails, "a block is two tails"
-                    tails[node.tail] = node
-                if not node.children:
-                    assert node.end % size == 0 or node.tail != NO_TAIL, "a leaf ends inside a block"
-                    assert node.parent is None or len(node.tokens), "a leaf is empty"
-                for at, block_id in enumerate(node.block_ids.tolist()):
-                    assert block_id not in seen, "a block stands twice in the tree"
-                    seen[block_id] = node.node_id
-                    assert self._number_of[block_id] == node.start // size + at, "a block has a wrong number"
-        assert num_nodes == len(self._nodes), "a node is out of reach"
-        recorded = np.flatnonzero(self._node_id_of != NOT_INDEXED)
-        assert {int(block): int(self._node_id_of[block]) for block in recorded} == seen, "blocks and nodes differ"
+        seen, tails = self._check_tree()
         assert tails == self._tails, "tails and nodes differ"
         assert not set(tails) & (set(seen) | set(self._original_of)), "a tail is also a full block"
         waiting = {duplicate: block for block, those in self._duplicates.items() for duplicate in those}
@@ -555,10 +404,3 @@ def make_index(name: Literal["radix", "hash"], num_blocks: int, block_size: int)
 
 def _namespace(keys: ExtraKeys) -> Namespace:
     return (keys.adapter, None if keys.salt_offset else keys.salt, keys.embeddings_hash)
-
-
-def _common_length(ours: TokenArray, theirs: TokenArray) -> int:
-    """Length of the common beginning of two arrays."""
-    length = min(len(ours), len(theirs))
-    equal = ours[:length] == theirs[:length]
-    return length if equal.all() else int(equal.argmin())
