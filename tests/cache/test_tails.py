@@ -104,6 +104,16 @@ def test_only_tokens_that_are_known_and_have_slots_are_kept(manager):
     assert found(manager, "ABCDEFGH") == 6
 
 
+def test_a_request_that_generated_what_is_no_token_is_freed_and_leaves_no_tail(manager):
+    one = sequence("ABCDEF")
+    manager.allocate_slots(one, 6)
+    one.append(-1)
+    manager.free("r")
+    manager.check_integrity()
+    assert manager.get_num_free_blocks() == 16
+    assert (manager.get_num_cached_blocks(), manager.get_num_tails()) == (1, 0)
+
+
 def test_tails_are_found_under_their_own_salt_adapter_and_images(manager):
     run(manager, "ABCDEF", salt="x")
     assert found(manager, "ABCDEFG") == found(manager, "ABCDEFG", salt="y") == 0

@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
 
@@ -44,7 +45,7 @@ from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
 from foreword.cache.tree_view import PrefixNode
 from foreword.cache.unitary import UnitaryKVCacheCoordinator
-from foreword.errors import AllocationError, CacheBusyError, ConfigError
+from foreword.errors import AllocationError, CacheBusyError, ConfigError, InvalidRequestError
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -421,6 +422,7 @@ class KVCacheManager:
         """Release a request's blocks, last block first, so that tails are evicted before heads.
 
         What is computed of its last block stays findable too, if the index keeps tails: known tokens that have slots.
+        A sequence that generated what is no token leaves no tail.
         """
         request_id = request if isinstance(request, str) else request.request_id
         row = self._row_of.pop(request_id)
@@ -428,7 +430,9 @@ class KVCacheManager:
         self._copied.pop(row, None)
         sequence = self._sequences.pop(row)
         num_computed = min(int(self._num_slots[row]), len(sequence))
-        self._coordinator.keep_tail(row, sequence, min(num_computed, self._uncomputed_from.pop(row, num_computed)))
+        num_computed = min(num_computed, self._uncomputed_from.pop(row, num_computed))
+        with suppress(InvalidRequestError):  # freeing never fails
+            self._coordinator.keep_tail(row, sequence, num_computed)
         self._coordinator.close(row)
 
     # ---------------------------------------------------------------- eviction
