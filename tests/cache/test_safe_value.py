@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from foreword.cache import FullAttentionSpec, KVCacheManager, RadixIndex, SlidingWindowSpec, TokenSequence
+from foreword.cache.policies import LruPolicy
 from foreword.cache.safe_value import SafeValuePolicy
+from foreword.cache.shadow_pool import ShadowPool
 from foreword.cache.value import ValuePolicy
 from foreword.replay.caches import ManagerCache
 from replay.workloads import agents, chat, documents, requests
@@ -135,3 +137,13 @@ def test_equal_keys_of_two_groups_are_different_blocks():
     run(manager, "again", prompt(1, 1, 8))
     assert policy.num_hits_alone > 0
     manager.check_integrity()
+
+
+def test_two_equal_blocks_that_are_held_at_once_take_the_slot_from_a_third_one_once() -> None:
+    shadow = ShadowPool(LruPolicy(4), 4)
+    first, equal = np.array([0], np.int32), np.array([1, 2], np.int32)
+    depths = np.zeros(2, np.int32)
+    shadow.fill(first, np.array([7], np.uint64), depths[:1])
+    shadow.release(first)
+    assert shadow.fill(equal, np.array([7, 7], np.uint64), depths).tolist() == [0]
+    shadow.check_integrity()

@@ -146,8 +146,7 @@ class ShadowPool:
         before = self._block[slots]
         self._block[slots] = block_ids
         self._slot[block_ids] = slots
-        lost: BlockIds = before[(before >= 0) & (before != block_ids)]
-        return lost
+        return _distinct(before[(before >= 0) & (before != block_ids)])  # equal blocks have one slot
 
     def _load(self, block_ids: BlockIds, keys: Keys, depths: BlockIds) -> BlockIds:
         """Requests hold these real blocks, which no slot stands for."""
@@ -202,7 +201,7 @@ class ShadowPool:
         assert not any(slot in self.policy for slot in busy.tolist()), "a held slot is free"
 
 
-def _distinct(slots: BlockIds) -> BlockIds:
-    """Each slot once, in the order of its first place."""
-    distinct = dict.fromkeys(slots.tolist())
-    return slots if len(distinct) == len(slots) else np.fromiter(distinct, np.int32, len(distinct))
+def _distinct(numbers: BlockIds) -> BlockIds:
+    """Each number once, in the order of its first place."""
+    distinct = dict.fromkeys(numbers.tolist())
+    return numbers if len(distinct) == len(numbers) else np.fromiter(distinct, np.int32, len(distinct))
