@@ -60,7 +60,7 @@ class StateCheckpoints:
         return num_prompt_tokens // self.grid * self.grid
 
     def of_prompt(self, sequence: TokenSequence, message_ends: Iterable[int]) -> list[int]:
-        """Numbers of tokens of a new prompt behind which states are saved, ascending, besides the intervals."""
+        """Numbers of tokens of a new prompt after which states are saved, ascending, besides the intervals."""
         length = len(sequence)
         # The prompt alone again must leave a token to compute; a longer one may begin with all of it.
         wanted = {length, length - 1, self._note_junction(sequence), *(end for end in message_ends if end <= length)}

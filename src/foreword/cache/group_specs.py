@@ -61,7 +61,7 @@ class ChunkedLocalSpec:
 class RecurrentSpec:
     """A state that each token changes; one block holds one state.
 
-    A state can be saved behind every `block_size` tokens, and is saved behind every `interval_tokens`
+    A state can be saved after every `block_size` tokens, and is saved after every `interval_tokens`
     (None: `block_size`) and where the request asks for it.
     """
 

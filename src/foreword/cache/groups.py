@@ -8,7 +8,7 @@ Which blocks a group needs to compute position p, in tokens of its own past (blo
     full              |0123|4567|89ab|c       all
     sliding window 6            |89ab|c       positions 8 to 13, so blocks 2 and 3
     chunked 8                   |89ab|c       the chunk of position 13 begins at 8
-    recurrent                        |c       the state behind position 12, in the block that covers it
+    recurrent                        |c       the state after position 12, in the block that covers it
 
 Everything before is given up: its table entry becomes NULL_BLOCK, the block joins the free queue, and
 stays cached until it is overwritten.
@@ -286,10 +286,10 @@ class MambaManager(SingleTypeKVCacheManager):
 
         block size 4      entries     step computes
         start 0, end 6    - 5         positions 0 to 5, into block 5
-        start 6, end 8    - 5         in place; the state behind 8 tokens is saved: block 5 is indexed
+        start 6, end 8    - 5         in place; the state after 8 tokens is saved: block 5 is indexed
         start 8, end 9    - 5 7       reads block 5, which is not to be overwritten, writes block 7
         start 9, end 10   - - 7       block 5 is given up (and stays cached)
-        start 10, end 13  - - - 7     the state behind 12 tokens is not saved: block 7 moves on
+        start 10, end 13  - - - 7     the state after 12 tokens is not saved: block 7 moves on
 
     So a step that computes `start` to `end` writes the entry of position end - 1, and reads the entry of
     position start - 1, or if that is NULL_BLOCK the one it writes; at start 0 it begins with no state.
@@ -319,11 +319,11 @@ class MambaManager(SingleTypeKVCacheManager):
         return min(2, -(-num_tokens // self.block_size))
 
     def ask_for_states(self, row: int, positions: Iterable[int]) -> None:
-        """Save the states behind these numbers of tokens too, if steps end there; others are ignored."""
+        """Save the states after these numbers of tokens too, if steps end there; others are ignored."""
         self._asked_for[row] |= {position for position in positions if position % self._alignment == 0}
 
     def is_state_saved(self, row: int, num_tokens: int) -> bool:
-        """Whether the state behind `num_tokens` tokens is to be saved."""
+        """Whether the state after `num_tokens` tokens is to be saved."""
         return num_tokens % self._interval == 0 or num_tokens in self._asked_for[row]
 
     def open(self, row: int, entries: BlockIds) -> None:

@@ -390,7 +390,7 @@ class KVCacheManager:
         self._coordinator.cache_blocks_each(handles, self._sequences.__getitem__, self._num_slots[handles])
 
     def save_states_at(self, request_id: str, positions: Iterable[int]) -> None:
-        """Have recurrent states behind these numbers of tokens saved too, beyond the groups' intervals.
+        """Have recurrent states after these numbers of tokens saved too, beyond the groups' intervals.
 
         Takes effect for steps that end exactly there; numbers that are no multiples of every group's
         block size are ignored, as no hit could end there.

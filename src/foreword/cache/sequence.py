@@ -63,7 +63,7 @@ class TokenSequence:
         self._tokens: TokenArray = as_token_array(token_ids)
         self._num_given = self._num_gathered = len(self._tokens)
         self.generated: list[int] = []
-        """Tokens behind those that were given; the list may be appended to."""
+        """Tokens after those that were given; the list may be appended to."""
         self._hashes: list[BlockHash] = []
         if extra_keys is not NO_EXTRA_KEYS:
             extra_keys.check(self._num_given)
