@@ -15,6 +15,7 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
+from foreword.deep_stack import with_deep_stack
 from foreword.errors import InvalidRequestError
 from foreword.kept_grammars import KeptGrammars
 from foreword.sampling_params import StructuredOutputsParams, TokenConstraint
@@ -65,7 +66,8 @@ class Grammars:
     def _open(self, kind: Kind, source: str) -> Callable[[], TokenConstraint]:
         matcher = self.kept.get(kind, source)
         if matcher is None:
-            matcher = self._compile(kind, source)
+            # A chain of references is followed by recursion: 1,000 of them overflow a usual stack.
+            matcher = with_deep_stack(lambda: self._compile(kind, source))
             self.kept.keep(kind, source, matcher)
         return lambda: _Constraint(matcher.deep_copy(), self._vocab_size, self._eos)
 

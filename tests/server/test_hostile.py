@@ -125,6 +125,21 @@ def test_a_tools_schema_that_cannot_be_followed_is_refused(tagged, schema):
     assert answer.status_code == 200, "and the next one is served"
 
 
+# ---------------------------------------------------------------------- grammars
+
+
+def test_a_schema_whose_references_make_a_long_chain_does_not_end_the_server(server):
+    """Followed by recursion, they overflowed the stack: the process was gone, and with it everybody's requests."""
+    schemas = {
+        f"{number:x}": {"properties": {"a": {"$ref": f"#/$defs/{number + 1:x}"}}, "required": ["a"]}
+        for number in range(1500)
+    }
+    schema = {"$ref": "#/$defs/0", "$defs": {**schemas, f"{1500:x}": {"const": 1}}}
+    body = {"prompt": "x", "max_tokens": 1, "guided_json": schema}
+    assert post(server.url, "/v1/completions", body).status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+
+
 # -------------------------------------------------------------- keys and quotas
 
 
