@@ -86,6 +86,8 @@ class Grammars:
         except (ValueError, UnicodeError) as error:
             raise InvalidRequestError(f"the {_NAMES[kind]} cannot be followed: {_brief(str(error))}") from error
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first mask may take seconds, or be too much: the engine cannot wait for it
         if matcher.is_error():
             raise InvalidRequestError(f"the {_NAMES[kind]} cannot be followed: {_brief(matcher.get_error())}")
         return matcher
