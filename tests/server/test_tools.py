@@ -248,6 +248,11 @@ def read(text: str, step: int, **options: bool) -> list[tuple[str, str] | str]:
     return joined
 
 
+DEEP = "<tool_call>" + "[" * 2000 + "</tool_call>"
+"""What Python's JSON gives up on, and a regular expression can make a model write."""
+MANY_DIGITS = "<tool_call>" + "9" * 5000 + "</tool_call>"
+
+
 @pytest.mark.parametrize("step", [1, 3, 7, 1000])
 @pytest.mark.parametrize(
     ("text", "parts"),
@@ -257,6 +262,8 @@ def read(text: str, step: int, **options: bool) -> list[tuple[str, str] | str]:
         ("Let me look.\n\n" + call_text("f"), ["Let me look.", ("f", "{}")]),
         (call_text("f", a=1) + "\n" + call_text("g") + "\n", [("f", '{"a": 1}'), ("g", "{}")]),
         (call_text("f") + " done ", [("f", "{}"), " done "]),
+        (DEEP, [DEEP]),
+        (MANY_DIGITS, [MANY_DIGITS]),
         (call_text("f", a="</tool_call> in a string"), [("f", '{"a": "</tool_call> in a string"}')]),
         ('<tool_call>{"name": "f", "arguments": "{}"}', [("f", "{}")]),  # its end was the stop string
         ('<tool_call>{"name": "f", "parameters": {"ü": 1}}</tool_call>', [("f", '{"ü": 1}')]),

@@ -194,6 +194,8 @@ class ToolCallReader:
             except json.JSONDecodeError as error:
                 if not error.msg.startswith("Unterminated string"):
                     return end
+            except (ValueError, RecursionError):  # a number of 5,000 digits, or lists too deep inside each other
+                return end
             else:
                 return end
             end = self._held.find(CLOSING, end + 1)
@@ -222,13 +224,13 @@ def _read_call(body: str) -> ToolCall | None:
     """The call that a JSON object describes; None for anything else."""
     try:
         call = json.loads(body)
-    except ValueError:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return None
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
     return ToolCall(call["name"], arguments, f"call_{secrets.token_hex(12)}")
 
 
