@@ -66,11 +66,13 @@ class StructuredOutputsParams:
                 f"structured outputs name {' and '.join(given) or 'nothing'}; give exactly one of json, regex, choice, "
                 "grammar and json_object"
             )
-        if isinstance(self.json, str):
-            _check_length("json", self.json, MAX_SCHEMA_CHARACTERS)
-            object.__setattr__(self, "json", _parsed(self.json))
-        if self.json is not None and not isinstance(self.json, Mapping):
+        schema: Any = self.json
+        if isinstance(schema, str):
+            _check_length("json", schema, MAX_SCHEMA_CHARACTERS)
+            schema = _parsed(schema)
+        if self.json is not None and not isinstance(schema, Mapping):
             raise InvalidRequestError(f"json={self.json!r:.60} is no JSON schema; give an object, or its text")
+        object.__setattr__(self, "json", schema)
         for name in ("regex", "grammar"):
             text = getattr(self, name)
             if text is not None and not isinstance(text, str):

@@ -140,6 +140,15 @@ def test_a_schema_whose_references_make_a_long_chain_does_not_end_the_server(ser
     assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "wish",
+    [{"guided_json": "null"}, {"guided_json": "5"}, {"structured_outputs": {"json": "null"}}],
+    ids=str,
+)
+def test_a_schemas_text_that_says_no_object_is_refused(server, wish):
+    assert_refused(post(server.url, "/v1/completions", {"prompt": "x", "max_tokens": 2, **wish}))
+
+
 # -------------------------------------------------------------- keys and quotas
 
 
