@@ -145,6 +145,7 @@ def test_torchs_own_types_name_a_precision_and_a_device() -> None:
         ({"sink_token_ids": 5}, "sink_token_ids=5"),
         ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override=0"),
         ({"dtype": 16}, "dtype=16"),
+        ({"enforce_eager": "false"}, "enforce_eager='false' has the wrong type; use True or False"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -118,3 +118,10 @@ def test_sigterm_loses_no_accepted_answer():
 def test_an_option_out_of_range_is_named(option, value):
     with pytest.raises(ConfigError, match=option):
         ServerConfig(**{option: value})
+
+
+@pytest.mark.parametrize("name", ["request_timeout_s", "body_timeout_s", "shutdown_timeout_s"])
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e300, 0, -1])
+def test_a_time_limit_that_no_clock_can_keep_is_refused(name, seconds):
+    with pytest.raises(ConfigError, match=name):
+        ServerConfig(**{name: seconds})

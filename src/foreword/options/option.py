@@ -10,7 +10,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
@@ -143,7 +143,7 @@ def read_options(
         renamed = RENAMED.get(name)
         if name not in known and renamed is not None and renamed.name in known:
             option = known[renamed.name]
-            value = value if renamed.convert is None or value is None else renamed.convert(value)
+            value = value if renamed.convert is None or value is None else _converted(name, value, renamed.convert)
             if value is not None and values.get(option.name) is not None:
                 raise ConfigError(f"{name} and {option.name} are one option; give one of them")
         elif name in known:
@@ -157,6 +157,13 @@ def read_options(
         if read is not None:
             found[option.name] = read
     return found
+
+
+def _converted(name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
+    try:
+        return convert(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}={error}") from None
 
 
 def unknown_option(name: str, value: Any, known: Collection[str]) -> ConfigError:

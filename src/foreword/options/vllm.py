@@ -26,11 +26,17 @@ class Renamed:
     """Turns a value of vLLM's option into one of ours; None: they mean the same."""
 
 
+def _is_on(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{value!r} has the wrong type; use True or False")
+    return value
+
+
 RENAMED: Mapping[str, Renamed] = {
     "prefix_caching_hash_algo": Renamed("hash_function"),
-    "enforce_eager": Renamed("cuda_graphs", lambda value: not value),
-    "enable_log_requests": Renamed("log_requests", bool),
-    "disable_log_stats": Renamed("log_interval_s", lambda value: 0.0 if value else None),
+    "enforce_eager": Renamed("cuda_graphs", lambda value: not _is_on(value)),
+    "enable_log_requests": Renamed("log_requests", _is_on),
+    "disable_log_stats": Renamed("log_interval_s", lambda value: 0.0 if _is_on(value) else None),
 }
 """By vLLM's name."""
 

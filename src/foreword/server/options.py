@@ -11,6 +11,9 @@ from pathlib import Path
 
 from foreword.errors import ConfigError
 
+MOST_SECONDS = 366 * 86400.0
+"""Of a time limit: a year."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
@@ -64,13 +67,10 @@ class ServerConfig:
     """Seconds between two lines about the traffic, while there is any; 0: none."""
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_choices", "request_timeout_s", "body_timeout_s", "shutdown_timeout_s"):
+        for name in ("max_body_bytes", "max_choices"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is too small; use a positive number")
-        if not 0 <= self.log_interval_s <= 86400:
-            raise ConfigError(
-                f"log_interval_s={self.log_interval_s} is out of range; use 1 to 86400, or 0 for no lines"
-            )
+        self._check_times()
         if self.max_queued < 0:
             raise ConfigError(f"max_queued={self.max_queued} is negative; use 0 to refuse whatever cannot run at once")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
@@ -88,3 +88,14 @@ class ServerConfig:
             raise ConfigError("api_key='' is empty; leave it out to ask for no key")
         if self.operator_key is not None and not self.operator_key:
             raise ConfigError("operator_key='' is empty; leave it out for no operator's key")
+
+    def _check_times(self) -> None:
+        for name in ("request_timeout_s", "body_timeout_s", "shutdown_timeout_s"):
+            if not 0 < getattr(self, name) <= MOST_SECONDS:
+                raise ConfigError(
+                    f"{name}={getattr(self, name):g} is out of range; use a positive number, at most {MOST_SECONDS:.0f}"
+                )
+        if not 0 <= self.log_interval_s <= 86400:
+            raise ConfigError(
+                f"log_interval_s={self.log_interval_s} is out of range; use 1 to 86400, or 0 for no lines"
+            )
