@@ -18,6 +18,8 @@ KEY = {"Authorization": "Bearer sk-a"}
 MAX_STALL_S = 0.05
 MB = 2**20
 SIZE = 16 * MB - 100
+ENDLESS_STREAM = {"input": "x", "stream": True, "top_logprobs": 20, "max_output_tokens": 1000, "ignore_eos": True}
+"""Its last events repeat all of the answer."""
 AT_ONCE = ("/v1/completions", '{"prompt": "x", "max_tokens": 1}')
 
 
@@ -74,6 +76,7 @@ def largest_that_is_served() -> Iterator[tuple[str, str, bytes]]:
         ("/v1/chat/completions", "wrong messages", {"messages": [{"role": "user"}] * 8000}),
         ("/v1/chat/completions", "parts", {"messages": [{"role": "user", "content": parts}]}),
         ("/v1/responses", "messages", {"input": [message] * 8000}),
+        ("/v1/responses", "streamed log probabilities", ENDLESS_STREAM),
         ("/tokenize", "text", {"prompt": "x" * 100_000, "return_token_strs": True}),
         ("/detokenize", "tokens", {"tokens": tokens}),
         ("/v1/cache/explain", "tokens", {"prompt": tokens}),

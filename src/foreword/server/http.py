@@ -6,8 +6,7 @@ Knows FastAPI and the shape of a dialect's answers; knows nothing of their field
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -16,19 +15,20 @@ from starlette.types import Receive, Scope, Send
 
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import APIError, from_error, timed_out
+from foreword.server.json_pieces import to_json, to_long_json
 from foreword.server.off_loop import off_loop
 from foreword.server.service import Service
 from foreword.server.tenants import Tenant
 
-PIECE_DEPTH = 5
-"""Levels of an answer that are written down item by item: choices, their log probabilities, and each position's."""
-
-Event = tuple[str | None, dict[str, Any]]
-"""Name (or None) and data of a server-sent event."""
+Event = tuple[str | None, dict[str, Any] | str]
+"""Name (or None) and data of a server-sent event; data that is long is JSON already, written off the event loop."""
 
 
 class Dialect(Protocol):
     """How one answer is written down."""
+
+    piece_depth: int
+    """Levels of a whole answer that are written item by item, down to single positions' log probabilities."""
 
     def num_bytes(self, answer: AnswerStream, deltas: Sequence[Delta]) -> int:
         """About how many bytes these deltas take."""
@@ -67,11 +67,6 @@ def error_response(error: Exception) -> Response:
     return json_response(answer.body(), answer.status, answer.headers)
 
 
-def to_json(body: Any) -> str:
-    """Compact JSON; what is not ASCII is escaped, so that half a surrogate pair does no harm."""
-    return json.dumps(body, separators=(",", ":"))
-
-
 async def respond(request: Request, answer: AnswerStream, dialect: Dialect, *, stream: bool) -> Response:
     """Answer with what the engine makes of it; a client that leaves before the end has its requests aborted."""
     limit_s = service_of(request).config.request_timeout_s
@@ -87,27 +82,11 @@ async def respond(request: Request, answer: AnswerStream, dialect: Dialect, *, s
         answer.close()
     if deltas is None:
         return Response(status_code=499)  # nobody reads it
-    return await off_loop(dialect.num_bytes(answer, deltas), lambda: _whole_response(dialect.whole(answer, deltas)))
+    return await off_loop(dialect.num_bytes(answer, deltas), lambda: _whole_response(dialect, answer, deltas))
 
 
-def _whole_response(body: Any) -> Response:
-    return Response("".join(_json_pieces(body, PIECE_DEPTH)), media_type="application/json")
-
-
-def _json_pieces(value: Any, depth: int) -> Iterator[str]:
-    """`to_json`, a piece at a time, so that other threads run between two pieces."""
-    if depth and isinstance(value, list) and value:
-        for at, item in enumerate(value):
-            yield "," if at else "["
-            yield from _json_pieces(item, depth - 1)
-        yield "]"
-    elif depth and isinstance(value, dict) and value:
-        for at, (key, item) in enumerate(value.items()):
-            yield f"{',' if at else '{'}{to_json(key)}:"
-            yield from _json_pieces(item, depth - 1)
-        yield "}"
-    else:
-        yield to_json(value)
+def _whole_response(dialect: Dialect, answer: AnswerStream, deltas: Sequence[Delta]) -> Response:
+    return Response(to_long_json(dialect.whole(answer, deltas), dialect.piece_depth), media_type="application/json")
 
 
 async def _collect(answer: AnswerStream) -> list[Delta]:
@@ -142,7 +121,7 @@ async def _server_sent(answer: AnswerStream, dialect: Dialect) -> AsyncIterator[
 
 def _written(name: str | None, data: Any) -> str:
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {to_json(data)}\n\n"
+    return f"{head}data: {data if isinstance(data, str) else to_json(data)}\n\n"
 
 
 class _EventStream(StreamingResponse):

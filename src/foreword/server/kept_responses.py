@@ -5,17 +5,19 @@ Knows conversations and answers as they were sent, each for its own tenant only.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import OrderedDict
 from threading import Lock
 from typing import Any
 
 from foreword.server.api_errors import APIError
+from foreword.server.json_pieces import to_long_json
 from foreword.server.tenants import Tenant
 
 Messages = list[dict[str, str]]
 
+PIECE_DEPTH = 7
+"""Levels of a response that are written item by item, down to single positions' log probabilities."""
 MESSAGE_BYTES = 300
 """What a message takes besides its text."""
 
@@ -37,7 +39,7 @@ class KeptResponses:
 
     def keep(self, tenant: Tenant, messages: Messages, response: dict[str, Any]) -> None:
         """Remember a finished response, and what was said up to and with it."""
-        written = json.dumps(response, separators=(",", ":"))
+        written = to_long_json(response, PIECE_DEPTH)
         with self._lock:
             self._kept[response["id"]] = (tenant.name, messages, written)
             self.num_bytes += _num_bytes(messages, written)
@@ -56,8 +58,9 @@ class KeptResponses:
         """Forget a tenant's response. Raises APIError 404."""
         self.get(tenant, response_id)
         with self._lock:
-            _, messages, written = self._kept.pop(response_id)
-            self.num_bytes -= _num_bytes(messages, written)
+            dropped = self._kept.pop(response_id, None)
+            if dropped is not None:  # else a thread that keeps another one just made room
+                self.num_bytes -= _num_bytes(dropped[1], dropped[2])
 
 
 def _num_bytes(messages: Messages, written: str) -> int:

@@ -245,6 +245,7 @@ class _Answer(ABC):
 
     object_name: str
     chunk_name: str
+    piece_depth = 5
 
     def __init__(self, service: Service, response_id: str, body: Call, extras: Extras) -> None:
         self.response_id = response_id

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -20,7 +21,9 @@ from foreword.server.dialect import JsonSchema, ResponseFormat, ResponsesRequest
 from foreword.server.extras import Extras
 from foreword.server.http import Event, authorized, json_response, respond, service_of, trace_parent
 from foreword.server.intake import body_of, takes, with_body
-from foreword.server.kept_responses import KeptResponses, Messages
+from foreword.server.json_pieces import to_long_json
+from foreword.server.kept_responses import PIECE_DEPTH, KeptResponses, Messages
+from foreword.server.off_loop import off_loop
 from foreword.server.openai import Limits, check_call, plain_messages, sampling_params, template_inputs
 from foreword.server.service import Caller, Service, digests, new_id
 from foreword.server.tenants import Tenant
@@ -114,6 +117,8 @@ def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:
 class _ResponseAnswer:
     """One response, as it is written down whole and as events."""
 
+    piece_depth = PIECE_DEPTH
+
     def __init__(
         self,
         service: Service,
@@ -178,14 +183,27 @@ class _ResponseAnswer:
             if delta.text or new:
                 yield [self._event("response.output_text.delta", **where, delta=delta.text, logprobs=new)]
         text = "".join(texts)
+        num_bytes = len(text) + len(logprobs) * form.bytes_per_token(self._body.top_logprobs or 0)
+        yield await off_loop(num_bytes, partial(self._last_events, answer, text, logprobs, finish_reason, where))
+
+    def _last_events(
+        self,
+        answer: AnswerStream,
+        text: str,
+        logprobs: list[dict[str, Any]],
+        finish_reason: str | None,
+        where: dict[str, Any],
+    ) -> list[Event]:
+        """They repeat all of the answer, three times: written here, because that may take a second."""
         response = self._finished(answer, text, logprobs, finish_reason)
         item = response["output"][0]
-        yield [
+        events = [
             self._event("response.output_text.done", **where, text=text, logprobs=logprobs),
             self._event("response.content_part.done", **where, part=item["content"][0]),
             self._event("response.output_item.done", output_index=0, item=item),
             self._event(f"response.{response['status']}", response=response),
         ]
+        return [(name, to_long_json(data, PIECE_DEPTH + 1)) for name, data in events]
 
     def _event(self, kind: str, **data: Any) -> Event:
         event = {"type": kind, "sequence_number": self._num_events, **data}
