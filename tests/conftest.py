@@ -5,7 +5,9 @@ FOREWORD_TEST_DEVICE names the device on which models run ("cuda" in `make test-
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,15 @@ def pytest_configure() -> None:
                 "nothing was tested. Use a machine with a GPU and a CUDA build of torch",
                 returncode=2,
             )
+
+
+@pytest.fixture(autouse=True)
+def unchanged_log_level() -> Iterator[None]:
+    """A command that runs in this process sets the level of our log; the next test finds it as it was."""
+    log = logging.getLogger("foreword")
+    level = log.level
+    yield
+    log.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="another processor has none anyway")
 @pytest.mark.parametrize(
     ("lack", "feature"),
