@@ -29,22 +29,18 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache.block_pool import BlockIds, BlockPool, as_block_ids
-from foreword.cache.coordinator import (
-    KVCacheCoordinatorNoPrefixCache,
-    PrefixHit,
-)
+from foreword.cache.coordinator import PrefixHit
+from foreword.cache.coordinators import get_kv_cache_coordinator, is_one_full_group
 from foreword.cache.eviction import EvictionPolicy, make_policy
 from foreword.cache.explain import LookupExplanation, explain_lookup
-from foreword.cache.group_specs import FullAttentionSpec, GroupSpec, SinkFullSpec
+from foreword.cache.group_specs import FullAttentionSpec, GroupSpec
 from foreword.cache.groups import NULL_BLOCK, IntArray, MambaManager, Position
-from foreword.cache.hybrid import HybridKVCacheCoordinator
-from foreword.cache.index import HashIndex, PrefixIndex
+from foreword.cache.index import PrefixIndex
 from foreword.cache.ledger import CacheLedger, EvictionCause
 from foreword.cache.pins import PinnedPolicy
 from foreword.cache.sequence import TokenSequence
 from foreword.cache.stats import CachingMetrics, PrefixCacheStats
 from foreword.cache.tree_view import PrefixNode
-from foreword.cache.unitary import UnitaryKVCacheCoordinator
 from foreword.errors import AllocationError, CacheBusyError, ConfigError, InvalidRequestError
 
 DEFAULT_BLOCK_SIZE = 16
@@ -105,7 +101,15 @@ class KVCacheManager:
         policy = make_policy(eviction_policy, num_blocks) if isinstance(eviction_policy, str) else eviction_policy
         self._pins = policy if isinstance(policy, PinnedPolicy) else None
         self._pool = BlockPool(num_blocks, on_reuse=self._forget_reused, policy=policy)
-        self._coordinator = self._make_coordinator(index, deduplicate)
+        self._coordinator = get_kv_cache_coordinator(
+            self.groups,
+            self._pool,
+            block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            index=index,
+            ledger=self.ledger,
+            deduplicate=deduplicate,
+        )
         self._not_looked_up = replace(self._coordinator.nothing, skipped=True)
         self._coordinator.reserve()
         self._row_of: dict[str, int] = {}
@@ -121,32 +125,10 @@ class KVCacheManager:
         """Row that began with a copy -> tokens in shared blocks, and tokens with those that were to be copied."""
         self._copies: list[tuple[int, int]] = []
 
-    def _make_coordinator(self, index: PrefixIndex | None, deduplicate: bool) -> KVCacheCoordinatorNoPrefixCache:
-        for group in self.groups:
-            if group.block_size % self.block_size:
-                raise ConfigError(
-                    f"block_size={self.block_size} does not divide the block_size of {group}; leave it out, or "
-                    "choose a common divisor of all groups' sizes"
-                )
-        if not self.enable_prefix_caching:
-            return KVCacheCoordinatorNoPrefixCache(self.groups, self._pool)
-        first = self.groups[0]
-        if self.has_one_full_group and first.block_size == self.block_size:
-            index = index if index is not None else HashIndex(self.num_blocks)
-            return UnitaryKVCacheCoordinator(first, self._pool, index, ledger=self.ledger, deduplicate=deduplicate)
-        if index is not None:
-            raise ConfigError(
-                f"index={type(index).__name__} finds whole prefixes only, but these groups look up single blocks; "
-                "leave it out"
-            )
-        if deduplicate:
-            raise ConfigError("deduplicate=True needs one group of full attention; leave it out")
-        return HybridKVCacheCoordinator(self.groups, self._pool, self.block_size, ledger=self.ledger)
-
     @property
     def has_one_full_group(self) -> bool:
         """Whether every layer needs every block, so that hits are prefixes."""
-        return len(self.groups) == 1 and isinstance(self.groups[0], (FullAttentionSpec, SinkFullSpec))
+        return is_one_full_group(self.groups)
 
     # -------------------------------------------------------------------- step
 
