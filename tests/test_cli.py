@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from importlib.resources import files
@@ -100,6 +101,7 @@ def test_the_package_can_be_run_as_a_module_too():
     ("arguments", "message"),
     [
         (["--port", "99999"], "port=99999"),
+        (["--host", "192.0.2.1"], "cannot listen at host='192.0.2.1', port=8000"),
         (["--max-queued", "-1"], "max_queued=-1"),
         (["--keys-file", "nowhere.toml", "--kv-cache-memory-bytes", "10000000"], "nowhere.toml"),
         (["nowhere/at/all"], "nowhere/at/all"),
@@ -110,6 +112,15 @@ def test_serve_names_an_option_that_it_cannot_keep(arguments, message):
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_serve_names_a_port_that_another_server_has_before_it_loads_a_model():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = foreword("serve", "--port", str(port))
+    assert result.returncode == 2
+    assert f"port={port}" in result.stderr
+    assert "loading" not in result.stderr
 
 
 WATCHED = """

@@ -192,7 +192,7 @@ def _model(args: argparse.Namespace, options: dict[str, Any]) -> str | None:
 def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
     try:
         from foreword.server.options import ServerConfig
-        from foreword.server.run import serve
+        from foreword.server.run import check_address, serve
     except ModuleNotFoundError as error:
         raise ConfigError(f"serving needs the package {error.name}; run `pip install foreword[serve]`") from error
     from foreword.demo.run import EMBEDDED_KV_BYTES, embedded_model
@@ -208,6 +208,7 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
             server_options.setdefault("served_model_name", "foreword-demo")
             options.setdefault("kv_cache_memory_bytes", EMBEDDED_KV_BYTES)
         config = ServerConfig(**server_options)
+        check_address(config.host, config.port)
         with _without_garbage_collection():
             from foreword.llm import LLM
 

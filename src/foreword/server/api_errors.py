@@ -52,6 +52,7 @@ def wrong_key() -> APIError:
 
 def unknown_model(name: str) -> APIError:
     """404: the server serves another model."""
+    name = name if len(name) <= 100 else f"{name[:100]}..."
     return APIError(
         404, f"The model {name!r} does not exist here; GET /v1/models lists what does.", code="model_not_found"
     )

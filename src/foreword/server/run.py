@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import PurePath
 
 import uvicorn
 
+from foreword.errors import ConfigError
 from foreword.llm import LLM
 from foreword.server.app import make_app
 from foreword.server.dashboard.mount import mount_dashboard
@@ -28,6 +30,28 @@ SWITCH_INTERVAL_S = 0.0005
 An answer's first token crosses from one to the other several times; at Python's own 5 ms each of them costs that
 much (docs/decisions/0011-server.md has figures).
 """
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise ConfigError unless a server can listen there: before a model is loaded for it, not after."""
+    failure: OSError | None = None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    trial.bind(address)
+                except OSError as error:
+                    failure = error
+                else:
+                    return
+    except OSError as error:  # the name cannot be resolved
+        failure = error
+    raise ConfigError(
+        f"cannot listen at host={host!r}, port={port}: {failure.strerror if failure else 'it has no address'}; "
+        "--host takes an address of this machine, --port 0 takes any free port"
+    ) from failure
 
 
 def serve(llm: LLM, config: ServerConfig) -> None:
@@ -84,8 +108,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: object = None) -> None:
         await super().startup(sockets)  # type: ignore[arg-type]
         for server in self.servers:
-            for socket in server.sockets:
-                host, port = socket.getsockname()[:2]
+            for listening in server.sockets:
+                host, port = listening.getsockname()[:2]
                 host = f"[{host}]" if ":" in host else host
                 url = f"http://{host}:{port}{self._root_path}"
                 self._on_start(url)
