@@ -383,7 +383,7 @@ class LastAccessedPolicy(_EmptyFirst):
 
 
 class AccessTimePolicy(_EmptyFirst):
-    """Least recently accessed first by the clock of whoever tells; among equals the one that ends the longer prefix.
+    """Least recently accessed first, by the caller's clock; among equals, the block that ends the longer prefix.
 
     The order of vLLM v0's evictor for blocks that are freed one by one (`block_allocator.py`). O(log k) a block among
     k free ones.

@@ -49,7 +49,7 @@ class RadixIndex(RadixTree):
     does the token from which on a salt keeps prefixes apart, where that is not the first one.
 
     Forgetting a block also forgets what follows it: a suffix without its prefix cannot be found.
-    Duplicates of an indexed block wait behind it, as in `HashIndex`. Of several tails of which one begins with the
+    Duplicates of an indexed block wait for its place, as in `HashIndex`. Of several tails of which one begins with the
     others, the longest is enough; a tail that a block or a longer tail makes superfluous stays until its owner
     asks for `superseded_tails`, because a block that is being filled cannot be copied yet.
     """
