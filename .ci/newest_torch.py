@@ -19,7 +19,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "newest-torch"
-TESTS = ("tests/model/test_exactness.py", "tests/model/test_hybrid.py", "tests/model/test_kernels.py")
+TESTS = ("tests/model/test_exactness.py", "tests/model/test_hybrid.py", "tests/kernels/test_contract.py")
 PIP = (sys.executable, "-m", "pip")
 
 

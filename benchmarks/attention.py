@@ -40,10 +40,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from foreword.batch import NO_ENTRIES, Batch
-from foreword.model.kernels.cpu_attention import CpuAttention, fastest_mode
-from foreword.model.kernels.cpu_layout import TILES
-from foreword.model.kernels.reference import AttentionOptions
-from foreword.model.kernels.select import AttentionKernel, ReferenceAttention
+from foreword.kernels.cpu.attention import CpuAttention, fastest_mode
+from foreword.kernels.cpu.layout import TILES
+from foreword.kernels.reference import AttentionOptions
+from foreword.kernels.select import AttentionKernel, ReferenceAttention
 
 BLOCK_SIZE = 16
 TARGETS = {1024: 3.2, 2048: 4.8, 4096: 6.8}
@@ -154,7 +154,7 @@ def inner_loop_rate(quick: bool) -> float:
     """GFLOP/s of one thread in the product that the kernel is made of: so many rows by 64 lanes, 32 words deep."""
     from numba import njit
 
-    from foreword.model.kernels import simd, tiles
+    from foreword.kernels.llvm import simd, tiles
 
     in_tiles = fastest_mode() == TILES
     num_rows = 2 * tiles.TILE_ROWS if in_tiles else simd.ROWS

@@ -38,10 +38,10 @@ from foreword import SamplingParams
 from foreword.cache import KVCacheManager
 from foreword.config import ModelConfig, SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt
+from foreword.kernels.triton.attention import TritonAttention
 from foreword.model.decode_graphs import DecodeGraphs
 from foreword.model.device import DeviceMemory
 from foreword.model.device_runner import DeviceRunner, ExpectedTokens, PendingResult, RunnerLimits
-from foreword.model.kernels.triton_attention import TritonAttention
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import load_model
 from foreword.model.random_weights import save_random_model

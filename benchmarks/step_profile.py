@@ -33,6 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 from foreword import LLM, SamplingParams
+from foreword.kernels.cpu import attention as cpu_attention
+from foreword.kernels.runtime.threads import Program
 from foreword.model import (
     compact_product,
     fused,
@@ -45,8 +47,6 @@ from foreword.model import (
     runner,
     storage,
 )
-from foreword.model.kernels import cpu_attention
-from foreword.model.kernels.team import Program
 from foreword.model.random_weights import QWEN2_0_5B, save_random_model
 from foreword.scheduler import Scheduler
 from foreword.text import TextStream

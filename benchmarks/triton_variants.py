@@ -28,14 +28,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from foreword.model.kernels.reference import AttentionOptions
-from foreword.model.kernels.step_plan import FOLD_QUERIES
-from foreword.model.kernels.triton_arguments import LayerArguments, tile_constants
-from foreword.model.kernels.triton_blocks import stage_pages, write_rows
-from foreword.model.kernels.triton_decode import attend_items, merge_chunks
-from foreword.model.kernels.triton_prefill import attend_folds
-from foreword.model.kernels.triton_tile import LAUNCH
-from foreword.model.kernels.triton_tuning import decode_sizes, prefill_sizes
+from foreword.kernels.reference import AttentionOptions
+from foreword.kernels.step_plan import FOLD_QUERIES
+from foreword.kernels.triton.arguments import LayerArguments, tile_constants
+from foreword.kernels.triton.blocks import stage_pages, write_rows
+from foreword.kernels.triton.decode import attend_items, merge_chunks
+from foreword.kernels.triton.prefill import attend_folds
+from foreword.kernels.triton.tile import LAUNCH
+from foreword.kernels.triton.tuning import decode_sizes, prefill_sizes
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 HEAD_SIZES = (64, 80, 96, 128, 192, 256)

@@ -5,6 +5,7 @@ FOREWORD_TEST_DEVICE names the device on which models run ("cuda" in `make test-
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator
@@ -79,3 +80,16 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory, device_name: str) -> T
 def chat_model(tiny_models: TinyModels) -> Path:
     """Folder of a tiny Llama with a tokenizer and a chat template."""
     return tiny_models.folder_with_tokenizer("llama")
+
+
+@pytest.fixture(scope="session")
+def fixed_products() -> Iterator[None]:
+    """What Triton's kernels are multiplied with where no GPU runs them."""
+    if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from interpreted_products import use_fixed_order
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        use_fixed_order(monkeypatch)
+        yield

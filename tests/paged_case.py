@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from foreword.batch import NO_ENTRIES, Batch
-from foreword.model.kernels.reference import AttentionOptions
-from foreword.model.kernels.select import AttentionKernel
+from foreword.kernels.reference import AttentionOptions
+from foreword.kernels.select import AttentionKernel
 
 CPU = torch.device("cpu")
 

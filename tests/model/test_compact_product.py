@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from foreword.kernels.llvm import tiles
+from foreword.kernels.llvm.simd import HAS_BF16_DOT
+from foreword.kernels.products import weights12 as compact
+from foreword.kernels.products.pair_worker import PAIR_WORKER
+from foreword.kernels.products.tile_worker import TILE_WORKER
+from foreword.kernels.products.units import ProductWorker
+from foreword.kernels.products.weights12 import COUNTED, HAS_BYTE_LOOK_UP
 from foreword.model import compact_product
 from foreword.model.compact_product import CompactProduct
-from foreword.model.kernels import compact, tiles
-from foreword.model.kernels.compact import COUNTED, HAS_BYTE_LOOK_UP
-from foreword.model.kernels.pair_worker import PAIR_WORKER
-from foreword.model.kernels.product_units import ProductWorker
-from foreword.model.kernels.simd import HAS_BF16_DOT
-from foreword.model.kernels.tile_worker import TILE_WORKER
 from foreword.model.packed import PackedLinear
 
 SIZES = [(128, 896), (4864, 896), (896, 4864), (1, 32), (37, 64), (33, 96), (500, 4096)]

@@ -284,7 +284,7 @@ def test_a_step_that_outgrows_the_buffer_takes_more_copies_and_the_next_again_on
 def test_the_gpu_kernels_plans_travel_in_the_one_copy(plain_model: Callable[[str], LoadedModel]) -> None:
     """Triton's kernels, interpreted; their graphs can only be recorded on a GPU."""
     pytest.importorskip("triton")
-    from foreword.model.kernels.triton_attention import TritonAttention
+    from foreword.kernels.triton.attention import TritonAttention
 
     model = plain_model("llama")
     work = [(prompt[:9], replace(params, max_tokens=4, min_tokens=0)) for prompt, params in random_work(11, 3)]

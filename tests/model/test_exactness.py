@@ -19,8 +19,8 @@ from torch import Tensor
 from foreword.batch import Batch
 from foreword.config import ModelConfig
 from foreword.engine import Engine
-from foreword.model.kernels import reference
-from foreword.model.kernels.select import ReferenceAttention, make_kernel
+from foreword.kernels import reference
+from foreword.kernels.select import ReferenceAttention, make_kernel
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.runner import ModelRunner, RowPadding
 from foreword.model.self_check import find_inexactness

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError
-from foreword.model.kernels.select import ReferenceAttention
+from foreword.kernels.select import ReferenceAttention
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import load_model
 from tiny_models import TinyModels, build_engine, complete, greedy, longest_hit, random_tokens

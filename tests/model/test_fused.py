@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from foreword.kernels.llvm.norms import ADD_ONE, ROUND_NORM
 from foreword.model.fused import FusedGate, FusedNorm, ProductPart, fuse
-from foreword.model.kernels.rows import ADD_ONE, ROUND_NORM
 from foreword.model.packed import can_pack
 from foreword.model.row_kernels import ALONE_ELEMENTS, Norm, RowKernels
 from tiny_models import TinyModels

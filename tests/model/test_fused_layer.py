@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from foreword.config import ModelConfig
+from foreword.kernels.llvm.norms import ROUND_NORM
 from foreword.model import loader
 from foreword.model.fused_layer import FusedForward, fuse_layers
-from foreword.model.kernels.rows import ROUND_NORM
 from foreword.model.loader import load_model
 from foreword.model.packed import can_pack
 from foreword.model.rotary import HeadShapes, RotaryKernel

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from foreword import LLM
 from foreword.config import ModelConfig
+from foreword.kernels.products.weights12 import WEIGHTS
 from foreword.model.compact_product import can_multiply
 from foreword.model.head_start import MOST_BYTES, head_start
-from foreword.model.kernels.compact import WEIGHTS
 from tiny_models import TinyModels
 
 pytestmark = pytest.mark.skipif(not can_multiply(), reason="weights are not packed on this processor")

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from foreword.config import KernelName, ModelConfig
+from foreword.kernels.cpu.attention import CpuAttention
+from foreword.kernels.select import ReferenceAttention
 from foreword.model import loader
 from foreword.model.compact_product import ProductOperation, can_multiply
 from foreword.model.fused_layer import FusedForward
-from foreword.model.kernels.cpu_attention import CpuAttention
-from foreword.model.kernels.select import ReferenceAttention
 from foreword.model.layer_program import LayerChain, LayerOperations
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.storage import KVStorage

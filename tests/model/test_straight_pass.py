@@ -13,10 +13,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache
 
 from foreword.config import ModelConfig
+from foreword.kernels.products.units import NUM_ROWS
+from foreword.kernels.runtime.threads import Program
 from foreword.model.compact_product import ProductOperation, can_multiply
 from foreword.model.fused_layer import FusedForward
-from foreword.model.kernels.product_units import NUM_ROWS
-from foreword.model.kernels.team import Program
 from foreword.model.layer_program import LayerChain
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.straight_pass import StraightPass

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from foreword.model.kernels.reference import AttentionOptions
-from foreword.model.kernels.select import AttentionKernel
+from foreword.kernels.reference import AttentionOptions
+from foreword.kernels.select import AttentionKernel
 from foreword.model.layout import LayerLayout
 from foreword.model.storage import KVStorage
 

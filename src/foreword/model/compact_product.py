@@ -7,7 +7,7 @@ weights. For a gated feed-forward network gate and up lie side by side in a pane
 anything is written.
 
     weights   panels of 32 columns; a panel: for 32 of k at a time two tiles; a tile: 16 pairs of k x 16 columns;
-              12 bits each (`kernels/compact.py`)
+              12 bits each (`kernels/products/weights12.py`)
     a unit    some rows x some panels, as many as stay in a core's cache; threads take units from a counter
 """
 
@@ -21,9 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.model.kernels import compact, tiles
-from foreword.model.kernels.pair_worker import PAIR_WORKER
-from foreword.model.kernels.product_units import (
+from foreword.kernels.llvm import tiles
+from foreword.kernels.llvm.simd import HAS_BF16_DOT
+from foreword.kernels.llvm.tiles import PANEL, STEP
+from foreword.kernels.products import weights12 as compact
+from foreword.kernels.products.pair_worker import PAIR_WORKER
+from foreword.kernels.products.tile_worker import TILE_WORKER
+from foreword.kernels.products.units import (
     BIAS,
     COUNTERS,
     EXCEPTIONS,
@@ -43,11 +47,8 @@ from foreword.model.kernels.product_units import (
     WIDTH,
     ProductWorker,
 )
-from foreword.model.kernels.simd import HAS_BF16_DOT
-from foreword.model.kernels.step_plan import Int64Array
-from foreword.model.kernels.team import Operation
-from foreword.model.kernels.tile_worker import TILE_WORKER
-from foreword.model.kernels.tiles import PANEL, STEP
+from foreword.kernels.runtime.threads import Operation
+from foreword.kernels.step_plan import Int64Array
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from foreword.batch import NO_ENTRIES, Batch, IntArray
+from foreword.kernels.device_attention import DeviceAttention, HostPlan
 from foreword.model.attention import ForwardContext, GroupStep
 from foreword.model.device import Device, Graph
 from foreword.model.experts import EXPERTS_NAME
-from foreword.model.kernels.on_device import DeviceAttention, HostPlan
 from foreword.model.loader import LoadedModel
 from foreword.model.recurrent import StepCache
 from foreword.model.runner import ModelRunner

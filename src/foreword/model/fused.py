@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foreword.kernels.llvm.norms import ADD_ONE, ROUND_NORM
 from foreword.model.compact_product import CompactProduct
-from foreword.model.kernels.rows import ADD_ONE, ROUND_NORM
 from foreword.model.packed import PackedLinear, can_pack, stacked
 from foreword.model.row_kernels import Norm, RowKernels
 

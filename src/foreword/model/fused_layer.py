@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foreword.kernels.reference import AttentionOptions
 from foreword.model.attention import ForwardContext, GroupStep
 from foreword.model.fused import FusedGate, FusedNorm, ProductPart
-from foreword.model.kernels.reference import AttentionOptions
 from foreword.model.layer_program import LayerChain, LayerOperations, Workspace
 from foreword.model.layout import LayerLayout
 from foreword.model.neighbours import Neighbours

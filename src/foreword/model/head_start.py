@@ -26,8 +26,8 @@ def head_start(options: ModelConfig) -> Iterator[None]:
     if not num_weights or options.device != "cpu":
         yield
         return
+    from foreword.kernels.products.weights12 import STEP_BYTES, STEP_WEIGHTS, WEIGHTS
     from foreword.model.compact_product import can_multiply  # imports torch: a model that is not there needs none
-    from foreword.model.kernels.compact import STEP_BYTES, STEP_WEIGHTS, WEIGHTS
 
     if not can_multiply():
         yield

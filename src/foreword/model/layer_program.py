@@ -27,14 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foreword.kernels.cpu import attention as cpu_attention
+from foreword.kernels.cpu.attention import AttentionOperations, CpuAttention
+from foreword.kernels.reference import AttentionOptions
+from foreword.kernels.runtime.threads import Operation, Program, Wires
+from foreword.kernels.select import AttentionKernel
 from foreword.model import rotary
 from foreword.model.attention import ForwardContext
 from foreword.model.compact_product import CompactProduct, ProductOperation
-from foreword.model.kernels import cpu_attention
-from foreword.model.kernels.cpu_attention import AttentionOperations, CpuAttention
-from foreword.model.kernels.reference import AttentionOptions
-from foreword.model.kernels.select import AttentionKernel
-from foreword.model.kernels.team import Operation, Program, Wires
 from foreword.model.rotary import RotaryKernel
 from foreword.model.row_kernels import Norm, RowOperation
 from foreword.model.storage import KVStorage

@@ -21,11 +21,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from foreword.config import Dtype, ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from foreword.kernels.select import AttentionKernel, make_kernel
 from foreword.model.attention import ATTENTION_NAME, PROBE_NAME, ForwardContext, LayoutProbe
 from foreword.model.experts import EXPERTS_NAME
 from foreword.model.fused import ProductPart, fuse
 from foreword.model.fused_layer import chain_layers, fuse_layers, unchain_layers
-from foreword.model.kernels.select import AttentionKernel, make_kernel
 from foreword.model.layer_program import BrokenChainError, LayerChain
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.packed import PackedLinear, pack_linears

@@ -14,10 +14,11 @@ import numpy as np
 from numba import carray
 from torch import Tensor
 
-from foreword.model.kernels import rows, simd
-from foreword.model.kernels.cpu_layout import source_digest
-from foreword.model.kernels.simd import LANES
-from foreword.model.kernels.team import Operation, native_worker
+from foreword.kernels.cpu.layout import source_digest
+from foreword.kernels.llvm import norms as rows
+from foreword.kernels.llvm import simd
+from foreword.kernels.llvm.simd import LANES
+from foreword.kernels.runtime.threads import Operation, native_worker
 from foreword.model.row_kernels import Norm
 
 ALONE_ELEMENTS = 1 << 16

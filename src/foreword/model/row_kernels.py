@@ -1,6 +1,6 @@
 """Small operations on rows, compiled by numba: RMS norms, and the gate of a feed-forward network.
 
-Knows rows of numbers as memory addresses; knows nothing of modules or models. As in `kernels/simd.py`, whose
+Knows rows of numbers as memory addresses; knows nothing of modules or models. As in `kernels/llvm/simd.py`, whose
 building blocks these use, every operation and its order is spelt out: a row's bits depend on nothing but the row.
 torch needs seven operations for such a norm and two for the gate, each with its own pass over memory, its own
 hand-over to the threads, and for silu in bfloat16 about 2 ns per element.
@@ -17,10 +17,11 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from foreword.model.kernels import rows, simd
-from foreword.model.kernels.cpu_layout import source_digest
-from foreword.model.kernels.simd import LANES
-from foreword.model.kernels.team import Operation, native_worker
+from foreword.kernels.cpu.layout import source_digest
+from foreword.kernels.llvm import norms as rows
+from foreword.kernels.llvm import simd
+from foreword.kernels.llvm.simd import LANES
+from foreword.kernels.runtime.threads import Operation, native_worker
 
 ALONE_ELEMENTS = 1 << 17
 """Work on fewer elements is done by the calling thread: waking the others takes longer."""

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from foreword.batch import NO_ENTRIES, Batch, BatchResult
 from foreword.cache import RecurrentSpec
+from foreword.kernels.device_attention import DeviceAttention
+from foreword.kernels.select import AttentionKernel, ReferenceAttention
 from foreword.model.attention import ForwardContext, GroupStep
-from foreword.model.kernels.on_device import DeviceAttention
-from foreword.model.kernels.select import AttentionKernel, ReferenceAttention
 from foreword.model.loader import LoadedModel
 from foreword.model.packed import has_unpacked_products
 from foreword.model.passes import split_batch

@@ -16,8 +16,8 @@ from torch import Tensor
 from foreword.batch import Batch, IntArray
 from foreword.cache import RecurrentSpec
 from foreword.errors import ConfigError
-from foreword.model.kernels import huge_pages
-from foreword.model.kernels.select import BlockKernels, make_block_kernels, writes_with_triton
+from foreword.kernels.runtime import huge_pages
+from foreword.kernels.select import BlockKernels, make_block_kernels, writes_with_triton
 from foreword.model.layout import CacheLayout, GroupLayout
 
 MAX_SLOTS = 2**31 - 1

@@ -1,0 +1,1 @@
+"""Attention on CPUs: the plan of a call, and the workers that carry it out."""

@@ -1,0 +1,1 @@
+"""Emitters: functions that write vector and tile instructions as LLVM IR. They import only each other."""

@@ -1,0 +1,233 @@
+"""Weights of scores for AMX tiles, in 16-bit arithmetic: two vectors of scores become one of weights.
+
+Knows memory addresses and lanes; knows nothing of rows' places or chunks. A weight is 2 ** (factor * score - peak) as
+bfloat16, so it keeps 8 bits, and what comes before need not keep more:
+
+    score, score'    float32    x = 512 * (factor * score - peak + 76), rounded to an integer
+    x                16 bits    both in one vector, from 0 to 65535: 7 bits before the point, 9 behind it
+    fraction f       float16    512 * (2 ** f - 1 - f) by a polynomial, also an integer
+    their sum        16 bits    7 bits of exponent, 9 of mantissa; without the last two, and rounded: a bfloat16
+
+A polynomial that yields 1024 + n in float16 has n in its last bits, and 2 ** 23 + n in float32 likewise; what else is
+in those bits only adds to the exponent, and is why there are 76 above.
+
+The peak is MARGIN above a row's largest score, as far as that is known when its first weights are computed. Weights
+between 2 ** -76 and 1 are what they should be. Less is 2 ** -76, more is nearly 2; so is what is thousands of powers
+below the peak, where integers wrap around. A row whose weights add up to MOST_SUM or more is to be weighed again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from foreword.kernels.llvm import simd
+from foreword.kernels.llvm.simd import F32, I16, I32, I32S, LANES, _const, _fma, _int, _load, _loop, _splat, _store
+
+HAS_FLOAT16 = bool(llvm.get_host_cpu_features().get("avx512fp16"))
+"""Whether this processor computes with vectors of float16; where it does not, nobody calls what is compiled here."""
+PANEL_TOKENS = 64
+MARGIN = 44.0
+LEAST_SUM, MOST_SUM = 2.0**-46, 1.0
+"""Of a row's weights, if its peak is MARGIN above one of its scores, rounded up, and others are not too far above."""
+_HALVES, _FLOAT16S = ir.VectorType(I16, 2 * LANES), ir.VectorType(ir.HalfType(), 2 * LANES)
+_FRACTION, _ONE, _BFLOAT16_ONE = 511, 0x3C00, 0x3F80
+_LEAST_POWER = 76.0
+_TERMS = 1985.0, -259.75, -511.75, 324.0
+"""In u = 1 + f / 2: 512 * (2 ** f - 1 - f) + 1538. Of 1538 two round the result, 512 are one in its exponent."""
+_MAGIC = 8388608.0
+_MAGIC_BITS = 0x4B000000
+
+
+def _halves(value: int) -> ir.Constant:
+    return ir.Constant(_HALVES, [value] * (2 * LANES))
+
+
+class _Constants:
+    """Vectors that stay in registers: LLVM would fetch and broadcast them anew in each turn of a loop."""
+
+    def __init__(self, builder: Any, factor: Any) -> None:
+        words = [_FRACTION, _ONE, _BFLOAT16_ONE, *(int(np.float16(term).view(np.uint16)) for term in _TERMS)]
+        fraction, one, bfloat16_one, *terms = (_kept(builder, _halves(word)) for word in words)
+        self.fraction, self.one, self.ones = fraction, one, builder.bitcast(bfloat16_one, simd.BF16_PAIRS)
+        self.terms = [builder.bitcast(term, _FLOAT16S) for term in terms]
+        self.magic_bits = _kept(builder, ir.Constant(I32S, [_MAGIC_BITS] * LANES))
+        self.scale = builder.fmul(_splat(builder, factor), _const(512.0))
+
+
+def _kept(builder: Any, vector: Any) -> Any:
+    kind = ir.FunctionType(vector.type, [vector.type])
+    return builder.call(ir.InlineAsm(kind, "", "=v,0"), [vector])
+
+
+def _emit_weights(builder: Any, scores: tuple[Any, Any], offset: Any, constants: _Constants) -> Any:
+    """Weights of two vectors of scores, four by four of each in turn, as 32 bfloat16's bits."""
+    both = []
+    for score in scores:
+        bits = builder.bitcast(_fma(builder, score, constants.scale, offset), I32S)
+        both.append(builder.sub(bits, constants.magic_bits))
+    x = _joined(builder, *both)
+    unit = builder.bitcast(builder.or_(builder.and_(x, constants.fraction), constants.one), _FLOAT16S)
+    result = constants.terms[-1]
+    for term in reversed(constants.terms[:-1]):
+        result = simd._call(builder, "llvm.fma.v32f16", result, unit, term)
+    result = simd._call(builder, "llvm.uadd.sat.v32i16", x, builder.bitcast(result, _HALVES))
+    return builder.lshr(result, _halves(2))
+
+
+def _joined(builder: Any, low: Any, high: Any) -> Any:
+    """Two vectors of 16 integers as 32 from 0 to 65535, four by four of each in turn."""
+    kind = ir.FunctionType(_HALVES, [I32S, I32S])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.packusdw.512")
+    return builder.call(function, [low, high])
+
+
+def _offset(builder: Any, stats: Any) -> Any:
+    """What is added to a row's scaled scores; not a number if its peak is none."""
+    above = builder.fsub(ir.Constant(F32, _LEAST_POWER), _load(builder, stats, 0, F32))
+    offset = simd._call(builder, "llvm.fma.f32", above, ir.Constant(F32, 512.0), ir.Constant(F32, _MAGIC))
+    return _splat(builder, offset)
+
+
+def _add(builder: Any, total: Any, weights: Any, constants: _Constants) -> Any:
+    pairs = builder.bitcast(weights, simd.BF16_PAIRS)
+    return simd._call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total, pairs, constants.ones)
+
+
+def _seen(builder: Any, begin: int, low: Any, high: Any) -> Any:
+    """Which of 16 tokens from `begin` on are from `low` to before `high`."""
+    place = ir.Constant(I32S, list(range(begin, begin + LANES)))
+    bounds = (_splat(builder, builder.trunc(bound, I32)) for bound in (low, high))
+    after, before = (builder.icmp_signed(*how) for how in zip((">=", "<"), (place, place), bounds, strict=True))
+    return builder.and_(after, before)
+
+
+@simd._instructions("aiaiiif")
+def estimate_peaks(builder: Any, *arguments: Any) -> None:
+    """MARGIN above the largest score, rounded up, of each of some rows in a panel that is the first they see.
+
+    They see its tokens from `low` to before `high`, at least one.
+
+    scores [rows, 64] and bytes between rows, stats [rows, 2], how many rows, low, high, factor.
+    """
+    scores, score_bytes, stats, num_rows, low, high, factor = arguments
+    seen = [_seen(builder, begin, low, high) for begin in range(0, PANEL_TOKENS, LANES)]
+
+    def body(row: Any) -> list[Any]:
+        source = builder.add(scores, builder.mul(row, score_bytes))
+        own = [
+            builder.select(mask, _load(builder, source, 4 * LANES * number), _const(simd.LOWEST))
+            for number, mask in enumerate(seen)
+        ]
+        while len(own) > 1:
+            own = [simd._larger(builder, *pair) for pair in zip(own[::2], own[1::2], strict=True)]
+        largest = simd._reduce(builder, own[0], lambda left, right: simd._larger(builder, left, right))
+        peak = builder.fmul(builder.extract_element(largest, ir.Constant(I32, 0)), factor)
+        peak = builder.fadd(simd._call(builder, "llvm.ceil.f32", peak), ir.Constant(F32, MARGIN))
+        _store(builder, peak, builder.add(stats, builder.mul(row, _int(8))))
+        return []
+
+    _loop(builder, _int(0), num_rows, 1, [], body)
+
+
+def _weigh(builder: Any, arguments: tuple[Any, ...], bounds: tuple[Any, Any] | None) -> None:
+    scores, score_bytes, weights, weight_bytes, stats, totals, num_rows, factor = arguments
+    constants, masks = _Constants(builder, factor), []
+    if bounds is not None:
+        all_bits, none = (ir.Constant(I32S, [bits] * LANES) for bits in (65535, 0))
+        for begin in range(0, PANEL_TOKENS, 2 * LANES):
+            both = (_seen(builder, first, *bounds) for first in (begin, begin + LANES))
+            masks.append(_joined(builder, *(builder.select(one, all_bits, none) for one in both)))
+
+    def body(row: Any) -> list[Any]:
+        source, target = (
+            builder.add(address, builder.mul(row, size))
+            for address, size in ((scores, score_bytes), (weights, weight_bytes))
+        )
+        total_at = builder.add(totals, builder.mul(row, _int(4 * LANES)))
+        offset, total = _offset(builder, builder.add(stats, builder.mul(row, _int(8)))), _load(builder, total_at)
+        for number, first in enumerate(range(0, PANEL_TOKENS, 2 * LANES)):
+            own = _load(builder, source, 4 * first), _load(builder, source, 4 * (first + LANES))
+            found = _emit_weights(builder, own, offset, constants)
+            if masks:
+                found = builder.and_(found, masks[number])
+            _store(builder, found, target, 2 * first)
+            total = _add(builder, total, found, constants)
+        _store(builder, total, total_at)
+        return []
+
+    _loop(builder, _int(0), num_rows, 1, [], body)
+
+
+@simd._instructions("aiaiaaif")
+def weigh_panel(builder: Any, *arguments: Any) -> None:
+    """Weights of some rows that see all 64 tokens of a panel; adds them up in 16 lanes.
+
+    scores [rows, 64] float32 and bytes between rows, weights [rows, 64] and bytes between rows, stats [rows, 2] with
+    the rows' peaks, totals [rows, 16], how many rows, factor.
+    """
+    if HAS_FLOAT16:
+        _weigh(builder, arguments, None)
+
+
+@simd._instructions("aiaiaaiiif")
+def weigh_seen(builder: Any, *arguments: Any) -> None:
+    """The same for rows that see the panel's tokens from `low` to before `high`, given behind how many rows they are.
+
+    Other tokens' weights are 0.
+    """
+    if HAS_FLOAT16:
+        *others, low, high, factor = arguments
+        _weigh(builder, (*others, factor), (low, high))
+
+
+@simd._instructions("aa")
+def sum_lanes(builder: Any, total: Any, stats: Any) -> None:
+    """The sum of a row's weights, from 16 lanes as a tree, to its stats."""
+    joined = simd._reduce(builder, _load(builder, total), builder.fadd)
+    _store(builder, builder.extract_element(joined, ir.Constant(I32, 0)), stats, 4)
+
+
+@simd._instructions("aaiif")
+def lower(builder: Any, scores: Any, stats: Any, start: Any, stop: Any, factor: Any) -> None:
+    """scores[start:stop] (multiples of 16) times `factor` less the row's peak, in place; at least -120."""
+    minus_peak = builder.fneg(_splat(builder, _load(builder, stats, 0, F32)))
+    factor = _splat(builder, factor)
+
+    def body(index: Any) -> list[Any]:
+        at = builder.add(scores, builder.mul(index, _int(4)))
+        power = _fma(builder, _load(builder, at), factor, minus_peak)
+        _store(builder, simd._larger(builder, _const(-120.0), power), at)
+        return []
+
+    _loop(builder, start, stop, LANES, [], body)
+
+
+def _all_less(builder: Any, scores: Any, bounds: tuple[Any, Any], *, by_size: bool) -> Any:
+    """1 if scores[bounds] are less than infinity; nothing that is no number is."""
+    infinity = ir.Constant(simd.F32S, [float("inf")] * LANES)
+
+    def body(index: Any, so_far: Any) -> list[Any]:
+        score = _load(builder, builder.add(scores, builder.mul(index, _int(4))))
+        score = simd._call(builder, "llvm.fabs.v16f32", score) if by_size else score
+        return [builder.and_(so_far, builder.bitcast(builder.fcmp_ordered("<", score, infinity), I16))]
+
+    [found] = _loop(builder, *bounds, LANES, [ir.Constant(I16, -1)], body)
+    return builder.zext(builder.icmp_signed("==", found, ir.Constant(I16, -1)), simd.I64)
+
+
+@simd._instructions("a", types.intp)
+def are_finite(builder: Any, scores: Any) -> Any:
+    """1 if all of 64 scores are finite numbers."""
+    return _all_less(builder, scores, (_int(0), _int(PANEL_TOKENS)), by_size=True)
+
+
+@simd._instructions("aii", types.intp)
+def are_below_infinity(builder: Any, scores: Any, start: Any, stop: Any) -> Any:
+    """1 if scores[start:stop] (multiples of 16) are numbers, and none of them infinitely large."""
+    return _all_less(builder, scores, (start, stop), by_size=False)

@@ -1,0 +1,249 @@
+"""Matrix products in AMX tiles, as LLVM instructions for numba.
+
+Knows memory addresses and tiles; knows nothing of models. A tile is 16 rows of 64 bytes. A product of two tiles adds
+32 products of bfloat16 to each element of a tile of 16 x 16 float32: `C[m, n] += sum over k of A[m, k] B[k, n]`, with B
+stored as 16 rows of 16 pairs (two neighbours of k).
+
+One element of a result is one chain of such additions along k, from 0 upwards, starting at 0. What order the processor
+sums the 32 products of one step in is its own affair, but always the same; so a row's bits depend neither on
+the number of rows, nor on its place among them, nor on the number of threads.
+
+    tile    0   1      results: rows of A0 x columns of B0, B1
+            2   3               rows of A1 x columns of B0, B1
+            4   5      A0, A1: up to 16 rows each
+            6   7      B0, B1: 16 columns each
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba.core import cgutils
+
+from foreword.kernels.llvm import simd
+
+TILE_ROWS = 16
+TILE_BYTES = 1024
+STEP = 32
+"""How many elements along k one product of tiles takes."""
+PANEL = 32
+"""Columns of a panel of weights: two tiles side by side, for all k."""
+CONFIG_BYTES = 64
+
+_REQUEST_PERMISSION, _TILE_DATA, _ARCH_PRCTL = 0x1023, 18, 158
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Whether this processor multiplies tiles of bfloat16, and the system lets this process do it."""
+    features = llvm.get_host_cpu_features()
+    if not (features.get("amx-tile") and features.get("amx-bf16") and features.get("avx512f")):
+        return False
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    refused: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
+    return refused == 0
+
+
+def _tile_call(builder: Any, name: str, *arguments: Any) -> None:
+    """An instruction for tiles; none where there are none: such code is compiled there, but never called."""
+    if not has_tiles():
+        return
+    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), arguments)
+
+
+def _tile(number: int) -> ir.Constant:
+    return ir.Constant(ir.IntType(8), number)
+
+
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, ir.IntType(8).as_pointer())
+
+
+def _load(builder: Any, tile: int, address: Any, stride: Any, *, passing: bool = False) -> None:
+    """`passing`: what is loaded need not stay in the first cache."""
+    name = "tileloaddt164" if passing else "tileloadd64"
+    _tile_call(builder, name, _tile(tile), _pointer(builder, address), stride)
+
+
+def _multiply(builder: Any, result: int, left: int, right: int) -> None:
+    _tile_call(builder, "tdpbf16ps", _tile(result), _tile(left), _tile(right))
+
+
+@simd._instructions("ai")
+def lay_out(builder: Any, config: Any, num_rows: Any) -> None:
+    """Lay out this thread's tiles for products of `num_rows` (1 to 32) rows of A; writes 64 bytes to `config`.
+
+    Up to 16 rows all tiles of rows have that many; beyond, the second have what the first leave.
+    """
+    byte, most = ir.IntType(8), simd._int(TILE_ROWS)
+    few = builder.icmp_signed("<=", num_rows, most)
+    first = builder.select(few, num_rows, most)
+    second = builder.select(few, num_rows, builder.sub(num_rows, most))
+    simd._store(builder, ir.Constant(ir.VectorType(byte, CONFIG_BYTES), [1] + [0] * (CONFIG_BYTES - 1)), config)
+    for tile, rows in enumerate((first, first, second, second, first, second, most, most)):
+        simd._store(builder, ir.Constant(ir.IntType(16), 64), config, 16 + 2 * tile)
+        simd._store(builder, builder.trunc(rows, byte), config, 48 + tile)
+    _tile_call(builder, "ldtilecfg", _pointer(builder, config))
+
+
+@simd._instructions("")
+def release(builder: Any) -> None:
+    """Give this thread's tiles back."""
+    _tile_call(builder, "tilerelease")
+
+
+def _emit_step(builder: Any, num_row_tiles: int, a: Any, stride: Any, weights: Any, *, passing: bool = False) -> None:
+    """Add the products of one or two tiles of rows and two of weights; `passing`: of weights.
+
+    Weights that come from the second cache are best waited for together, those from the first one by one.
+    """
+    line, rows = simd._int(64), [a, builder.add(a, builder.mul(stride, simd._int(TILE_ROWS)))]
+    _load(builder, 6, weights, line, passing=passing)
+    _load(builder, 4, a, stride)
+    if not passing:
+        _multiply(builder, 0, 4, 6)
+    _load(builder, 7, builder.add(weights, simd._int(TILE_BYTES)), line, passing=passing)
+    if not passing:
+        _multiply(builder, 1, 4, 7)
+    for row_tile in range(1, num_row_tiles):
+        _load(builder, 4 + row_tile, rows[row_tile], stride)
+    for result in range(0 if passing else 2, 2 * num_row_tiles):
+        _multiply(builder, result, 4 + result // 2, 6 + result % 2)
+
+
+def _sums_of_tiles(builder: Any, num_row_tiles: int, sums: Any) -> list[Any]:
+    """Where the tiles of results lie in sums [32, 32]."""
+    offsets = (tile // 2 * TILE_ROWS * 4 * PANEL + tile % 2 * 64 for tile in range(2 * num_row_tiles))
+    return [builder.add(sums, simd._int(offset)) for offset in offsets]
+
+
+def _emit_end(builder: Any, num_row_tiles: int, sums: Any) -> None:
+    for tile, target in enumerate(_sums_of_tiles(builder, num_row_tiles, sums)):
+        _tile_call(builder, "tilestored64", _tile(tile), _pointer(builder, target), simd._int(4 * PANEL))
+
+
+class Product(NamedTuple):
+    """A product of some rows and a panel; between steps tiles hold the sums."""
+
+    begin: Any
+    """Start from 0."""
+    go_on: Any
+    """Start from sums in memory [32, 32]."""
+    multiply: Any
+    """Add one step: the address of rows, bytes between them, the address of two tiles of weights."""
+    end: Any
+    """Write the sums [32, 32] float32."""
+
+
+def _product(num_row_tiles: int) -> Product:
+    @simd._instructions("")
+    def begin(builder: Any) -> None:
+        for tile in range(2 * num_row_tiles):
+            _tile_call(builder, "tilezero", _tile(tile))
+
+    @simd._instructions("a")
+    def go_on(builder: Any, sums: Any) -> None:
+        for tile, source in enumerate(_sums_of_tiles(builder, num_row_tiles, sums)):
+            _load(builder, tile, source, simd._int(4 * PANEL))
+
+    @simd._instructions("aia")
+    def multiply(builder: Any, a: Any, stride: Any, weights: Any) -> None:
+        _emit_step(builder, num_row_tiles, a, stride, weights)
+
+    @simd._instructions("a")
+    def end(builder: Any, sums: Any) -> None:
+        _emit_end(builder, num_row_tiles, sums)
+
+    return Product(begin, go_on, multiply, end)
+
+
+product_16, product_32 = _product(1), _product(2)
+"""By the number of rows that they take at most."""
+
+
+def multiply_beside(signature: str, emit: Callable[..., None]) -> Any:
+    """All steps of a product of up to 32 rows, and something else in each: the vectors work while the tiles do.
+
+    `emit(builder, step, *others)`. The result takes rows, bytes between them, weights, how many steps, and the others,
+    whose letters `signature` has.
+    """
+
+    @simd._instructions("aiai" + signature)
+    def multiply(builder: Any, *arguments: Any) -> None:
+        a, stride, weights, num_steps = arguments[:4]
+
+        def body(step: Any) -> list[Any]:
+            own_weights = builder.add(weights, builder.mul(step, simd._int(2 * TILE_BYTES)))
+            own_rows = builder.add(a, builder.mul(step, simd._int(64)))
+            _emit_step(builder, 2, own_rows, stride, own_weights, passing=True)
+            emit(builder, step, *arguments[4:])
+            return []
+
+        simd._loop(builder, simd._int(0), num_steps, 1, [], body)
+
+    return multiply
+
+
+def _emit_wide(builder: Any, shape: tuple[int, int], arguments: tuple[Any, ...]) -> None:
+    """A product of one or two tiles of rows and so many tiles of columns."""
+    num_row_tiles, num_tiles = shape
+    a, lda, b, num_steps, c, ldc = arguments
+    line, down = simd._int(64 * num_tiles), simd._int(TILE_ROWS)
+    rows = [a, builder.add(a, builder.mul(lda, down))][:num_row_tiles]
+    targets = [c, builder.add(c, builder.mul(ldc, down))]
+    at_a_time = min(4 // num_row_tiles, num_tiles)
+    places = [(number, column) for column in range(at_a_time) for number in range(num_row_tiles)]
+    for first in range(0, num_tiles, at_a_time):
+        for number, column in places:
+            _tile_call(builder, "tilezero", _tile(2 * number + column))
+
+        def body(step: Any, first: int = first) -> list[Any]:
+            panel = builder.add(b, builder.mul(step, simd._int(TILE_BYTES * num_tiles)))
+            for pair in range(2):  # of tiles to load, before all products: that order is the fastest
+                if pair < at_a_time:
+                    right = builder.add(panel, simd._int(64 * (first + pair)))
+                    _load(builder, 6 + pair, right, line, passing=num_row_tiles == 2)
+                if pair < num_row_tiles:
+                    _load(builder, 4 + pair, builder.add(rows[pair], builder.mul(step, simd._int(64))), lda)
+            for number in range(num_row_tiles):
+                for column in range(at_a_time):
+                    if column > 1:
+                        right = builder.add(panel, simd._int(64 * (first + column)))
+                        _load(builder, 6 + column % 2, right, line)
+                    _multiply(builder, 2 * number + column, 4 + number, 6 + column % 2)
+            return []
+
+        simd._loop(builder, simd._int(0), num_steps, 1, [], body)
+        for number, column in places:
+            target = _pointer(builder, builder.add(targets[number], simd._int(64 * (first + column))))
+            _tile_call(builder, "tilestored64", _tile(2 * number + column), target, ldc)
+
+
+def _wide_product(num_tiles: int) -> Any:
+    @simd._instructions("iaiaiai")
+    def product(builder: Any, num_rows: Any, *arguments: Any) -> None:
+        """C = A B of 1 to 32 rows, for which tiles are laid out, and 16 * `num_tiles` columns.
+
+        a, lda (bytes between rows); b: [16 * steps, columns] pairs without gaps; steps; c, ldc (bytes between rows).
+        """
+        few = builder.icmp_signed("<=", num_rows, simd._int(TILE_ROWS))
+        with builder.if_else(few) as (then, otherwise):
+            with then:
+                _emit_wide(builder, (1, num_tiles), arguments)
+            with otherwise:
+                _emit_wide(builder, (2, num_tiles), arguments)
+
+    return product
+
+
+tile_product_64, tile_product_32 = _wide_product(4), _wide_product(2)
+"""By the number of columns."""

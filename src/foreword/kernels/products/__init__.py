@@ -1,0 +1,1 @@
+"""Products with weights packed in 12 bits."""

@@ -1,0 +1,226 @@
+"""What threads do for a linear layer in pairs of bfloat16, compiled by numba, where the processor has no tiles.
+
+Knows compact weights and rows as memory addresses; knows nothing of modules. A unit's first rows are multiplied with
+weights while these are expanded, part of which the processor does beside multiplying; the others with what was
+expanded, which lies in the core's second cache, in blocks of equal size. What is long (along k) is taken in *parts*,
+and sums wait in memory from part to part; they are float32 there as in registers, so cutting changes no bit.
+
+    up to 8 rows     no others; only two steps of expanded weights are kept
+    up to 16         one block of others; as above, rows are packed once by each thread, for all steps
+    more             a block of rows is packed for some panels and one part at a time
+
+A thread's scratch memory:
+
+    staged       the end of a row that the result has no whole panel for
+    addresses    of the rows that are being packed
+    sums         for each panel of a unit those of all its rows
+    expanded     for each panel of a unit the weights of a part
+    packed       rows: the first, and behind them, if they are few, the others
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from numba import carray
+
+from foreword.kernels.cpu.layout import inlined, source_digest
+from foreword.kernels.llvm import simd
+from foreword.kernels.llvm.simd import LANES
+from foreword.kernels.products import pairs
+from foreword.kernels.products.pairs import EXPANDED_BYTES, FIRST_ROWS, MOST_ROWS, STEP_PAIRS
+from foreword.kernels.products.units import (
+    COUNTERS,
+    FIRST,
+    GROUP,
+    NUM_ARGUMENTS,
+    NUM_PANELS,
+    NUM_ROWS,
+    NUM_STEPS,
+    PART_STEPS,
+    ROW_BYTES,
+    ROWS,
+    SCRATCH,
+    SUMS_BYTES,
+    TABLE,
+    THREAD_SCRATCH,
+    UNIT_ROWS,
+    ProductWorker,
+    end_rows,
+    exceptions_of,
+    weights_of,
+)
+from foreword.kernels.products.weights12 import STEP_BYTES, STEP_WEIGHTS
+from foreword.kernels.runtime.threads import native_worker
+from foreword.kernels.step_plan import Int64Array
+
+MOST_PANELS = 8
+"""Of a unit, if there are more than a few rows; otherwise it is one: threads wait for each other's last."""
+MOST_FIRST = FIRST_ROWS[-1]
+FEW_ROWS = 2 * MOST_FIRST
+"""Up to so many rows are packed once."""
+MOST_BLOCKS = 20
+"""Of a unit, beside its first rows."""
+PART = 28
+"""Most steps of a part, unless there is but one: the rows of a block lie in the first cache then."""
+_STAGED, _ADDRESSES, _SUMS = 0, 64, 256
+_UNIT_ROWS = MOST_FIRST + MOST_BLOCKS * MOST_ROWS
+_PANEL_SUMS_BYTES = _UNIT_ROWS * SUMS_BYTES
+"""Of a panel."""
+_EXPANDED = _SUMS + MOST_PANELS * _PANEL_SUMS_BYTES
+_PACKED = _EXPANDED + MOST_PANELS * PART * EXPANDED_BYTES
+assert FEW_ROWS - MOST_FIRST <= MOST_ROWS <= min(FEW_ROWS, LANES)  # one block of others; what is packed finds room
+
+
+def _set_units(a: Int64Array, num_threads: int) -> None:
+    num_rows, num_steps = int(a[NUM_ROWS]), int(a[NUM_STEPS])
+    most, row_units = 1 if num_rows <= FEW_ROWS else MOST_PANELS, -(-num_rows // _UNIT_ROWS)
+    a[GROUP] = min(most, max(1, int(a[NUM_PANELS]) * row_units // (4 * num_threads)))
+    if num_rows <= MOST_FIRST:
+        a[FIRST] = next(count for count in FIRST_ROWS if count >= num_rows)
+        a[UNIT_ROWS], a[PART_STEPS] = a[FIRST], num_steps
+        return
+    a[FIRST], a[UNIT_ROWS] = MOST_FIRST, -(-num_rows // row_units)
+    a[PART_STEPS] = -(-num_steps // -(-num_steps // PART))
+
+
+def _thread_scratch(num_steps: int) -> int:
+    return _PACKED + num_steps * 4 * STEP_PAIRS * FEW_ROWS + 64  # which the last word that is packed reaches beyond
+
+
+@inlined
+def _packed_bytes(num_rows: int) -> int:
+    """Of a step."""
+    return 4 * STEP_PAIRS * num_rows
+
+
+@inlined
+def _pack(a: Any, scratch: int, rows: tuple[int, int], count: int, steps: tuple[int, int], target: int) -> None:
+    """Pack `count` rows for some steps, or as many as there are: the last stands in for those that are not.
+
+    Words beyond them are written too, and then overwritten by the next pair's.
+    """
+    addresses = scratch + _ADDRESSES
+    for number in range(LANES):
+        simd.store_int(addresses + 8 * number, a[ROWS] + min(rows[0] + number, rows[1] - 1) * a[ROW_BYTES])
+    for step in range(steps[0], steps[1]):
+        simd.transpose_words(addresses, 64 * step, target, 4 * count)
+        target += _packed_bytes(count)
+
+
+@inlined
+def _pack_few(a: Any, scratch: int) -> None:
+    """Pack all of few rows, for all steps: the first, unless it is one alone, and then the others."""
+    target, everything, num_rows = scratch + _PACKED, (0, a[NUM_STEPS]), a[NUM_ROWS]
+    if a[FIRST] > 1:
+        _pack(a, scratch, (0, num_rows), a[FIRST], everything, target)
+    if num_rows > a[FIRST]:
+        target += a[NUM_STEPS] * _packed_bytes(a[FIRST])
+        _pack(a, scratch, (a[FIRST], num_rows), num_rows - a[FIRST], everything, target)
+
+
+@inlined
+def _begin_sums(a: Any, scratch: int, number: int, row: int, count: int, first_step: int) -> Any:
+    """Where sums of `count` rows, from the unit's `row` on, and of a panel, by its number in the unit, are.
+
+    They wait there from part to part; if there is but one part, they make room for the next rows'.
+    """
+    sums = scratch + _SUMS + number * _PANEL_SUMS_BYTES
+    if a[PART_STEPS] < a[NUM_STEPS]:
+        sums += row * SUMS_BYTES
+    if first_step == 0:
+        simd.clear_bytes(sums, count * SUMS_BYTES)
+    return sums
+
+
+@inlined
+def _multiply_first(
+    a: Any, scratch: int, panels: tuple[int, int], rows: tuple[int, int], part: tuple[int, int], ahead: int
+) -> None:
+    """The unit's first rows by some panels, which are expanded. Those at `ahead` follow."""
+    num_steps, target, packed = part[1] - part[0], scratch + _EXPANDED, scratch + _PACKED
+    if a[FIRST] == 1:
+        packed = a[ROWS]
+    elif a[NUM_ROWS] <= FEW_ROWS:
+        packed += part[0] * _packed_bytes(a[FIRST])
+    else:
+        _pack(a, scratch, rows, a[FIRST], part, packed)
+    for panel in range(panels[0], panels[1]):
+        source, end = weights_of(a, panel, part[0]), weights_of(a, panel, part[1])
+        following = weights_of(a, panel + 1, part[0]) if panel + 1 < panels[1] else ahead
+        entry, place, mask = exceptions_of(a, panel), part[0] * STEP_WEIGHTS, EXPANDED_BYTES
+        if a[NUM_ROWS] > MOST_FIRST:
+            mask = -1
+        sums = _begin_sums(a, scratch, panel - panels[0], 0, a[FIRST], part[0])
+        pairs.multiply_expanding(
+            a[FIRST], packed, source, a[TABLE], num_steps, entry, place, following - end, target, mask, sums
+        )
+        if a[NUM_ROWS] > MOST_FIRST:
+            target += num_steps * EXPANDED_BYTES
+        if part[1] == a[NUM_STEPS]:
+            end_rows(a, scratch + _STAGED, sums, rows[0], (0, min(a[FIRST], rows[1] - rows[0])), panel)
+
+
+@inlined
+def _multiply_others(
+    a: Any, scratch: int, panels: tuple[int, int], rows: tuple[int, int], part: tuple[int, int], ahead: int
+) -> None:
+    """The unit's other rows by some panels, which have been expanded. Those at `ahead` are asked for."""
+    num_steps, others = part[1] - part[0], rows[1] - rows[0] - a[FIRST]
+    num_blocks = (others + MOST_ROWS - 1) // MOST_ROWS
+    for block in range(num_blocks):
+        row, end = a[FIRST] + others * block // num_blocks, a[FIRST] + others * (block + 1) // num_blocks
+        packed, count = scratch + _PACKED, end - row
+        if a[NUM_ROWS] <= FEW_ROWS:
+            packed += a[NUM_STEPS] * _packed_bytes(a[FIRST]) + part[0] * _packed_bytes(count)
+        else:
+            _pack(a, scratch, (rows[0] + row, rows[0] + end), count, part, packed)
+        for panel in range(panels[0], panels[1]):
+            number = panel - panels[0]
+            weights = scratch + _EXPANDED + number * num_steps * EXPANDED_BYTES
+            sums = _begin_sums(a, scratch, number, row, count, part[0])
+            following = ahead + number * a[NUM_STEPS] * STEP_BYTES
+            pairs.multiply_expanded(count, packed, weights, num_steps, sums, following)
+            if part[1] == a[NUM_STEPS]:
+                end_rows(a, scratch + _STAGED, sums, rows[0] + row, (0, count), panel)
+
+
+@inlined
+def _multiply_unit(a: Any, scratch: int, panels: tuple[int, int], rows: tuple[int, int], following: int) -> None:
+    """Some rows by some panels; the panel `following` is the next unit's first."""
+    for first_step in range(0, a[NUM_STEPS], a[PART_STEPS]):
+        part = first_step, min(first_step + a[PART_STEPS], a[NUM_STEPS])
+        ahead = weights_of(a, panels[0], part[1]) if part[1] < a[NUM_STEPS] else weights_of(a, following, 0)
+        _multiply_first(a, scratch, panels, rows, part, ahead)
+        _multiply_others(a, scratch, panels, rows, part, ahead)
+
+
+@functools.cache
+def _compile() -> Any:
+    """What each thread of a team runs: units until none are left. Compiled once per machine and kept."""
+    digest = source_digest()
+
+    @native_worker
+    def worker(arguments: Any) -> None:
+        a = carray(arguments, NUM_ARGUMENTS)
+        if digest == 0:
+            return
+        scratch = a[SCRATCH] + simd.fetch_add(a[COUNTERS] + 64, 1) * a[THREAD_SCRATCH]
+        num_groups = (a[NUM_PANELS] + a[GROUP] - 1) // a[GROUP]
+        num_units = num_groups * ((a[NUM_ROWS] + a[UNIT_ROWS] - 1) // a[UNIT_ROWS])
+        unit, few = simd.fetch_add(a[COUNTERS], 1), a[NUM_ROWS] <= FEW_ROWS
+        if unit < num_units and few:
+            _pack_few(a, scratch)
+        while unit < num_units:
+            following = simd.fetch_add(a[COUNTERS], 1) if few else unit + 1  # the latter is a guess
+            first_panel, first_row = unit % num_groups * a[GROUP], unit // num_groups * a[UNIT_ROWS]
+            panels = first_panel, min(first_panel + a[GROUP], a[NUM_PANELS])
+            rows = first_row, min(first_row + a[UNIT_ROWS], a[NUM_ROWS])
+            _multiply_unit(a, scratch, panels, rows, following % num_groups * a[GROUP])
+            unit = following if few else simd.fetch_add(a[COUNTERS], 1)
+
+    return worker
+
+
+PAIR_WORKER = ProductWorker(_compile, _thread_scratch, _set_units)

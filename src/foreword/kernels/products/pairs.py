@@ -1,0 +1,138 @@
+"""Products of compact weights in pairs of bfloat16 (`vdpbf16ps`), as LLVM instructions for numba.
+
+Knows memory addresses, compact weights and pairs; knows nothing of models. It is for processors that multiply pairs
+but have no tiles. An instruction adds, in each of 16 lanes, two products of bfloat16: `C[m, n] += A[m, 2k] B[2k, n] +
+A[m, 2k + 1] B[2k + 1, n]`, for 16 columns n of a row m, whose pair is spread over the lanes as it is loaded.
+
+One element of a result is one chain of such additions along k, from 0 upwards, starting at 0: its bits depend on
+nothing but its own row and column.
+
+    rows      packed, so that one address serves all: [k / 2, rows] pairs
+    weights   as tiles want them (`compact.py`); of a step 16 pairs of k x 16 columns, twice
+    sums      [rows, 32] float32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from foreword.kernels.llvm import simd
+from foreword.kernels.llvm.tiles import PANEL, STEP, TILE_BYTES
+from foreword.kernels.products import weights12 as compact
+from foreword.kernels.products.weights12 import FAR, NEAR, STEP_BYTES, STEP_GROUPS, STEP_WEIGHTS
+
+STEP_PAIRS = STEP // 2
+COLUMNS = PANEL // simd.LANES
+"""Vectors of a row's sums."""
+EXPANDED_BYTES = COLUMNS * TILE_BYTES
+"""Of a step."""
+FIRST_ROWS = (1, 2, 3, 4, 6, 8)
+"""Numbers of rows that weights are multiplied with as they are expanded; 5 and 7 are worth no code of their own."""
+MOST_ROWS = 14
+"""That expanded weights are multiplied with: their sums fill 28 of 32 registers."""
+
+
+def _multiply(builder: Any, rows: Any, weights: Any, pairs: range, sums: list[Any]) -> None:
+    """Add the products of some pairs of a step; `sums` has those of each row in turn."""
+    num_rows = len(sums) // COLUMNS
+    for pair in pairs:
+        right = [simd._load(builder, weights, TILE_BYTES * column + 64 * pair, simd.I32S) for column in range(COLUMNS)]
+        for row in range(num_rows):
+            left = simd._splat(builder, simd._load(builder, rows, 4 * (num_rows * pair + row), simd.I32))
+            for place, weight in enumerate(right, COLUMNS * row):
+                sums[place] = simd._multiply_add(builder, sums[place], left, weight, True)
+        sums[:] = [_here(builder, total) for total in sums]
+
+
+def _here(builder: Any, vector: Any) -> Any:
+    """The vector, known from here on: LLVM would load pairs of many rows before it multiplies any, into memory."""
+    kind = ir.FunctionType(simd.F32S, [simd.F32S])
+    return builder.asm(kind, "", "=v,0,~{memory}", [vector], True)
+
+
+def _load_sums(builder: Any, num_rows: int, sums: Any) -> list[Any]:
+    return [simd._load(builder, sums, 64 * number) for number in range(num_rows * COLUMNS)]
+
+
+def _store_sums(builder: Any, found: Sequence[Any], sums: Any) -> None:
+    for number, vector in enumerate(found):
+        simd._store(builder, vector, sums, 64 * number)
+
+
+def _emit_expanding(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
+    """Between the products with one step the next is expanded."""
+    rows, source, table, num_steps, entry, place, jump, buffer, mask, sums = arguments
+    upper, step_weights = compact.load_table(builder, table), simd._int(STEP_WEIGHTS)
+    for group in range(STEP_GROUPS):
+        compact.emit_group(builder, group, upper, source, buffer)
+    entry = compact.emit_exceptions(builder, entry, place, builder.add(place, step_weights), buffer)
+    pairs = STEP_PAIRS // STEP_GROUPS
+
+    def body(step: Any, *carried: Any) -> list[Any]:
+        rows, source, place, entry, ready, *found = carried
+        offset = builder.and_(builder.mul(step, simd._int(EXPANDED_BYTES)), mask)
+        target = builder.add(buffer, offset)
+        source = builder.add(source, simd._int(STEP_BYTES))
+        far, near = (_ahead(builder, source, distance, step, num_steps, jump) for distance in (FAR, NEAR))
+        for group in range(STEP_GROUPS):
+            compact.emit_fetch(builder, group, far, near)
+            compact.emit_group(builder, group, upper, source, target)
+            _multiply(builder, rows, ready, range(group * pairs, (group + 1) * pairs), found)
+        place = builder.add(place, step_weights)
+        entry = compact.emit_exceptions(builder, entry, place, builder.add(place, step_weights), target)
+        return [builder.add(rows, simd._int(4 * num_rows * STEP_PAIRS)), source, place, entry, target, *found]
+
+    carried = [rows, source, place, entry, buffer, *_load_sums(builder, num_rows, sums)]
+    rows, _, _, _, ready, *found = simd._loop(builder, simd._int(1), num_steps, 1, carried, body)
+    _multiply(builder, rows, ready, range(STEP_PAIRS), found)
+    _store_sums(builder, found, sums)
+
+
+def _ahead(builder: Any, source: Any, distance: int, step: Any, num_steps: Any, jump: Any) -> Any:
+    """Where the weights lie that follow so many steps later."""
+    later = builder.add(source, simd._int(distance * STEP_BYTES))
+    inside = builder.icmp_signed("<", builder.add(step, simd._int(distance)), num_steps)
+    return builder.select(inside, later, builder.add(later, jump))
+
+
+multiply_expanding = simd._by_rows("aaaiaiiaia", FIRST_ROWS, _emit_expanding)
+"""Add the products of packed rows and some steps of a panel to the sums; the steps are expanded as they are multiplied.
+
+How many rows; rows, weights, the table of codes; how many steps; an entry of exceptions, none before it belonging
+to the panel; the place of the first weight in the panel; how many bytes beyond the last step those weights begin that
+are wanted next; where steps are expanded to; -1 if they are to stay there one after the other, EXPANDED_BYTES if there
+is room for two; the sums.
+"""
+
+
+def _emit_expanded(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
+    rows, weights, num_steps, sums, ahead = arguments
+
+    def body(step: Any, *found: Any) -> list[Any]:
+        own_rows = builder.add(rows, builder.mul(step, simd._int(4 * num_rows * STEP_PAIRS)))
+        own_weights = builder.add(weights, builder.mul(step, simd._int(EXPANDED_BYTES)))
+        own_ahead = builder.add(ahead, builder.mul(step, simd._int(STEP_BYTES)))
+
+        def pair(index: Any, *found: Any) -> list[Any]:
+            following, line = list(found), builder.add(own_ahead, builder.mul(index, simd._int(128)))
+            for offset in (0, 64):
+                simd.fetch(builder, builder.add(line, simd._int(offset)))
+            row = builder.add(own_rows, builder.mul(index, simd._int(4 * num_rows)))
+            _multiply(builder, row, builder.add(own_weights, builder.mul(index, simd._int(64))), range(1), following)
+            return following
+
+        return simd._loop(builder, simd._int(0), simd._int(STEP_PAIRS), 1, list(found), pair)
+
+    found = simd._loop(builder, simd._int(0), num_steps, 1, _load_sums(builder, num_rows, sums), body)
+    _store_sums(builder, found, sums)
+
+
+multiply_expanded = simd._by_rows("aaiaa", range(1, MOST_ROWS + 1), _emit_expanded)
+"""Add the products of packed rows and some expanded steps to the sums.
+
+How many rows; rows, weights; how many steps; the sums; where weights lie that are wanted next, and are asked for: two
+lines at each pair, which is a third more than there are.
+"""

@@ -1,0 +1,278 @@
+"""Weights in bfloat16, held in 12 bits each without losing one: what products read, three quarters as large.
+
+Knows panels of weights and memory addresses; knows nothing of rows or products. Of a bfloat16's 16 bits sign and
+mantissa (8) are as good as random, but trained weights have few exponents: sixteen of them are all but one weight in
+thousands. So of a weight's two bytes the lower, the mantissa and the exponent's last bit, is stored as it is, and of
+the upper, the sign and the rest of the exponent, a *code* of 4 bits: which of the eight commonest it is, with either
+sign. Others are *exceptions*, kept beside and written over what the codes gave. Found in DFloat11 (Zhang et al., 2025),
+which spends 11 bits and a Huffman code; codes of one length unpack in a few vector instructions.
+
+    a step    1024 weights, two tiles, 32 rows of 32: eight groups of 192 bytes
+    a group   64 bytes of codes      of rows 0 and 1 in bits 0 to 3, of rows 2 and 3 in bits 4 to 7
+              64 lower bytes         of rows 0 and 1
+              64 lower bytes         of rows 2 and 3
+    64 bytes  of two rows: 8 words of the first, the same 8 of the second, the next 8 of the first, ...
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import binding as llvm
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+
+from foreword.kernels.llvm import simd
+from foreword.kernels.runtime.huge_pages import HugePages
+
+STEP_WEIGHTS, STEP_BYTES = 1024, 1536
+STEP_GROUPS, GROUP_BYTES = 8, 192
+FAR, NEAR = 8, 2
+"""How many steps before their use weights are asked for: from memory into the second cache, and from there into the
+first."""
+NUM_CODES = 16
+COUNTED = 64
+"""Upper bytes are counted in about so many of a weight's outputs: which are the commonest is clear from these.
+
+They lie an odd number apart, so that they are not the same dimension of every head.
+"""
+_NEVER = 2**31 - 1
+_WORDS, _BYTES = ir.VectorType(ir.IntType(16), 32), ir.VectorType(ir.IntType(8), 64)
+_OF_TWO_ROWS = [row * 32 + 8 * part + word for part in range(4) for row in (0, 1) for word in range(8)]
+"""Which word of two rows each byte is of."""
+HAS_BYTE_LOOK_UP = bool(llvm.get_host_cpu_features().get("avx512vbmi"))
+"""Whether this processor has the instruction that looks codes up; where it has not, nobody calls what needs it."""
+WEIGHTS = HugePages()
+"""Of all weights of the process: what one leaves of a region is the next one's."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompactPanels:
+    """Panels of weights; arrays are contiguous."""
+
+    steps: npt.NDArray[np.uint16]
+    """[panels, steps, 8, 3, 32]"""
+    table: npt.NDArray[np.uint8]
+    """[64]: a code's upper byte, four times: of the six bits that are looked up two belong to other codes."""
+    exceptions: npt.NDArray[np.int32]
+    """[any, 2]: the place of a weight in its panel, ascending, and its bits; a place beyond all ends each panel's."""
+    starts: npt.NDArray[np.int64]
+    """[panels]: where in `exceptions` a panel's begin."""
+
+    @property
+    def num_exceptions(self) -> int:
+        """How many weights have no code."""
+        return len(self.exceptions) - len(self.starts)
+
+
+def compact(weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int64], num_threads: int) -> CompactPanels:
+    """The bits of weights [outputs, inputs] of the same inputs in panels of 32 columns.
+
+    `order` [32 * panels]: which output of all the weights' a column is, -1 for none; inputs are a multiple of 32.
+    """
+    num_panels, num_inputs = len(order) // 32, weights[0].shape[1]
+    num_steps = num_inputs // 32
+    counts = sum(_count_upper(weight, max(1, len(weight) // COUNTED) | 1) for weight in weights)
+    codes, table = _codes(counts)
+    expected = int(counts[codes == NUM_CODES].sum()) // num_threads
+    steps = WEIGHTS.allocate(num_panels * num_steps * STEP_BYTES).view(np.uint16)
+    steps = steps.reshape(num_panels, num_steps, 8, 3, 32)
+    starts = np.zeros(num_panels, np.int64)
+    nothing = np.zeros(num_inputs, np.uint16)
+    outputs = [weight.ctypes.data + weight.strides[0] * np.arange(len(weight)) for weight in weights]
+    rows = np.where(order < 0, nothing.ctypes.data, np.concatenate(outputs)[order])
+
+    def run(part: tuple[int, int]) -> npt.NDArray[np.int32]:
+        room = part[1] - part[0] + 2 * expected + 64
+        while True:
+            exceptions = np.empty((room, 2), np.int32)
+            room = _compact_panels(rows, codes, steps, exceptions, starts, *part)
+            if room <= len(exceptions):
+                return exceptions[:room]
+
+    parts = [(num_panels * part // num_threads, num_panels * (part + 1) // num_threads) for part in range(num_threads)]
+    with ThreadPoolExecutor(num_threads) as pool:  # whose end waits for all, so that no address outlives its memory
+        others = [pool.submit(run, part) for part in parts[1:]]
+        found = [run(parts[0]), *(other.result() for other in others)]
+    for (first, last), before in zip(parts, np.cumsum([0, *map(len, found[:-1])]), strict=True):
+        starts[first:last] += before
+    return CompactPanels(steps, table, np.concatenate(found), starts)
+
+
+def _codes(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8]]:
+    """The code of each upper byte, NUM_CODES if it has none, and the table of codes; from counts of upper bytes."""
+    commonest = np.argsort(-(counts[:128] + counts[128:]), kind="stable")[: NUM_CODES // 2]
+    upper = np.concatenate([commonest, commonest + 128])
+    codes = np.full(256, NUM_CODES, np.uint16)
+    codes[upper] = np.arange(NUM_CODES)
+    return codes, np.tile(upper.astype(np.uint8), 4)
+
+
+@njit(cache=True, nogil=True)
+def _count_upper(weight: Any, stride: int) -> Any:
+    """About how often each upper byte occurs [256], from every `stride`-th output."""
+    counts = np.zeros(256, np.int64)
+    for output in range(0, weight.shape[0], stride):
+        for bits in weight[output]:
+            counts[bits >> 8] += stride
+    return counts
+
+
+@njit(cache=True, nogil=True)
+def _compact_panels(rows: Any, codes: Any, steps: Any, exceptions: Any, starts: Any, first: int, last: int) -> int:
+    """Write some panels of outputs at the addresses `rows`; how many entries of `exceptions` they need, ends included.
+
+    What finds no room there is left out: there are then more entries than `exceptions` has.
+    """
+    found, tiles = 0, np.empty((2, 16, 32), np.uint16)
+    for panel in range(first, last):
+        starts[panel] = found
+        for step in range(steps.shape[1]):
+            for half in range(2):
+                simd.transpose_words(
+                    rows.ctypes.data + 8 * (32 * panel + 16 * half), 64 * step, tiles.ctypes.data + 1024 * half, 64
+                )
+            for group in range(8):
+                source = tiles[group // 4, group % 4 * 4 : group % 4 * 4 + 4]
+                target = steps[panel, step, group]
+                if compact_group(source.ctypes.data, codes.ctypes.data, target.ctypes.data) == 0:
+                    continue
+                place = STEP_WEIGHTS * step + 128 * group
+                for number, bits in enumerate(source.ravel()):
+                    if codes[bits >> 8] == NUM_CODES:
+                        if found < len(exceptions):
+                            exceptions[found, 0], exceptions[found, 1] = place + number, bits
+                        found += 1
+        if found < len(exceptions):
+            exceptions[found, 0], exceptions[found, 1] = _NEVER, 0
+        found += 1
+    return found
+
+
+@simd._instructions("aaa", types.intp)
+def compact_group(builder: Any, source: Any, codes: Any, target: Any) -> Any:
+    """The 192 bytes of a group from its weights [4, 32]; not 0 if some of them are exceptions, whose code is 0."""
+    tables = [simd._load(builder, codes, 64 * number, _WORDS) for number in range(8)]
+    rows = [simd._load(builder, source, 64 * row, _WORDS) for row in range(4)]
+    numbers = [_code_of(builder, tables, builder.lshr(bits, _word(8))) for bits in rows]
+    unknown = functools.reduce(builder.or_, numbers)
+    own = [builder.and_(number, _word(NUM_CODES - 1)) for number in numbers]
+    both = [builder.or_(own[row], builder.shl(own[row + 2], _word(4))) for row in (0, 1)]
+    for number, two in enumerate((both, rows[:2], rows[2:])):
+        order = ir.Constant(ir.VectorType(simd.I32, 64), [2 * word for word in _OF_TWO_ROWS])  # their lower bytes
+        lower = builder.shuffle_vector(*(builder.bitcast(row, _BYTES) for row in two), order)
+        simd._store(builder, lower, target, 64 * number)
+    some = builder.icmp_unsigned("!=", builder.and_(unknown, _word(NUM_CODES)), _word(0))
+    return builder.zext(builder.bitcast(some, ir.IntType(32)), ir.IntType(64))
+
+
+def _code_of(builder: Any, tables: list[Any], upper: Any) -> Any:
+    """An element of 256 for each upper byte: four look-ups among 64."""
+    kind = ir.FunctionType(_WORDS, [_WORDS] * 3)
+    look_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpermi2var.hi.512")
+    found = [builder.call(look_up, [tables[two], upper, tables[two + 1]]) for two in (0, 2, 4, 6)]
+    for bit in (64, 128):
+        above = builder.icmp_unsigned("!=", builder.and_(upper, _word(bit)), _word(0))
+        found = [builder.select(above, high, low) for low, high in zip(found[::2], found[1::2], strict=True)]
+    return found[0]
+
+
+def expanded(panels: CompactPanels) -> npt.NDArray[np.uint16]:
+    """All weights [panels, steps, 32, 32], as tiles hold them."""
+    stored = panels.steps.view(np.uint8)
+    codes, lower = stored[:, :, :, :1], stored[:, :, :, 1:].astype(np.uint16)
+    upper = panels.table[np.concatenate([codes % NUM_CODES, codes // NUM_CODES], axis=3)].astype(np.uint16)
+    of_two_rows = (upper << 8 | lower).reshape(*panels.steps.shape[:2], 16, 4, 2, 8)
+    weights = np.ascontiguousarray(of_two_rows.swapaxes(3, 4)).reshape(*panels.steps.shape[:2], 32, 32)
+    flat = weights.reshape(len(weights), -1)
+    ends = np.append(panels.starts[1:], len(panels.exceptions)) - 1
+    for panel, (first, last) in enumerate(zip(panels.starts, ends, strict=True)):
+        places, bits = panels.exceptions[first:last].T
+        flat[panel, places] = bits
+    return weights
+
+
+@simd._instructions("aaaaa")
+def expand_step(builder: Any, source: Any, table: Any, target: Any, far: Any, near: Any) -> None:
+    """The 2048 bytes of a step, apart from exceptions. The steps at `far` and `near` are asked for, line by line.
+
+    Asked for all at once, lines wait for each other, and what is computed waits for them.
+    """
+    upper = load_table(builder, table)
+    for group in range(STEP_GROUPS):
+        emit_fetch(builder, group, far, near)
+        emit_group(builder, group, upper, source, target)
+
+
+def load_table(builder: Any, table: Any) -> Any:
+    """The upper bytes of codes, as `emit_group` wants them."""
+    return simd._load(builder, table, 0, _BYTES)
+
+
+def emit_fetch(builder: Any, group: int, far: Any, near: Any) -> None:
+    """Ask for a group of the steps at `far`, into the second cache, and at `near`, into the first."""
+    for line in range(0, GROUP_BYTES, 64):
+        simd.fetch(builder, builder.add(far, simd._int(GROUP_BYTES * group + line)))
+        simd.fetch(builder, builder.add(near, simd._int(GROUP_BYTES * group + line)), near=True)
+
+
+def emit_group(builder: Any, group: int, table: Any, source: Any, target: Any) -> None:
+    """The 256 bytes of a group of the step at `source`, to their place in the step at `target`."""
+    codes = simd._load(builder, source, GROUP_BYTES * group, _WORDS)
+    for two in (0, 1):
+        upper = _look_up(builder, table, builder.lshr(codes, _word(4)) if two else codes)
+        lower = simd._load(builder, source, GROUP_BYTES * group + 64 + 64 * two, _BYTES)
+        for row in (0, 1):
+            words = [place for place, word in enumerate(_OF_TWO_ROWS) if word // 32 == row]
+            order = ir.Constant(ir.VectorType(simd.I32, 64), [half + word for word in words for half in (0, 64)])
+            simd._store(
+                builder, builder.shuffle_vector(lower, upper, order), target, 256 * group + 128 * two + 64 * row
+            )
+
+
+def _word(value: int) -> ir.Constant:
+    return ir.Constant(_WORDS, [value] * 32)
+
+
+def _look_up(builder: Any, table: Any, codes: Any) -> Any:
+    """An element of `table` for each byte of `codes`, of which six bits count (AVX512_VBMI)."""
+    kind = ir.FunctionType(_BYTES, [_BYTES, _BYTES])
+    name = "llvm.x86.avx512.permvar.qi.512"
+    look_up = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(look_up, [table, builder.bitcast(codes, _BYTES)])
+
+
+def emit_exceptions(builder: Any, entry: Any, place: Any, end: Any, target: Any) -> Any:
+    """Write a panel's weights from `place` to before `end` that are exceptions; `target` is where `place` lies.
+
+    `entry`: the address of an entry of `exceptions`, none before it belonging there. Returns that of the next one.
+    """
+    for limit, is_written in ((place, False), (end, True)):
+        before, head = builder.block, builder.append_basic_block("entry")
+        inside, after = builder.append_basic_block("exception"), builder.append_basic_block("no_more")
+        builder.branch(head)
+        builder.position_at_end(head)
+        at = builder.phi(simd.I64)
+        at.add_incoming(entry, before)
+        own = builder.sext(simd._load(builder, at, 0, simd.I32), simd.I64)
+        builder.cbranch(builder.icmp_signed("<", own, limit), inside, after)
+        builder.position_at_end(inside)
+        if is_written:
+            offset = builder.mul(builder.sub(own, place), simd._int(2))
+            simd._store(builder, simd._load(builder, at, 4, simd.I16), builder.add(target, offset))
+        at.add_incoming(builder.add(at, simd._int(8)), inside)
+        builder.branch(head)
+        builder.position_at_end(after)
+        entry = at
+    return entry
+
+
+write_exceptions = simd._instructions("aiia", types.intp)(emit_exceptions)
+"""The same, to be called."""

@@ -1,0 +1,1 @@
+"""What compiled code needs to run: the compiler's decorators, threads and huge pages."""

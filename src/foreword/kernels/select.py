@@ -1,0 +1,157 @@
+"""Which attention kernel runs, and what every kernel is asked.
+
+Knows the kernels by name; loads only the one that is chosen.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import platform
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from foreword.batch import Batch
+from foreword.config import KernelName
+from foreword.errors import ConfigError
+from foreword.kernels.reference import (
+    AttentionOptions,
+    Tile,
+    TilePlan,
+    paged_attention,
+    plan_decoding_tile,
+    plan_tiles,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class AttentionKernel(Protocol):
+    """Paged attention. A step is planned once and then attended by every layer that uses its block tables."""
+
+    def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> Any:
+        """What to do in a step; valid for this step only."""
+        ...
+
+    def attend(
+        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: Any, options: AttentionOptions
+    ) -> Tensor:
+        """Causal attention of a flattened batch over paged KV, as `reference.paged_attention` says."""
+        ...
+
+    def explain(self) -> str:
+        """For a person: what the kernel made of the steps so far."""
+        ...
+
+
+class ReferenceAttention:
+    """`reference.py` as a kernel: plain torch, any device."""
+
+    def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> list[Tile]:
+        """Tiles of queries."""
+        tiles = plan_tiles(batch, scrap_block, block_size)
+        return tiles.at(torch.from_numpy(tiles.data).to(device))
+
+    def lay_out(self, batch: Batch, scrap_block: int, block_size: int) -> TilePlan:
+        """See `on_device.DeviceAttention`."""
+        return plan_tiles(batch, scrap_block, block_size)
+
+    def lay_out_decoding(
+        self, batch: Batch, scrap_block: int, block_size: int, *, num_rows: int, max_tokens: int
+    ) -> TilePlan:
+        """See `on_device.DeviceAttention`; every step costs what `max_tokens` tokens cost."""
+        return plan_decoding_tile(batch, scrap_block, block_size, num_rows=num_rows, max_tokens=max_tokens)
+
+    def attend(
+        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: list[Tile], options: AttentionOptions
+    ) -> Tensor:
+        """See `reference.paged_attention`."""
+        return paged_attention(query, key_blocks, value_blocks, plan, options)
+
+    def explain(self) -> str:
+        """It has no choices to explain."""
+        return "attention in plain torch: nothing is shared"
+
+
+def make_kernel(name: KernelName, device: torch.device) -> AttentionKernel:
+    """The kernel called `name`; "auto" takes a compiled one wherever one runs. Raises ConfigError."""
+    if name == "reference":
+        return ReferenceAttention()
+    wanted = {"cpu": _why_not_cpu, "triton": _why_not_triton}
+    if name == "auto":
+        chosen: KernelName = "triton" if device.type == "cuda" else "cpu"
+        problem = wanted[chosen](device)
+        if problem is not None:
+            if device.type in ("cpu", "cuda"):
+                logger.warning("attention runs in plain torch, several times slower: %s", problem)
+            return ReferenceAttention()
+        name = chosen
+    problem = wanted[name](device)
+    if problem is not None:
+        raise ConfigError(f"attention_kernel={name!r} cannot run here: {problem}; use 'auto' or 'reference'")
+    if name == "triton":
+        from foreword.kernels.triton.attention import TritonAttention
+
+        return TritonAttention()
+    from foreword.kernels.cpu.attention import CpuAttention
+
+    return CpuAttention()
+
+
+class BlockKernels(Protocol):
+    """Compiled ways to write KV and copy blocks in one pool's memory."""
+
+    def write(self, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values [tokens, kv_heads, dim] at slots [tokens] of one layer's blocks."""
+        ...
+
+    def copy(self, copies: Tensor) -> None:
+        """Copy whole blocks, [copies, (source, target)], all sources read before any target is written."""
+        ...
+
+
+def writes_with_triton(device: torch.device) -> bool:
+    """Whether KV on a device is written and copied by Triton's kernels."""
+    return device.type == "cuda" and _why_not_triton(device) is None
+
+
+def make_block_kernels(pages: Sequence[Tensor]) -> BlockKernels:
+    """Triton's, for these tensors of pages [blocks, bytes], which must not move afterwards."""
+    from foreword.kernels.triton.blocks import TritonBlocks
+
+    return TritonBlocks(pages)
+
+
+def _why_not_cpu(device: torch.device) -> str | None:
+    """What keeps the compiled CPU kernel from running, None if nothing does."""
+    if device.type != "cpu":
+        return f"the model is on {device}"
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed"
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        import llvmlite.binding as llvm
+
+        if not llvm.get_host_cpu_features().get("fma"):
+            return "the processor has no fused multiply-add"
+    return None
+
+
+def _why_not_triton(device: torch.device) -> str | None:
+    """What keeps the Triton kernels from running, None if nothing does."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install 'foreword[gpu]')"
+    import triton
+
+    if device.type == "cpu" and triton.knobs.runtime.interpret:
+        return None
+    if device.type != "cuda":
+        return f"the model is on {device}"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
+        # Elsewhere prefill and decoding may lie differently in registers, and sum a row in different orders.
+        return (
+            f"equal bits were made sure of for NVIDIA's Hopper only, and this is {torch.cuda.get_device_name(device)}"
+        )
+    return None

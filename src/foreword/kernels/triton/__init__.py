@@ -1,0 +1,1 @@
+"""Attention on GPUs, written in Triton."""

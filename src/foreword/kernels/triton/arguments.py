@@ -1,0 +1,103 @@
+"""What the Triton attention kernels are told about a layer: tensors, strides, and constants that they are compiled for.
+
+Knows the order and the names of the kernels' parameters; knows no plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+from torch import Tensor
+
+from foreword.kernels.reference import AttentionOptions
+from foreword.kernels.triton.tile import LAUNCH, LOG2_E
+from foreword.kernels.triton.tuning import TileSizes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerArguments:
+    """One layer's attention."""
+
+    query: Tensor
+    """[tokens, heads, key_dim]; the last dimension without gaps, and so below."""
+    keys: Tensor
+    """[blocks, block_size, kv_heads, key_dim], of the query's dtype."""
+    values: Tensor
+    """[blocks, block_size, kv_heads, value_dim]"""
+    options: AttentionOptions
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def num_groups(self) -> int:
+        """Query heads per KV head."""
+        return self.query.shape[1] // self.num_kv_heads
+
+    @property
+    def key_dim(self) -> int:
+        return self.keys.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        return self.values.shape[3]
+
+    @property
+    def has_sinks(self) -> bool:
+        return self.options.sinks is not None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Positional: query, keys, values."""
+        return self.query, self.keys, self.values
+
+    @property
+    def numbers(self) -> tuple[int | float, ...]:
+        """Positional, after the metadata: strides in elements, then what scores are multiplied with.
+
+        Scores are in units of log 2, so that weights are powers of 2. With a soft-cap the cap is in those units, and
+        what is capped is score / cap.
+        """
+        scale, cap = self.options.scale, self.options.softcap
+        factors = (scale * LOG2_E, 0.0) if cap is None else (scale / cap, cap * LOG2_E)
+        return (*self.query.stride()[:2], *self.keys.stride()[:3], *self.values.stride()[:3], *factors)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """By name: the layer's shape."""
+        return {
+            "NUM_KV_HEADS": self.num_kv_heads,
+            "GROUPS": self.num_groups,
+            "KEY_DIM": self.key_dim,
+            "VALUE_DIM": self.value_dim,
+            "BLOCK_SIZE": self.keys.shape[1],
+            "HAS_CAP": self.options.softcap is not None,
+            **self.merge_constants,
+        }
+
+    @property
+    def merge_constants(self) -> dict[str, int]:
+        """By name: what the merge of partial results needs to know."""
+        return {
+            "NUM_KV_HEADS": self.num_kv_heads,
+            "GROUPS": self.num_groups,
+            "VALUE_DIM": self.value_dim,
+            "WINDOW": self.options.sliding_window or 0,
+            "LOCAL_CHUNK": self.options.local_chunk or 0,
+            "WIDEN": bool(triton.knobs.runtime.interpret),
+        }
+
+
+def tile_constants(sizes: TileSizes) -> dict[str, int | bool]:
+    """By name: the tile, warps and stages, and how multiply-adds are treated."""
+    return {
+        "ROWS": sizes.rows,
+        "TOKENS": sizes.tokens,
+        "KEY_WIDTH": sizes.key_width,
+        "VALUE_WIDTH": sizes.value_width,
+        "num_warps": sizes.num_warps,
+        "num_stages": sizes.num_stages,
+        **LAUNCH,
+    }

@@ -1,0 +1,159 @@
+"""The GPU kernels' door: torch tensors in, torch tensors out, and one array of metadata per step.
+
+Knows tensors and launches; knows nothing of models or requests. Without a GPU everything here runs in Triton's
+interpreter (TRITON_INTERPRET=1 before triton is imported), which is for tests.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from foreword.batch import Batch
+from foreword.kernels.reference import AttentionOptions
+from foreword.kernels.sharing import Sharing
+from foreword.kernels.step_plan import FOLD_QUERIES
+from foreword.kernels.triton.arguments import LayerArguments, tile_constants
+from foreword.kernels.triton.decode import attend_items, merge_chunks
+from foreword.kernels.triton.launch import on_device
+from foreword.kernels.triton.plan import (
+    HostPlan,
+    TritonPlan,
+    decoding_shape,
+    fitting_shape,
+    lay_out,
+    lay_out_alone,
+)
+from foreword.kernels.triton.prefill import attend_folds
+from foreword.kernels.triton.tile import LAUNCH, LOG2_E
+from foreword.kernels.triton.tuning import decode_sizes, prefill_sizes
+
+PROGRAMS_PER_PROCESSOR = 4
+"""Programs of `attend_items` for each multiprocessor; they take turns, so more of them only wait."""
+INTERPRETED_PROGRAMS = 3
+"""Where there is no GPU: few, so that programs take several turns, as they do on one."""
+
+
+class TritonAttention:
+    """Plans steps and attends. One thread at a time.
+
+    `plan` and `attend` are the kernel protocol. A runner that brings a step's metadata to the device in one copy, or
+    captures CUDA graphs, calls `lay_out` or `lay_out_decoding` and attends with `HostPlan.at` of where `data` will be.
+    """
+
+    def __init__(self, *, share: bool = True) -> None:
+        """`share`: two-phase attention."""
+        self._sharing = Sharing(enabled=share)
+        self._tile_queries = 16
+        """Queries of an item of decoding: as many as fill a tile, once the number of heads is known."""
+        self._num_programs: dict[torch.device, int] = {}
+
+    def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> TritonPlan:
+        """What to do in a step; serves every layer that uses the batch's block tables."""
+        return self.lay_out(batch, scrap_block, block_size).to(device)
+
+    def lay_out(self, batch: Batch, scrap_block: int, block_size: int) -> HostPlan:
+        """The same, still on the host: `HostPlan.data` is for the runner to bring to the device."""
+        del scrap_block  # nothing outside a table is looked up
+        step = self._sharing.plan(batch, block_size)
+        return lay_out(step, self._tile_queries, fitting_shape(step, self._tile_queries))
+
+    def lay_out_decoding(
+        self, batch: Batch, scrap_block: int, block_size: int, *, num_rows: int, max_tokens: int
+    ) -> HostPlan:
+        """A plan of single tokens, in a shape that depends on nothing but the numbers given.
+
+        Calls of `attend` with plans of one shape launch the same kernels with the same arguments, so a CUDA graph of
+        one serves all. It reserves partial results for `num_rows` contexts of `max_tokens`, 4 (value_dim + 2) bytes
+        per head and 256 tokens, and spends no time on those that are not there.
+        """
+        del scrap_block
+        shape = decoding_shape(num_rows, max_tokens, block_size)
+        step = self._sharing.plan_singles(batch, block_size)
+        return lay_out_alone(batch, shape) if step is None else lay_out(step, self._tile_queries, shape)
+
+    def explain(self) -> str:
+        """What was shared since the kernel was made."""
+        return self._sharing.explain()
+
+    def attend(
+        self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: TritonPlan, options: AttentionOptions
+    ) -> Tensor:
+        """As `reference.paged_attention`, with a plan in place of tiles. Blocks may have gaps between them."""
+        dtype = key_blocks.dtype
+        of_token = math.prod(key_blocks.shape[2:]) + math.prod(value_blocks.shape[2:])
+        self._sharing.note_layer(of_token * dtype.itemsize)
+        rows = query.to(dtype)
+        if rows.stride(2) != 1:
+            rows = rows.contiguous()
+        num_heads, value_dim = rows.shape[1], value_blocks.shape[3]
+        output = rows.new_empty(len(rows), num_heads, value_dim)
+        if len(rows) > plan.shape.num_tokens:
+            output[plan.shape.num_tokens :] = 0
+        sinks = output if options.sinks is None else options.sinks.float() * LOG2_E
+        layer = LayerArguments(rows, key_blocks, value_blocks, options)
+        self._tile_queries = max(1, decode_sizes(dtype, layer.key_dim, value_dim).rows // layer.num_groups)
+        with on_device(rows.device):
+            if plan.shape.num_folds:
+                self._prefill(layer, plan, output, sinks)
+            if plan.shape.num_queries:
+                self._decode(layer, plan, output, sinks)
+        return output.to(query.dtype)
+
+    def _prefill(self, layer: LayerArguments, plan: TritonPlan, output: Tensor, sinks: Tensor) -> None:
+        sizes = prefill_sizes(output.dtype, layer.key_dim, layer.value_dim)
+        row_tiles = triton.cdiv(FOLD_QUERIES * layer.num_groups, sizes.rows)
+        num_programs = plan.shape.num_folds * layer.num_kv_heads * sizes.value_parts * row_tiles
+        attend_folds[(num_programs,)](
+            output,
+            *layer.tensors,
+            sinks,
+            plan.metadata,
+            *layer.numbers,
+            **layer.constants,
+            HAS_SINKS=layer.has_sinks,
+            VALUE_PARTS=sizes.value_parts,
+            ROW_TILES=row_tiles,
+            **tile_constants(sizes),
+        )
+
+    def _decode(self, layer: LayerArguments, plan: TritonPlan, output: Tensor, sinks: Tensor) -> None:
+        sizes = decode_sizes(output.dtype, layer.key_dim, layer.value_dim)
+        num_partials = plan.shape.num_slots * layer.num_groups * layer.num_kv_heads
+        partials = output.new_empty(num_partials * (layer.value_dim + 2), dtype=torch.float32)
+        mixtures, stats = partials.split_with_sizes([num_partials * layer.value_dim, num_partials * 2])
+        num_programs = min(self._programs(output.device), plan.shape.num_items * layer.num_kv_heads)
+        attend_items[(num_programs,)](
+            stats,
+            mixtures,
+            *layer.tensors,
+            plan.metadata,
+            *layer.numbers,
+            **layer.constants,
+            **tile_constants(sizes),
+        )
+        merge_chunks[(plan.shape.num_queries * layer.num_kv_heads,)](
+            output,
+            stats,
+            mixtures,
+            sinks,
+            plan.metadata,
+            **layer.merge_constants,
+            HAS_SINKS=layer.has_sinks,
+            HEADS=triton.next_power_of_2(layer.num_groups),
+            VALUE_WIDTH=sizes.value_width,
+            num_warps=4,
+            **LAUNCH,
+        )
+
+    def _programs(self, device: torch.device) -> int:
+        """How many programs of `attend_items` a device takes at most."""
+        if device not in self._num_programs:
+            self._num_programs[device] = INTERPRETED_PROGRAMS
+            if device.type == "cuda":
+                processors = torch.cuda.get_device_properties(device).multi_processor_count
+                self._num_programs[device] = PROGRAMS_PER_PROCESSOR * processors
+        return self._num_programs[device]

@@ -1,0 +1,167 @@
+"""KV into slots, and blocks copied on write, on a GPU.
+
+Knows pages, slots and block ids; knows nothing of attention or of who holds a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foreword.kernels.triton.launch import on_device
+
+_SEGMENT_WORDS = 2048
+"""Words of a page that a program copies."""
+_WORDS = (torch.int64, torch.int32, torch.uint8)
+"""The widest that pages begin and end with is copied."""
+
+
+@triton.jit
+def write_rows(
+    keys,  # [blocks, BLOCK_SIZE, HEADS, KEY_DIM], blocks apart by a stride, otherwise without gaps
+    values,
+    new_keys,  # [tokens, HEADS, KEY_DIM]
+    new_values,
+    slots,  # [tokens]
+    key_block_stride,
+    value_block_stride,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+):
+    """Program: one token's KV of all heads."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    block, inside = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    at = tl.arange(0, KEY_WIDTH)
+    row = new_keys + token * key_token_stride + at // KEY_DIM * key_head_stride + at % KEY_DIM
+    target = keys + block * key_block_stride + inside * (HEADS * KEY_DIM) + at
+    tl.store(target, tl.load(row, mask=at < HEADS * KEY_DIM), mask=at < HEADS * KEY_DIM)
+    at = tl.arange(0, VALUE_WIDTH)
+    row = new_values + token * value_token_stride + at // VALUE_DIM * value_head_stride + at % VALUE_DIM
+    target = values + block * value_block_stride + inside * (HEADS * VALUE_DIM) + at
+    tl.store(target, tl.load(row, mask=at < HEADS * VALUE_DIM), mask=at < HEADS * VALUE_DIM)
+
+
+@triton.jit(do_not_specialize=["num_copies"])
+def stage_pages(
+    staging,  # words: per tensor of pages [copies, its page length]
+    addresses,  # int64 [tensors]: where a tensor of pages lies
+    page_words,  # int64 [tensors]: length of its pages
+    staging_words,  # int64 [tensors]: length of the pages of the tensors before it
+    copies,  # [copies, 2]: source, target
+    num_copies,
+    NUM_TENSORS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    """Program: SEGMENT words of one copy in one tensor, from its source to the staging memory, or OUT to its target."""
+    tensor, copy = tl.program_id(1) % NUM_TENSORS, tl.program_id(1) // NUM_TENSORS
+    length = tl.load(page_words + tensor)
+    pages = tl.load(addresses + tensor).to(staging.dtype, bitcast=True)
+    page = pages + tl.load(copies + 2 * copy + OUT).to(tl.int64) * length
+    staged = staging + tl.load(staging_words + tensor) * num_copies + copy * length
+    at = tl.program_id(0) * SEGMENT + tl.arange(0, SEGMENT)
+    if OUT:
+        tl.store(page + at, tl.load(staged + at, mask=at < length), mask=at < length)
+    else:
+        tl.store(staged + at, tl.load(page + at, mask=at < length), mask=at < length)
+
+
+def write_slots(key_blocks: Tensor, value_blocks: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Store the KV of some tokens, by one launch.
+
+    key_blocks    [blocks, block_size, kv_heads, key_dim], changed in place; value_blocks the same with its own last
+                  size. Gaps between blocks are allowed
+    slots         [tokens], any integers; each token's own but for those of a block that nobody reads
+    keys, values  [tokens, kv_heads, dim]; gaps between tokens and heads are allowed
+    """
+    if not len(slots):
+        return
+    keys, values = keys.to(key_blocks.dtype), values.to(value_blocks.dtype)
+    keys, values = (new if new.stride(2) == 1 else new.contiguous() for new in (keys, values))
+    block_size, num_heads, key_dim, value_dim = *key_blocks.shape[1:], value_blocks.shape[3]
+    with on_device(slots.device):
+        write_rows[(len(slots),)](
+            key_blocks,
+            value_blocks,
+            keys,
+            values,
+            slots,
+            key_blocks.stride(0),
+            value_blocks.stride(0),
+            *keys.stride()[:2],
+            *values.stride()[:2],
+            BLOCK_SIZE=block_size,
+            HEADS=num_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            KEY_WIDTH=triton.next_power_of_2(num_heads * key_dim),
+            VALUE_WIDTH=triton.next_power_of_2(num_heads * value_dim),
+            num_warps=4,
+        )
+
+
+class BlockCopier:
+    """Copies blocks in all tensors of pages by two launches: to staging memory, and from there.
+
+    A block may be a source and, given away in the same step, a target; only so are all sources read first.
+    """
+
+    def __init__(self, pages: Sequence[Tensor]) -> None:
+        """`pages`: tensors [blocks, bytes] of uint8 on one device, without gaps, which must not move afterwards."""
+        self._pages = [tensor for tensor in pages if tensor.shape[1]]
+        assert all(tensor.is_contiguous() and tensor.dtype == torch.uint8 for tensor in self._pages)
+        places = [number for tensor in self._pages for number in (tensor.data_ptr(), tensor.shape[1])]
+        self._word = next(word for word in _WORDS if all(number % word.itemsize == 0 for number in places))
+        lengths = [tensor.shape[1] // self._word.itemsize for tensor in self._pages]
+        starts = [sum(lengths[:number]) for number in range(len(lengths))]
+        self._longest, self._all_words = max(lengths), sum(lengths)
+        addresses = [tensor.data_ptr() for tensor in self._pages]
+        self._table = torch.tensor([addresses, lengths, starts], device=self._pages[0].device)
+
+    def copy(self, copies: Tensor) -> None:
+        """Copy blocks, [copies, (source, target)] on the device, all sources read before any target is written."""
+        if not len(copies):
+            return
+        staging = torch.empty(len(copies) * self._all_words, dtype=self._word, device=self._table.device)
+        grid = (triton.cdiv(self._longest, _SEGMENT_WORDS), len(copies) * len(self._pages))
+        with on_device(staging.device):
+            for out in (0, 1):
+                stage_pages[grid](
+                    staging,
+                    *self._table,
+                    copies.contiguous(),
+                    len(copies),
+                    NUM_TENSORS=len(self._pages),
+                    SEGMENT=_SEGMENT_WORDS,
+                    OUT=out,
+                    num_warps=4,
+                )
+
+
+class TritonBlocks:
+    """Both for one pool: `select.BlockKernels`."""
+
+    def __init__(self, pages: Sequence[Tensor]) -> None:
+        """As `BlockCopier`."""
+        self._copier = BlockCopier(pages)
+
+    def write(self, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """See `write_slots`."""
+        write_slots(key_blocks, value_blocks, slots, keys, values)
+
+    def copy(self, copies: Tensor) -> None:
+        """See `BlockCopier.copy`."""
+        self._copier.copy(copies)
