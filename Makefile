@@ -36,7 +36,7 @@ test-slow: $(INSTALLED_DEV) ## the slow tests
 
 # What runs a model, all of it on the GPU; and what can be tested there only (the gpu marker).
 GPU_TESTS := tests/model/test_oracle.py tests/model/test_exactness.py tests/model/test_hybrid.py \
-	tests/model/test_sinks.py tests/model/test_sampler.py tests/model/test_planned_sampling.py tests/model/kernels \
+	tests/model/test_sinks.py tests/model/sampling tests/kernels \
 	tests/test_llm.py tests/gpu
 
 test-gpu: $(INSTALLED_DEV) ## the engine's tests on a CUDA device, with a torch that has CUDA

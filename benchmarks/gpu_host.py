@@ -39,15 +39,15 @@ from foreword.cache import KVCacheManager
 from foreword.config import ModelConfig, SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt
 from foreword.kernels.triton.attention import TritonAttention
-from foreword.model.decode_graphs import DecodeGraphs
-from foreword.model.device import DeviceMemory
-from foreword.model.device_runner import DeviceRunner, ExpectedTokens, PendingResult, RunnerLimits
+from foreword.model.gpu.decode_graphs import DecodeGraphs
+from foreword.model.gpu.device import DeviceMemory
+from foreword.model.gpu.runner import DeviceRunner, ExpectedTokens, PendingResult, RunnerLimits
+from foreword.model.gpu.step_buffer import StepBuffer
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import load_model
 from foreword.model.random_weights import save_random_model
-from foreword.model.readout import Readout
 from foreword.model.runner import ForwardPass
-from foreword.model.step_buffer import StepBuffer
+from foreword.model.sampling.readout import Readout
 from foreword.model.storage import KVStorage
 from foreword.scheduler import Scheduler
 from step_profile import Clock

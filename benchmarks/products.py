@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from foreword.kernels.llvm import tiles
-from foreword.model.compact_product import CompactProduct, can_multiply
+from foreword.model.cpu.product import CompactProduct, can_multiply
 
 SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
 """Outputs and inputs of Qwen2-0.5B's layers: projections, output, gate and up, down."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from foreword.model.device import DeviceMemory
+from foreword.model.gpu.device import DeviceMemory
 
 READS = (
     torch.ops.aten._local_scalar_dense.default,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.model.sampler import Sample
+from foreword.model.sampling.sampler import Sample
 from foreword.request import Logprob, Request, TokenLogprobs
 
 

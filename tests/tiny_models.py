@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from foreword.cache import FullAttentionSpec, KVCacheManager
 from foreword.config import Dtype, ModelConfig, SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt
-from foreword.model.device_runner import RunnerLimits, make_runner
+from foreword.model.gpu.runner import RunnerLimits, make_runner
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.runner import ModelRunner

@@ -85,9 +85,9 @@ def plan_layout(config: EngineConfig, model: LoadedModel) -> CacheLayout:
 
 def build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None) -> Engine:
     """Size the pool and join cache, scheduler and runner. Raises ConfigError for what does not fit."""
-    from foreword.model.device_runner import RunnerLimits, make_runner
+    from foreword.model.gpu.memory_use import measure_on_gpu
+    from foreword.model.gpu.runner import RunnerLimits, make_runner
     from foreword.model.memory import kv_cache_bytes
-    from foreword.model.memory_use import measure_on_gpu
     from foreword.model.storage import KVStorage
 
     layout = plan_layout(config, model)

@@ -30,7 +30,7 @@ from foreword.engine import Engine, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
 from foreword.keywords import ChatKeywords, EngineKeywords, template_inputs
 from foreword.loading import LoadingLog
-from foreword.model.head_start import head_start
+from foreword.model.cpu.head_start import head_start
 from foreword.request import RequestOutput, SamplingParams
 from foreword.text import Tokenizer
 

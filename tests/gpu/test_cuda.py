@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from foreword import LLM, SamplingParams
-from foreword.model.device import CudaDevice
-from foreword.model.device_runner import DeviceRunner, RunnerLimits
+from foreword.model.gpu.device import CudaDevice
+from foreword.model.gpu.memory_use import measure_memory_use
+from foreword.model.gpu.runner import DeviceRunner, RunnerLimits
+from foreword.model.gpu.step_buffer import StepBuffer
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel
-from foreword.model.memory_use import measure_memory_use
-from foreword.model.step_buffer import StepBuffer
 from tiny_models import TinyModels, build_engine, complete, greedy, random_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_gpu")]

@@ -11,10 +11,10 @@ import torch
 from fake_device import FakeDevice
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError
-from foreword.model.device_runner import RunnerLimits
+from foreword.model.gpu.memory_use import MemoryUse, largest_step, measure_memory_use
+from foreword.model.gpu.runner import RunnerLimits
 from foreword.model.layout import LayoutOptions
 from foreword.model.memory import GPU_DEFAULT_SHARE, available_cpu_bytes, kv_cache_bytes
-from foreword.model.memory_use import MemoryUse, largest_step, measure_memory_use
 from foreword.model.storage import MAX_SLOTS, KVStorage
 from tiny_models import TinyModels
 
@@ -75,7 +75,7 @@ def test_measuring_takes_weights_peak_and_graphs_apart(tiny_models: TinyModels) 
     layout = model.plan_layout(LayoutOptions(16))
     limits = RunnerLimits(128, 4, (16,))
     with pytest.MonkeyPatch.context() as patch:  # the compiled kernel's steps are not recorded
-        patch.setattr("foreword.model.device_runner.why_not_recordable", lambda *_: "not here")
+        patch.setattr("foreword.model.gpu.runner.why_not_recordable", lambda *_: "not here")
         use = measure_memory_use(model, layout, device, limits, 64)
     assert use == MemoryUse(10 * GIB, 0, 2 * GIB, 3 * GIB, GIB)
 

@@ -23,15 +23,15 @@ from foreword.config import Dtype, ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foreword.kernels.select import AttentionKernel, make_kernel
 from foreword.model.attention import ATTENTION_NAME, PROBE_NAME, ForwardContext, LayoutProbe
+from foreword.model.cpu.layer_program import BrokenChainError, LayerChain
 from foreword.model.experts import EXPERTS_NAME
-from foreword.model.fused import ProductPart, fuse
-from foreword.model.fused_layer import chain_layers, fuse_layers, unchain_layers
-from foreword.model.layer_program import BrokenChainError, LayerChain
+from foreword.model.fusion.layers import chain_layers, fuse_layers, unchain_layers
+from foreword.model.fusion.modules import ProductPart, fuse
+from foreword.model.fusion.packed import PackedLinear, pack_linears
+from foreword.model.fusion.straight_pass import StraightPass
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
-from foreword.model.packed import PackedLinear, pack_linears
 from foreword.model.quantization import expand_quantized, give_one_type, refuse_gguf
 from foreword.model.recurrent import RecurrentForward, StateProbe, StepCache, cache_argument
-from foreword.model.straight_pass import StraightPass
 from foreword.model.weights_progress import weights_progress
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 
 from foreword.config import ModelConfig
-from foreword.model.memory_use import MemoryUse
+from foreword.model.gpu.memory_use import MemoryUse
 
 GIB = 2**30
 CPU_DEFAULT_SHARE = 0.25

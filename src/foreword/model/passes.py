@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from foreword.batch import NO_ENTRIES, Batch
-from foreword.model.readout import Rows
+from foreword.model.sampling.readout import Rows
 
 
 def split_batch(batch: Batch, logit_rows: Rows, most: int) -> Iterator[tuple[Batch, Rows]]:

@@ -19,11 +19,11 @@ from foreword.cache import RecurrentSpec
 from foreword.kernels.device_attention import DeviceAttention
 from foreword.kernels.select import AttentionKernel, ReferenceAttention
 from foreword.model.attention import ForwardContext, GroupStep
+from foreword.model.fusion.packed import has_unpacked_products
 from foreword.model.loader import LoadedModel
-from foreword.model.packed import has_unpacked_products
 from foreword.model.passes import split_batch
-from foreword.model.readout import Readout, Rows, logit_rows
 from foreword.model.recurrent import StateRun, StepCache, plan_state_runs
+from foreword.model.sampling.readout import Readout, Rows, logit_rows
 from foreword.model.storage import KVStorage
 
 FASTEST_PACKED_ROWS = 4

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foreword.kernels.runtime import threads as team
 from foreword.kernels.runtime.threads import Program
-from foreword.model.row_kernels import Norm, RowOperation
+from foreword.model.cpu.row_functions import Norm, RowOperation
 
 WIDTH, NUM_ROWS, NUM_OPERATIONS = 64, 300, 40
 

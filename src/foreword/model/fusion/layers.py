@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from foreword.kernels.reference import AttentionOptions
 from foreword.model.attention import ForwardContext, GroupStep
-from foreword.model.fused import FusedGate, FusedNorm, ProductPart
-from foreword.model.layer_program import LayerChain, LayerOperations, Workspace
+from foreword.model.cpu.layer_program import LayerChain, LayerOperations, Workspace
+from foreword.model.cpu.rotary import HeadShapes, RotaryKernel
+from foreword.model.fusion.modules import FusedGate, FusedNorm, ProductPart
+from foreword.model.fusion.neighbours import Neighbours
+from foreword.model.fusion.packed import PackedLinear
 from foreword.model.layout import LayerLayout
-from foreword.model.neighbours import Neighbours
-from foreword.model.packed import PackedLinear
-from foreword.model.rotary import HeadShapes, RotaryKernel
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import torch
 
 from foreword.cache import TokenSequence
 from foreword.errors import InvalidRequestError
-from foreword.model.logprobs import LogprobRows
-from foreword.model.sampler import sample
-from foreword.model.uniform import FEW_SEEDS, uniform_numbers
+from foreword.model.sampling.logprobs import LogprobRows
+from foreword.model.sampling.sampler import sample
+from foreword.model.sampling.uniform import FEW_SEEDS, uniform_numbers
 from foreword.request import Request, SamplingParams
 from foreword.token_limits import TokenLimits
 from plain_sampler import plain_report, plain_sample, spell

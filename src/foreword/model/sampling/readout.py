@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from foreword.batch import Batch, BatchResult
-from foreword.model.logprobs import Int32s, LogprobRows
-from foreword.model.sampler import Drawn, Put, Sampled, SamplingPlan
+from foreword.model.sampling.logprobs import Int32s, LogprobRows
+from foreword.model.sampling.sampler import Drawn, Put, Sampled, SamplingPlan
 
 Rows = npt.NDArray[np.int64]
 

@@ -26,11 +26,11 @@ from torch.nn.modules.module import (
 )
 
 from foreword.model.attention import ForwardContext
-from foreword.model.fused import FusedNorm
-from foreword.model.fused_layer import FusedForward
-from foreword.model.layer_program import LayerChain, LayerOperations
-from foreword.model.neighbours import Neighbours
-from foreword.model.packed import PackedLinear
+from foreword.model.cpu.layer_program import LayerChain, LayerOperations
+from foreword.model.fusion.layers import FusedForward
+from foreword.model.fusion.modules import FusedNorm
+from foreword.model.fusion.neighbours import Neighbours
+from foreword.model.fusion.packed import PackedLinear
 
 logger = logging.getLogger(__name__)
 

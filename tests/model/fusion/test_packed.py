@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from foreword.config import ModelConfig
-from foreword.model import packed
+from foreword.model.fusion import packed
+from foreword.model.fusion.packed import PackedLinear, can_pack, has_unpacked_products, pack_linears
 from foreword.model.loader import load_model
-from foreword.model.packed import PackedLinear, can_pack, has_unpacked_products, pack_linears
 from tiny_models import TinyModels
 
 CPU = torch.device("cpu")

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from foreword.kernels.llvm.norms import ADD_ONE, ROUND_NORM
-from foreword.model.compact_product import CompactProduct
-from foreword.model.packed import PackedLinear, can_pack, stacked
-from foreword.model.row_kernels import Norm, RowKernels
+from foreword.model.cpu.product import CompactProduct
+from foreword.model.cpu.row_functions import Norm, RowKernels
+from foreword.model.fusion.packed import PackedLinear, can_pack, stacked
 
 logger = logging.getLogger(__name__)
 

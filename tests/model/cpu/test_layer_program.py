@@ -18,9 +18,9 @@ from foreword.config import KernelName, ModelConfig
 from foreword.kernels.cpu.attention import CpuAttention
 from foreword.kernels.select import ReferenceAttention
 from foreword.model import loader
-from foreword.model.compact_product import ProductOperation, can_multiply
-from foreword.model.fused_layer import FusedForward
-from foreword.model.layer_program import LayerChain, LayerOperations
+from foreword.model.cpu.layer_program import LayerChain, LayerOperations
+from foreword.model.cpu.product import ProductOperation, can_multiply
+from foreword.model.fusion.layers import FusedForward
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.storage import KVStorage
 from tiny_models import Recipe, TinyModels, build_engine, complete, greedy, random_tokens, save_model

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from foreword.cache import TokenSequence
 from foreword.errors import InvalidRequestError
 from foreword.model.loader import LoadedModel
-from foreword.model.sampler import Sample, sample
+from foreword.model.sampling.sampler import Sample, sample
 from foreword.request import NOTHING_ALLOWED, Request, RequestOutput, SamplingParams
 from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, TinyModels, add, build_engine, complete, drain, greedy, random_tokens
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreword.model.device import Device
+from foreword.model.gpu.device import Device
 
 ALIGNMENT = 16
 """Bytes; kernels read several numbers at a time."""

@@ -15,8 +15,8 @@ from fake_device import FakeDevice
 from foreword.batch import Batch, BatchResult, Entries
 from foreword.config import ModelConfig
 from foreword.engine import Engine
-from foreword.model.decode_graphs import DECODE_SIZES, padded_size
-from foreword.model.device_runner import DeviceRunner, RunnerLimits
+from foreword.model.gpu.decode_graphs import DECODE_SIZES, padded_size
+from foreword.model.gpu.runner import DeviceRunner, RunnerLimits
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.runner import ModelRunner

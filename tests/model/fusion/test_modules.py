@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from foreword.kernels.llvm.norms import ADD_ONE, ROUND_NORM
-from foreword.model.fused import FusedGate, FusedNorm, ProductPart, fuse
-from foreword.model.packed import can_pack
-from foreword.model.row_kernels import ALONE_ELEMENTS, Norm, RowKernels
+from foreword.model.cpu.row_functions import ALONE_ELEMENTS, Norm, RowKernels
+from foreword.model.fusion.modules import FusedGate, FusedNorm, ProductPart, fuse
+from foreword.model.fusion.packed import can_pack
 from tiny_models import TinyModels
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed products here")

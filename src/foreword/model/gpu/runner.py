@@ -29,12 +29,12 @@ from torch import Tensor
 from foreword.batch import Batch, BatchResult
 from foreword.config import EngineConfig
 from foreword.kernels.device_attention import DeviceAttention
-from foreword.model.decode_graphs import DECODE_SIZES, DecodeGraphs, DecodeStep, why_not_recordable
-from foreword.model.device import CudaDevice, Device, Event
+from foreword.model.gpu.decode_graphs import DECODE_SIZES, DecodeGraphs, DecodeStep, why_not_recordable
+from foreword.model.gpu.device import CudaDevice, Device, Event
+from foreword.model.gpu.step_buffer import StepBuffer
 from foreword.model.loader import LoadedModel
-from foreword.model.readout import Readout, Rows, Taken, logit_rows
 from foreword.model.runner import ForwardPass, GroupPlan, ModelRunner
-from foreword.model.step_buffer import StepBuffer
+from foreword.model.sampling.readout import Readout, Rows, Taken, logit_rows
 from foreword.model.storage import KVStorage
 
 logger = logging.getLogger(__name__)

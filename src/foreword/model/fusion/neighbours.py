@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from foreword.model.layer_program import LayerOperations
+from foreword.model.cpu.layer_program import LayerOperations
 
 
 class Neighbours(TorchFunctionMode):

@@ -17,8 +17,8 @@ import numpy as np
 from foreword.batch import Batch, Entries
 from foreword.cache import TokenSequence
 from foreword.errors import ConfigError
-from foreword.model.device import CudaDevice, Device
-from foreword.model.device_runner import DeviceRunner, RunnerLimits
+from foreword.model.gpu.device import CudaDevice, Device
+from foreword.model.gpu.runner import DeviceRunner, RunnerLimits
 from foreword.model.layout import CacheLayout
 from foreword.model.loader import LoadedModel
 from foreword.model.storage import KVStorage

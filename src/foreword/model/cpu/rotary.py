@@ -19,7 +19,7 @@ from foreword.kernels.llvm import norms as rows
 from foreword.kernels.llvm import simd
 from foreword.kernels.llvm.simd import LANES
 from foreword.kernels.runtime.threads import Operation, native_worker
-from foreword.model.row_kernels import Norm
+from foreword.model.cpu.row_functions import Norm
 
 ALONE_ELEMENTS = 1 << 16
 """Work on fewer elements is done by the calling thread: waking the others takes longer."""

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from foreword import LLM
 from foreword.config import ModelConfig
 from foreword.kernels.products.weights12 import WEIGHTS
-from foreword.model.compact_product import can_multiply
-from foreword.model.head_start import MOST_BYTES, head_start
+from foreword.model.cpu.head_start import MOST_BYTES, head_start
+from foreword.model.cpu.product import can_multiply
 from tiny_models import TinyModels
 
 pytestmark = pytest.mark.skipif(not can_multiply(), reason="weights are not packed on this processor")

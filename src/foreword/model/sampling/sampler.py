@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from foreword.batch import Entries, Int64Array
-from foreword.model.logprobs import Int32s, LogprobRows, as_int32
-from foreword.model.uniform import uniform_numbers
+from foreword.model.sampling.logprobs import Int32s, LogprobRows, as_int32
+from foreword.model.sampling.uniform import uniform_numbers
 from foreword.request import FactRows, Request, TokenLogprobs
 
 Put = Callable[[npt.NDArray[Any]], Tensor]

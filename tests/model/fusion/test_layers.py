@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from foreword.config import ModelConfig
 from foreword.kernels.llvm.norms import ROUND_NORM
 from foreword.model import loader
-from foreword.model.fused_layer import FusedForward, fuse_layers
+from foreword.model.cpu.rotary import HeadShapes, RotaryKernel
+from foreword.model.cpu.row_functions import Norm
+from foreword.model.fusion.layers import FusedForward, fuse_layers
+from foreword.model.fusion.packed import can_pack
 from foreword.model.loader import load_model
-from foreword.model.packed import can_pack
-from foreword.model.rotary import HeadShapes, RotaryKernel
-from foreword.model.row_kernels import Norm
 from tiny_models import TinyModels, build_engine, complete, greedy, random_tokens
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="no packed products here")

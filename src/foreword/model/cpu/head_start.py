@@ -27,7 +27,7 @@ def head_start(options: ModelConfig) -> Iterator[None]:
         yield
         return
     from foreword.kernels.products.weights12 import STEP_BYTES, STEP_WEIGHTS, WEIGHTS
-    from foreword.model.compact_product import can_multiply  # imports torch: a model that is not there needs none
+    from foreword.model.cpu.product import can_multiply  # imports torch: a model that is not there needs none
 
     if not can_multiply():
         yield

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from foreword.config import keep_onednn_to_vectors
-from foreword.model.compact_product import CompactProduct
+from foreword.model.cpu.product import CompactProduct
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from transformers import DynamicCache
 from foreword.config import ModelConfig
 from foreword.kernels.products.units import NUM_ROWS
 from foreword.kernels.runtime.threads import Program
-from foreword.model.compact_product import ProductOperation, can_multiply
-from foreword.model.fused_layer import FusedForward
-from foreword.model.layer_program import LayerChain
+from foreword.model.cpu.layer_program import LayerChain
+from foreword.model.cpu.product import ProductOperation, can_multiply
+from foreword.model.fusion.layers import FusedForward
+from foreword.model.fusion.straight_pass import StraightPass
 from foreword.model.loader import LoadedModel, load_model
-from foreword.model.straight_pass import StraightPass
 from tiny_models import Recipe, TinyModels, build_engine, complete, greedy, random_tokens, save_model
 
 pytestmark = pytest.mark.skipif(not can_multiply(), reason="this processor has no instructions for such products")

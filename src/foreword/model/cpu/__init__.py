@@ -1,0 +1,1 @@
+"""What a CPU runs in place of modules: packed products, row functions, rotary embedding, layers as programs."""

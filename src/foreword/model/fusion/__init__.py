@@ -1,0 +1,1 @@
+"""Modules, and whole layers, rewritten into fewer and larger operations of equal bits."""
