@@ -38,6 +38,7 @@ from foreword import SamplingParams
 from foreword.cache import KVCacheManager
 from foreword.config import ModelConfig, SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt
+from foreword.engine.scheduler import Scheduler
 from foreword.kernels.triton.attention import TritonAttention
 from foreword.model.gpu.decode_graphs import DecodeGraphs
 from foreword.model.gpu.device import DeviceMemory
@@ -49,7 +50,6 @@ from foreword.model.random_weights import save_random_model
 from foreword.model.runner import ForwardPass
 from foreword.model.sampling.readout import Readout
 from foreword.model.storage import KVStorage
-from foreword.scheduler import Scheduler
 from step_profile import Clock
 from workloads import QUICK_SHAPE
 

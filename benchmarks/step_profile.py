@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foreword import LLM, SamplingParams
+from foreword.engine.scheduler import Scheduler
 from foreword.kernels.cpu import attention as cpu_attention
 from foreword.kernels.runtime.threads import Program
 from foreword.model import (
@@ -48,7 +49,6 @@ from foreword.model import (
     storage,
 )
 from foreword.model.random_weights import QWEN2_0_5B, save_random_model
-from foreword.scheduler import Scheduler
 from foreword.text import TextStream
 from made_tokenizer import save_tokenizer
 from workloads import QUICK_SHAPE

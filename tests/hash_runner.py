@@ -20,8 +20,8 @@ from foreword.batch import Batch, BatchEntry, BatchResult, Int64Array
 from foreword.cache import CacheLedger, EventLog, EvictionPolicy, KVCacheManager, PinnedPolicy, make_index, make_policy
 from foreword.config import SchedulerConfig
 from foreword.engine import BlockKeys, Engine, ModelLimits, Prompt
+from foreword.engine.scheduler import Scheduler
 from foreword.request import SamplingParams
-from foreword.scheduler import Scheduler
 
 _MASK = 2**64 - 1
 _LONGEST = 4096

@@ -22,13 +22,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from foreword.cache import FullAttentionSpec, KVCacheManager
 from foreword.config import Dtype, ModelConfig, SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt
+from foreword.engine.scheduler import Scheduler
 from foreword.model.gpu.runner import RunnerLimits, make_runner
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.runner import ModelRunner
 from foreword.model.storage import KVStorage
 from foreword.request import RequestOutput, SamplingParams
-from foreword.scheduler import Scheduler
 
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 2

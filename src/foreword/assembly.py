@@ -27,9 +27,9 @@ from foreword.cache import (
 )
 from foreword.config import CacheConfig, EngineConfig, Environment, ModelConfig
 from foreword.engine import BlockKeys, Engine, ModelLimits
+from foreword.engine.scheduler import Scheduler
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
 from foreword.request import SamplingParams
-from foreword.scheduler import Scheduler
 from foreword.text import TextStream, Tokenizer
 
 if TYPE_CHECKING:

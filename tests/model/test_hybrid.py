@@ -25,13 +25,13 @@ from foreword.cache import (
     SlidingWindowSpec,
 )
 from foreword.engine import Engine
+from foreword.engine.scheduler import Scheduler
 from foreword.errors import ConfigError
 from foreword.model.layout import LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
 from foreword.model.storage import KVStorage
 from foreword.request import RequestOutput
-from foreword.scheduler import Scheduler
 from tiny_models import TinyModels, add, build_engine, complete, drain, greedy, longest_hit, random_tokens
 
 WINDOWED = ["mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text", "gemma4_text"]

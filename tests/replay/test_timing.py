@@ -9,12 +9,12 @@ from foreword.cache import KVCacheManager, RadixIndex
 from foreword.cli import main
 from foreword.config import SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt
+from foreword.engine.scheduler import Scheduler
 from foreword.errors import ConfigError
 from foreword.replay.keys import as_content_ids, chain
 from foreword.replay.timing import Replica, SimulatedRunner, StepCost, TimingOptions, make_request, simulate_time
 from foreword.replay.trace import RecordedRequest
 from foreword.request import SamplingParams
-from foreword.scheduler import Scheduler
 from replay.workloads import chat
 
 COST = StepCost(1e6, 1e9, 100.0, 0.1, 1e5, 10.0)

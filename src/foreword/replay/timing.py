@@ -17,11 +17,11 @@ import numpy.typing as npt
 from foreword.batch import BatchResult, Entries, Int64Array
 from foreword.cache import KVCacheManager, RadixIndex, TokenSequence
 from foreword.config import SchedulerConfig
+from foreword.engine.scheduler import Scheduler
 from foreword.errors import ConfigError
 from foreword.replay.capacity import kv_bytes_per_token
 from foreword.replay.trace import RecordedRequest
 from foreword.request import Request, SamplingParams
-from foreword.scheduler import Scheduler
 
 Routing = Literal["round_robin", "least_loaded", "prefix_aware"]
 Seconds = npt.NDArray[np.float64]

@@ -6,8 +6,8 @@ import numpy as np
 
 from foreword.batch import Entries
 from foreword.cache import TokenSequence
+from foreword.engine.running_rows import RunningRows
 from foreword.request import Request, SamplingParams
-from foreword.rows import RunningRows
 
 
 def request(name: str, num_tokens: int, max_tokens: int = 5) -> Request:

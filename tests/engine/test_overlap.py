@@ -11,9 +11,9 @@ import pytest
 
 from foreword.batch import BatchResult
 from foreword.engine import Engine, ModelLimits, Prompt
+from foreword.engine.scheduler import Scheduler
 from foreword.errors import EngineError
 from foreword.request import SamplingParams
-from foreword.scheduler import Scheduler
 from hash_runner import HashEngine, expected_answer
 from late_runner import VOCAB_SIZE, LateRunner, LaunchedStep
 

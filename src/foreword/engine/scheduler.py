@@ -19,12 +19,12 @@ import numpy as np
 
 from foreword.batch import Batch, BatchResult, Entries, Int64Array, build_batch
 from foreword.cache import KVCacheManager, PrefixHit, StateCheckpoints
-from foreword.coalescing import Coalescing
 from foreword.config import SchedulerConfig
+from foreword.engine.coalescing import Coalescing
+from foreword.engine.queue import Queue, SortKey
+from foreword.engine.running_rows import RunningRows
 from foreword.errors import ConfigError
-from foreword.queues import Queue, SortKey
 from foreword.request import NOTHING_ALLOWED, FinishReason, Request, RequestStatus
-from foreword.rows import RunningRows
 
 logger = logging.getLogger(__name__)
 

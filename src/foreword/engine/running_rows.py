@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.batch import PROGRESS, BoolArray, Entries, Int64Array
-from foreword.queues import SortKey
+from foreword.engine.queue import SortKey
 from foreword.request import FACTS, FactRows, Request
 
 

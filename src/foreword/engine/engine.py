@@ -36,16 +36,16 @@ from foreword.cache import (
     chain_root,
     sha256,
 )
+from foreword.engine.outputs import OpenTextStream, Outputs
+from foreword.engine.runner import Computed, LaunchingRunner, PendingStep, Runner
+from foreword.engine.scheduler import Scheduler
 from foreword.errors import (
     EngineError,
     InvalidRequestError,
     PromptTooLongError,
     RequestTooLargeError,
 )
-from foreword.outputs import OpenTextStream, Outputs
 from foreword.request import Request, RequestOutput, SamplingParams
-from foreword.running import Computed, LaunchingRunner, PendingStep, Runner
-from foreword.scheduler import Scheduler
 from foreword.token_limits import TokenLimits
 
 logger = logging.getLogger(__name__)

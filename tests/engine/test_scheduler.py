@@ -9,8 +9,8 @@ import pytest
 
 from foreword.batch import Batch
 from foreword.cache import hash_blocks, sha256
-from foreword.coalescing import InFlightPrefixes
 from foreword.engine import Prompt
+from foreword.engine.coalescing import InFlightPrefixes
 from foreword.errors import CacheBusyError, EngineError
 from foreword.request import RequestOutput, SamplingParams
 from hash_runner import HashEngine, expected_answer
@@ -522,7 +522,7 @@ def test_an_interrupt_while_a_step_is_put_together_leaves_nothing_uncomputed_beh
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("foreword.scheduler.build_batch", interrupted)
+        patch.setattr("foreword.engine.scheduler.build_batch", interrupted)
         with pytest.raises(error):
             parts.engine.step()
     assert first.outputs[0].finish_reason == waiting.outputs[0].finish_reason == "abort"
