@@ -13,8 +13,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from foreword.errors import ConfigError
-from foreword.loading import LoadingLog
 from foreword.log_lines import JsonLines, LogConfig, PatientHandler, TextLines
+from foreword.model.loading_log import LoadingLog
 from foreword.model.weights_progress import weights_progress
 from live_server import wait_until
 

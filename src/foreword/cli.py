@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from foreword import __version__
 from foreword.config import Environment, engine_options
+from foreword.config.flags import Flags, unknown_argument, with_hyphens
+from foreword.config.option import options_of
+from foreword.config.vllm import ENGINE_OPTIONS, SERVER_OPTIONS
 from foreword.errors import ConfigError, ForewordError, InvalidRequestError
 from foreword.log_lines import JsonLines, LogConfig, PatientHandler, TextLines
-from foreword.options.flags import Flags, unknown_argument, with_hyphens
-from foreword.options.option import options_of
-from foreword.options.vllm import ENGINE_OPTIONS, SERVER_OPTIONS
 
 if TYPE_CHECKING:
     from foreword.llm import LLM

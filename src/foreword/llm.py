@@ -26,13 +26,14 @@ from foreword.cache import (
     NumberedEvent,
 )
 from foreword.config import EngineConfig, engine_options
+from foreword.config.keywords import EngineKeywords
 from foreword.engine import Engine, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
-from foreword.keywords import ChatKeywords, EngineKeywords, template_inputs
-from foreword.loading import LoadingLog
 from foreword.model.cpu.head_start import head_start
+from foreword.model.loading_log import LoadingLog
 from foreword.request import RequestOutput, SamplingParams
 from foreword.text import Tokenizer
+from foreword.text.conversation import ChatKeywords, template_inputs
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from foreword.kept_grammars import KeptGrammars
+from foreword.grammar.kept import KeptGrammars
 from foreword.server.kept_responses import KeptResponses
 from foreword.server.records import Records, RequestRecord
 from foreword.server.tenants import Tenant

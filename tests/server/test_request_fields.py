@@ -12,8 +12,7 @@ import pytest
 from openai import OpenAI
 
 from foreword.llm import LLM
-from foreword.request import NOTHING_ALLOWED, SamplingParams
-from foreword.sampling_params import StructuredOutputsParams
+from foreword.request import NOTHING_ALLOWED, SamplingParams, StructuredOutputsParams
 from foreword.server.options import ServerConfig
 from live_server import ENDLESS, FALCON, MODEL, ServerProcess, ServerThread, client, embedded_llm, post, wait_until
 

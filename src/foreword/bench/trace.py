@@ -21,9 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from foreword.bench.recording import BLOCK_TOKENS, TraceRequest, UnlimitedCache, prompt_token_ids, read_trace
+from foreword.config.flags import Flags
+from foreword.config.option import options_of
 from foreword.errors import ConfigError, PromptTooLongError, RequestTooLargeError
-from foreword.options.flags import Flags
-from foreword.options.option import options_of
 
 if TYPE_CHECKING:
     from foreword.engine import Engine

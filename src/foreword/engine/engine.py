@@ -45,8 +45,7 @@ from foreword.errors import (
     PromptTooLongError,
     RequestTooLargeError,
 )
-from foreword.request import Request, RequestOutput, SamplingParams
-from foreword.token_limits import TokenLimits
+from foreword.request import Request, RequestOutput, SamplingParams, TokenLimits
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foreword.config.sizes import parse_bytes
 from foreword.errors import ConfigError, ModelLoadError
-from foreword.options.sizes import parse_bytes
 
 MAX_BLOCKS = 2**31 - 1
 """Numbers of blocks have 32 bits."""

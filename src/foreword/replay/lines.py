@@ -32,7 +32,7 @@ _IDS_BEGIN = (b'"hash_ids": [', b'"hash_ids":[')
 
 
 class PromptEncoder(Protocol):
-    """The part of `foreword.text.Tokenizer` that turns prompts into token ids."""
+    """The part of `foreword.text.tokenizer.Tokenizer` that turns prompts into token ids."""
 
     def encode(self, text: str) -> npt.NDArray[np.int32]: ...
     def render_chat(self, messages: Any) -> npt.NDArray[np.int32]: ...

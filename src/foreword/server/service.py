@@ -24,8 +24,7 @@ from foreword.cache import NO_EXTRA_KEYS, ExtraKeys
 from foreword.engine import Prompt
 from foreword.errors import ChatTemplateError, ConfigError
 from foreword.llm import LLM
-from foreword.request import SamplingParams, TokenConstraint
-from foreword.sampling_params import StructuredOutputsParams
+from foreword.request import SamplingParams, StructuredOutputsParams, TokenConstraint
 from foreword.server.answer_stream import AnswerStream, Job
 from foreword.server.api_errors import bad_request, too_busy, unknown_model, wrong_key
 from foreword.server.body_limits import BodyLimits

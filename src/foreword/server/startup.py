@@ -9,8 +9,8 @@ import ipaddress
 import logging
 
 from foreword.config import EngineConfig
+from foreword.config.sizes import format_bytes
 from foreword.llm import LLM
-from foreword.options.sizes import format_bytes
 from foreword.server.options import ServerConfig
 
 logger = logging.getLogger(__name__)

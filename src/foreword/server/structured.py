@@ -1,14 +1,14 @@
 """What an answer has to look like, in every way that clients say it.
 
 Knows OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields; the constraints
-themselves are made in foreword.grammar.
+themselves are made in foreword.grammar.grammars.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from foreword.sampling_params import StructuredOutputsParams
+from foreword.request import StructuredOutputsParams
 from foreword.server.api_errors import bad_request
 from foreword.server.dialect import ResponseFormat, StructuredOutputs
 

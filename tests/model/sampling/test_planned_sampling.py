@@ -15,8 +15,7 @@ from foreword.errors import InvalidRequestError
 from foreword.model.sampling.logprobs import LogprobRows
 from foreword.model.sampling.sampler import sample
 from foreword.model.sampling.uniform import FEW_SEEDS, uniform_numbers
-from foreword.request import Request, SamplingParams
-from foreword.token_limits import TokenLimits
+from foreword.request import Request, SamplingParams, TokenLimits
 from plain_sampler import plain_report, plain_sample, spell
 
 

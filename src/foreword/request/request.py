@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import LookupExplanation, TokenSequence
-from foreword.sampling_params import SamplingParams as SamplingParams
-from foreword.sampling_params import TokenConstraint as TokenConstraint
-from foreword.token_limits import BoolArray, TokenLimits
+from foreword.request.sampling_params import SamplingParams as SamplingParams
+from foreword.request.sampling_params import TokenConstraint as TokenConstraint
+from foreword.request.token_limits import BoolArray, TokenLimits
 
 FinishReason = Literal["stop", "length", "abort", "content_filter"]
 """`content_filter`: the answer ended because its request allowed no token at all."""

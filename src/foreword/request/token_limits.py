@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.errors import InvalidRequestError
-from foreword.sampling_params import SamplingParams
+from foreword.request.sampling_params import SamplingParams
 
 BoolArray = npt.NDArray[np.bool_]
 

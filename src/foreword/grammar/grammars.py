@@ -15,10 +15,10 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from foreword.deep_stack import with_deep_stack
 from foreword.errors import InvalidRequestError
-from foreword.kept_grammars import KeptGrammars
-from foreword.sampling_params import StructuredOutputsParams, TokenConstraint
+from foreword.grammar.deep_stack import with_deep_stack
+from foreword.grammar.kept import KeptGrammars
+from foreword.request import StructuredOutputsParams, TokenConstraint
 
 logger = logging.getLogger(__name__)
 

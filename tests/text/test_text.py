@@ -19,7 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from foreword.errors import ChatTemplateError, InvalidRequestError, ModelLoadError
-from foreword.text import MOST_MESSAGE_ENDS, TextStream, Tokenizer
+from foreword.text.tokenizer import MOST_MESSAGE_ENDS, TextStream, Tokenizer
 
 CORPUS = [
     "The code of the amber falcon is 4821. What is the code of the amber falcon?",
@@ -139,7 +139,7 @@ def test_a_tokenizer_class_with_its_own_decoding_is_asked() -> None:
 
 
 def test_importing_the_module_loads_neither_transformers_nor_torch() -> None:
-    code = "import sys, foreword.text; print(sorted({'transformers', 'torch'} & set(sys.modules)))"
+    code = "import sys, foreword.text.tokenizer; print(sorted({'transformers', 'torch'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
@@ -189,7 +189,7 @@ def test_a_hub_id_is_told_from_one_without_tokenizer_and_from_one_that_does_not_
     save(byte_level_backend(), tmp_path / "models--owner--with" / "snapshots" / revision)
     code = (
         "from foreword.errors import ModelLoadError\n"
-        "from foreword.text import Tokenizer\n"
+        "from foreword.text.tokenizer import Tokenizer\n"
         "print(Tokenizer.load('owner/with').vocab_size, Tokenizer.load('owner/without'))\n"
         "try: Tokenizer.load('owner/never')\n"
         "except ModelLoadError as error: print(str(error)[:30])\n"

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from foreword.config.sizes import format_bytes, parse_bytes
+from foreword.config.vllm import RENAMED, VllmOption, check_vllm_option
 from foreword.errors import ConfigError
-from foreword.options.sizes import format_bytes, parse_bytes
-from foreword.options.vllm import RENAMED, VllmOption, check_vllm_option
 
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 

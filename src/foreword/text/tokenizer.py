@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from foreword.conversation import plain_messages
 from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError, ModelLoadError, UnsupportedModelError
+from foreword.text.conversation import plain_messages
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

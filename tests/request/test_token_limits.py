@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from foreword.errors import InvalidRequestError
-from foreword.sampling_params import SamplingParams
-from foreword.token_limits import TokenLimits
+from foreword.request import SamplingParams, TokenLimits
 
 VOCAB = 6
 END = 5

@@ -13,12 +13,12 @@ import pytest
 
 from foreword import LLM, cli
 from foreword.config import EngineConfig, engine_options
+from foreword.config.flags import Flags
+from foreword.config.keywords import EngineKeywords
+from foreword.config.option import Option, options_of
+from foreword.config.sizes import format_bytes, parse_bytes
+from foreword.config.vllm import ENGINE_OPTIONS, RENAMED, SERVER_OPTIONS
 from foreword.errors import ConfigError
-from foreword.keywords import EngineKeywords
-from foreword.options.flags import Flags
-from foreword.options.option import Option, options_of
-from foreword.options.sizes import format_bytes, parse_bytes
-from foreword.options.vllm import ENGINE_OPTIONS, RENAMED, SERVER_OPTIONS
 from foreword.server.options import ServerConfig
 
 
@@ -60,7 +60,7 @@ def test_every_option_of_an_engine_is_a_flag_and_a_keyword() -> None:
     names = set(engine_options()) - {"model"}
     flags = {action.dest for action in command("serve")._actions}
     assert {f"option:{name}" for name in names} <= flags
-    assert set(get_type_hints(EngineKeywords)) == names, "foreword.keywords lists what foreword.config has"
+    assert set(get_type_hints(EngineKeywords)) == names, "foreword.config.keywords lists what foreword.config has"
     assert set(inspect.signature(LLM).parameters) == {"model", *names}
 
 

@@ -1,4 +1,4 @@
-"""Conversations: messages as users write them, and as chat templates know them.
+"""Conversations: messages as users write them and as chat templates know them, and the keywords of `LLM.chat(...)`.
 
 Knows roles, text parts and tool calls; knows no template.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from foreword.errors import InvalidRequestError
 
@@ -72,3 +72,35 @@ def _plain_call(call: Any, index: int) -> dict[str, Any]:
                 f"Message {index} calls {function['name']!r} with arguments that are not JSON: {arguments!r:.80}."
             ) from error
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+class ChatKeywords(TypedDict, total=False):
+    """How a conversation is laid out."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    """Functions in OpenAI's form."""
+    chat_template: str | None
+    """Jinja template in place of the tokenizer's."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """What else the template may use."""
+    add_generation_prompt: bool
+    """Whether the prompt ends where an answer begins (the default), or after the last message."""
+    continue_final_message: bool
+    """Have the model go on with the last message, instead of beginning one."""
+
+
+def template_inputs(rendering: ChatKeywords) -> dict[str, Any]:
+    """What a chat template is given besides the messages. Raises InvalidRequestError for unknown or wrong keywords."""
+    unknown = sorted(set(rendering) - set(ChatKeywords.__annotations__))
+    if unknown:
+        raise InvalidRequestError(
+            f"unknown argument {unknown[0]!r}; known are {', '.join(ChatKeywords.__annotations__)}"
+        )
+    inputs, tools = rendering.get("chat_template_kwargs") or {}, rendering.get("tools")
+    if not isinstance(inputs, Mapping):
+        raise InvalidRequestError(f"chat_template_kwargs={inputs!r:.60} is no mapping; use such as {{'name': value}}")
+    if not tools:
+        return dict(inputs)
+    if isinstance(tools, str | Mapping) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise InvalidRequestError(f"tools={tools!r:.60} is no list of tools in OpenAI's form")
+    return {**inputs, "tools": [dict(tool) for tool in tools]}

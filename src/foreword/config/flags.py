@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foreword.config.config_file import read_config_file
+from foreword.config.option import Option, read_options
+from foreword.config.vllm import RENAMED, VllmOption
 from foreword.errors import ConfigError
-from foreword.options.config_file import read_config_file
-from foreword.options.option import Option, read_options
-from foreword.options.vllm import RENAMED, VllmOption
 
 SAID = "option:"
 """What the parsed arguments have before an option's name, so that nothing else has the same."""

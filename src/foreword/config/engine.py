@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, Literal, get_args
 
+from foreword.config.option import Option, options_of, read_options
+from foreword.config.vllm import ENGINE_OPTIONS
 from foreword.errors import ConfigError
-from foreword.options.option import Option, options_of, read_options
-from foreword.options.vllm import ENGINE_OPTIONS
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KernelName = Literal["auto", "cpu", "triton", "reference"]
@@ -185,7 +185,7 @@ class EngineConfig:
         """Sort flat keyword options into their rooms; unknown names raise ConfigError, naming the nearest one.
 
         Sizes may be texts such as "4GB". Options of vLLM that foreword does not have are accepted with values that
-        change nothing (foreword.options.vllm).
+        change nothing (foreword.config.vllm).
         """
         for name in ("dtype", "device"):
             if type(options.get(name)).__module__ == "torch":  # torch.float16, torch.device("cpu")

@@ -1,0 +1,68 @@
+"""Keywords of `LLM(...)`, spelt out so that editors complete them and mypy checks them.
+
+Knows names and types alone; meanings and defaults of an engine's are in foreword.config, and a test keeps the two
+alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+from foreword.config.engine import Dtype, EvictionName, HashName, IndexName, KernelName, Policy
+
+
+class ModelKeywords(TypedDict, total=False):
+    """Fields of `foreword.config.engine.ModelConfig`."""
+
+    revision: str | None
+    tokenizer: str | None
+    tokenizer_revision: str | None
+    chat_template: str | None
+    dtype: Dtype
+    device: str
+    max_model_len: int | None
+    kv_cache_memory_bytes: int | str | None
+    """Such as "4GB"."""
+    gpu_memory_utilization: float | None
+    attention_kernel: KernelName
+    exact: bool
+    cuda_graphs: bool
+    trust_remote_code: bool
+    self_check: bool
+
+
+class CacheKeywords(TypedDict, total=False):
+    """Fields of `foreword.config.engine.CacheConfig`."""
+
+    block_size: int
+    enable_prefix_caching: bool
+    prefix_index: IndexName
+    eviction_policy: EvictionName
+    num_gpu_blocks_override: int | None
+    keep_all_kv: bool
+    sink_token_ids: Sequence[int]
+    state_block_size: int | None
+    state_interval: int | None
+    deduplicate: bool
+    explain_misses: bool
+    cache_events: bool
+    max_pinned_share: float
+    hash_function: HashName
+    key_salt: str
+
+
+class SchedulerKeywords(TypedDict, total=False):
+    """Fields of `foreword.config.engine.SchedulerConfig`."""
+
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int | None
+    max_num_seqs: int
+    scheduling_policy: Policy
+    coalesce_in_flight: bool
+
+
+class EngineKeywords(ModelKeywords, CacheKeywords, SchedulerKeywords, total=False):
+    """All of them."""
+
+    seed: int
