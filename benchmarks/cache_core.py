@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from cache_contenders import BLOCK_SIZE, Contender, Foreword, Vllm, contenders, vllm_version
-from foreword.cache.hashing import as_token_array
+from foreword.cache.keys.hashing import as_token_array
 
 VOCABULARY = 128_000
 LONG, SHORT, RUNNING = 50_000, 1_024, 256

@@ -22,9 +22,9 @@ import numpy as np
 
 from eviction_traffic import HELD_OUT, TUNED_ON, make_requests
 from foreword.cache import EvictionPolicy, FreeKVCacheBlockQueue, KVCacheManager, RadixIndex, TokenSequence
-from foreword.cache.free_queue import BlockIds
-from foreword.cache.safe_value import SafeValuePolicy
-from foreword.cache.value import ValuePolicy
+from foreword.cache.eviction.free_queue import BlockIds
+from foreword.cache.eviction.safe_value import SafeValuePolicy
+from foreword.cache.eviction.value import ValuePolicy
 from foreword.replay.caches import LruCache, ManagerCache
 from foreword.replay.one_pass import OnePass
 from foreword.replay.optimum import Optimum

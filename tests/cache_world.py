@@ -45,7 +45,7 @@ from foreword.cache import (
     make_policy,
     sha256,
 )
-from foreword.cache.eviction import POLICIES
+from foreword.cache.eviction.eviction import POLICIES
 from foreword.errors import CacheBusyError
 
 Numbers = npt.NDArray[np.int64]

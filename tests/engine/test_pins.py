@@ -16,7 +16,7 @@ from foreword.cache import (
     make_policy,
     sha256_cbor,
 )
-from foreword.cache.group_specs import FullAttentionSpec
+from foreword.cache.groups.group_specs import FullAttentionSpec
 from foreword.engine import BlockKeys, Prompt
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.request import SamplingParams

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from foreword.cache import TokenSequence
-from foreword.cache.hybrid import HybridKVCacheCoordinator
+from foreword.cache.groups.hybrid import HybridKVCacheCoordinator
 from foreword.config import Dtype
 from foreword.engine import Engine, Prompt
 from foreword.model.loader import LoadedModel

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from foreword.cache import BlockState
-from foreword.cache.tree_view import MAX_SHOWN_TOKENS
+from foreword.cache.index.tree_view import MAX_SHOWN_TOKENS
 from foreword.server.dashboard import drawings
 from foreword.server.dashboard.page import RATE_S, tokens_per_second
 from foreword.server.dashboard.pinning import prompt_of_prefix

@@ -4,15 +4,7 @@ Needs the standard library and numpy only, so that any engine can adopt it alone
 text, tensors or requests. `KVCacheManager` is the door; a scheduler needs nothing else.
 """
 
-from foreword.cache.block_allocator import PrefixCachingBlock, PrefixCachingBlockAllocator
-from foreword.cache.block_pool import BlockIds, BlockPool, FreeKVCacheBlockQueue
-from foreword.cache.block_table import BlockTable, MultiGroupBlockTable
-from foreword.cache.checkpoints import StateCheckpoints
-from foreword.cache.coordinator import (
-    KVCacheCoordinatorNoPrefixCache,
-    PrefixHit,
-)
-from foreword.cache.events import (
+from foreword.cache.account.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -21,16 +13,29 @@ from foreword.cache.events import (
     NumberedEvent,
     PrefixMirror,
 )
-from foreword.cache.eviction import EvictionPolicy, make_policy
-from foreword.cache.explain import LookupExplanation
-from foreword.cache.group_index import (
+from foreword.cache.account.ledger import CacheLedger, Eviction, EvictionCause, MissReason
+from foreword.cache.account.stats import CachingMetrics, PrefixCacheStats
+from foreword.cache.blocks.block_allocator import PrefixCachingBlock, PrefixCachingBlockAllocator
+from foreword.cache.blocks.block_pool import BlockIds, BlockPool, FreeKVCacheBlockQueue
+from foreword.cache.blocks.block_table import BlockTable, MultiGroupBlockTable
+from foreword.cache.blocks.group_index import (
     BlockHashWithGroupId,
     GroupedHashIndex,
     get_block_hash,
     get_group_id,
     make_block_hash_with_group_id,
 )
-from foreword.cache.group_specs import (
+from foreword.cache.blocks.kv_cache_block import KVCacheBlock
+from foreword.cache.eviction.eviction import EvictionPolicy, make_policy
+from foreword.cache.eviction.pins import PinnedPolicy
+from foreword.cache.eviction.policies import PriorityPolicy
+from foreword.cache.explain import LookupExplanation
+from foreword.cache.groups.checkpoints import StateCheckpoints
+from foreword.cache.groups.coordinator import (
+    KVCacheCoordinatorNoPrefixCache,
+    PrefixHit,
+)
+from foreword.cache.groups.group_specs import (
     ChunkedLocalSpec,
     FullAttentionSpec,
     GroupSpec,
@@ -38,7 +43,7 @@ from foreword.cache.group_specs import (
     SinkFullSpec,
     SlidingWindowSpec,
 )
-from foreword.cache.groups import (
+from foreword.cache.groups.groups import (
     NULL_BLOCK,
     ChunkedLocalAttentionManager,
     FullAttentionManager,
@@ -46,7 +51,12 @@ from foreword.cache.groups import (
     SinkFullAttentionManager,
     SlidingWindowManager,
 )
-from foreword.cache.hashing import (
+from foreword.cache.groups.hybrid import HybridKVCacheCoordinator
+from foreword.cache.groups.unitary import UnitaryKVCacheCoordinator
+from foreword.cache.index.index import Divergence, HashIndex, PartialBlock, PrefixIndex, PrefixMatch
+from foreword.cache.index.radix import RadixIndex, make_index
+from foreword.cache.index.tree_view import PrefixNode
+from foreword.cache.keys.hashing import (
     NO_EXTRA_KEYS,
     BlockHash,
     ExtraKeys,
@@ -59,18 +69,8 @@ from foreword.cache.hashing import (
     sha256,
     sha256_cbor,
 )
-from foreword.cache.hybrid import HybridKVCacheCoordinator
-from foreword.cache.index import Divergence, HashIndex, PartialBlock, PrefixIndex, PrefixMatch
-from foreword.cache.kv_cache_block import KVCacheBlock
-from foreword.cache.ledger import CacheLedger, Eviction, EvictionCause, MissReason
+from foreword.cache.keys.sequence import TokenSequence
 from foreword.cache.manager import BlockState, KVCacheManager
-from foreword.cache.pins import PinnedPolicy
-from foreword.cache.policies import PriorityPolicy
-from foreword.cache.radix import RadixIndex, make_index
-from foreword.cache.sequence import TokenSequence
-from foreword.cache.stats import CachingMetrics, PrefixCacheStats
-from foreword.cache.tree_view import PrefixNode
-from foreword.cache.unitary import UnitaryKVCacheCoordinator
 
 __all__ = [
     "NO_EXTRA_KEYS",

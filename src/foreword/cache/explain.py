@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from foreword.cache.coordinator import KVCacheCoordinatorNoPrefixCache, PrefixHit
-from foreword.cache.index import Divergence
-from foreword.cache.ledger import Eviction, MissReason
-from foreword.cache.sequence import TokenSequence
+from foreword.cache.account.ledger import Eviction, MissReason
+from foreword.cache.groups.coordinator import KVCacheCoordinatorNoPrefixCache, PrefixHit
+from foreword.cache.index.index import Divergence
+from foreword.cache.keys.sequence import TokenSequence
 
 MAX_CONTINUATION_TOKENS = 16
 """Tokens of each continuation that are shown after a divergence."""

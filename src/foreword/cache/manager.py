@@ -28,19 +28,19 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.block_pool import BlockIds, BlockPool, as_block_ids
-from foreword.cache.coordinator import PrefixHit
-from foreword.cache.coordinators import get_kv_cache_coordinator, is_one_full_group
-from foreword.cache.eviction import EvictionPolicy, make_policy
+from foreword.cache.account.ledger import CacheLedger, EvictionCause
+from foreword.cache.account.stats import CachingMetrics, PrefixCacheStats
+from foreword.cache.blocks.block_pool import BlockIds, BlockPool, as_block_ids
+from foreword.cache.eviction.eviction import EvictionPolicy, make_policy
+from foreword.cache.eviction.pins import PinnedPolicy
 from foreword.cache.explain import LookupExplanation, explain_lookup
-from foreword.cache.group_specs import FullAttentionSpec, GroupSpec
-from foreword.cache.groups import NULL_BLOCK, IntArray, MambaManager, Position
-from foreword.cache.index import PrefixIndex
-from foreword.cache.ledger import CacheLedger, EvictionCause
-from foreword.cache.pins import PinnedPolicy
-from foreword.cache.sequence import TokenSequence
-from foreword.cache.stats import CachingMetrics, PrefixCacheStats
-from foreword.cache.tree_view import PrefixNode
+from foreword.cache.groups.coordinator import PrefixHit
+from foreword.cache.groups.coordinators import get_kv_cache_coordinator, is_one_full_group
+from foreword.cache.groups.group_specs import FullAttentionSpec, GroupSpec
+from foreword.cache.groups.groups import NULL_BLOCK, IntArray, MambaManager, Position
+from foreword.cache.index.index import PrefixIndex
+from foreword.cache.index.tree_view import PrefixNode
+from foreword.cache.keys.sequence import TokenSequence
 from foreword.errors import AllocationError, CacheBusyError, ConfigError, InvalidRequestError
 
 DEFAULT_BLOCK_SIZE = 16

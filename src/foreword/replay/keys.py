@@ -7,7 +7,7 @@ or for single blocks does not matter: they are chained here, and chaining what i
 
 The sum makes it one pass of array operations. Two of n different prefixes meet with probability n * n / 2**65
 (ten million: 3e-6), which costs a wrong hit in a simulation; keys that guard real blocks are made by
-`foreword.cache.hashing`.
+`foreword.cache.keys.hashing`.
 """
 
 from __future__ import annotations

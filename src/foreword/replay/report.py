@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from foreword.cache.ledger import MissReason
+from foreword.cache.account.ledger import MissReason
 from foreword.replay.simulator import OPTIMUM, ReplayResult
 
 LITTLE_REUSE = 0.3

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreword.cache.eviction import POLICIES
-from foreword.cache.ledger import MissReason
+from foreword.cache.account.ledger import MissReason
+from foreword.cache.eviction.eviction import POLICIES
 from foreword.errors import ConfigError
 from foreword.replay.caches import HitCount, ManagerCache, SimulatedCache
 from foreword.replay.capacity import Capacity

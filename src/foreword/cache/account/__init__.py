@@ -1,0 +1,1 @@
+"""Accounts of what the cache holds, held and saved."""

@@ -1,0 +1,145 @@
+"""What the cache tells the outside: which prefixes it began and ceased to hold.
+
+Knows keys, token ids and sequence numbers; knows nothing of who listens. Events and fields are those that
+vLLM publishes; keys are bytes, and a medium is "device" where vLLM says "GPU".
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from foreword.cache.keys.hashing import BlockHash
+from foreword.errors import EventsLostError
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Consecutive blocks of one prefix became findable; duplicates of findable blocks are not reported."""
+
+    block_hashes: tuple[BlockHash, ...]
+    parent_block_hash: BlockHash | None
+    """Key of the block before the first of them; None at the beginning of a sequence."""
+    token_ids: tuple[int, ...]
+    """Tokens of all these blocks, [len(block_hashes) * block_size]."""
+    block_size: int
+    lora_name: str | None = None
+    extra_keys: tuple[tuple[str, ...], ...] | None = None
+    """What besides tokens and parent entered each block's key; None if nothing did."""
+    medium: str = "device"
+    group_idx: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """No block with one of these keys is findable any more."""
+
+    block_hashes: tuple[BlockHash, ...]
+    medium: str = "device"
+    group_idx: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The cache was reset."""
+
+
+KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedEvent:
+    """An event and its place in the stream. Numbers have no gaps, so a listener sees what it missed."""
+
+    number: int
+    event: KVCacheEvent
+
+
+class EventLog:
+    """Events in order. If nobody takes them, the oldest go, their numbers with them.
+
+    Kept are as many as tell of `capacity` blocks; an event that names none counts as one.
+    """
+
+    def __init__(self, capacity: int = 100_000) -> None:
+        self._capacity = capacity
+        self._events: deque[NumberedEvent] = deque()
+        self._num_blocks = 0
+        self._next_number = 0
+
+    def append(self, event: KVCacheEvent) -> None:
+        """Give the event the next number and keep it."""
+        self._events.append(NumberedEvent(self._next_number, event))
+        self._next_number += 1
+        self._num_blocks += _num_blocks(event)
+        while self._num_blocks > self._capacity:
+            self._num_blocks -= _num_blocks(self._events.popleft().event)
+
+    def take(self) -> list[NumberedEvent]:
+        """All kept events since the last call."""
+        taken = list(self._events)
+        self._events.clear()
+        self._num_blocks = 0
+        return taken
+
+
+def _num_blocks(event: KVCacheEvent) -> int:
+    return 1 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
+
+
+class PrefixMirror:
+    """The findable prefixes of a cache somewhere else, rebuilt from its events.
+
+    Keeps keys, not blocks: enough for a router to tell how much of a prompt a replica holds.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, dict[BlockHash, tuple[int, ...]]] = {}
+        """Per group, the tokens of each findable block."""
+        self._next_number = 0
+
+    def apply(self, events: Iterable[NumberedEvent]) -> None:
+        """Follow some more events, in order.
+
+        Raises EventsLostError, and follows none from there on, at a gap. `AllBlocksCleared` ends one: what was
+        missed before it does not matter any more.
+        """
+        for numbered in events:
+            ends_gap = isinstance(numbered.event, AllBlocksCleared) and numbered.number > self._next_number
+            if numbered.number != self._next_number and not ends_gap:
+                raise EventsLostError(
+                    f"event {self._next_number} is missing: {numbered.number} came instead; reset the cache and go on "
+                    "with the event that tells of it, and take events more often"
+                )
+            self._next_number = numbered.number + 1
+            match numbered.event:
+                case BlockStored(group_idx=group) as stored:
+                    self._held.setdefault(group, {}).update(
+                        zip(stored.block_hashes, _tokens_of_each(stored), strict=True)
+                    )
+                case BlockRemoved(group_idx=group) as removed:
+                    for key in removed.block_hashes:
+                        del self._held[group][key]
+                case AllBlocksCleared():
+                    self._held.clear()
+
+    def held_keys(self, group: int = 0) -> set[BlockHash]:
+        """Findable keys of one group (a copy)."""
+        return set(self._held.get(group, ()))
+
+    def tokens_of(self, key: BlockHash, group: int = 0) -> tuple[int, ...]:
+        """Tokens of the block with this key. Raises KeyError if it is not findable."""
+        return self._held[group][key]
+
+    def num_hit_blocks(self, block_hashes: Sequence[BlockHash], group: int = 0) -> int:
+        """How many leading blocks of a sequence are findable there."""
+        held = self._held.get(group, {})
+        return sum(1 for _ in takewhile(held.__contains__, block_hashes))
+
+
+def _tokens_of_each(stored: BlockStored) -> list[tuple[int, ...]]:
+    """The tokens of each block of the event."""
+    size = stored.block_size
+    return [stored.token_ids[start : start + size] for start in range(0, len(stored.token_ids), size)]

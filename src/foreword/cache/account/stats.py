@@ -1,0 +1,91 @@
+"""Counters of what the cache saved.
+
+Knows numbers of tokens and requests; knows nothing of blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field, fields
+
+from foreword.cache.account.ledger import MissReason
+
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """Totals since the last reset.
+
+    `requests`, `queries` and `hits` count each prompt once, when it is first admitted: they say what earlier traffic
+    left in the cache. Two kinds of lookups find what the same prompt has put there, and are counted apart:
+
+        preempted_*   a request that resumes after preemption looks its own tokens up again (as in vLLM)
+        forked_*      of `n` answers to one prompt, the second and later ones find what the first computes
+    """
+
+    requests: int = 0
+    """Prompts admitted."""
+    queries: int = 0
+    """Their tokens."""
+    hits: int = 0
+    """Of these, tokens whose KV was found in the cache."""
+    tail_hits: int = 0
+    """Of these, tokens that were found in tails, the partly filled last blocks of earlier requests."""
+    preempted_requests: int = 0
+    preempted_queries: int = 0
+    preempted_hits: int = 0
+    forked_requests: int = 0
+    forked_queries: int = 0
+    forked_hits: int = 0
+    evictions: int = 0
+    """Full cached blocks whose memory was given to other content."""
+    tail_evictions: int = 0
+    """Tails whose memory was given to other content."""
+
+    ghost_hits: int = 0
+    """Tokens that were missed, but that a pool with twice the blocks would have held. Needs a ledger."""
+    misses: Counter[MissReason] = field(default_factory=Counter)
+    """Requests that missed something, by reason. Needs a ledger."""
+    missed_tokens: Counter[MissReason] = field(default_factory=Counter)
+    """Their tokens that were not found, by reason."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the queried tokens that were hits, 0.0 when nothing was asked."""
+        return self.hits / self.queries if self.queries else 0.0
+
+    def __add__(self, other: PrefixCacheStats) -> PrefixCacheStats:
+        """The totals of both."""
+        return PrefixCacheStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def hit_rate_with_twice_the_blocks(self) -> float:
+        """What `hit_rate` would have been, by the ghosts."""
+        return (self.hits + self.ghost_hits) / self.queries if self.queries else 0.0
+
+
+class CachingMetrics:
+    """Hit rate over the most recent requests."""
+
+    def __init__(self, max_recent_requests: int = 1000) -> None:
+        self._recent: deque[tuple[int, int]] = deque()
+        self._max_recent = max_recent_requests
+        self._queries = 0
+        self._hits = 0
+
+    def observe(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
+        """Count one admitted request, and forget the oldest one beyond the limit."""
+        self._recent.append((num_queried_tokens, num_hit_tokens))
+        self._queries += num_queried_tokens
+        self._hits += num_hit_tokens
+        if len(self._recent) > self._max_recent:
+            queries, hits = self._recent.popleft()
+            self._queries -= queries
+            self._hits -= hits
+
+    def reset(self) -> None:
+        self._recent.clear()
+        self._queries = self._hits = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self._hits / self._queries if self._queries else 0.0

@@ -1,0 +1,208 @@
+"""PrefixCachingBlockAllocator: vLLM v0's way to the pool, block by block instead of request by request.
+
+Knows chains of blocks, their tokens and their keys; leaves holders, free blocks and keys to a `BlockPool`. The
+method and the names are those of vLLM v0.6.
+
+A block is mutable until it is full. Then it has a key (its content hash, which stands for the whole chain up to it),
+can be found, and changes no more. If another block has the key already, the full one takes that block's place in
+the chain: its own is freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from foreword.cache.blocks.block_pool import BlockPool
+from foreword.cache.eviction.free_queue import BlockIds
+from foreword.cache.eviction.policies import AccessTimePolicy
+from foreword.cache.keys.hashing import BlockHash, HashFunction, hash_block_tokens, sha256
+from foreword.errors import AllocationError
+
+
+class PrefixCachingBlock:
+    """One block of a sequence's chain."""
+
+    def __init__(self, prev_block: PrefixCachingBlock | None, block_id: int, hash_fn: HashFunction) -> None:
+        self.prev_block = prev_block
+        self.block_id: int | None = block_id
+        """None after it was freed."""
+        self.number: int = 0 if prev_block is None else prev_block.number + 1
+        self.token_ids: list[int] = []
+        self.content_hash: BlockHash | None = None
+        """None while it is not full, or if it never can be found."""
+        self._hash_fn = hash_fn
+
+    def key_with(self, token_ids: Sequence[int]) -> BlockHash | None:
+        """The key that it has when it is full of these tokens; None if the block before it is not full."""
+        parent = None if self.prev_block is None else self.prev_block.content_hash
+        if self.prev_block is not None and parent is None:
+            return None
+        return hash_block_tokens(self._hash_fn, parent, list(token_ids))
+
+
+class PrefixCachingBlockAllocator:
+    """Blocks that are found by their content.
+
+    Free blocks that hold something go last, the least recently accessed first (`mark_blocks_as_accessed`), and of those
+    accessed at one time the one that ends the longest prefix.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, hash_fn: HashFunction = sha256) -> None:
+        self.block_size = block_size
+        self._hash_fn = hash_fn
+        self._evictor = AccessTimePolicy(num_blocks)
+        self._pool = BlockPool(num_blocks, policy=self._evictor)
+        self._computed: set[int] = set()
+        self._copies: list[tuple[int, int]] = []
+        self._num_queries = 0
+        self._num_hits = 0
+
+    # -------------------------------------------------------------- allocation
+
+    def allocate_immutable_block(
+        self, prev_block: PrefixCachingBlock | None, token_ids: Sequence[int]
+    ) -> PrefixCachingBlock:
+        """A full block of these `block_size` tokens after `prev_block`: the cached one, or a new one.
+
+        Raises AllocationError if there is no block, or if the tokens do not fill one.
+        """
+        if len(token_ids) != self.block_size:
+            raise AllocationError(
+                f"an immutable block has {self.block_size} tokens, not {len(token_ids)}; use allocate_mutable_block()"
+            )
+        block = PrefixCachingBlock(prev_block, -1, self._hash_fn)
+        key = block.key_with(token_ids)
+        found = None if key is None else self._pool.get_cached_block(key)
+        self._num_queries += 1
+        if found is None:
+            block = self.allocate_mutable_block(prev_block)
+            self.append_token_ids(block, token_ids)
+            return block
+        self._num_hits += 1
+        self._pool.touch(_ids(found[0].block_id))
+        block.block_id, block.content_hash, block.token_ids = found[0].block_id, key, list(token_ids)
+        return block
+
+    def allocate_mutable_block(self, prev_block: PrefixCachingBlock | None) -> PrefixCachingBlock:
+        """An empty block after `prev_block`. Raises AllocationError if no block is free."""
+        [block_id] = self._pool.get_new_blocks(1).tolist()
+        self._computed.discard(block_id)
+        return PrefixCachingBlock(prev_block, block_id, self._hash_fn)
+
+    def append_token_ids(self, block: PrefixCachingBlock, token_ids: Sequence[int]) -> None:
+        """Fill a mutable block further; when it is full it can be found, or becomes the one that is found.
+
+        One that a fork holds too is copied first (`clear_copy_on_writes`). Raises AllocationError for more tokens than
+        there is room for, for a block that was freed, or if no block is free for the copy.
+        """
+        room = self.block_size - len(block.token_ids)
+        if len(token_ids) > room or block.block_id is None:
+            raise AllocationError(
+                f"{len(token_ids)} tokens do not fit into a block with room for "
+                f"{room if block.block_id is not None else 0}; allocate the next block"
+            )
+        if len(token_ids) and self._pool.ref_count(block.block_id) > 1:
+            self._copy_on_write(block, block.block_id)
+        block.token_ids += token_ids
+        key = block.key_with(block.token_ids) if len(block.token_ids) == self.block_size else None
+        if key is None:
+            return
+        block.content_hash = key
+        found = self._pool.get_cached_block(key)
+        if found is None:
+            self._pool.cache_key(block.block_id, key, block.number)
+            return
+        self._pool.touch(_ids(found[0].block_id))
+        self._pool.free_blocks(_ids(block.block_id))
+        block.block_id = found[0].block_id
+
+    def _copy_on_write(self, block: PrefixCachingBlock, shared_id: int) -> None:
+        """A block of its own for whoever is about to write into a shared one."""
+        block.block_id = self.allocate_mutable_block(block.prev_block).block_id
+        self._pool.free_blocks(_ids(shared_id))
+        self._copies.append((shared_id, _held(block)))
+
+    def clear_copy_on_writes(self) -> list[tuple[int, int]]:
+        """Blocks to copy before the next step writes anything, (source, target) in order; handed out once."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def fork(self, last_block: PrefixCachingBlock) -> list[PrefixCachingBlock]:
+        """The same chain for another sequence, from its first block to `last_block`; the blocks are held once more."""
+        chain: list[PrefixCachingBlock] = []
+        block: PrefixCachingBlock | None = last_block
+        while block is not None:
+            chain.append(block)
+            block = block.prev_block
+        copies: list[PrefixCachingBlock] = []
+        for block in reversed(chain):
+            block_id = _held(block)
+            self._pool.touch(_ids(block_id))
+            copy = PrefixCachingBlock(copies[-1] if copies else None, block_id, self._hash_fn)
+            copy.token_ids, copy.content_hash = block.token_ids.copy(), block.content_hash
+            copies.append(copy)
+        return copies
+
+    def free(self, block: PrefixCachingBlock) -> None:
+        """Hold a block once less; it can be found until somebody needs its memory."""
+        self._pool.free_blocks(_ids(_held(block)))
+        block.block_id = None
+
+    # ------------------------------------------------------------- what happens
+
+    def mark_blocks_as_accessed(self, block_ids: Iterable[int], now: float) -> None:
+        """These blocks were used at that time, which never goes back."""
+        self._evictor.note_accessed(np.fromiter(block_ids, np.int32), now)
+
+    def mark_blocks_as_computed(self, block_ids: Iterable[int]) -> None:
+        """The KV of these blocks is there."""
+        self._computed.update(block_ids)
+
+    def is_computed(self, block_id: int) -> bool:
+        """Whether the KV of a block is there."""
+        return block_id in self._computed
+
+    def is_active(self, block_id: int) -> bool:
+        """Whether somebody holds a block."""
+        return self._pool.ref_count(block_id) > 0
+
+    def last_accessed(self, block_id: int) -> float:
+        """When a block was used last."""
+        return self._evictor.last_accessed(block_id)
+
+    def get_num_free_blocks(self) -> int:
+        return self._pool.get_num_free_blocks()
+
+    def get_num_total_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    def get_prefix_cache_hit_rate(self) -> float:
+        """Share of the immutable blocks that were asked for and found, 0.0 to 1.0; -1.0 before the first."""
+        return self._num_hits / self._num_queries if self._num_queries else -1.0
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget everything, and count hits anew. Raises CacheBusyError while blocks are held."""
+        self._pool.reset_prefix_cache()
+        self._num_queries = self._num_hits = 0
+        self._computed.clear()
+        self._copies.clear()
+        return True
+
+    def check_integrity(self, held: Iterable[PrefixCachingBlock]) -> None:
+        """Raise AssertionError unless exactly these blocks are held."""
+        counts = np.zeros(self._pool.num_blocks, np.int32)
+        for block in held:
+            counts[_held(block)] += 1
+        self._pool.check_integrity(counts)
+
+
+def _ids(block_id: int) -> BlockIds:
+    return np.array([block_id], np.int32)
+
+
+def _held(block: PrefixCachingBlock) -> int:
+    if block.block_id is None:
+        raise AllocationError("this block was freed already; allocate it again")
+    return block.block_id

@@ -1,0 +1,285 @@
+"""The blocks of the KV memory: who holds them, and which are free.
+
+Knows block ids and counts, and leaves to a policy which free block goes next. What a block holds is known to an
+observer, who is told before it is overwritten: a KVCacheManager with an index of its own, or, in a pool that is used
+alone, an index of keys.
+
+All state is in numpy arrays indexed by block id, and every operation takes many blocks at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache.blocks.group_index import BlockHashWithGroupId, GroupedHashIndex, make_block_hash_with_group_id
+from foreword.cache.blocks.kv_cache_block import KVCacheBlock
+from foreword.cache.eviction.eviction import EvictionPolicy
+from foreword.cache.eviction.free_queue import BlockIds, FreeKVCacheBlockQueue
+from foreword.cache.eviction.policies import LruPolicy
+from foreword.cache.eviction.value import KeyedPolicy
+from foreword.cache.keys.hashing import BlockHash
+from foreword.cache.keys.sequence import TokenSequence
+from foreword.errors import AllocationError, CacheBusyError, ConfigError
+
+__all__ = ["BlockIds", "BlockPool", "FreeKVCacheBlockQueue"]
+
+
+def as_block_ids(block_ids: Iterable[int], num_blocks: int) -> BlockIds:
+    """The blocks among these table entries, each once, in their order; entries below 0 stand for none.
+
+    Raises AllocationError for ids that no block of the pool has.
+    """
+    distinct = dict.fromkeys(map(int, block_ids))
+    beyond = max(distinct, default=0)
+    if beyond >= num_blocks:
+        raise AllocationError(f"block {beyond} is not in this pool; its {num_blocks} blocks are 0 to {num_blocks - 1}")
+    return np.array([block_id for block_id in distinct if block_id >= 0], np.int32)
+
+
+class BlockPool:
+    """A fixed number of blocks with a reference count each.
+
+    A block is free exactly when its count is 0. Free blocks keep their content, and may be taken back
+    with `touch`, until `get_new_blocks` gives them to someone else; `on_reuse` is called with the block
+    ids just before that. Which go first is up to the policy (default: `lru`), but for tails: they go after blocks that
+    hold nothing and before all others that hold something, least recently used first. The policy knows nothing of
+    them; to it they are held.
+
+    Without `on_reuse` the pool itself remembers what `cache_full_blocks` says that its blocks hold.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        on_reuse: Callable[[BlockIds], None] | None = None,
+        policy: EvictionPolicy | None = None,
+        *,
+        num_groups: int = 1,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self._index = GroupedHashIndex(num_blocks, num_groups) if on_reuse is None else None
+        self._on_reuse: Callable[[BlockIds], object] = on_reuse if on_reuse is not None else self._forget
+        self._ref_counts: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
+        self._free: EvictionPolicy = policy if policy is not None else LruPolicy(num_blocks)
+        self._tails = FreeKVCacheBlockQueue.empty(num_blocks)
+        self._held_tails: set[int] = set()
+        """Blocks that will be tails when they are free."""
+        self._keyed: KeyedPolicy | None = (
+            self._free if isinstance(self._free, KeyedPolicy) and self._free.wants_keys else None
+        )
+
+    def get_num_free_blocks(self) -> int:
+        return len(self._free) + len(self._tails)
+
+    def get_usage(self) -> float:
+        """Share of the blocks held by requests, 0.0 to 1.0."""
+        return 1.0 - self.get_num_free_blocks() / self.num_blocks
+
+    def count_free(self, block_ids: BlockIds) -> int:
+        """How many of these blocks are free (touching them would leave so many fewer)."""
+        return int(np.count_nonzero(self._ref_counts.take(block_ids) == 0))
+
+    def count_held_once(self, block_ids: BlockIds) -> int:
+        """How many of these blocks would join the free queue if they were freed."""
+        return int(np.count_nonzero(self._ref_counts[block_ids] == 1))
+
+    def get_new_blocks(self, count: int) -> BlockIds:
+        """Take `count` blocks (at most `get_num_free_blocks()`), those first that the policy gives away first.
+
+        Raises AllocationError if there are fewer; nothing has changed then.
+        """
+        if count > self.get_num_free_blocks():
+            raise AllocationError(
+                f"{count} new blocks are more than the {self.get_num_free_blocks()} free ones; free some, or ask "
+                "get_num_free_blocks() first"
+            )
+        block_ids = self._take_with_tails(count) if len(self._tails) else self._free.popleft(count)
+        if count:
+            self._on_reuse(block_ids)
+            self._ref_counts[block_ids] = 1
+        return block_ids
+
+    def _take_with_tails(self, count: int) -> BlockIds:
+        empty = self._free.popleft(min(count, self._free.num_empty))
+        tails = self._tails.popleft(min(count - len(empty), len(self._tails)))
+        return np.concatenate((empty, tails, self._free.popleft(count - len(empty) - len(tails))))
+
+    def touch(self, block_ids: BlockIds) -> None:
+        """Hold these (distinct) blocks, which a lookup found, once more; free ones are free no longer."""
+        counts = self._ref_counts.take(block_ids)
+        self._free.remove(block_ids.compress(counts == 0))
+        self._ref_counts[block_ids] = counts + 1
+        self._free.note_hit(block_ids)
+
+    def free_blocks(self, block_ids: BlockIds) -> None:
+        """Hold these (distinct) blocks once less; those at 0 are free, and count as freed in the order given."""
+        counts = self._ref_counts.take(block_ids) - 1
+        self._ref_counts[block_ids] = counts
+        if np.count_nonzero(counts):  # most often nobody else holds any
+            assert counts.min() >= 0, "a block was freed more often than it was held"
+            block_ids = block_ids.compress(counts == 0)
+        if self._held_tails:
+            is_tail = np.array([block_id in self._held_tails for block_id in block_ids.tolist()], np.bool_)
+            self._held_tails.difference_update(block_ids[is_tail].tolist())
+            self._tails.append(block_ids[is_tail])
+            block_ids = block_ids[~is_tail]
+        self._free.append(block_ids)
+
+    def refresh(self, block_id: int) -> None:
+        """A block that nobody holds counts as used just now."""
+        block_ids = np.array([block_id], np.int32)
+        if block_id in self._tails:
+            self._tails.remove(block_ids)
+            self._tails.append(block_ids)
+        elif self.count_free(block_ids):
+            self.touch(block_ids)
+            self.free_blocks(block_ids)
+
+    def note_tail(self, block_id: int) -> None:
+        """This held block can be found as a tail: once it is free it goes before all others that hold something."""
+        self._held_tails.add(block_id)
+
+    def is_tail(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
+        """Which of these blocks are free tails."""
+        return self._tails.holds(block_ids)
+
+    def tail_block_ids(self) -> set[int]:
+        """Tails that go before other blocks, held until now or free."""
+        return self._held_tails.union(self._tails.in_order().tolist())
+
+    def keep_as_block(self, block_id: int, depth: int) -> None:
+        """From now on this free tail goes when the policy says, as block number `depth` of its prefix."""
+        block_ids = np.array([block_id], np.int32)
+        self._tails.remove(block_ids)
+        self._free.note_cached(block_ids, np.array([depth], np.int32))
+        self._free.append(block_ids)
+
+    def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
+        """These held blocks can be found from now on, as blocks number `depths` of their prefixes."""
+        self._free.note_cached(block_ids, depths)
+
+    @property
+    def wants_keys(self) -> bool:
+        """Whether `note_keys` is of use: keys cost a hash per block."""
+        return self._keyed is not None
+
+    def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
+        """The keys of the blocks that `note_cached` was told of a moment ago, in the same order."""
+        if self._keyed is not None:
+            self._keyed.note_keys(block_ids, keys)
+
+    def note_forgotten(self, block_ids: BlockIds) -> None:
+        """What these (distinct) blocks hold cannot be found any more; who holds them keeps them."""
+        self._free.note_forgotten(block_ids)
+        if len(self._tails):
+            freed = block_ids.compress(self._tails.holds(block_ids))
+            self._tails.remove(freed)
+            self._free.append(freed)
+        if self._held_tails:
+            self._held_tails.difference_update(block_ids.tolist())
+
+    # ------------------------------------------------------------- found by key
+
+    def block(self, block_id: int) -> KVCacheBlock:
+        """One block as an object."""
+        return KVCacheBlock(self, block_id)
+
+    def ref_count(self, block_id: int) -> int:
+        """Number of holders of one block."""
+        return int(self._ref_counts[block_id])
+
+    def get_cached_block(self, key: BlockHash, group_ids: Iterable[int] = (0,)) -> list[KVCacheBlock] | None:
+        """The block that holds a key in each of these groups, or None if one of them lacks it. Changes nothing."""
+        finders = [self._checked_index().finder(group_id) for group_id in group_ids]
+        found = [block_id for finder in finders if (block_id := finder(key)) is not None]
+        return [self.block(block_id) for block_id in found] if len(found) == len(finders) else None
+
+    def cache_full_blocks(
+        self,
+        sequence: TokenSequence,
+        block_ids: Iterable[int],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        group_id: int = 0,
+    ) -> None:
+        """From now on a sequence's blocks number `num_cached_blocks` to `num_full_blocks` are found by their keys.
+
+        `block_ids` is its whole table; those blocks are held and hold nothing that can be found. Their size is the
+        sequence's. Entries below 0, which stand for no block, are passed over.
+        """
+        keys = sequence.block_hashes()[num_cached_blocks:num_full_blocks]
+        entries = list(block_ids)[num_cached_blocks : num_cached_blocks + len(keys)]
+        new = [(key, entry, at) for at, (key, entry) in enumerate(zip(keys, entries, strict=True)) if entry >= 0]
+        depths = np.array([num_cached_blocks + at for _, _, at in new], np.int32)
+        self._cache(group_id, [key for key, _, _ in new], np.array([entry for _, entry, _ in new], np.int32), depths)
+
+    def cache_key(self, block_id: int, key: BlockHash, number: int, group_id: int = 0) -> None:
+        """From now on a held block is found by this key, as block number `number` of its prefix."""
+        self._cache(group_id, [key], np.array([block_id], np.int32), np.array([number], np.int32))
+
+    def _cache(self, group_id: int, keys: Sequence[BlockHash], block_ids: BlockIds, depths: BlockIds) -> None:
+        self._checked_index().insert(group_id, keys, block_ids)
+        self.note_cached(block_ids, depths)
+        if self.wants_keys:
+            self.note_keys(block_ids, [BlockHash(make_block_hash_with_group_id(key, group_id)) for key in keys])
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Forget what these blocks hold. Who holds them keeps them. Entries below 0 stand for no block."""
+        self._checked_index()
+        self.note_forgotten(self._forget(as_block_ids(block_ids, self.num_blocks)))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget everything; True. Raises CacheBusyError while blocks are held."""
+        index, num_held = self._checked_index(), self.num_blocks - self.get_num_free_blocks()
+        if num_held:
+            raise CacheBusyError(f"the prefix cache cannot be reset while {num_held} blocks are held; free them first")
+        self.note_forgotten(index.block_ids())
+        index.clear()
+        return True
+
+    def block_hash(self, block_id: int) -> BlockHashWithGroupId | None:
+        """Key and group under which a block is found, or None."""
+        index = self._checked_index()
+        key, group_id = index.key_of(block_id), index.group_of(block_id)
+        return None if key is None or group_id is None else make_block_hash_with_group_id(key, group_id)
+
+    def _checked_index(self) -> GroupedHashIndex:
+        if self._index is None:
+            raise ConfigError(
+                "this pool's blocks are found by whoever gave it on_reuse; leave on_reuse out, or ask there"
+            )
+        return self._index
+
+    def _forget(self, block_ids: BlockIds) -> BlockIds:
+        """The index forgets these blocks; those that it knew."""
+        return self._checked_index().remove(block_ids)
+
+    def ref_counts(self) -> npt.NDArray[np.int32]:
+        """Reference count of every block, [num_blocks] (a copy)."""
+        return self._ref_counts.copy()
+
+    def free_block_ids(self) -> BlockIds:
+        """Free blocks in the order in which they would be given away (a copy)."""
+        others = self._free.in_order()
+        if not len(self._tails):
+            return others
+        num_empty = self._free.num_empty
+        return np.concatenate((others[:num_empty], self._tails.in_order(), others[num_empty:]))
+
+    def check_integrity(self, expected_ref_counts: npt.NDArray[np.int32]) -> None:
+        """Raise AssertionError unless counts equal `expected_ref_counts` and the free blocks are their zeros."""
+        wrong = np.flatnonzero(self._ref_counts != expected_ref_counts)
+        assert wrong.size == 0, (
+            f"block {wrong[:5]}: counted {self._ref_counts[wrong[:5]]}, held {expected_ref_counts[wrong[:5]]}"
+        )
+        self._free.check_integrity()
+        self._tails.check_integrity()
+        queued = np.concatenate((self._free.in_order(), self._tails.in_order()))
+        assert len(queued) == self.get_num_free_blocks(), "the free queue miscounts itself"
+        assert len(np.unique(queued)) == len(queued), "a block is queued twice"
+        assert np.array_equal(np.sort(queued), np.flatnonzero(self._ref_counts == 0)), (
+            "the free queue is not the set of blocks without holder"
+        )

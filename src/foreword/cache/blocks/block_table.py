@@ -1,0 +1,138 @@
+"""Block tables of the running requests, as rows of one array; one such array per group of layers.
+
+Knows block ids and row numbers; knows nothing of tokens or of what a block holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache.blocks.block_pool import BlockIds
+
+
+class BlockTable:
+    """One row of block ids per request: entry j holds positions j*block_size and on.
+
+    Rows and columns are added when they run out, by doubling; entries past a row's length are
+    meaningless.
+    """
+
+    def __init__(self, num_rows: int = 16, num_columns: int = 64) -> None:
+        self._ids: BlockIds = np.zeros((num_rows, num_columns), np.int32)
+        self._lengths: npt.NDArray[np.int32] = np.zeros(num_rows, np.int32)
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    def open_row(self) -> int:
+        """Number of an empty row."""
+        if not self._free_rows:
+            rows = len(self._lengths)
+            self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+            self._lengths = np.concatenate((self._lengths, np.zeros_like(self._lengths)))
+            self._free_rows = list(range(2 * rows - 1, rows - 1, -1))
+        row = self._free_rows.pop()
+        self._lengths[row] = 0
+        return row
+
+    def close_row(self, row: int) -> None:
+        """Give a row back; its content is gone."""
+        self._lengths[row] = 0
+        self._free_rows.append(row)
+
+    def append(self, row: int, block_ids: BlockIds) -> None:
+        start = int(self._lengths[row])
+        end = start + len(block_ids)
+        if end > self._ids.shape[1]:
+            self._widen(end)
+        self._ids[row, start:end] = block_ids
+        self._lengths[row] = end
+
+    def append_each(self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], block_ids: BlockIds) -> None:
+        """Append the first `counts[0]` of the ids to row `rows[0]`, the next `counts[1]` to `rows[1]`, ...
+
+        The rows are distinct and no count is 0.
+        """
+        starts = self._lengths[rows]
+        ends = starts + counts
+        longest = int(ends.max(initial=0))
+        if longest > self._ids.shape[1]:
+            self._widen(longest)
+        if len(block_ids) == len(rows):
+            self._ids[rows, starts] = block_ids
+        else:
+            shifts = np.repeat(starts - np.cumsum(counts) + counts, counts)
+            self._ids[np.repeat(rows, counts), shifts + np.arange(len(block_ids))] = block_ids
+        self._lengths[rows] = ends
+
+    def replace_each(
+        self, rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], block_id: int
+    ) -> BlockIds:
+        """Write `block_id` into entries `starts[i]` to `ends[i]` of row `rows[i]`; returns what stood there.
+
+        The order is that of the rows, the last entry of each first.
+        """
+        counts = ends - starts
+        if len(counts) == counts.sum():
+            at = (rows, starts)
+        else:
+            lasts = np.repeat(ends - 1 + np.cumsum(counts) - counts, counts)
+            at = (np.repeat(rows, counts), lasts - np.arange(len(lasts)))
+        replaced: BlockIds = self._ids[at]
+        self._ids[at] = block_id
+        return replaced
+
+    def _widen(self, least: int) -> None:
+        wider = np.zeros((len(self._lengths), max(least, 2 * self._ids.shape[1])), np.int32)
+        wider[:, : self._ids.shape[1]] = self._ids
+        self._ids = wider
+
+    def length(self, row: int) -> int:
+        return int(self._lengths[row])
+
+    def lengths(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Lengths of several rows (a copy)."""
+        return self._lengths[rows]
+
+    def row(self, row: int) -> BlockIds:
+        """Block ids of one request (a view, valid until the next change)."""
+        return self._ids[row, : self._lengths[row]]
+
+    def entries(self, rows: npt.NDArray[np.int64], numbers: npt.NDArray[np.integer]) -> BlockIds:
+        """Entry `numbers[i]` of row `rows[i]` (a copy)."""
+        found: BlockIds = self._ids[rows, numbers]
+        return found
+
+    def gather(self, rows: npt.NDArray[np.int64]) -> tuple[BlockIds, npt.NDArray[np.int32]]:
+        """Tables of several requests, [len(rows), longest], and their lengths (copies)."""
+        lengths = self._lengths[rows]
+        return self._ids[rows, : int(lengths.max(initial=0))], lengths
+
+
+class MultiGroupBlockTable:
+    """One table per group; a request has the same row number in all of them."""
+
+    def __init__(self, num_groups: int) -> None:
+        self.groups = tuple(BlockTable() for _ in range(num_groups))
+
+    def open_row(self) -> int:
+        """Number of a row that is empty in every group."""
+        row, *others = (tables.open_row() for tables in self.groups)
+        assert all(other == row for other in others), "the groups' rows are out of step"
+        return row
+
+    def close_row(self, row: int) -> None:
+        """Give the row back in every group."""
+        for tables in self.groups:
+            tables.close_row(row)
+
+    def held(self, row: int, block_sizes: Sequence[int]) -> BlockIds:
+        """All blocks of a row, those that end later in the sequence first (a copy)."""
+        if len(self.groups) == 1:
+            table = self.groups[0].row(row)[::-1]
+            return table[table >= 0]
+        tables = [tables.row(row) for tables in self.groups]
+        ends = [np.arange(1, len(t) + 1) * size for t, size in zip(tables, block_sizes, strict=True)]
+        block_ids = np.concatenate(tables)[np.argsort(-np.concatenate(ends), kind="stable")]
+        return block_ids[block_ids >= 0]

@@ -1,0 +1,1 @@
+"""Which free block is given away next, and which blocks are kept."""

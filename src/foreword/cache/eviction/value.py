@@ -1,0 +1,437 @@
+"""The `value` policy: keep what is likeliest to be hit per unit of memory and time, as learnt from the traffic.
+
+Knows block ids, depths and keys; knows neither tokens, requests nor the clock on the wall. Time is counted in
+uses: each block that a request frees is one. docs/decisions/0010-value-policy.md has what was tried.
+
+Every freed block belongs to a class (how often it was used; whether it is the last of its request; how much that
+request added that nobody had seen). For each class the policy counts how many reach an age and how many are
+hit before the next, evicted ones included: their keys are remembered as ghosts. From these hazards it
+computes for each class and age the value of keeping a block on: the best, over all horizons, of
+
+    probability of a hit within the horizon / expected time that the block occupies until hit or horizon
+
+(Gittins' index, as in EVA and LHD). The block of least value goes first. A head is worth at least as
+much as what follows it, so a tail goes before its head.
+
+After Beckmann, Chen and Cidon, "LHD: improving cache hit rate by maximizing hit density" (NSDI 2018).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache.eviction.free_queue import NO_BLOCKS, BlockIds
+from foreword.cache.eviction.policies import _EmptyFirst
+from foreword.cache.keys.hashing import BlockHash
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+USE_CLASS = np.array([0, 1, 2, 3, 4, 4, 5], np.int16)
+"""Class of a number of earlier uses; the last stands for all above."""
+
+NUM_SIZES = 26
+"""Classes of how many blocks a request added: 0, 1, and two for each doubling."""
+
+NUM_CLASSES = 6 * 2 * NUM_SIZES
+NEIGHBOUR_WEIGHTS = (0.5, 0.25, 0.125)
+"""How much the evidence of sizes one, two and three classes away counts: without it, much depends on where
+classes happen to end."""
+HORIZON = 32
+"""Ages that are told apart, in capacities."""
+MIN_REMEMBERED = 1 << 16
+"""Uses that are remembered at least, however small the pool is."""
+PRIOR_HAZARD = 0.05
+"""Of any bin, before anything is known: a value that falls with age, so the order is that of LRU."""
+PRIOR_WEIGHT = 20.0
+SHRINKAGE = 10.0
+"""Blocks' worth of evidence that a class must bring to move half way from what all classes together show."""
+MEMORY_USES = 200_000
+"""Evidence counts half after so many uses..."""
+MEMORY_CAPACITIES = 16
+"""...or after so many capacities, if that is more."""
+BINS_PER_DOUBLING = 2
+STEPS_PER_DOUBLING = 4
+"""Values that differ by less count as equal, and LRU decides: estimates are not better than that."""
+BATCH_SHARE = 32
+"""The next 1/32 of the free blocks is put in order at a time: amortised O(log n) for each."""
+
+
+@runtime_checkable
+class KeyedPolicy(Protocol):
+    """A policy that wants to know blocks again after they were evicted."""
+
+    @property
+    def wants_keys(self) -> bool:
+        """Whether to call `note_keys`: keys cost a hash per block."""
+
+    def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
+        """The keys of blocks that `note_cached` was told of a moment ago, in the same order."""
+
+
+def key_numbers(keys: Sequence[BlockHash]) -> npt.NDArray[np.uint64]:
+    """A number other than 0 for each key, of its first and its last bytes: the last may be the number of a group."""
+    mixed = (int.from_bytes(key[:8], "little") ^ (int.from_bytes(key[-4:], "big") << 32) for key in keys)
+    return np.array([number | 1 for number in mixed], np.uint64)
+
+
+class _History:
+    """The last uses of blocks, live or evicted: a ring that grows up to `max_uses`."""
+
+    def __init__(self, max_uses: int) -> None:
+        self.max_uses = max_uses
+        self.num_uses = 0
+        """Uses so far: the policy's clock, and the number of the next one."""
+        self._entry_of: dict[int, int] = {}
+        self._allocate(1024)
+
+    def _allocate(self, size: int) -> None:
+        self._key: npt.NDArray[np.uint64] = np.zeros(size, np.uint64)
+        self._class: npt.NDArray[np.int16] = np.zeros(size, np.int16)
+        self._times: npt.NDArray[np.int8] = np.zeros(size, np.int8)
+        self._latest: npt.NDArray[np.bool_] = np.zeros(size, np.bool_)
+
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest use that is remembered."""
+        return max(0, self.num_uses - len(self._key))
+
+    def add(
+        self, keys: npt.NDArray[np.uint64], classes: npt.NDArray[np.int16], times: npt.NDArray[np.int8]
+    ) -> IntArray:
+        """Blocks were used; returns the numbers of these uses. Key 0 is no key."""
+        count = len(keys)
+        while self.num_uses + count > len(self._key) < self.max_uses:
+            self._grow()
+        count_kept = min(count, len(self._key))  # a request longer than the ring overwrites itself
+        entries = np.arange(self.num_uses, self.num_uses + count)
+        kept = entries[count - count_kept :]
+        slots = kept % len(self._key)
+        self._forget(self._key[slots], kept - len(self._key))
+        self._key[slots] = keys[count - count_kept :]
+        self._class[slots] = classes[count - count_kept :]
+        self._times[slots] = times[count - count_kept :]
+        self._latest[slots] = True
+        self.num_uses += count
+        known = keys[count - count_kept :] != 0
+        self._entry_of.update(zip(keys[count - count_kept :][known].tolist(), kept[known].tolist(), strict=True))
+        return entries
+
+    def find(self, keys: Sequence[int]) -> IntArray:
+        """Number of each key's last use, -1 if it is not remembered."""
+        entry_of = self._entry_of
+        return np.array([entry_of.get(key, -1) for key in keys], np.int64)
+
+    def is_latest(self, entries: IntArray) -> npt.NDArray[np.bool_]:
+        """Which of these uses are remembered, and not followed by another of the same block."""
+        remembered = entries >= self.oldest
+        remembered[remembered] = self._latest[entries[remembered] % len(self._key)]
+        return remembered
+
+    def is_followed(self, entries: IntArray) -> None:
+        """These remembered uses are not their blocks' latest any more."""
+        self._latest[entries % len(self._key)] = False
+
+    def classes(self, entries: IntArray) -> npt.NDArray[np.int16]:
+        return self._class[entries % len(self._key)]
+
+    def times(self, entries: IntArray) -> npt.NDArray[np.int8]:
+        """How often each block had been used before that use."""
+        return self._times[entries % len(self._key)]
+
+    def _grow(self) -> None:
+        old = np.arange(self.oldest, self.num_uses)
+        kept = [column[old % len(self._key)] for column in self._columns()]
+        self._allocate(min(self.max_uses, 2 * len(self._key)))
+        slots = old % len(self._key)
+        for column, values in zip(self._columns(), kept, strict=True):
+            column[slots] = values
+
+    def _columns(self) -> list[npt.NDArray[Any]]:
+        return [self._key, self._class, self._times, self._latest]
+
+    def _forget(self, keys: npt.NDArray[np.uint64], entries: IntArray) -> None:
+        if entries[-1] < 0:
+            return
+        entry_of = self._entry_of
+        for key, entry in zip(keys[entries >= 0].tolist(), entries[entries >= 0].tolist(), strict=True):
+            if entry_of.get(key) == entry:
+                del entry_of[key]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if keys and uses contradict each other."""
+        for key, entry in self._entry_of.items():
+            assert self.oldest <= entry < self.num_uses, "a forgotten use is still found by its key"
+            assert self._key[entry % len(self._key)] == key, "a key leads to another block's use"
+
+
+class _Hazards:
+    """How many blocks of each class reached an age, and how many of them were hit before the next.
+
+    Ages are cut into bins, that grow by half an octave:
+
+        edges   0 | c/64 | c/45 | c/32 | ...          c: capacity
+    """
+
+    def __init__(self, capacity: int, max_age: int) -> None:
+        edges = [0.0]
+        edge = max(1.0, capacity / 64)
+        while edge < max_age:
+            edges.append(edge)
+            edge *= 2 ** (1 / BINS_PER_DOUBLING)
+        self.edges: FloatArray = np.array(edges)
+        self.widths: FloatArray = np.append(np.diff(self.edges), self.edges[-1] or 1.0)
+        self.reached: FloatArray = np.zeros((NUM_CLASSES, len(edges)))
+        self.hit: FloatArray = np.zeros((NUM_CLASSES, len(edges)))
+        self.counted_to: IntArray = np.zeros(len(edges), np.int64)
+        """For each edge, the first use that is not counted as having reached it or not."""
+        self._value: FloatArray = np.empty_like(self.reached)
+        self.settle()
+
+    def bins(self, ages: IntArray) -> IntArray:
+        bins: IntArray = np.searchsorted(self.edges, ages, side="right") - 1
+        return bins
+
+    def note_hits(self, classes: npt.NDArray[np.int16], entries: IntArray, now: int) -> None:
+        """Blocks of these classes, last used at `entries`, were used again now."""
+        ages = now - entries
+        np.add.at(self.hit, (classes, self.bins(ages)), 1.0)
+        # They are followed from now on, so `count` would pass over those that it has still to count.
+        uses, bins = np.nonzero((entries[:, None] >= self.counted_to) & (ages[:, None] >= self.edges))
+        np.add.at(self.reached, (classes[uses], bins), 1.0)
+
+    def count(self, history: _History) -> None:
+        """Count the latest uses that have reached an edge since the last call."""
+        now, oldest = history.num_uses, history.oldest
+        for number, edge in enumerate(self.edges.tolist()):
+            end = int(now - edge) + 1
+            start = max(int(self.counted_to[number]), oldest)
+            if end > start:
+                entries = np.arange(start, min(end, now))
+                entries = entries[history.is_latest(entries)]
+                self.reached[:, number] += np.bincount(history.classes(entries), minlength=NUM_CLASSES)
+            self.counted_to[number] = max(end, start) if end > 0 else 0
+        np.minimum(self.counted_to, now, out=self.counted_to)
+
+    def fade(self) -> None:
+        """From now on, what was counted until now counts half."""
+        self.reached *= 0.5
+        self.hit *= 0.5
+
+    def settle(self) -> None:
+        """From now on, values are what follows from the counts of now."""
+        self._settled: tuple[FloatArray, FloatArray] | None = self.hit.copy(), self.reached.copy()
+
+    @property
+    def value(self) -> FloatArray:
+        """By class and bin, as a logarithm. Computed when it is asked for: a hit asks for nothing and need not wait."""
+        if self._settled is not None:
+            self._compute(*self._settled)
+            self._settled = None
+        return self._value
+
+    def _compute(self, hit: FloatArray, reached: FloatArray) -> None:
+        hazards = np.minimum(_estimates(hit, reached), 0.98)
+        num_bins = hazards.shape[1]
+        for start in range(num_bins):
+            rest = hazards[:, start:]
+            still = np.cumprod(1.0 - rest, axis=1)  # not hit until the end of each bin
+            before = np.concatenate((np.ones((NUM_CLASSES, 1)), still[:, :-1]), axis=1)
+            time = np.cumsum(self.widths[start:] * (before + still) / 2, axis=1)
+            self._value[:, start] = ((1.0 - still) / time).max(axis=1)
+        self._value = np.rint(STEPS_PER_DOUBLING * np.log2(self._value))
+
+
+def _estimates(hit: FloatArray, reached: FloatArray) -> FloatArray:
+    """Hazards of each class, leaning on those of all classes where a class has little to show."""
+    everywhere = (hit.sum(axis=0) + PRIOR_WEIGHT * PRIOR_HAZARD) / (reached.sum(axis=0) + PRIOR_WEIGHT)
+    hit, reached = _with_neighbours(hit), _with_neighbours(reached)
+    ratios = (hit.sum(axis=1) + SHRINKAGE) / (reached @ everywhere + SHRINKAGE)
+    lean = np.minimum(everywhere * ratios[:, None], 0.95)
+    estimates: FloatArray = (hit + SHRINKAGE * lean) / (reached + SHRINKAGE)
+    return estimates
+
+
+def _with_neighbours(counts: FloatArray) -> FloatArray:
+    """Counts [classes, bins], each with a share of those of similar sizes."""
+    by_size = counts.reshape(-1, NUM_SIZES, counts.shape[1])
+    total = by_size.copy()
+    for distance, weight in enumerate(NEIGHBOUR_WEIGHTS, 1):
+        total[:, distance:] += weight * by_size[:, :-distance]
+        total[:, :-distance] += weight * by_size[:, distance:]
+    return total.reshape(counts.shape)
+
+
+class ValuePolicy(_EmptyFirst):
+    """Least likely to be hit for the memory and time it takes first; among equals least recently freed first.
+
+    Learns while it runs and needs no setting; until it has learnt something the order is that of `lru`. A flood
+    of prompts that nobody repeats shows itself in few hits of its class and gives way to what is reused.
+    It needs blocks' keys (`note_keys`) to learn from what was evicted; without them it knows only what it keeps.
+    O(log n) a block, amortised; ghosts take about 150 bytes each, up to 32 for each block of the pool.
+    """
+
+    wants_keys = True
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._history = _History(max(MIN_REMEMBERED, HORIZON * num_blocks))
+        self._hazards = _Hazards(num_blocks, self._history.max_uses)
+        self._key: npt.NDArray[np.uint64] = np.zeros(num_blocks, np.uint64)
+        self._depth: BlockIds = np.zeros(num_blocks, np.int32)
+        self._parent: BlockIds = np.full(num_blocks, -1, np.int32)
+        self._times: npt.NDArray[np.int8] = np.zeros(num_blocks, np.int8)
+        """Earlier uses, as far as `USE_CLASS` tells them apart."""
+        self._class: npt.NDArray[np.int16] = np.zeros(num_blocks, np.int16)
+        self._entry: IntArray = np.full(num_blocks, -1, np.int64)
+        """The block's last use; -1 if there was none since it was cached."""
+        self._ranking: BlockIds = NO_BLOCKS
+        self._ranked_entries: IntArray = np.empty(0, np.int64)
+        self._place = self._batch_end = 0
+        """The ranking's next block, and the end of the part that stands although others were used since."""
+        self._next_count = self._next_fade = 0
+        self._num_blocks = num_blocks
+
+    # ---------------------------------------------------------------- learning
+
+    def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
+        self._depth[block_ids] = depths
+        self._key[block_ids] = 0
+        self._parent[block_ids] = -1
+        self._times[block_ids] = 0
+        self._entry[block_ids] = -1
+
+    def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
+        self.note_key_numbers(block_ids, key_numbers(keys))
+
+    def note_key_numbers(self, block_ids: BlockIds, keys: npt.NDArray[np.uint64]) -> None:
+        """`note_keys` by what `key_numbers` makes of the keys."""
+        self._key[block_ids] = keys
+        entries = self._history.find(keys.tolist())
+        again = self._history.is_latest(entries)
+        if again.any():
+            entries = entries[again]
+            self._hazards.note_hits(self._history.classes(entries), entries, self._history.num_uses)
+            self._history.is_followed(entries)
+            self._times[block_ids[again]] = np.minimum(self._history.times(entries) + 1, len(USE_CLASS) - 1)
+
+    def note_hit(self, block_ids: BlockIds) -> None:
+        block_ids = block_ids[self._is_cached[block_ids]]
+        self._times[block_ids] = np.minimum(self._times[block_ids] + 1, len(USE_CLASS) - 1)
+        entries = self._entry[block_ids]
+        latest = self._history.is_latest(entries)
+        if latest.any():
+            self._hazards.note_hits(self._class[block_ids[latest]], entries[latest], self._history.num_uses)
+            self._history.is_followed(entries[latest])
+
+    def _classify(self, block_ids: BlockIds) -> npt.NDArray[np.int16]:
+        """Classes of blocks that a request frees, the last of its prefix first."""
+        times = self._times[block_ids]
+        num_added = int(np.count_nonzero(times == 0))
+        size = min(1 + int(2 * math.log2(num_added)), NUM_SIZES - 1) if num_added else 0
+        classes = USE_CLASS[times] * (2 * NUM_SIZES) + size
+        classes[0] += NUM_SIZES
+        return classes
+
+    def _tell_time(self) -> None:
+        """Count uses, now and then; what follows from them is computed when it is asked for."""
+        now = self._history.num_uses
+        if now < self._next_count:
+            return
+        self._hazards.count(self._history)
+        if now >= self._next_fade:
+            self._next_fade = now + max(MEMORY_USES, MEMORY_CAPACITIES * self._num_blocks)
+            self._hazards.fade()
+        self._hazards.settle()
+        self._next_count = now + max(500, self._num_blocks // 16)
+
+    # ------------------------------------------------------------------- order
+
+    def _add(self, block_ids: BlockIds) -> None:
+        if not len(block_ids):
+            return
+        follows = self._depth[block_ids[:-1]] == self._depth[block_ids[1:]] + 1
+        self._parent[block_ids[:-1][follows]] = block_ids[1:][follows]
+        classes = self._classify(block_ids)
+        self._class[block_ids] = classes
+        again = self._entry[block_ids]  # held twice without a hit: freed by one, then by the other
+        self._history.is_followed(again[self._history.is_latest(again)])
+        self._entry[block_ids] = self._history.add(self._key[block_ids], classes, self._times[block_ids])
+        self._end_ranking()
+        self._tell_time()
+
+    def _discard(self, block_ids: BlockIds) -> None:
+        self._end_ranking()  # `_is_free` tells that they are gone, but heads may be worth less without them
+
+    def _take(self, count: int) -> BlockIds:
+        taken: list[BlockIds] = [NO_BLOCKS]
+        missing = count
+        while missing:
+            if self._place >= self._batch_end:
+                self._rank()
+            end = min(self._place + 2 * missing, self._batch_end)
+            standing = self._place + np.flatnonzero(self._stands(slice(self._place, end)))[:missing]
+            taken.append(self._ranking[standing])
+            self._is_free[taken[-1]] = False
+            missing -= len(standing)
+            self._place = end if missing else int(standing[-1]) + 1
+        return np.concatenate(taken)
+
+    def _rank(self) -> None:
+        """Put all in order. A batch of them stays in that order; until something changes, all do."""
+        self._ranking = self._by_value(self._is_free & self._is_cached)
+        self._ranked_entries = self._entry[self._ranking]
+        self._place = 0
+        self._batch_end = len(self._ranking)
+
+    def _end_ranking(self) -> None:
+        """Something changed: the order of those behind the batch has to be found anew."""
+        self._batch_end = min(self._batch_end, max(self._num_blocks // BATCH_SHARE, self._place))
+
+    def _stands(self, places: slice) -> npt.NDArray[np.bool_]:
+        """Which of the ranking are still free and were not used since."""
+        block_ids = self._ranking[places]
+        stands: npt.NDArray[np.bool_] = self._is_free[block_ids] & self._is_cached[block_ids]
+        stands &= self._entry[block_ids] == self._ranked_entries[places]
+        return stands
+
+    def _by_value(self, candidate: npt.NDArray[np.bool_]) -> BlockIds:
+        """The blocks of a mask over all, least value first, then least recently used."""
+        block_ids = np.flatnonzero(candidate).astype(np.int32)
+        entries = self._entry[block_ids]
+        ages = self._hazards.bins(self._history.num_uses - entries)
+        value = np.full(self._num_blocks, -np.inf)
+        value[block_ids] = self._hazards.value[self._class[block_ids], ages]
+        self._lift_heads(block_ids, candidate, value)
+        return block_ids[np.lexsort((entries, value[block_ids]))]
+
+    def _lift_heads(self, block_ids: BlockIds, candidate: npt.NDArray[np.bool_], value: FloatArray) -> None:
+        """Give each block at least the value of all that follow it; a step doubles how far that looks."""
+        ancestor = np.full(self._num_blocks, -1, np.int32)
+        parents = self._parent[block_ids]
+        linked = (parents >= 0) & candidate[parents] & (self._depth[parents] == self._depth[block_ids] - 1)
+        block_ids, parents = block_ids[linked], parents[linked]
+        ancestor[block_ids] = parents
+        while len(block_ids):
+            np.maximum.at(value, parents, value[block_ids])
+            ancestor[block_ids] = parents = ancestor[parents]
+            block_ids, parents = block_ids[parents >= 0], parents[parents >= 0]
+
+    def _kept(self) -> BlockIds:
+        batch = slice(self._place, self._batch_end)
+        first = self._ranking[batch][self._stands(batch)]
+        others = self._is_free & self._is_cached
+        others[first] = False
+        return np.concatenate((first, self._by_value(others)))
+
+    def _check_kept(self) -> None:
+        self._history.check_integrity()
+        kept = np.flatnonzero(self._is_free & self._is_cached)
+        assert (self._entry[kept] >= 0).all(), "a free cached block was never freed"
+        assert (self._entry[kept] < self._history.num_uses).all(), "a block is used in the future"
+        assert len(np.unique(self._entry[kept])) == len(kept), "two blocks share a use"

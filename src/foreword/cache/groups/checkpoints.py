@@ -1,0 +1,105 @@
+"""Where the states of recurrent layers are worth saving, and where steps must end for it.
+
+Knows token counts, block keys and group sizes; knows nothing of requests or of what holds a state.
+
+A state takes the memory of hundreds of tokens' KV. One after every block would fill the pool, one after
+every prompt would never be hit by a prompt that only begins alike. So states are saved after
+
+    every `interval` tokens of a prompt
+    the end of a prompt, and of each message in it       the next turn begins with them
+    the place where a prompt parts from an earlier one   the third prompt that begins alike hits there
+
+each rounded down to where a hit can end. The third is Marconi's rule (Pan et al., MLSys 2025): what two
+prompts share is likely to be asked for again. Generated tokens are computed one by one and not in cells, so no
+state after them is saved: a prompt that holds them has other bits.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from foreword.cache.groups.group_specs import GroupSpec, RecurrentSpec
+from foreword.cache.keys.hashing import BlockHash
+from foreword.cache.keys.sequence import TokenSequence
+
+MAX_SEEN_KEYS = 1 << 16
+"""Places of earlier prompts that are remembered."""
+
+
+@dataclass(slots=True)
+class StateCheckpoints:
+    """The rules above for one set of groups; remembers where earlier prompts have been."""
+
+    grid: int
+    """Steps end at multiples of this, or at the end of what is known."""
+    alignment: int
+    """Hits end at multiples of this; a multiple of `grid`."""
+    interval: int
+    """A multiple of `alignment`."""
+    _seen: dict[BlockHash, None] = field(default_factory=dict)
+
+    @classmethod
+    def for_groups(cls, groups: Sequence[GroupSpec]) -> StateCheckpoints | None:
+        """None if no group is recurrent."""
+        recurrent = [group for group in groups if isinstance(group, RecurrentSpec)]
+        if not recurrent:
+            return None
+        alignment = math.lcm(*(group.block_size for group in groups))
+        interval = math.lcm(alignment, *(group.interval_tokens or group.block_size for group in recurrent))
+        return cls(math.lcm(*(group.block_size for group in recurrent)), alignment, interval)
+
+    def align(self, num_tokens: int) -> int:
+        """The last place at or before `num_tokens` where a hit can end."""
+        return num_tokens // self.alignment * self.alignment
+
+    def num_in_cells(self, num_prompt_tokens: int) -> int:
+        """Leading tokens of a prompt that fill whole cells; only they can be hit."""
+        return num_prompt_tokens // self.grid * self.grid
+
+    def of_prompt(self, sequence: TokenSequence, message_ends: Iterable[int]) -> list[int]:
+        """Numbers of tokens of a new prompt after which states are saved, ascending, besides the intervals."""
+        length = len(sequence)
+        # The prompt alone again must leave a token to compute; a longer one may begin with all of it.
+        wanted = {length, length - 1, self._note_junction(sequence), *(end for end in message_ends if end <= length)}
+        return sorted({self.align(position) for position in wanted} - {0})
+
+    def next_after(self, positions: Sequence[int], start: int) -> int:
+        """The first place after `start` whose state is saved, given those beside the intervals."""
+        at = bisect.bisect_right(positions, start)
+        by_interval = (start // self.interval + 1) * self.interval
+        return min(by_interval, positions[at]) if at < len(positions) else by_interval
+
+    def cut(self, start: int, end: int, num_prompt_tokens: int, budget: int, positions: Sequence[int]) -> int:
+        """Where a step that begins at `start` ends, instead of at `end`; `start` if it has no room for a cell.
+
+        The budget, at least `end - start`, may be used up to the end of the first cell. Generated tokens are cells of
+        their own, so among them a step ends anywhere.
+        """
+        if start >= num_prompt_tokens:
+            return end
+        if end < num_prompt_tokens:
+            end = end // self.grid * self.grid
+            if end <= start:
+                end = min(num_prompt_tokens, (start // self.grid + 1) * self.grid)
+                if end - start > budget:
+                    return start
+        return min(end, self.next_after(positions, start))
+
+    def _note_junction(self, sequence: TokenSequence) -> int:
+        """How far an earlier prompt began alike; from now on this one counts as an earlier one."""
+        width = self.alignment // sequence.block_size
+        keys = sequence.block_hashes()[width - 1 :: width]
+        seen = self._seen
+        shared = next((number for number in range(len(keys), 0, -1) if keys[number - 1] in seen), 0)
+        for key in keys:
+            seen.pop(key, None)
+            seen[key] = None
+        while len(seen) > MAX_SEEN_KEYS:
+            del seen[next(iter(seen))]
+        return shared * self.alignment
+
+
+__all__ = ["StateCheckpoints"]

@@ -1,0 +1,379 @@
+"""Groups of layers that remember in the same way: what a group needs, looks up and lets go.
+
+Knows attention types, block ids and one request's table in one group; knows neither the other groups
+nor who decides on a hit (the coordinators), nor what a block holds. The types and names are vLLM v1's.
+
+Which blocks a group needs to compute position p, in tokens of its own past (block size 4, p = 13):
+
+    full              |0123|4567|89ab|c       all
+    sliding window 6            |89ab|c       positions 8 to 13, so blocks 2 and 3
+    chunked 8                   |89ab|c       the chunk of position 13 begins at 8
+    recurrent                        |c       the state after position 12, in the block that covers it
+
+Everything before is given up: its table entry becomes NULL_BLOCK, the block joins the free queue, and
+stays cached until it is overwritten.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache.blocks.block_pool import BlockIds, BlockPool
+from foreword.cache.blocks.block_table import BlockTable
+from foreword.cache.groups.group_specs import (
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    GroupSpec,
+    RecurrentSpec,
+    SinkFullSpec,
+    SlidingWindowSpec,
+)
+from foreword.cache.keys.hashing import BlockHash
+from foreword.errors import ConfigError
+
+NULL_BLOCK = -1
+"""Table entry of a block that is not needed; no block of the pool has this id."""
+NO_BLOCKS: BlockIds = np.empty(0, np.int32)
+
+IntArray = npt.NDArray[np.int64]
+Position = TypeVar("Position", int, IntArray)
+BlockFinder = Callable[[BlockHash], int | None]
+"""Block that is cached under a key, or None."""
+
+
+def without_null(entries: BlockIds) -> BlockIds:
+    """The blocks among table entries (a copy)."""
+    block_ids: BlockIds = entries[entries != NULL_BLOCK]
+    return block_ids
+
+
+class SingleTypeKVCacheManager(ABC):
+    """One group's tables, and the rules of its attention type. Rows are the coordinator's.
+
+    This class alone manages attention over a suffix that `first_needed_block` begins.
+    """
+
+    only_appends = True
+    """Whether a table grows by its new blocks alone."""
+    releases_blocks = True
+    """Whether blocks are given up while a request runs."""
+    hits_every_prefix = False
+    """Whether each beginning of a hit is a hit."""
+    readable_in_same_step = True
+    """Whether a step may read what another request of the same batch writes: KV, but not states."""
+
+    def __init__(self, block_size: int, tables: BlockTable) -> None:
+        self.block_size = block_size
+        self.tables = tables
+        self.num_indexed: list[int] = []
+        """Row -> number of leading blocks that have been offered to the index, or came from it."""
+        self._num_released: IntArray = np.zeros(0, np.int64)
+
+    def reserve(self, pool: BlockPool) -> None:  # noqa: B027 - only sinks need any
+        """Take the blocks that belong to no request and are never evicted; called once."""
+
+    def held_for_ever(self) -> BlockIds:
+        """What `reserve` took."""
+        return NO_BLOCKS
+
+    # ------------------------------------------------------------------ lookup
+
+    @abstractmethod
+    def first_needed_block(self, position: Position) -> Position:
+        """Number of the first block needed to compute `position`; may be negative for block 0."""
+
+    def find_longest_cache_hit(
+        self, keys: Sequence[BlockHash], block_of: BlockFinder, max_num_tokens: int, alignment: int
+    ) -> BlockIds:
+        """Table entries of the longest hit of at most `max_num_tokens` tokens; NULL_BLOCK where not needed.
+
+        `keys` are those of the group's own blocks, at least up to there; the length in tokens is a
+        multiple of `alignment`, itself one of `block_size`. Goes right to left: behind a missing block
+        no length is a hit until the block is no longer needed, so each block is looked up once at most.
+        """
+        size = self.block_size
+        length = max_num_tokens // alignment * alignment
+        found: list[int] = []
+        number = length // size - 1
+        while length:
+            first = max(0, self.first_needed_block(length))
+            while number >= first:
+                block_id = block_of(keys[number])
+                if block_id is None:
+                    break
+                found.append(block_id)
+                number -= 1
+            else:
+                break
+            length = number * size // alignment * alignment
+            number = length // size - 1
+            found.clear()
+        entries = np.full(length // size, NULL_BLOCK, np.int32)
+        if found:
+            entries[-len(found) :] = found[::-1]
+        return entries
+
+    # -------------------------------------------------------------------- need
+
+    def num_new_blocks(self, row: int, start: int, end: int) -> int:
+        """New blocks needed to compute positions `start` to `end` (exclusive) of a held request."""
+        return max(0, -(-end // self.block_size) - self.tables.length(row))
+
+    def num_admission_blocks(self, num_hit_blocks: int, end: int) -> int:
+        """New blocks needed to compute what follows a hit of that many table entries, up to `end`."""
+        return max(0, -(-end // self.block_size) - num_hit_blocks)
+
+    def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Most blocks that a request of `num_tokens` holds at a time, in steps of `max_step_tokens` at most."""
+        return -(-num_tokens // self.block_size)
+
+    def changes(self, rows: IntArray, starts: IntArray, ends: IntArray) -> npt.NDArray[np.bool_]:
+        """Which rows take or give up blocks when positions `starts` to `ends` are computed."""
+        grows: npt.NDArray[np.bool_] = self.tables.lengths(rows) * self.block_size < ends
+        if self.releases_blocks:
+            grows |= self.first_needed_block(starts) > self._num_released[rows]
+        return grows
+
+    # ------------------------------------------------------------------ tables
+
+    def open(self, row: int, entries: BlockIds) -> None:
+        """Begin a row with the table entries of a hit."""
+        while row >= len(self.num_indexed):
+            self.num_indexed.append(0)
+        if row >= len(self._num_released):
+            self._num_released = np.concatenate((self._num_released, np.zeros(row + 16, np.int64)))
+        self.num_indexed[row] = len(entries)
+        self._num_released[row] = self._num_needless(len(entries) * self.block_size) if len(entries) else 0
+        self.tables.append(row, entries)
+
+    def releasable(self, row: int, start: int) -> BlockIds:
+        """Blocks that nothing from position `start` on needs, last one first (a copy)."""
+        end = self._num_needless(start)
+        released = int(self._num_released[row])
+        if end <= released:
+            return NO_BLOCKS
+        return without_null(self.tables.row(row)[released:end][::-1])
+
+    def release(self, row: int, start: int) -> None:
+        """Let go of `releasable(row, start)`; the caller frees them."""
+        end = self._num_needless(start)
+        released = int(self._num_released[row])
+        if end > released:
+            self.tables.row(row)[released:end] = NULL_BLOCK
+            self._num_released[row] = end
+
+    def release_each(self, rows: IntArray, starts: IntArray) -> tuple[IntArray, BlockIds]:
+        """`releasable` and `release` for many rows: which of them give up blocks (repeated), and the blocks."""
+        released, ends = self._num_released[rows], self.first_needed_block(starts)
+        leaving = np.flatnonzero(ends > released)
+        if not len(leaving):
+            return leaving, NO_BLOCKS
+        rows, released, ends = rows[leaving], released[leaving], ends[leaving]
+        block_ids = self.tables.replace_each(rows, released, ends, NULL_BLOCK)
+        self._num_released[rows] = ends
+        return np.repeat(leaving, ends - released), block_ids
+
+    def extend(self, row: int, start: int, end: int, new_ids: BlockIds) -> None:
+        """Take over the `num_new_blocks(row, start, end)` new blocks."""
+        self.tables.append(row, new_ids)
+
+    def blocks_to_index(self, row: int, num_tokens: int, most: int) -> range:
+        """Numbers of blocks that are full with the first `num_tokens` tokens and not indexed yet.
+
+        Only the first `most` tokens may be found by others.
+        """
+        return range(self.num_indexed[row], min(num_tokens, most) // self.block_size)
+
+    def set_indexed(self, row: int, num_blocks: int) -> None:
+        """The row's blocks before number `num_blocks` that can be indexed are."""
+        self.num_indexed[row] = num_blocks
+
+    def check_row(self, row: int) -> None:
+        """Raise AssertionError if a row holds what it has given up, or lacks what it needs."""
+        table, released = self.tables.row(row), int(self._num_released[row])
+        assert (table[:released] == NULL_BLOCK).all(), "a block was given up but is still in the table"
+        assert (table[released:] != NULL_BLOCK).all(), "a block that is needed is missing from the table"
+
+    def _num_needless(self, start: int) -> int:
+        return max(0, self.first_needed_block(start)) if self.releases_blocks else 0
+
+
+class FullAttentionManager(SingleTypeKVCacheManager):
+    """Needs all blocks; the only type whose hits shrink to hits, so others are asked after it."""
+
+    releases_blocks = False
+    hits_every_prefix = True
+
+    def first_needed_block(self, position: Position) -> Position:
+        return 0 * position
+
+    def find_longest_cache_hit(
+        self, keys: Sequence[BlockHash], block_of: BlockFinder, max_num_tokens: int, alignment: int
+    ) -> BlockIds:
+        """Left to right, up to the first missing block."""
+        found: list[int] = []
+        for key in keys[: max_num_tokens // self.block_size]:
+            block_id = block_of(key)
+            if block_id is None:
+                break
+            found.append(block_id)
+        length = len(found) * self.block_size // alignment * alignment
+        return np.array(found[: length // self.block_size], np.int32)
+
+
+class SinkFullAttentionManager(FullAttentionManager):
+    """Full attention whose sink blocks are taken once, for all requests, and never given away.
+
+    They are in no request's table: attention puts them before it.
+    """
+
+    def __init__(self, spec: SinkFullSpec, tables: BlockTable) -> None:
+        super().__init__(spec.block_size, tables)
+        self._num_sink_tokens = spec.num_sink_tokens
+        self._sink_ids = NO_BLOCKS
+
+    def reserve(self, pool: BlockPool) -> None:
+        num_blocks = -(-self._num_sink_tokens // self.block_size)
+        if num_blocks >= pool.get_num_free_blocks():
+            raise ConfigError(
+                f"num_sink_tokens={self._num_sink_tokens} take {num_blocks} blocks and leave none of "
+                f"{pool.get_num_free_blocks()} to requests; give the cache more memory"
+            )
+        self._sink_ids = pool.get_new_blocks(num_blocks)
+
+    def held_for_ever(self) -> BlockIds:
+        return self._sink_ids
+
+
+class SlidingWindowManager(SingleTypeKVCacheManager):
+    """Needs the blocks that the window before the next position touches."""
+
+    def __init__(self, spec: SlidingWindowSpec, tables: BlockTable) -> None:
+        super().__init__(spec.block_size, tables)
+        self._window = spec.window
+
+    def first_needed_block(self, position: Position) -> Position:
+        return (position - self._window + 1) // self.block_size
+
+    def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        span = self._window - 1 + max_step_tokens
+        return min(-(-num_tokens // self.block_size), 1 - (1 - span) // self.block_size)
+
+
+class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
+    """Needs the blocks of the next position's chunk."""
+
+    def __init__(self, spec: ChunkedLocalSpec, tables: BlockTable) -> None:
+        super().__init__(spec.block_size, tables)
+        self._chunk = spec.chunk
+
+    def first_needed_block(self, position: Position) -> Position:
+        return position // self._chunk * self._chunk // self.block_size
+
+    def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        span = self._chunk - 1 + max_step_tokens
+        return min(-(-num_tokens // self.block_size), 1 - (1 - span) // self.block_size)
+
+
+class MambaManager(SingleTypeKVCacheManager):
+    """Needs the last state alone. A request holds one block that its steps overwrite, and moves along its table.
+
+        block size 4      entries     step computes
+        start 0, end 6    - 5         positions 0 to 5, into block 5
+        start 6, end 8    - 5         in place; the state after 8 tokens is saved: block 5 is indexed
+        start 8, end 9    - 5 7       reads block 5, which is not to be overwritten, writes block 7
+        start 9, end 10   - - 7       block 5 is given up (and stays cached)
+        start 10, end 13  - - - 7     the state after 12 tokens is not saved: block 7 moves on
+
+    So a step that computes `start` to `end` writes the entry of position end - 1, and reads the entry of
+    position start - 1, or if that is NULL_BLOCK the one it writes; at start 0 it begins with no state.
+    """
+
+    only_appends = False
+    readable_in_same_step = False
+
+    def __init__(self, spec: RecurrentSpec, tables: BlockTable, alignment: int) -> None:
+        super().__init__(spec.block_size, tables)
+        self._interval = math.lcm(spec.interval_tokens or spec.block_size, alignment)
+        self._alignment = alignment
+        self._is_kept: dict[int, bool] = {}
+        self._asked_for: dict[int, set[int]] = {}
+
+    def first_needed_block(self, position: Position) -> Position:
+        return (position - 1) // self.block_size
+
+    def num_new_blocks(self, row: int, start: int, end: int) -> int:
+        moves = self.tables.length(row) * self.block_size < end
+        return int(moves and (self._is_kept[row] or not self.tables.length(row)))
+
+    def num_admission_blocks(self, num_hit_blocks: int, end: int) -> int:
+        return int(num_hit_blocks * self.block_size < end)
+
+    def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        return min(2, -(-num_tokens // self.block_size))
+
+    def ask_for_states(self, row: int, positions: Iterable[int]) -> None:
+        """Save the states after these numbers of tokens too, if steps end there; others are ignored."""
+        self._asked_for[row] |= {position for position in positions if position % self._alignment == 0}
+
+    def is_state_saved(self, row: int, num_tokens: int) -> bool:
+        """Whether the state after `num_tokens` tokens is to be saved."""
+        return num_tokens % self._interval == 0 or num_tokens in self._asked_for[row]
+
+    def open(self, row: int, entries: BlockIds) -> None:
+        super().open(row, entries)
+        self._is_kept[row] = len(entries) > 0
+        self._asked_for[row] = set()
+
+    def extend(self, row: int, start: int, end: int, new_ids: BlockIds) -> None:
+        length = self.tables.length(row)
+        target = -(-end // self.block_size)
+        if target <= length:
+            return
+        added = np.full(target - length, NULL_BLOCK, np.int32)
+        if len(new_ids):
+            added[-1] = new_ids[0]
+        else:
+            table = self.tables.row(row)
+            added[-1], table[-1] = table[-1], NULL_BLOCK
+        self.tables.append(row, added)
+        self._is_kept[row] = False
+
+    def blocks_to_index(self, row: int, num_tokens: int, most: int) -> range:
+        number = num_tokens // self.block_size
+        if num_tokens > most or num_tokens % self.block_size or number <= self.num_indexed[row]:
+            return range(0)
+        if not self.is_state_saved(row, num_tokens):
+            return range(0)
+        return range(number - 1, number)
+
+    def set_indexed(self, row: int, num_blocks: int) -> None:
+        super().set_indexed(row, num_blocks)
+        self._is_kept[row] = True
+
+    def check_row(self, row: int) -> None:
+        table, released = self.tables.row(row), int(self._num_released[row])
+        assert (table[:released] == NULL_BLOCK).all(), "a state was given up but is still in the table"
+        assert not len(table) or table[-1] != NULL_BLOCK, "a request has lost its state"
+        assert (table != NULL_BLOCK).sum() <= 2, "a request holds states that no step reads"
+
+
+def make_group_manager(spec: GroupSpec, tables: BlockTable, alignment: int) -> SingleTypeKVCacheManager:
+    """The manager of a spec's type; `alignment` is the multiple of tokens in which hits are counted."""
+    match spec:
+        case FullAttentionSpec():
+            return FullAttentionManager(spec.block_size, tables)
+        case SinkFullSpec():
+            return SinkFullAttentionManager(spec, tables)
+        case SlidingWindowSpec():
+            return SlidingWindowManager(spec, tables)
+        case ChunkedLocalSpec():
+            return ChunkedLocalAttentionManager(spec, tables)
+        case RecurrentSpec():
+            return MambaManager(spec, tables, alignment)

@@ -1,0 +1,190 @@
+"""HybridKVCacheCoordinator: hits on which groups of different attention types and block sizes agree.
+
+Knows groups, keys and rows of tables; knows nothing of request ids, statistics or steps' contents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from foreword.cache.account.ledger import CacheLedger, Eviction, EvictionCause, MissReason
+from foreword.cache.blocks.block_pool import BlockIds, BlockPool
+from foreword.cache.blocks.group_index import GroupedHashIndex, make_block_hash_with_group_id
+from foreword.cache.groups.coordinator import KVCacheCoordinatorNoPrefixCache, PrefixHit, SequenceOfRow
+from foreword.cache.groups.group_specs import GroupSpec, RecurrentSpec
+from foreword.cache.groups.groups import NULL_BLOCK, BlockFinder, without_null
+from foreword.cache.keys.hashing import BlockHash
+from foreword.cache.keys.sequence import TokenSequence
+
+
+class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
+    """Any groups, each with its own block size, over one pool, found by hash keys.
+
+    Only hash keys will do: see `group_index`. A sequence's own block size divides every group's.
+
+    A hit leaves at least one token to compute: the last one's logits need the past that belongs to its
+    own position, which may be another window, another chunk or an earlier state than that of the next.
+
+    A recurrent module computes a prompt in cells, and its results differ in the last bits when the cell does
+    (docs/decisions/0007). So where a group is recurrent, a request indexes and finds whole cells of its prompt alone:
+
+        cells of 4, a prompt of 6 tokens, 3 generated      |0123|45|6|7|8|
+        a longer prompt that begins alike                  |0123|4567|89ab|
+        what the one may find of the other                  ----
+    """
+
+    def __init__(
+        self, groups: Sequence[GroupSpec], pool: BlockPool, key_block_size: int, *, ledger: CacheLedger | None = None
+    ) -> None:
+        super().__init__(groups, pool, ledger)
+        assert all(size % key_block_size == 0 for size in self.block_sizes), "a group's blocks end between keys"
+        cells = [spec.block_size for spec in groups if isinstance(spec, RecurrentSpec)]
+        self._cell_tokens = math.lcm(*cells) if cells else None
+        self._keys_per_block = tuple(size // key_block_size for size in self.block_sizes)
+        self._index = GroupedHashIndex(pool.num_blocks, len(self.managers))
+        self._accounts = [ledger.open_group(width) for width in self._keys_per_block] if ledger is not None else []
+        # Groups whose hits shrink to hits are asked first: they are looked up once and then only cut.
+        self._order = sorted(range(len(self.managers)), key=lambda g: not self.managers[g].hits_every_prefix)
+
+    @property
+    def num_indexed(self) -> int:
+        return len(self._index)
+
+    def indexed_block_ids(self) -> BlockIds:
+        return self._index.block_ids()
+
+    def num_indexed_by_group(self) -> list[int]:
+        return [self._index.num_indexed(group_id) for group_id in range(len(self.managers))]
+
+    def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
+        """Each group lowers the bound to its own longest hit, until a whole round leaves it alone.
+
+        Every group returns its longest hit within the bound, so the bound never falls below the longest
+        common hit, and a bound that all accept is one.
+        """
+        length = min(len(sequence) - 1, self._num_findable(sequence)) // self.alignment * self.alignment
+        tables: dict[int, BlockIds] = {}
+        agreed = False
+        while length > 0 and not agreed:
+            agreed = True
+            for group_id in self._order:
+                table, found = self._cut_or_find(group_id, tables.get(group_id), length, sequence)
+                tables[group_id] = table
+                if found < length:
+                    length, agreed = found, False
+        if length <= 0:
+            return self.nothing
+        return PrefixHit(tuple(tables[g] for g in range(len(self.managers))), None, length, length)
+
+    def _num_findable(self, sequence: TokenSequence) -> int:
+        """Leading tokens whose KV and states have the same bits in every sequence that begins with them."""
+        if self._cell_tokens is None:
+            return len(sequence)
+        return sequence.num_prompt_tokens // self._cell_tokens * self._cell_tokens
+
+    def _cut_or_find(
+        self, group_id: int, table: BlockIds | None, length: int, sequence: TokenSequence
+    ) -> tuple[BlockIds, int]:
+        """One group's longest hit within `length` tokens, given an earlier one; and its length in tokens."""
+        manager = self.managers[group_id]
+        size = manager.block_size
+        if table is not None and (manager.hits_every_prefix or len(table) * size == length):
+            return table[: length // size], min(length, len(table) * size)
+        keys = self._keys(group_id, sequence, 0, length // size)
+        table = manager.find_longest_cache_hit(keys, self._finder(group_id), length, self.alignment)
+        return table, len(table) * size
+
+    def _keys(self, group_id: int, sequence: TokenSequence, first: int, last: int) -> list[BlockHash]:
+        """Keys of the group's blocks number `first` to `last` (exclusive)."""
+        hashes, width = sequence.block_hashes(), self._keys_per_block[group_id]
+        return hashes[first:last] if width == 1 else hashes[(first + 1) * width - 1 : last * width : width]
+
+    def _finder(self, group_id: int) -> BlockFinder:
+        find = self._index.finder(group_id)
+        if self.managers[group_id].readable_in_same_step:
+            return find
+
+        def find_computed(key: BlockHash) -> int | None:
+            block_id = find(key)
+            return None if block_id is None or self._is_being_filled(block_id) else block_id
+
+        return find_computed
+
+    def holds(self, sequence: TokenSequence, block: int) -> bool:
+        """In every group, so that a request which waits for the block would now hit it."""
+        end = (block + 1) * sequence.block_size
+        return self.find_longest_cache_hit(sequence).num_shared_tokens >= end
+
+    def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
+        num_tokens, most = min(num_tokens, len(sequence)), self._num_findable(sequence)
+        for group_id, manager in enumerate(self.managers):
+            numbers = manager.blocks_to_index(row, num_tokens, most)
+            if not numbers:
+                continue
+            block_ids = manager.tables.row(row)[numbers.start : numbers.stop].copy()
+            self._index.insert(group_id, self._keys(group_id, sequence, numbers.start, numbers.stop), block_ids)
+            self._note_indexed(block_ids, numbers.start)
+            if self._pool.wants_keys:
+                keys = self._keys(group_id, sequence, numbers.start, numbers.stop)
+                self._pool.note_keys(
+                    block_ids, [BlockHash(make_block_hash_with_group_id(key, group_id)) for key in keys]
+                )
+            manager.set_indexed(row, numbers.stop)
+            if self._accounts:
+                self._accounts[group_id].stored(sequence, numbers, block_ids)
+
+    def forget_from(self, row: int, num_tokens: int) -> None:
+        for manager in self.managers:
+            num_full = num_tokens // manager.block_size
+            if num_full < manager.num_indexed[row]:
+                block_ids = manager.tables.row(row)[num_full : manager.num_indexed[row]]
+                self.forget(without_null(block_ids), EvictionCause.FAILED)
+                manager.num_indexed[row] = num_full
+
+    def forget(self, block_ids: BlockIds, cause: EvictionCause) -> int:
+        forgotten = self._index.remove(block_ids)
+        self._note_forgotten(forgotten, cause)
+        return len(forgotten)
+
+    def clear(self) -> None:
+        self._index.clear()
+        super().clear()
+
+    def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
+        """Told by the group that keeps the most, unless another one has evicted its next block."""
+        if self._cell_tokens is not None and hit.num_tokens + self.alignment > self._num_findable(sequence):
+            return MissReason.PARTIAL_BLOCK, None  # a cell that the prompt does not fill, or generated tokens
+        reasons = [self._accounts[g].reason(sequence, len(hit.tables[g])) for g in self._order]
+        for reason in reasons:
+            if reason is not None and reason[1] is not None:
+                return reason
+        if reasons[0] is not None:
+            return reasons[0]
+        for group_id, reason in zip(self._order, reasons, strict=True):
+            is_state = not self.managers[group_id].readable_in_same_step
+            if is_state and reason is not None and reason[0] is MissReason.NEVER_SEEN:
+                return MissReason.STATE_NOT_SAVED, None
+        return MissReason.PARTIAL_BLOCK, None  # what is left is less than a block of all groups
+
+    def num_ghost_tokens(self, sequence: TokenSequence, hit: PrefixHit) -> int:
+        """Counted in the group that keeps the most: an upper bound for the others."""
+        group_id = self._order[0]
+        return self._accounts[group_id].num_ghost_hits(sequence, len(hit.tables[group_id])) * self.block_sizes[group_id]
+
+    def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
+        super().check_integrity(rows, sequence_of)
+        self._index.check_integrity()
+        for group_id, manager in enumerate(self.managers):
+            for row in rows:
+                sequence = sequence_of(row)
+                keys = self._keys(group_id, sequence, 0, len(sequence) // manager.block_size)
+                for number, block_id in enumerate(manager.tables.row(row).tolist()):
+                    if block_id == NULL_BLOCK or self._index.key_of(block_id) is None:
+                        continue
+                    assert self._index.group_of(block_id) == group_id, (
+                        "a block is held in one group and indexed in another"
+                    )
+                    assert self._index.key_of(block_id) in keys[number : number + 1], (
+                        f"block {block_id} is indexed as something else than its holder's block number {number}"
+                    )

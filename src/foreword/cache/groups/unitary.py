@@ -1,0 +1,216 @@
+"""UnitaryKVCacheCoordinator: hits of one group that needs all its blocks, so that a hit is a prefix.
+
+Knows an index, rows of tables and the ledger's account; knows nothing of request ids, statistics or steps' contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from foreword.cache.account.ledger import CacheLedger, Eviction, EvictionCause, MissReason
+from foreword.cache.blocks.block_pool import BlockIds, BlockPool
+from foreword.cache.groups.coordinator import KVCacheCoordinatorNoPrefixCache, PrefixHit, SequenceOfRow
+from foreword.cache.groups.group_specs import GroupSpec
+from foreword.cache.groups.groups import (
+    IntArray,
+)
+from foreword.cache.index.index import NO_MATCH, Divergence, PartialBlock, PrefixIndex
+from foreword.cache.index.tree_view import PrefixNode
+from foreword.cache.keys.sequence import TokenSequence
+
+
+class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
+    """One group that needs all its blocks: a hit is a prefix, whatever index finds it.
+
+    With `deduplicate`, as in vLLM v0, a request does not keep a second copy of a block that is indexed: when
+    the step that filled the copy has run, the table takes the indexed block and the copy is freed.
+    """
+
+    def __init__(
+        self,
+        group: GroupSpec,
+        pool: BlockPool,
+        index: PrefixIndex,
+        *,
+        ledger: CacheLedger | None = None,
+        deduplicate: bool = False,
+    ) -> None:
+        super().__init__((group,), pool, ledger)
+        (self._manager,) = self.managers
+        assert self._manager.hits_every_prefix, "groups that skip blocks need HybridKVCacheCoordinator"
+        self._size = group.block_size
+        self._index = index
+        self._account = ledger.open_group() if ledger is not None else None
+        self._deduplicates = deduplicate
+        self._reports = ledger is not None or deduplicate or pool.wants_keys
+        self._filled: list[tuple[int, int, BlockIds]] = []
+        """Row, number of the first and ids of blocks that the current step fills; only to deduplicate them."""
+
+    @property
+    def num_indexed(self) -> int:
+        return len(self._index)
+
+    def indexed_block_ids(self) -> BlockIds:
+        return self._index.block_ids()
+
+    @property
+    def num_tails(self) -> int:
+        return self._index.num_tails
+
+    def tail_block_ids(self) -> BlockIds:
+        return self._index.tail_block_ids()
+
+    def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
+        return self._index.top(limit, None if self._ledger is None else self._ledger.num_reuses(), under_salt)
+
+    def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
+        hit = self.find_hit_of_next_step(sequence)
+        if hit.partial is None or not self._is_being_filled(hit.partial.block_id):
+            return hit
+        # A block that this very step fills is filled too late to be copied.
+        return PrefixHit(hit.tables, None, hit.num_shared_tokens, hit.num_shared_tokens)
+
+    def find_hit_of_next_step(self, sequence: TokenSequence) -> PrefixHit:
+        match = self._index.match(sequence)
+        if match is NO_MATCH:
+            return self.nothing
+        num_shared = len(match.block_ids) * self._size
+        computed_last = max(0, len(sequence) - 1)
+        partial = match.partial
+        if partial is None or num_shared >= computed_last:
+            return PrefixHit((match.block_ids,), None, min(num_shared, computed_last), num_shared)
+        num_tokens = min(num_shared + partial.num_tokens, computed_last)
+        return PrefixHit((match.block_ids,), partial, num_tokens, num_shared)
+
+    def partial_block(self, sequence: TokenSequence) -> PartialBlock | None:
+        return self._index.match(sequence).partial
+
+    def holds(self, sequence: TokenSequence, block: int) -> bool:
+        return self._index.holds(sequence, block)
+
+    def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
+        first = self._manager.num_indexed[row]
+        num_full = min(num_tokens, len(sequence)) // self._size
+        if num_full > first:
+            block_ids = self._manager.tables.row(row)[first:num_full].copy()
+            self._manager.num_indexed[row] = num_full
+            if not self._index.insert(sequence, first, block_ids):
+                return
+            self._note_indexed(block_ids, first)
+            self._report(row, sequence, first, block_ids)
+
+    def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
+        """A tail is not announced: listeners count full blocks, and it has no key."""
+        if not self._index.keeps_tails:
+            return
+        self.cache_blocks(row, sequence, num_tokens)  # the last token of a block may have become known since
+        number, num_rest = divmod(num_tokens, self._size)
+        if not num_rest:
+            return
+        block_id = int(self._manager.tables.row(row)[number])
+        tail = np.array([block_id], np.int32)
+        if not self._pool.count_held_once(tail) or not self._index.insert_tail(sequence, num_tokens, block_id):
+            return
+        self._noted.append(tail)  # a step that still runs may be filling it: too late to copy it in this one
+        self._pool.note_tail(block_id)
+        if self._ledger is not None:
+            self._ledger.tails.stored(sequence, num_tokens, block_id)
+
+    def cache_blocks_each(self, rows: IntArray, sequence_of: SequenceOfRow, ends: IntArray) -> None:
+        """In one call, if each row has filled one block."""
+        num_indexed = self._manager.num_indexed
+        last = (ends // self._size - 1).astype(np.int32)
+        listed, numbers = rows.tolist(), last.tolist()
+        if [num_indexed[row] for row in listed] != numbers:
+            super().cache_blocks_each(rows, sequence_of, ends)
+            return
+        block_ids = self._manager.tables.entries(rows, last)
+        sequences = [sequence_of(row) for row in listed]
+        inserted = self._index.insert_each(sequences, numbers, block_ids)
+        if all(inserted):
+            self._note_indexed_each(block_ids, last)
+        else:
+            self._note_indexed_each(block_ids.compress(inserted), last.compress(inserted))
+        for at, row in enumerate(listed):
+            num_indexed[row] = numbers[at] + 1
+            if self._reports and inserted[at]:
+                self._report(row, sequences[at], numbers[at], block_ids[at : at + 1])
+
+    def _report(self, row: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
+        """The row's blocks number `first` and on were indexed."""
+        if self._pool.wants_keys:
+            self._pool.note_keys(block_ids, sequence.block_hashes()[first : first + len(block_ids)])
+        if self._account is not None:
+            self._account.stored(sequence, range(first, first + len(block_ids)), block_ids)
+        if self._deduplicates:
+            self._filled.append((row, first, block_ids))
+
+    def forget_from(self, row: int, num_tokens: int) -> None:
+        num_full, num_indexed = num_tokens // self._size, self._manager.num_indexed[row]
+        if num_full < num_indexed:
+            self.forget(self._manager.tables.row(row)[num_full:num_indexed], EvictionCause.FAILED)
+            self._manager.num_indexed[row] = num_full
+
+    def forget(self, block_ids: BlockIds, cause: EvictionCause) -> int:
+        before = len(self._index)
+        self._note_forgotten(self._index.remove(block_ids), cause)
+        return before - len(self._index)
+
+    def clear(self) -> None:
+        self._index.clear()
+        super().clear()
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        for row, first, block_ids in self._filled:
+            self._deduplicate(row, first, block_ids)
+        self._filled.clear()
+        superseded = self._index.superseded_tails()
+        if len(superseded):  # one that was pinned stays
+            self.forget(superseded.compress(self._pool.is_tail(superseded)), EvictionCause.DUPLICATE)
+
+    def _deduplicate(self, row: int, first: int, block_ids: BlockIds) -> None:
+        """Let the row's table take the indexed blocks in place of copies, and free the copies."""
+        table = self._manager.tables.row(row)
+        for number, block_id in enumerate(block_ids.tolist(), first):
+            original = self._index.original_of(block_id)
+            if original is None or number >= len(table) or table[number] != block_id:
+                continue  # it is the only one, or its request has left
+            self.forget(np.array([block_id], np.int32), EvictionCause.DUPLICATE)
+            self._pool.touch(np.array([original], np.int32))
+            table[number] = original
+            self._pool.free_blocks(np.array([block_id], np.int32))
+
+    def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
+        assert self._account is not None
+        assert self._ledger is not None
+        number = len(hit.block_ids)
+        # None: another prompt's block has the same key, which only an index that verifies tokens notices.
+        reason, eviction = self._account.reason(sequence, number) or (MissReason.NEVER_SEEN, None)
+        if self._index.keeps_tails and reason in (MissReason.PARTIAL_BLOCK, MissReason.NEVER_SEEN):
+            tail = self._ledger.tails.eviction_after(sequence, number, hit.num_tokens - hit.num_shared_tokens)
+            return (MissReason.NEVER_SEEN, None) if tail is None else (MissReason.EVICTED, tail)
+        return reason, eviction
+
+    def num_ghost_tokens(self, sequence: TokenSequence, hit: PrefixHit) -> int:
+        assert self._account is not None
+        return self._account.num_ghost_hits(sequence, len(hit.block_ids)) * self._size
+
+    def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
+        return self._index.diverges(sequence, num_tokens)
+
+    def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
+        super().check_integrity(rows, sequence_of)
+        self._index.check_integrity()
+        for row in rows:
+            self._index.check_table(sequence_of(row), self._manager.tables.row(row))
+        assert self._pool.tail_block_ids() <= set(self._index.tail_block_ids().tolist()), (
+            "the pool keeps a tail that cannot be found"
+        )
+        if self._ledger is not None:
+            self._ledger.check_integrity(len(self._index))
+            assert self._ledger.tails.block_ids() == set(self._index.tail_block_ids().tolist()), (
+                "ledger and index know different tails"
+            )

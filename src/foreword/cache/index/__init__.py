@@ -1,0 +1,1 @@
+"""Which block holds which prefix: by hash, or by tokens in a radix tree."""

@@ -1,0 +1,406 @@
+"""RadixIndex: which block holds which prefix, found by comparing tokens instead of hashing them.
+
+Knows sequences and block ids; knows nothing of reference counts. The method is SGLang's RadixAttention
+tree, over blocks: an edge holds a run of tokens, children differ in their first token, a node splits
+where sequences diverge, at any token.
+
+    block size 4, sequences ABCDEFGH (blocks 0 1) and ABCDEFXY (blocks 0 2)
+
+        root --ABCDEF--> o --GH--> leaf        a block belongs to the node in which it ends:
+             [block 0]    \\    [block 1]        0 to the upper node, 1 and 2 to the leaves
+                           --XY--> leaf
+                               [block 2]
+
+A search for ABCDEFGZ matches 7 tokens: block 0 whole, and 3 tokens of block 1, which the caller may copy
+(copy on write). A lookup costs one array comparison per node on the path.
+
+What a finished request leaves after its last full block is a *tail*, a node that ends inside a block:
+
+        root --ABCDEF--> o --GH--> leaf
+             [block 0]    \\    [block 1]
+                           --Z--> leaf        block 3 holds EFZ, and is found as a partial match
+                               tail: block 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache.blocks.block_pool import BlockIds
+from foreword.cache.index.index import Divergence, HashIndex, PartialBlock, PrefixIndex, PrefixMatch
+from foreword.cache.index.radix_tree import NO_TAIL, NOT_INDEXED, Namespace, RadixNode, RadixTree, common_length
+from foreword.cache.index.tree_view import PrefixNode, top_nodes
+from foreword.cache.keys.hashing import ExtraKeys, TokenArray
+from foreword.cache.keys.media_numbers import MediaNumbers, Placed, placed_media, placed_stretches
+from foreword.cache.keys.sequence import TokenSequence
+
+
+class RadixIndex(RadixTree):
+    """Prefixes as a radix tree of tokens.
+
+    Sequences that differ in adapter, salt or embeddings have trees of their own; placeholders of media
+    enter as numbers that stand for the item's content, so equal placeholders of different images differ. So
+    does the token from which on a salt keeps prefixes apart, where that is not the first one.
+
+    Forgetting a block also forgets what follows it: a suffix without its prefix cannot be found.
+    Duplicates of an indexed block wait for its place, as in `HashIndex`. Of several tails of which one begins with the
+    others, the longest is enough; a tail that a block or a longer tail makes superfluous stays until its owner
+    asks for `superseded_tails`, because a block that is being filled cannot be copied yet.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, keep_tails: bool = True) -> None:
+        super().__init__(num_blocks, block_size)
+        self.keeps_tails = keep_tails and block_size > 1
+        self.clear()
+
+    def clear(self) -> None:
+        super().clear()
+        self._ends: WeakKeyDictionary[TokenSequence, tuple[RadixNode, int]] = WeakKeyDictionary()
+        """Node in which a sequence's last insertion ended, and how often it had been cut by then."""
+        self._duplicates: dict[int, list[int]] = {}
+        self._original_of: dict[int, int] = {}
+        self._media = MediaNumbers(self._num_blocks)
+        self._num_indexed = 0
+        self._tails: dict[int, RadixNode] = {}
+        """Node that ends with the tail in this block."""
+        self._superseded: list[int] = []
+        """Tails after which something was inserted."""
+
+    def __len__(self) -> int:
+        return self._num_indexed
+
+    @property
+    def num_tails(self) -> int:
+        return len(self._tails)
+
+    # ------------------------------------------------------------------ lookup
+
+    def match(self, sequence: TokenSequence) -> PrefixMatch:
+        node, position, found = self._walk(_namespace(sequence.extra_keys), self._tokens(sequence))
+        block_ids = np.concatenate(found) if found else np.empty(0, np.int32)
+        partial = position - len(block_ids) * self._block_size
+        if not partial:
+            return PrefixMatch(block_ids)
+        assert node is not None
+        source = self._first_block_ending_after(node, position)
+        return PrefixMatch(block_ids, PartialBlock(source, partial))
+
+    def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
+        tokens = self._tokens(sequence)
+        node, position, _ = self._walk(_namespace(sequence.extra_keys), tokens)
+        if position == len(tokens):
+            return None
+        own = self._media.replace(sequence.token_ids, placed_media(sequence.extra_keys))
+        ours = tuple(own[position : position + num_tokens].tolist())
+        theirs: list[int] = []
+        start = position
+        while node is not None and len(theirs) < num_tokens:
+            theirs += node.tokens[start - node.start :][: num_tokens - len(theirs)].tolist()
+            start = node.end
+            node = next(iter(node.children.values()), None)
+        theirs = list(
+            takewhile(lambda token: self._media.salted_token(token) is None, theirs)
+        )  # the rest is under another's salt
+        return Divergence(position, ours, tuple(theirs))
+
+    def original_of(self, block_id: int) -> int | None:
+        return self._original_of.get(block_id)
+
+    def holds(self, sequence: TokenSequence, block: int) -> bool:
+        tokens = self._tokens(sequence)
+        start, end = block * self._block_size, (block + 1) * self._block_size
+        node = self._roots.get(_namespace(sequence.extra_keys))
+        while node is not None and end <= len(tokens):
+            # What is before the block is known to be there: the first token of each node shows the way.
+            ours = tokens[max(start, node.start) : min(end, node.end)]
+            if not np.array_equal(node.tokens[max(0, start - node.start) : end - node.start], ours):
+                return False
+            if end <= node.end:
+                return True
+            node = node.children.get(int(tokens[node.end]))
+        return False
+
+    # ------------------------------------------------------------------ insert
+
+    def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
+        size = self._block_size
+        placed = placed_stretches(sequence.extra_keys, sequence.token_ids)
+        if placed:
+            self._know(placed)
+        tokens = self._tokens(sequence)[: (first + len(block_ids)) * size]
+        node, position = self._start(sequence, first * size)
+        while position < len(tokens):
+            below = node.children.get(int(tokens[position]))
+            if below is None:
+                break
+            node = below
+            shared = common_length(node.tokens, tokens[position:])
+            self._add_duplicates(node, position, position + shared, first, block_ids)
+            position += shared
+            if shared == len(node.tokens):
+                self._note_superseded(node)
+            elif position < len(tokens):
+                node = self._split(node, shared)
+        num_known = position // size
+        if num_known < first:
+            self._trim(node)
+            return False  # the blocks before were forgotten while the request ran: these could not be found
+        if position < len(tokens):
+            own = block_ids[num_known - first :].copy()
+            self._number_of[own] = np.arange(num_known, num_known + len(own))
+            self._num_indexed += len(own)
+            node = self._grow(node, position, tokens[position:], own)
+        self._ends[sequence] = (node, node.num_cuts)
+        return True
+
+    def insert_each(
+        self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds
+    ) -> list[bool]:
+        numbered = enumerate(zip(sequences, numbers, strict=True))
+        return [self.insert(*of_one, block_ids[at : at + 1]) for at, of_one in numbered]
+
+    def insert_tail(self, sequence: TokenSequence, num_tokens: int, block_id: int) -> bool:
+        start = num_tokens // self._block_size * self._block_size
+        is_indexed = self._node_id_of[block_id] != NOT_INDEXED or block_id in self._original_of
+        if not self.keeps_tails or start == num_tokens or is_indexed:
+            return False
+        placed = placed_stretches(sequence.extra_keys, sequence.token_ids)
+        if placed:
+            self._know(placed)
+        tokens = self._tokens(sequence)[:num_tokens]
+        node, position = self._start(sequence, start)
+        passed: list[RadixNode] = []
+        while position == node.end and position < num_tokens:
+            below = node.children.get(int(tokens[position]))
+            if below is None:
+                break
+            node = below
+            position += common_length(node.tokens, tokens[position:])
+            if position == node.end:
+                passed.append(node)
+        if position < start or position == num_tokens:
+            if node.parent is None:
+                self._trim(node)
+            return False  # what is before is forgotten, or all of it is found already
+        if position < node.end:
+            node = self._split(node, position - node.start)
+        for above in passed:
+            self._note_superseded(above)
+        leaf = self._make(node, position, tokens[position:].copy(), np.empty(0, np.int32))
+        node.children[int(tokens[position])] = leaf
+        leaf.tail = block_id
+        self._tails[block_id] = leaf
+        return True
+
+    def _note_superseded(self, node: RadixNode) -> None:
+        """Something is inserted after the end of this node."""
+        if node.tail != NO_TAIL:
+            self._superseded.append(node.tail)
+
+    def superseded_tails(self) -> BlockIds:
+        nodes = {block_id: self._tails.get(block_id) for block_id in self._superseded}
+        self._superseded.clear()
+        return np.array([block_id for block_id, node in nodes.items() if node is not None and node.children], np.int32)
+
+    def tail_block_ids(self) -> BlockIds:
+        return np.array(list(self._tails), np.int32)
+
+    def _start(self, sequence: TokenSequence, position: int) -> tuple[RadixNode, int]:
+        """Where to go on with a sequence whose tokens before `position` are in the tree.
+
+        That is where its last insertion ended, if the tree still has a node that ends there; else the root.
+        """
+        node, num_cuts = self._ends.get(sequence, (None, 0))
+        if (
+            node is not None
+            and node.end == position
+            and node.num_cuts == num_cuts
+            and self._nodes.get(node.node_id) is node
+        ):
+            return node, position
+        return self._root(_namespace(sequence.extra_keys)), 0
+
+    def _add_duplicates(self, node: RadixNode, start: int, end: int, first: int, block_ids: BlockIds) -> None:
+        """Note those of `block_ids` (numbers `first` on) that repeat blocks ending in node[start:end]."""
+        size = self._block_size
+        for number in range(max(first, start // size), min(end // size, first + len(block_ids))):
+            original = int(node.block_ids[number - node.start // size])
+            block_id = int(block_ids[number - first])
+            if original != block_id:
+                self._duplicates.setdefault(original, []).append(block_id)
+                self._original_of[block_id] = original
+                self._num_indexed += 1
+
+    # ------------------------------------------------------------------ remove
+
+    def remove(self, block_ids: BlockIds) -> BlockIds:
+        if self._tails:
+            for tail in self._tails.keys() & set(block_ids.tolist()):
+                ends_with_it = self._tails[tail]
+                self._drop_tail(ends_with_it)
+                self._trim(ends_with_it)
+        if self._duplicates:
+            forgotten = dict.fromkeys(block_ids.tolist())
+            for block_id in block_ids.tolist():
+                forgotten.update(dict.fromkeys(self._remove_one(block_id)))
+        else:
+            node_ids = self._node_id_of[block_ids]
+            indexed = node_ids != NOT_INDEXED
+            if not indexed.any():
+                return block_ids
+            forgotten = dict.fromkeys(block_ids.tolist())
+            # Of several blocks in one node the first decides: cut each node once, there.
+            order = np.lexsort((self._number_of[block_ids], node_ids))[np.count_nonzero(~indexed) :]
+            nodes, firsts = np.unique(node_ids[order], return_index=True)
+            numbers = self._number_of[block_ids[order[firsts]]]
+            for node_id, number in zip(nodes.tolist(), numbers.tolist(), strict=True):
+                node = self._nodes.get(node_id)
+                if node is not None:  # else it went with a node above
+                    forgotten.update(dict.fromkeys(self._cut(node, number - node.start // self._block_size)))
+        return block_ids if len(forgotten) == len(block_ids) else np.array(list(forgotten), np.int32)
+
+    def _remove_one(self, block_id: int) -> list[int]:
+        """Forget one block where duplicates have to be seen to; returns what was forgotten with it."""
+        original = self._original_of.pop(block_id, None)
+        if original is not None:
+            self._duplicates[original].remove(block_id)
+            if not self._duplicates[original]:
+                del self._duplicates[original]
+            self._num_indexed -= 1
+            return []
+        node = self._nodes.get(int(self._node_id_of[block_id]))
+        if node is None:
+            return []
+        at = int(self._number_of[block_id]) - node.start // self._block_size
+        return [] if self._replace(node, at) else self._cut(node, at)
+
+    def _replace(self, node: RadixNode, at: int) -> bool:
+        """Let a duplicate take the place of the node's block number `at`; False if there is none."""
+        block_id = int(node.block_ids[at])
+        waiting = self._duplicates.pop(block_id, None)
+        if waiting is None:
+            return False
+        heir = waiting.pop(0)
+        del self._original_of[heir]
+        if waiting:
+            self._duplicates[heir] = waiting
+            self._original_of.update(dict.fromkeys(waiting, heir))
+        node.block_ids = node.block_ids.copy()
+        node.block_ids[at] = heir
+        self._number_of[heir] = self._number_of[block_id]
+        self._node_id_of[heir], self._node_id_of[block_id] = node.node_id, NOT_INDEXED
+        self._num_indexed -= 1
+        return True
+
+    def _cut(self, node: RadixNode, at: int) -> list[int]:
+        """Forget the node's blocks from number `at` on, and everything below; returns what was forgotten."""
+        forgotten: list[int] = []
+        below = list(node.children.values())
+        for child in below:
+            below += child.children.values()
+            forgotten += self._drop(child.block_ids)
+            forgotten += self._drop_tail(child)
+            del self._nodes[child.node_id]
+        node.children = {}
+        forgotten += self._drop(node.block_ids[at:])
+        forgotten += self._drop_tail(node)
+        node.block_ids = node.block_ids[:at]
+        self._trim(node)
+        return forgotten
+
+    def _drop_tail(self, node: RadixNode) -> list[int]:
+        """Forget the tail at a node's end, if there is one; returns it."""
+        tail, node.tail = node.tail, NO_TAIL
+        if tail == NO_TAIL:
+            return []
+        del self._tails[tail]
+        return [tail]
+
+    def _drop(self, block_ids: BlockIds) -> list[int]:
+        """Forget blocks of a node and their duplicates; returns both."""
+        dropped: list[int] = block_ids.tolist()
+        self._node_id_of[block_ids] = NOT_INDEXED
+        if self._duplicates:
+            for block_id in block_ids.tolist():
+                for duplicate in self._duplicates.pop(block_id, ()):
+                    del self._original_of[duplicate]
+                    dropped.append(duplicate)
+        self._num_indexed -= len(dropped)
+        return dropped
+
+    # -------------------------------------------------------------------- keys
+
+    def _tokens(self, sequence: TokenSequence) -> TokenArray:
+        """The sequence's tokens; numbers below 0 where media stand, and where its salt begins."""
+        placed = placed_stretches(sequence.extra_keys, sequence.token_ids)
+        return self._media.replace(sequence.token_ids, placed) if placed else sequence.token_ids
+
+    def _know(self, placed: Sequence[Placed]) -> None:
+        """Give these stretches numbers; forget those that are in no node any more, if there are too many."""
+        if self._media.is_full(placed):
+            nodes = list(self._nodes.values())
+            for node, tokens in zip(nodes, self._media.keep(node.tokens.copy() for node in nodes), strict=True):
+                node.tokens = tokens
+            for node in nodes:
+                node.children = {int(child.tokens[0]): child for child in node.children.values()}
+        self._media.add(placed)
+
+    # -------------------------------------------------------------------- view
+
+    def top(
+        self, limit: int, num_reuses: npt.NDArray[np.int64] | None, under_salt: str = ""
+    ) -> list[PrefixNode] | None:
+        def told(number: int) -> tuple[int, str | None]:
+            salted = self._media.salted_token(number)
+            if salted is None:
+                return number, None
+            return (salted.token_id if salted.media is None else number), salted.salt
+
+        roots = ((salt, root) for (_, salt, _), root in self._roots.items())
+        return top_nodes(
+            [(salt, root) for salt, root in roots if salt is None or salt.startswith(under_salt)],
+            told,
+            limit,
+            num_reuses,
+            under_salt,
+        )
+
+    def block_ids(self) -> BlockIds:
+        found = np.flatnonzero(self._node_id_of != NOT_INDEXED).astype(np.int32)
+        return np.concatenate((found, np.array(list(self._original_of), np.int32))) if self._original_of else found
+
+    # --------------------------------------------------------------- integrity
+
+    def check_integrity(self) -> None:
+        seen, tails = self._check_tree()
+        assert tails == self._tails, "tails and nodes differ"
+        assert not set(tails) & (set(seen) | set(self._original_of)), "a tail is also a full block"
+        waiting = {duplicate: block for block, those in self._duplicates.items() for duplicate in those}
+        assert waiting == self._original_of, "duplicates and originals differ"
+        assert set(self._original_of.values()) <= set(seen), "a duplicate waits behind nothing"
+        assert not set(waiting) & set(seen), "a duplicate stands in the tree"
+        assert self._num_indexed == len(seen) + len(waiting), "the index miscounts itself"
+
+    def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
+        found = self.match(sequence).block_ids.tolist()
+        for number, block_id in enumerate(block_ids.tolist()):
+            assert block_id not in self._tails, f"block {block_id} is a tail, but somebody holds it"
+            answering = self._original_of.get(block_id, block_id)
+            assert self._node_id_of[answering] == NOT_INDEXED or answering in found[number : number + 1], (
+                f"block {block_id} is indexed as something else than its holder's block number {number}"
+            )
+
+
+def make_index(name: Literal["radix", "hash"], num_blocks: int, block_size: int) -> PrefixIndex:
+    """The index that a user chose by name."""
+    return RadixIndex(num_blocks, block_size) if name == "radix" else HashIndex(num_blocks)
+
+
+def _namespace(keys: ExtraKeys) -> Namespace:
+    return (keys.adapter, None if keys.salt_offset else keys.salt, keys.embeddings_hash)

@@ -1,0 +1,307 @@
+"""Block keys: a hash chain over token ids.
+
+Knows token ids and extra keys as bytes; knows nothing of blocks, pools or requests.
+
+    key(i) = HASH( key(i-1), token ids of block i, extra keys of block i )        key(-1) = chain root
+
+A key therefore stands for the whole prefix up to and including its block, and is the same in every
+process, on every machine and after every restart (Python's own `hash()` is none of that). The method
+is vLLM v1's automatic prefix caching. docs/concepts/keys.md gives the bytes and test vectors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from numbers import Integral
+from typing import Literal, NewType, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache.keys import cbor
+from foreword.errors import ConfigError, InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+BlockHash = NewType("BlockHash", bytes)
+TokenArray = npt.NDArray[np.int32]
+
+_INT32_LITTLE_ENDIAN = np.dtype("<i4")
+MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
+PACKED_AT_ONCE = 1024
+"""Tokens: few enough to stay in the processor's fastest cache."""
+
+
+class Digester(Protocol):
+    """What `hashlib.sha256(data)` returns, as far as it is needed."""
+
+    def digest(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HashFunction:
+    """How a block's parent, tokens and extra keys become its key."""
+
+    name: str
+    new: Callable[[bytes], Digester]
+    """`hashlib.sha256` or a function like it."""
+    encoding: Literal["packed", "cbor"] = "packed"
+    """packed: parent | tokens as int32, little endian | extra keys, each with its length in front.
+    cbor: canonical CBOR of [parent, [tokens], [extra keys] or null]."""
+
+    def __call__(self, data: bytes) -> bytes:
+        """Digest of bytes that are encoded already."""
+        return self.new(data).digest()
+
+
+sha256 = HashFunction("sha256", hashlib.sha256)
+"""The default: collisions cannot be constructed, so tenants cannot reach each other's blocks."""
+
+sha256_cbor = HashFunction("sha256_cbor", hashlib.sha256, "cbor")
+"""As safe; programs in other languages recompute it with any CBOR library. Slower than `sha256`.
+
+Without extra keys, and given the same root, these are the keys of vLLM's function of that name."""
+
+HASH_FUNCTION_NAMES = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
+
+
+def make_hash_function(name: str) -> HashFunction:
+    """The hash function that a user chose by name. Raises ConfigError if it is unknown or not installed."""
+    if name == "sha256":
+        return sha256
+    if name == "sha256_cbor":
+        return sha256_cbor
+    if name == "xxhash":
+        return _make_xxhash(name, "packed")
+    if name == "xxhash_cbor":
+        return _make_xxhash(name, "cbor")
+    raise ConfigError(f"unknown hash function {name!r}; choose one of {', '.join(HASH_FUNCTION_NAMES)}")
+
+
+def _make_xxhash(name: str, encoding: Literal["packed", "cbor"]) -> HashFunction:
+    """128-bit xxh3."""
+    try:
+        import xxhash
+    except ImportError as error:
+        raise ConfigError(
+            f"hash function {name!r} needs the package xxhash, which is not installed; "
+            "run `pip install foreword[xxhash]` or choose sha256"
+        ) from error
+    logger.warning(
+        "xxhash is not collision-safe: whoever can send prompts can construct two with equal keys, and so reach "
+        "the cache of another tenant; use it only where all prompts come from people who trust each other"
+    )
+    return HashFunction(name, xxhash.xxh3_128, encoding)
+
+
+def chain_root(fingerprint: str = "") -> BlockHash:
+    """Parent of every first block, for a model.
+
+    Give everything that decides the KV besides the prompt (model, revision, dtype, layout), so that keys of
+    different models never meet in a cache that they share. The tenant's salt follows in the first block.
+    """
+    version = b"foreword block chain 1"
+    return BlockHash(hashlib.sha256(version + b"\n" + fingerprint.encode() if fingerprint else version).digest())
+
+
+ROOT_HASH = chain_root()
+"""Parent of every first block where no fingerprint was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """An image, sound or video inside a prompt: its content hash and the placeholders it occupies."""
+
+    content_hash: str
+    offset: int
+    """Position of the first placeholder token."""
+    num_tokens: int
+    """Number of placeholder tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraKeys:
+    """Whatever besides token ids decides the KV of a prompt, or must keep prompts apart.
+
+    Two requests share a block only if these are equal for that block.
+    """
+
+    adapter: str | None = None
+    """LoRA adapter name; enters every block."""
+    salt: str | None = None
+    """Tenant's salt; enters the first block and thereby the whole chain."""
+    salt_offset: int = 0
+    """Position of the first token that the salt keeps apart; those before it are shared by everybody."""
+    media: tuple[MediaItem, ...] = ()
+    """In the order of their places, none overlapping; enters every block that holds one of the item's placeholders."""
+    embeddings_hash: str | None = None
+    """Hash of prompt embeddings given instead of token ids; enters every block."""
+
+    def check(self, num_tokens: int) -> None:
+        """Raise InvalidRequestError unless these can belong to a prompt of that many tokens.
+
+        Media items have to lie inside it, one after the other, and the salt has to begin somewhere.
+        """
+        if self.salt_offset < 0:
+            raise InvalidRequestError(
+                f"salt_offset={self.salt_offset} is before the first token, so the salt would keep nothing apart; "
+                "give 0 or more"
+            )
+        free_from = 0
+        for item in self.media:
+            end = item.offset + item.num_tokens
+            if not free_from <= item.offset < end <= num_tokens:
+                raise InvalidRequestError(
+                    f"media item {item.content_hash!r} occupies positions {item.offset} to {end} (exclusive), but "
+                    f"only {free_from} to {num_tokens} are left for it; give items in order, inside the prompt, apart"
+                )
+            free_from = end
+
+    def of_block(self, start: int, end: int) -> tuple[str, ...]:
+        """Keys of the block that holds positions `start` to `end` (exclusive), in a fixed order."""
+        keys: list[str] = []
+        if self.adapter is not None:
+            keys.append(f"adapter={self.adapter}")
+        if self.embeddings_hash is not None:
+            keys.append(f"embeddings={self.embeddings_hash}")
+        for item in self.media:
+            if item.offset < end and start < item.offset + item.num_tokens:
+                keys.append(f"media={item.offset - start}:{item.num_tokens}:{item.content_hash}")
+        if self.salt is not None and start <= self.salt_offset < end:
+            keys.append(f"salt={self.salt}")
+        return tuple(keys)
+
+    def of_blocks(self, first_position: int, block_size: int, num_blocks: int) -> list[tuple[str, ...]]:
+        """`of_block` of consecutive blocks; computed only for those that differ from their neighbours."""
+        everywhere = ExtraKeys(adapter=self.adapter, embeddings_hash=self.embeddings_hash)
+        keys = [everywhere.of_block(1, 2)] * num_blocks
+        special = {(self.salt_offset - first_position) // block_size} & set(range(num_blocks))
+        for item in self.media:
+            start, end = item.offset - first_position, item.offset + item.num_tokens - first_position
+            special.update(range(max(0, start // block_size), min(num_blocks, -(-end // block_size))))
+        for block in special:
+            start = first_position + block * block_size
+            keys[block] = self.of_block(start, start + block_size)
+        return keys
+
+
+NO_EXTRA_KEYS = ExtraKeys()
+
+
+def as_token_array(token_ids: npt.ArrayLike) -> TokenArray:
+    """Token ids as a new array of int32, [tokens].
+
+    Raises InvalidRequestError for ids below 0 or beyond int32: an index gives the numbers below 0 to media.
+    """
+    return _pack(token_ids) if isinstance(token_ids, list) else _convert(token_ids)
+
+
+def _pack(token_ids: list[int]) -> TokenArray:
+    """A list, packed piece by piece: twice as fast as np.array, which looks at every element's type."""
+    count = len(token_ids)
+    tokens = np.empty(count, np.int32)
+    try:
+        if count <= PACKED_AT_ONCE:
+            struct.pack_into(f"{count}i", tokens.data, 0, *token_ids)
+        else:
+            target = tokens.data.cast("B")
+            for at in range(0, count, PACKED_AT_ONCE):
+                piece = token_ids[at : at + PACKED_AT_ONCE]
+                struct.pack_into(f"{len(piece)}i", target, 4 * at, *piece)
+    except struct.error:
+        return _convert(token_ids)
+    return tokens if not count or tokens.min() >= 0 else _convert(tokens)
+
+
+def _convert(token_ids: npt.ArrayLike) -> TokenArray:
+    """Any row of integers as a new array."""
+    try:
+        given = np.asarray(token_ids)
+    except ValueError:  # lists of different lengths
+        given = np.empty((0, 0))
+    if given.ndim != 1:
+        raise InvalidRequestError("token ids must stand in one row; give a list, or an array of one dimension")
+    if given.size and (given.dtype.kind not in "iub" or given.min() < 0 or given.max() > MAX_TOKEN_ID):
+        for token in given.tolist():
+            check_token_id(token)
+    return given.astype(np.int32)
+
+
+def check_token_id(token: object) -> None:
+    """Raise InvalidRequestError unless this is an integer from 0 to the greatest of int32."""
+    if not isinstance(token, Integral) or not 0 <= int(token) <= MAX_TOKEN_ID:
+        raise InvalidRequestError(
+            f"token id {token!r} is not an integer from 0 to {MAX_TOKEN_ID}; give ids of the model's vocabulary"
+        )
+
+
+def hash_block_tokens(
+    hash_fn: HashFunction,
+    parent_hash: BlockHash | None,
+    token_ids: npt.ArrayLike,
+    extra_keys: Sequence[str] = (),
+) -> BlockHash:
+    """Key of one full block; `parent_hash` is None for the first block of a sequence without fingerprint."""
+    tokens = as_token_array(token_ids)
+    blocks = _encode_tokens(hash_fn, tokens, len(tokens))
+    return _fold(hash_fn, parent_hash or ROOT_HASH, blocks, [_encode_extra(hash_fn, extra_keys)])[0]
+
+
+def hash_blocks(
+    hash_fn: HashFunction,
+    parent_hash: BlockHash | None,
+    token_ids: TokenArray,
+    block_size: int,
+    first_position: int = 0,
+    extra_keys: ExtraKeys = NO_EXTRA_KEYS,
+) -> list[BlockHash]:
+    """Keys of consecutive full blocks: `token_ids` [k * block_size] -> k keys.
+
+    `first_position` is the position of `token_ids[0]` in its sequence; extra keys depend on it.
+    `parent_hash` is None for the beginning of a sequence without fingerprint.
+    """
+    blocks = _encode_tokens(hash_fn, token_ids, block_size)
+    parent = parent_hash or ROOT_HASH
+    if hash_fn.encoding == "packed" and (extra_keys is NO_EXTRA_KEYS or extra_keys == NO_EXTRA_KEYS):
+        # The usual case; what is left of the cost is the digests themselves.
+        new, key = hash_fn.new, bytes(parent)
+        return [key := new(key + block).digest() for block in blocks]  # type: ignore[misc]  # see _fold
+    keys = extra_keys.of_blocks(first_position, block_size, len(blocks))
+    encoded = {key: _encode_extra(hash_fn, key) for key in set(keys)}
+    return _fold(hash_fn, parent, blocks, [encoded[key] for key in keys])
+
+
+def _fold(hash_fn: HashFunction, parent: BlockHash, blocks: list[bytes], extra: list[bytes]) -> list[BlockHash]:
+    """The chain from `parent` on."""
+    new, key, head = hash_fn.new, bytes(parent), b""
+    if hash_fn.encoding == "cbor":
+        head = cbor.encode_head(cbor.ARRAY, 3) + cbor.encode_head(cbor.BYTES, len(parent))
+    keys = [key := new(head + key + block + tail).digest() for block, tail in zip(blocks, extra, strict=True)]
+    return keys  # type: ignore[return-value]  # a digest in a chain is a BlockHash
+
+
+def _encode_tokens(hash_fn: HashFunction, token_ids: TokenArray, block_size: int) -> list[bytes]:
+    """The part of each block's message that stands for its tokens."""
+    if hash_fn.encoding == "packed":
+        data = token_ids.astype(_INT32_LITTLE_ENDIAN, copy=False).tobytes()
+        if len(data) == 4 * block_size:
+            return [data]
+        blocks: list[bytes] = np.frombuffer(data, f"V{4 * block_size}").tolist()  # one bytes object each
+        return blocks
+    head = cbor.encode_head(cbor.ARRAY, block_size)
+    encoded, ends = cbor.encode_integers(np.asarray(token_ids, np.int32))
+    cuts = [0, *ends[block_size - 1 :: block_size].tolist()]
+    return [head + encoded[start:end] for start, end in pairwise(cuts)]
+
+
+def _encode_extra(hash_fn: HashFunction, extra_keys: Sequence[str]) -> bytes:
+    """The part of a block's message that stands for its extra keys."""
+    if hash_fn.encoding == "cbor":
+        return cbor.encode_texts(extra_keys) if extra_keys else cbor.NULL
+    # Length-prefixed, so that no two lists of keys give the same bytes.
+    return b"".join(len(key.encode()).to_bytes(4, "little") + key.encode() for key in extra_keys)

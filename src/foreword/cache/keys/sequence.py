@@ -1,0 +1,126 @@
+"""The tokens of one request, as the cache sees them.
+
+Knows token ids and their block keys; knows neither text nor which physical blocks hold the KV.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache.keys.hashing import (
+    NO_EXTRA_KEYS,
+    ROOT_HASH,
+    BlockHash,
+    ExtraKeys,
+    HashFunction,
+    TokenArray,
+    as_token_array,
+    hash_blocks,
+    sha256,
+)
+
+
+class TokenSequence:
+    """An append-only array of token ids whose block keys are computed once each.
+
+    `len(sequence)` counts prompt and generated tokens. `root` is `chain_root(fingerprint)` of the model; sequences that
+    share an index have the same hash function. Raises InvalidRequestError for token ids below 0 or beyond int32 (those
+    that are generated are checked when they are first read), and for media items that overlap or do not lie inside
+    `token_ids`.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_hash_fn",
+        "_hashes",
+        "_num_gathered",
+        "_num_given",
+        "_plain_hashes",
+        "_tokens",
+        "block_size",
+        "extra_keys",
+        "generated",
+        "request_id",
+        "root",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        token_ids: npt.ArrayLike,
+        *,
+        block_size: int,
+        extra_keys: ExtraKeys = NO_EXTRA_KEYS,
+        hash_fn: HashFunction = sha256,
+        root: BlockHash = ROOT_HASH,
+    ) -> None:
+        self.request_id = request_id
+        self.block_size = block_size
+        self.extra_keys = extra_keys
+        self.root = root
+        self._hash_fn = hash_fn
+        self._tokens: TokenArray = as_token_array(token_ids)
+        self._num_given = self._num_gathered = len(self._tokens)
+        self.generated: list[int] = []
+        """Tokens after those that were given; the list may be appended to."""
+        self._hashes: list[BlockHash] = []
+        if extra_keys is not NO_EXTRA_KEYS:
+            extra_keys.check(self._num_given)
+        self._plain_hashes: list[BlockHash] = []
+
+    def __len__(self) -> int:
+        return self._num_given + len(self.generated)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that were given; those after them were generated."""
+        return self._num_given
+
+    @property
+    def token_ids(self) -> TokenArray:
+        """All tokens, [len(self)]; a view that is valid until the next token."""
+        length, known = len(self), self._num_gathered
+        if known < length:
+            if length > len(self._tokens):
+                self._tokens = np.concatenate((self._tokens[:known], np.empty(max(64, length), np.int32)))
+            self._tokens[known:length] = as_token_array(self.generated[known - self._num_given :])
+            self._num_gathered = length
+        return self._tokens[:length]
+
+    @property
+    def num_full_blocks(self) -> int:
+        """Blocks whose tokens are all there."""
+        return len(self) // self.block_size
+
+    def append(self, token_id: int) -> None:
+        """Add one generated token."""
+        self.generated.append(token_id)
+
+    def block_hashes(self) -> list[BlockHash]:
+        """Keys of all full blocks; only blocks that filled since the last call are hashed.
+
+        The list is the sequence's own: read it, do not change it.
+        """
+        return self._hash_new_blocks(self._hashes, self.extra_keys)
+
+    def plain_block_hashes(self) -> list[BlockHash]:
+        """The keys that these tokens would have without extra keys: equal tokens, equal plain keys."""
+        if self.extra_keys == NO_EXTRA_KEYS:
+            return self.block_hashes()
+        return self._hash_new_blocks(self._plain_hashes, NO_EXTRA_KEYS)
+
+    def _hash_new_blocks(self, hashes: list[BlockHash], extra_keys: ExtraKeys) -> list[BlockHash]:
+        """Complete a list of keys in place."""
+        known, full = len(hashes), self.num_full_blocks
+        if known < full:
+            first = known * self.block_size
+            hashes += hash_blocks(
+                self._hash_fn,
+                hashes[-1] if known else self.root,
+                self.token_ids[first : full * self.block_size],
+                self.block_size,
+                first,
+                extra_keys,
+            )
+        return hashes

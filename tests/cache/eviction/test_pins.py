@@ -1,0 +1,286 @@
+"""PinnedPolicy: pins end, keep to their budget and never wedge the pool, around every policy."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from foreword.cache import BlockPool, KVCacheManager, PinnedPolicy, TokenSequence, make_policy
+from foreword.cache.eviction.eviction import POLICIES
+from foreword.errors import ConfigError
+
+NAMES = list(POLICIES)
+
+
+def ids(*block_ids):
+    return np.array(block_ids, np.int32)
+
+
+def pinnable(name="lru", num_blocks=6, max_share=0.5):
+    """A policy all of whose blocks are cached and free, last block first."""
+    policy = PinnedPolicy(make_policy(name, num_blocks), num_blocks, max_share=max_share)
+    policy.note_cached(policy.popleft(num_blocks), np.arange(num_blocks, dtype=np.int32))
+    policy.append(np.arange(num_blocks, dtype=np.int32)[::-1])
+    return policy
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "fifo"])
+def test_pinned_blocks_go_last(name):
+    policy = pinnable(name)
+    assert policy.pin(ids(5, 3), until=10.0, now=0.0).tolist() == [5, 3]
+    assert policy.in_order().tolist() == [4, 2, 1, 0, 5, 3]
+    policy.check_integrity()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_when_nothing_else_is_free_pins_break_and_are_counted(name):
+    policy = pinnable(name)
+    policy.pin(ids(0, 1), until=10.0, now=0.0)
+    assert set(policy.popleft(5).tolist()) > {2, 3, 4, 5}
+    assert (policy.num_pinned, policy.num_broken, len(policy)) == (1, 1, 1)
+    policy.check_integrity()
+    policy.popleft(1)
+    assert (policy.num_pinned, policy.num_broken, len(policy)) == (0, 2, 0)
+    policy.append(ids(0, 1))
+    policy.expire(20.0)
+    policy.check_integrity()
+
+
+def test_a_pin_ends_at_its_time_and_the_block_is_ordinary_again():
+    policy = pinnable()
+    policy.pin(ids(5), until=10.0, now=0.0)
+    policy.expire(9.9)
+    assert policy.in_order().tolist() == [4, 3, 2, 1, 0, 5]
+    policy.expire(10.0)
+    assert policy.pinned_block_ids().tolist() == []
+    policy.remove(ids(4))
+    policy.append(ids(4))
+    assert policy.in_order().tolist() == [3, 2, 1, 0, 5, 4]
+    policy.check_integrity()
+
+
+def test_a_pin_may_be_made_longer_and_is_never_shortened():
+    policy = pinnable()
+    policy.pin(ids(1), until=10.0, now=0.0)
+    policy.pin(ids(1), until=20.0, now=1.0)
+    policy.pin(ids(1), until=15.0, now=2.0)
+    policy.expire(19.0)
+    assert policy.pinned_block_ids().tolist() == [1]
+    policy.expire(20.0)
+    assert policy.pinned_block_ids().tolist() == []
+
+
+def test_pins_beyond_the_budget_are_not_made_and_the_head_comes_first():
+    policy = pinnable(num_blocks=6, max_share=0.5)
+    assert policy.pin(ids(0, 1), until=10.0, now=0.0).tolist() == [0, 1]
+    assert policy.pin(ids(0, 1, 2, 3), until=20.0, now=0.0).tolist() == [0, 1, 2]
+    assert policy.pin(ids(4), until=20.0, now=1.0).tolist() == []
+    assert policy.num_pinned == policy.max_pinned == 3
+    policy.unpin(ids(0, 1, 2, 3))
+    assert policy.pin(ids(4), until=20.0, now=2.0).tolist() == [4]
+    policy.check_integrity()
+
+
+def test_ended_pins_make_room_in_the_budget():
+    policy = pinnable(num_blocks=4, max_share=0.25)
+    policy.pin(ids(0), until=5.0, now=0.0)
+    assert policy.pin(ids(1), until=9.0, now=4.0).tolist() == []
+    assert policy.pin(ids(1), until=9.0, now=5.0).tolist() == [1]
+    assert policy.pinned_block_ids().tolist() == [1]
+
+
+def test_a_pin_that_ends_before_it_begins_is_none():
+    policy = pinnable()
+    assert policy.pin(ids(0), until=3.0, now=3.0).tolist() == []
+    assert policy.pin(ids(), until=9.0, now=3.0).tolist() == []
+    policy.check_integrity()
+
+
+def test_a_held_block_keeps_its_pin_until_it_is_freed():
+    policy = pinnable()
+    policy.remove(ids(3, 2))
+    policy.pin(ids(2, 3), until=10.0, now=0.0)
+    policy.check_integrity()
+    policy.append(ids(3, 2))
+    assert policy.in_order().tolist() == [5, 4, 1, 0, 3, 2]
+    policy.remove(ids(3, 4))
+    policy.expire(10.0)
+    policy.append(ids(4, 3))
+    assert policy.in_order().tolist() == [5, 1, 0, 2, 4, 3]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_content_can_be_pinned_and_losing_it_ends_the_pin(name):
+    policy = PinnedPolicy(make_policy(name, 4), 4)
+    assert policy.pin(ids(0, 1), until=10.0, now=0.0).tolist() == []
+    policy.note_cached(policy.popleft(2), ids(0, 1))
+    policy.append(ids(1, 0))
+    assert policy.pin(ids(0, 1), until=10.0, now=0.0).tolist() == [0, 1]
+    policy.note_forgotten(ids(0, 3))
+    assert policy.pinned_block_ids().tolist() == [1]
+    assert policy.in_order().tolist() == [0, 2, 3, 1]
+    policy.check_integrity()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_pins_the_inner_order_is_untouched(name):
+    rng = random.Random(2)
+    plain, wrapped = make_policy(name, 8), PinnedPolicy(make_policy(name, 8), 8)
+    held = []
+    for _ in range(300):
+        if rng.random() < 0.5:
+            count = rng.randint(0, len(plain))
+            taken = [policy.popleft(count) for policy in (plain, wrapped)]
+            assert taken[0].tolist() == taken[1].tolist()
+            for policy in (plain, wrapped):
+                policy.note_cached(taken[0], np.arange(count, dtype=np.int32))
+            held += taken[0].tolist()
+        else:
+            rng.shuffle(held)
+            count = rng.randint(0, len(held))
+            back, held = held[:count], held[count:]
+            for policy in (plain, wrapped):
+                policy.append(ids(*back))
+        assert plain.in_order().tolist() == wrapped.in_order().tolist()
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, math.nan])
+def test_an_impossible_budget_is_refused(share):
+    with pytest.raises(ConfigError, match="max_pinned_share"):
+        PinnedPolicy(make_policy("lru", 4), 4, max_share=share)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_pins_lose_no_block_and_match_a_plain_model(name):
+    num_blocks, now = 12, 0.0
+    rng = random.Random(4)
+    policy = PinnedPolicy(make_policy(name, num_blocks), num_blocks, max_share=0.4)
+    pool = BlockPool(num_blocks, on_reuse=lambda _: None, policy=policy)
+    counts, cached, pins, broken = np.zeros(num_blocks, np.int32), set(), {}, 0
+    for _ in range(3000):
+        kind = rng.random()
+        if kind < 0.25 and pool.get_num_free_blocks():
+            expected = pool.free_block_ids().tolist()
+            taken = pool.get_new_blocks(rng.randint(1, pool.get_num_free_blocks()))
+            assert taken.tolist() == expected[: len(taken)]
+            broken += sum(block in pins for block in taken.tolist())
+            cached.difference_update(taken.tolist())
+            pins = {block: until for block, until in pins.items() if block not in taken}
+            counts[taken] += 1
+            fresh = taken[: rng.randint(0, len(taken))]
+            pool.note_cached(fresh, np.arange(len(fresh), dtype=np.int32))
+            cached.update(fresh.tolist())
+        elif kind < 0.4 and cached:
+            found = ids(*rng.sample(sorted(cached), 1))
+            pool.touch(found)
+            counts[found] += 1
+        elif kind < 0.65 and (held := np.flatnonzero(counts)).size:
+            released = ids(*rng.sample(held.tolist(), rng.randint(1, len(held))))
+            pool.free_blocks(released)
+            counts[released] -= 1
+        elif kind < 0.7:
+            gone = rng.sample(range(num_blocks), 2)
+            pool.note_forgotten(ids(*gone))
+            cached.difference_update(gone)
+            pins = {block: until for block, until in pins.items() if block not in gone}
+        elif kind < 0.9:
+            now += rng.random()
+            pins = {block: until for block, until in pins.items() if until > now}
+            until, kept = now + 5 * rng.random(), []
+            wanted = rng.sample(range(num_blocks), 3)
+            for block in wanted:
+                if block in cached and (block in pins or len(pins) < policy.max_pinned):
+                    pins[block] = max(until, pins.get(block, 0.0))
+                    kept.append(block)
+            assert policy.pin(ids(*wanted), until, now).tolist() == kept
+        else:
+            chosen = rng.sample(range(num_blocks), 1)
+            policy.unpin(ids(*chosen))
+            pins.pop(chosen[0], None)
+        pool.check_integrity(counts)
+        assert policy.pinned_block_ids().tolist() == sorted(pins)
+        assert policy.num_broken == broken
+        order = [block in pins for block in pool.free_block_ids().tolist()]
+        assert order == sorted(order)
+        assert all((block in policy) == (counts[block] == 0) for block in range(num_blocks))
+    assert broken
+
+
+def test_a_pin_that_is_renewed_for_ever_does_not_grow_the_heap():
+    policy = pinnable(num_blocks=8)
+    for turn in range(1000):
+        policy.pin(ids(0, 1, 2), until=turn + 1000.0, now=float(turn))
+        assert sum(len(block_ids) for _, _, block_ids in policy._ends) <= 16
+        policy.check_integrity()
+    policy.expire(1999.0)
+    assert policy.num_pinned == 0
+
+
+class PinsBeyondBudget(PinnedPolicy):
+    def pin(self, block_ids, until, now):
+        self.max_pinned, budget = 100, self.max_pinned
+        super().pin(block_ids, until, now)
+        self.max_pinned = budget
+
+
+class PinsForEver(PinnedPolicy):
+    def _end_later(self, block_ids, until):
+        pass
+
+
+class PinsInPlace(PinnedPolicy):
+    def pin(self, block_ids, until, now):
+        self._until[block_ids] = until
+        self.num_pinned += len(block_ids)
+        self._end_later(block_ids, until)
+
+
+class UnpinsWithoutReturning(PinnedPolicy):
+    def unpin(self, block_ids):
+        self._until[block_ids] = -np.inf
+        self.num_pinned -= len(block_ids)
+
+
+@pytest.mark.parametrize("broken", [PinsBeyondBudget, PinsForEver, PinsInPlace, UnpinsWithoutReturning])
+def test_the_integrity_check_catches_broken_pins(broken):
+    policy = broken(make_policy("lru", 6), 6)
+    pool = BlockPool(6, on_reuse=lambda _: None, policy=policy)
+    blocks = pool.get_new_blocks(6)
+    pool.note_cached(blocks, np.arange(6, dtype=np.int32))
+    pool.free_blocks(blocks)
+    policy.pin(ids(0, 1, 2, 3) if broken is PinsBeyondBudget else ids(0, 1), until=9.0, now=0.0)
+    policy.unpin(ids(0))
+    if broken is PinsBeyondBudget:
+        policy.pin(ids(0, 4), until=9.0, now=1.0)
+    with pytest.raises(AssertionError):
+        pool.check_integrity(np.zeros(6, np.int32))
+
+
+def test_a_pinned_prompt_survives_a_flood_and_goes_when_its_time_is_over():
+    policy = PinnedPolicy(make_policy("lru", 8), 8)
+    manager = KVCacheManager(8, block_size=4, eviction_policy=policy)
+
+    def run(name, tokens):
+        seq = TokenSequence(name, list(tokens), block_size=4)
+        hit = manager.get_computed_blocks(seq)
+        assert manager.allocate_slots(seq, len(seq), hit) is not None
+        blocks = manager.block_ids(name)
+        manager.free(name)
+        manager.check_integrity()
+        return hit.num_tokens, blocks
+
+    _, blocks = run("pinned", range(16))
+    policy.pin(blocks, until=300.0, now=0.0)
+    for number in range(6):
+        run(f"flood {number}", range(100 * number + 100, 100 * number + 116))
+    assert run("again", range(16))[0] == 15
+    run("needs all", range(1000, 1032))  # never wedged
+    assert policy.num_broken == 4
+    assert run("once more", range(16))[0] == 0
+
+    policy.pin(run("pinned anew", range(16))[1], until=600.0, now=300.0)
+    policy.expire(600.0)
+    for number in range(6):
+        run(f"second flood {number}", range(100 * number + 100, 100 * number + 116))
+    assert run("too late", range(16))[0] == 0
