@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from foreword.grammar.kept import KeptGrammars
+from foreword.server.access.tenants import Tenant
 from foreword.server.kept_responses import KeptResponses
 from foreword.server.records import Records, RequestRecord
-from foreword.server.tenants import Tenant
 from live_server import ServerProcess
 
 MB = 2**20

@@ -258,7 +258,7 @@ def test_unknown_fields_can_be_ignored_and_are_told_once_a_name(caplog):
         with_tool = {"tools": [{"type": "function", "function": {"name": "f", "colour": 1}}], "tool_choice": "none"}
         refused = post(server.url, "/v1/chat/completions", {**CONVERSATION, **with_tool})
         assert "takes no tools" in refused.json()["error"]["message"]
-    told = [record.args[0] for record in caplog.records if record.name == "foreword.server.unknown_fields"]
+    told = [record.args[0] for record in caplog.records if record.name == "foreword.server.bodies.unknown_fields"]
     names = ["colour", "shape", "tools.function.colour", *(name for _, name in NESTED)]
     assert sorted(told) == sorted(names)
 

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foreword import __version__
 from foreword.errors import ForewordError
 from foreword.llm import LLM
-from foreword.server import about, cache_api, openai, responses
+from foreword.server import about, cache_api
 from foreword.server.api_errors import APIError
 from foreword.server.dialect import (
     ChatRequest,
@@ -34,6 +34,8 @@ from foreword.server.dialect import (
 )
 from foreword.server.http import error_response
 from foreword.server.intake import document_bodies, explain_invalid
+from foreword.server.openai import completions as openai
+from foreword.server.openai import responses
 from foreword.server.options import ServerConfig
 from foreword.server.service import Service
 

@@ -13,12 +13,12 @@ from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import APIError, from_error, timed_out
-from foreword.server.json_pieces import to_json, to_long_json
-from foreword.server.off_loop import off_loop
+from foreword.server.bodies.json_pieces import to_json, to_long_json
+from foreword.server.bodies.off_loop import off_loop
 from foreword.server.service import Service
-from foreword.server.tenants import Tenant
 
 Event = tuple[str | None, dict[str, Any] | str]
 """Name (or None) and data of a server-sent event; data that is long is JSON already, written off the event loop."""

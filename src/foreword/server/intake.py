@@ -17,13 +17,13 @@ from fastapi import Depends, FastAPI, Request
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 
+from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError, bad_request
-from foreword.server.body_limits import BodyLimits
+from foreword.server.bodies.body_limits import BodyLimits
+from foreword.server.bodies.json_scan import parse_json, scan_json
+from foreword.server.bodies.off_loop import off_loop
+from foreword.server.bodies.unknown_fields import UnknownFields
 from foreword.server.http import authorized, service_of
-from foreword.server.json_scan import parse_json, scan_json
-from foreword.server.off_loop import off_loop
-from foreword.server.tenants import Tenant
-from foreword.server.unknown_fields import UnknownFields
 
 Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")

@@ -10,9 +10,9 @@ from collections import OrderedDict
 from threading import Lock
 from typing import Any
 
+from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
-from foreword.server.json_pieces import to_long_json
-from foreword.server.tenants import Tenant
+from foreword.server.bodies.json_pieces import to_long_json
 
 Messages = list[dict[str, str]]
 

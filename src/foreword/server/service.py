@@ -25,27 +25,27 @@ from foreword.engine import Prompt
 from foreword.errors import ChatTemplateError, ConfigError
 from foreword.llm import LLM
 from foreword.request import SamplingParams, StructuredOutputsParams, TokenConstraint
+from foreword.server.access.operators import Operators
+from foreword.server.access.quotas import Quotas
+from foreword.server.access.shared_prefixes import SharedPrefixes, common_beginning
+from foreword.server.access.tenants import Tenant, Tenants, shown_key
 from foreword.server.answer_stream import AnswerStream, Job
 from foreword.server.api_errors import bad_request, too_busy, unknown_model, wrong_key
-from foreword.server.body_limits import BodyLimits
+from foreword.server.bodies.body_limits import BodyLimits
+from foreword.server.bodies.json_scan import scan_json
+from foreword.server.bodies.unknown_fields import UnknownFields
 from foreword.server.engine_thread import EngineThread
-from foreword.server.insight import Insight
-from foreword.server.json_scan import scan_json
 from foreword.server.kept_responses import KeptResponses
 from foreword.server.listeners import Listener, ListenerHealth
-from foreword.server.metrics import Metrics
-from foreword.server.more_memory import MoreMemory
-from foreword.server.operators import Operators
+from foreword.server.observe.insight import Insight
+from foreword.server.observe.metrics import Metrics
+from foreword.server.observe.more_memory import MoreMemory
+from foreword.server.observe.recorder import Recorder
+from foreword.server.observe.tracing import Tracing
+from foreword.server.observe.traffic_log import TrafficLog, log_request
 from foreword.server.options import ServerConfig
-from foreword.server.quotas import Quotas
-from foreword.server.recorder import Recorder
 from foreword.server.records import Records, RequestRecord
-from foreword.server.shared_prefixes import SharedPrefixes, common_beginning
 from foreword.server.template_check import check_template, warn_of
-from foreword.server.tenants import Tenant, Tenants, shown_key
-from foreword.server.tracing import Tracing
-from foreword.server.traffic_log import TrafficLog, log_request
-from foreword.server.unknown_fields import UnknownFields
 from foreword.text import Tokenizer
 
 if TYPE_CHECKING:

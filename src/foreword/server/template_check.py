@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreword.errors import ForewordError
-from foreword.server.explanations import NUM_CONTEXT_TOKENS, TokenIds, common_length, text_of
+from foreword.server.observe.explanations import NUM_CONTEXT_TOKENS, TokenIds, common_length, text_of
 from foreword.text import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from nicegui import ui
 
 from foreword.errors import ForewordError
 from foreword.request import SamplingParams
+from foreword.server.access.tenants import ANYBODY, DASHBOARD, Tenant
 from foreword.server.dashboard import drawings as draw
 from foreword.server.records import RequestRecord
 from foreword.server.service import Caller, Service, new_id
-from foreword.server.tenants import ANYBODY, DASHBOARD, Tenant
 
 MAX_TOKENS = 512
 DEMO_SYSTEM = (

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import BlockState, EvictionCause, MissReason
-from foreword.server.explanations import IN_WORDS, text_of
-from foreword.server.metrics import is_hit
+from foreword.server.observe.explanations import IN_WORDS, text_of
+from foreword.server.observe.metrics import is_hit
 from foreword.server.records import RequestRecord
 from foreword.text import Tokenizer
 

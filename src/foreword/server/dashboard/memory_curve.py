@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from foreword.replay.live_curve import CurvePoint
 from foreword.server.dashboard import drawings as draw
-from foreword.server.insight import Look
+from foreword.server.observe.insight import Look
 
 
 def memory_curve(look: Look, block_bytes: int, seconds_per_token: float) -> str:

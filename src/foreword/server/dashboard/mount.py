@@ -20,10 +20,10 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foreword.errors import ConfigError
+from foreword.server.access.operators import COOKIE, SESSION_S, Operators
 from foreword.server.api_errors import APIError
 from foreword.server.http import error_response
 from foreword.server.intake import read_body
-from foreword.server.operators import COOKIE, SESSION_S, Operators
 from foreword.server.service import Service
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,10 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from foreword.request import SamplingParams, TokenLogprobs
-from foreword.server import openai_format as form
+from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
+from foreword.server.bodies.off_loop import off_loop
 from foreword.server.dialect import (
     ChatMessage,
     ChatRequest,
@@ -29,14 +30,13 @@ from foreword.server.dialect import (
     InputMessage,
     TokenizeRequest,
 )
-from foreword.server.extras import Extras
 from foreword.server.http import Event, authorized, respond, service_of, trace_parent
 from foreword.server.intake import body_of, takes, with_body
-from foreword.server.off_loop import off_loop
+from foreword.server.openai import format as form
+from foreword.server.openai.extras import Extras
+from foreword.server.openai.structured import structured_outputs
+from foreword.server.openai.tools import ToolCall, ToolCallReader, ToolUse, arguments_for_template, tools_for_template
 from foreword.server.service import Caller, Ending, GivenPrompt, Service, Tokens, digests, new_id
-from foreword.server.structured import structured_outputs
-from foreword.server.tenants import Tenant
-from foreword.server.tools import ToolCall, ToolCallReader, ToolUse, arguments_for_template, tools_for_template
 
 router = APIRouter(tags=["openai"])
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from fastapi import Request
 
+from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import AnswerStream
-from foreword.server.diagnostics import comparison_response_id, diagnose
-from foreword.server.explanations import cache_report
+from foreword.server.observe.explanations import cache_report
+from foreword.server.openai.diagnostics import comparison_response_id, diagnose
 from foreword.server.records import RequestRecord
 from foreword.server.service import Service
-from foreword.server.tenants import Tenant
 
 HEADER = "x-foreword-cache"
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreword.cache import BlockState
-from foreword.server.insight import Insight, Look
 from foreword.server.listeners import ListenerHealth
+from foreword.server.observe.insight import Insight, Look
 from foreword.server.records import Records, RequestRecord, TenantStats
 
 logger = logging.getLogger(__name__)

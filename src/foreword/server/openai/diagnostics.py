@@ -12,7 +12,7 @@ from typing import Any
 
 from foreword.cache import LookupExplanation, MissReason
 from foreword.server.api_errors import bad_request
-from foreword.server.explanations import common_length, told_to_client
+from foreword.server.observe.explanations import common_length, told_to_client
 from foreword.server.records import RequestRecord
 
 _OPTIONS = {"mode", "ttl", "comparison_response_id", "prewarm"}

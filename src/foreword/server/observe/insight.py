@@ -21,9 +21,9 @@ from foreword.engine import Engine
 from foreword.replay.live_curve import CurvePoint
 from foreword.server.api_errors import APIError
 from foreword.server.engine_thread import EngineThread
-from foreword.server.explanations import most_similar
 from foreword.server.listeners import Listener
-from foreword.server.more_memory import MoreMemory
+from foreword.server.observe.explanations import most_similar
+from foreword.server.observe.more_memory import MoreMemory
 from foreword.server.records import Records, RequestRecord
 from foreword.text import Tokenizer
 

@@ -14,19 +14,19 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from foreword.server import openai_format as form
+from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
+from foreword.server.bodies.json_pieces import to_long_json
+from foreword.server.bodies.off_loop import off_loop
 from foreword.server.dialect import JsonSchema, ResponseFormat, ResponsesRequest, TextFormat
-from foreword.server.extras import Extras
 from foreword.server.http import Event, authorized, json_response, respond, service_of, trace_parent
 from foreword.server.intake import body_of, takes, with_body
-from foreword.server.json_pieces import to_long_json
 from foreword.server.kept_responses import PIECE_DEPTH, KeptResponses, Messages
-from foreword.server.off_loop import off_loop
-from foreword.server.openai import Limits, check_call, plain_messages, sampling_params, template_inputs
+from foreword.server.openai import format as form
+from foreword.server.openai.completions import Limits, check_call, plain_messages, sampling_params, template_inputs
+from foreword.server.openai.extras import Extras
 from foreword.server.service import Caller, Service, digests, new_id
-from foreword.server.tenants import Tenant
 
 router = APIRouter(tags=["openai"])
 

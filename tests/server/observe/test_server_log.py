@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from foreword.config import EngineConfig
+from foreword.server.observe.traffic_log import Traffic, TrafficLog
 from foreword.server.options import ServerConfig
 from foreword.server.records import Records, RequestRecord, TenantStats
 from foreword.server.startup import log_addresses
-from foreword.server.traffic_log import Traffic, TrafficLog
 from live_server import ServerProcess, post, wait_until
 
 PROMPT = "A line that no other test sends: the violet badger keeps seven umbrellas."

@@ -21,8 +21,8 @@ from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.types import Scope
 
+from foreword.server.access.tenants import shown_key
 from foreword.server.api_errors import APIError
-from foreword.server.tenants import shown_key
 
 COOKIE = "foreword_operator"
 SESSION_S = 12 * 3600.0

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foreword.cache import KVCacheManager
+from foreword.server.access.tenants import Tenant, Tenants
 from foreword.server.engine_thread import Ended
-from foreword.server.tenants import Tenant, Tenants
 
 
 class Quotas:

@@ -14,7 +14,7 @@ from foreword.server.options import ServerConfig
 from foreword.server.prefill_speed import PrefillSpeed
 from live_server import MODEL, ServerProcess, ServerThread, embedded_llm, post, wait_until
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 
 def facts(name: str) -> str:
@@ -188,7 +188,7 @@ def test_only_steps_that_are_mostly_prefill_tell_the_speed_of_prefill():
 def test_a_request_is_a_span_with_what_the_cache_found():
     sdk = pytest.importorskip("opentelemetry.sdk.trace.export")
     in_memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
-    from foreword.server.tracing import Tracing
+    from foreword.server.observe.tracing import Tracing
 
     exporter = in_memory.InMemorySpanExporter()
     with embedded_llm() as llm, ServerThread(llm, ServerConfig()) as server:

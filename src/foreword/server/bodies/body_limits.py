@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from foreword.server.api_errors import APIError, bad_request
+from foreword.server.bodies.json_scan import JsonSize
 from foreword.server.dialect import CompletionRequest, DetokenizeRequest, ExplainRequest
-from foreword.server.json_scan import JsonSize
 
 MAX_DEPTH = 128
 MAX_FIELDS = 256

@@ -15,8 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from foreword.cache import BlockState, EvictionCause, MissReason
-from foreword.server.insight import Insight, Look
 from foreword.server.listeners import ListenerHealth
+from foreword.server.observe.insight import Insight, Look
 from foreword.server.records import Records, RequestRecord
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)

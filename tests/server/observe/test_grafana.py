@@ -18,7 +18,7 @@ import pytest
 
 from live_server import ServerProcess, post, wait_until
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = Path(__file__).parents[3] / "deploy"
 PROMETHEUS = shutil.which("prometheus")
 OPERATOR = "sk-operator"
 NUM_SCRAPES = 6

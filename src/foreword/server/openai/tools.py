@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreword.server.api_errors import bad_request
-from foreword.server.body_limits import MAX_DEPTH
+from foreword.server.bodies.body_limits import MAX_DEPTH
+from foreword.server.bodies.json_scan import parse_json, scan_json
 from foreword.server.dialect import ChatRequest, NamedToolChoice, Tool
-from foreword.server.json_scan import parse_json, scan_json
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 MAX_FORCED_CALLS = 16

@@ -23,7 +23,7 @@ from foreword.server.options import ServerConfig
 from foreword.server.records import RequestRecord
 from live_server import ServerProcess, ServerThread, embedded_llm, post
 
-BUILD = Path(__file__).parents[2] / "build" / "dashboard"
+BUILD = Path(__file__).parents[3] / "build" / "dashboard"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _has_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")
 DOCUMENT = "".join(f"The code of the amber falcon {number} is {4821 + number}.\n" for number in range(20))

@@ -13,8 +13,8 @@ import pytest
 
 from foreword.llm import LLM
 from foreword.server.dialect import ChatRequest
+from foreword.server.openai.tools import ToolCall, ToolCallReader, ToolUse
 from foreword.server.options import ServerConfig
-from foreword.server.tools import ToolCall, ToolCallReader, ToolUse
 from live_server import MODEL, ServerThread, client, post
 from tiny_models import CHAT_TEMPLATE, RECIPES, TOOL_TEMPLATE, save_model, save_tokenizer
 

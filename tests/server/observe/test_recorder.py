@@ -12,8 +12,8 @@ import pytest
 
 from foreword.errors import TraceError
 from foreword.replay.trace import TraceReader
+from foreword.server.observe.recorder import Recorder
 from foreword.server.options import ServerConfig
-from foreword.server.recorder import Recorder
 from foreword.server.records import RequestRecord
 from live_server import ServerProcess, ServerThread, embedded_llm, post, wait_until
 
@@ -115,7 +115,7 @@ def metrics(url: str) -> str:
 
 
 def test_what_waits_for_the_disk_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foreword.server.recorder.MAX_WAITING_BYTES", 5000)
+    monkeypatch.setattr("foreword.server.observe.recorder.MAX_WAITING_BYTES", 5000)
     recorder = Recorder(Path("/dev/full"), list)
     for number in range(100):
         recorder.record(record(number, float(number)))

@@ -11,10 +11,10 @@ import pytest
 
 from foreword.config import Environment
 from foreword.errors import ConfigError
+from foreword.server.access.shared_prefixes import SharedPrefixes, common_beginning
+from foreword.server.access.tenants import Tenant, Tenants, read_keys, shown_key
 from foreword.server.app import make_app
 from foreword.server.options import ServerConfig
-from foreword.server.shared_prefixes import SharedPrefixes, common_beginning
-from foreword.server.tenants import Tenant, Tenants, read_keys, shown_key
 from live_server import FALCON, MODEL, ServerProcess, ServerThread, client, embedded_llm, post
 
 KEYS = """

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foreword.server.json_scan import parse_json, scan_json
+from foreword.server.bodies.json_scan import parse_json, scan_json
 
 
 def counts(value: Any) -> tuple[int, int, int]:
