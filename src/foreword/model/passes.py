@@ -1,11 +1,11 @@
-"""A batch cut into passes of at most so many tokens, for products whose bits depend on the number of rows.
+"""A batch cut into passes of limited size, for products whose bits depend on the number of rows.
 
 Knows flat batches; knows neither models nor devices.
 
     tokens of requests    |----0----|-1-|------2------|3|4|
     passes of 12          |-----------.|-----------.|---|      a request may go on in the next pass
 
-Each pass writes its KV before the next one attends, so the passes of a batch see what the batch would have seen.
+Each pass writes its KV before the next one attends, so together the passes see what the whole batch would see.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from foreword.model.sampling.readout import Rows
 
 
 def split_batch(batch: Batch, logit_rows: Rows, most: int) -> Iterator[tuple[Batch, Rows]]:
-    """Passes of `most` tokens (the last one of what is left), each with those of `logit_rows` (ascending) in it.
+    """Yield passes of `most` tokens (the last may be shorter), each with its part of `logit_rows` (ascending).
 
-    Entries are left out: a pass may hold a part of one.
+    A pass carries no entries, because it may hold only a part of one.
     """
     for start in range(0, batch.num_tokens, most):
         end = min(start + most, batch.num_tokens)

@@ -1,7 +1,7 @@
-"""Recorded decoding steps: where every request computes one token, the device replays what it was shown at start.
+"""Recorded decode steps: when every request computes one token, the device replays a graph recorded at start.
 
 Knows batches, the model and the device's graphs; knows nothing of sampling. A graph serves batches of up to its
-size; rows behind the batch's own are padding, which write to the scrap block and whose logits nobody takes.
+size. The rows after the batch's own are padding: they write to the scrap block, and nobody reads their logits.
 
     batch of 5     |q0|q1|q2|q3|q4|        sizes 1, 2, 4, 8, 16, ...
     graph of 8     |q0|q1|q2|q3|q4|--|--|--|
@@ -33,17 +33,17 @@ from foreword.model.storage import KVStorage
 logger = logging.getLogger(__name__)
 
 DECODE_SIZES = (1, 2, 4, *range(8, 257, 8))
-"""Numbers of requests for which steps are recorded; larger batches are computed as prefill is."""
+"""Batch sizes for which decode steps are recorded; larger batches run like prefill."""
 
 
 def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:
-    """The least of some ascending sizes that holds so many rows; None if none does."""
+    """The smallest of the ascending `sizes` that holds `num_rows`; None if none does."""
     at = bisect.bisect_left(sizes, num_rows)
     return sizes[at] if at < len(sizes) else None
 
 
 def why_not_recordable(model: LoadedModel, storage: KVStorage, runner: ModelRunner) -> str | None:
-    """What keeps a model's decoding steps from being recorded; None if nothing does."""
+    """The reason why a model's decode steps cannot be recorded; None if they can."""
     if model.states:
         return "recurrent layers are computed request by request"
     if getattr(model.module.config.get_text_config(), "_experts_implementation", None) == EXPERTS_NAME:
@@ -57,18 +57,18 @@ def why_not_recordable(model: LoadedModel, storage: KVStorage, runner: ModelRunn
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One step on its way to the device, to be copied to where the graph reads it."""
+    """One step on its way to the device, where it is copied into the graph's inputs."""
 
     size: int
     num_rows: int
     rows: Tensor
     """[3 + groups, size] int32"""
     metadata: list[Tensor]
-    """Of each group, [n] int32."""
+    """One tensor for each group, [n] int32."""
 
 
 class DecodeGraphs:
-    """Graphs of one runner over one storage; a runner with another storage makes others."""
+    """Graphs of one runner over one storage; after a change of storage the runner records new ones."""
 
     def __init__(
         self, device: Device, runner: ModelRunner, model: LoadedModel, storage: KVStorage, max_tokens: int
@@ -84,34 +84,34 @@ class DecodeGraphs:
         self.num_replays = 0
 
     def capture(self, sizes: Sequence[int]) -> None:
-        """Record steps of these sizes, as the runner pads them. Raises RuntimeError if the device cannot."""
+        """Record steps of these sizes, padded as the runner pads. Raises RuntimeError if the device cannot."""
         target = self._device.torch_device
         wanted = sorted({self._runner.pad_rows(size) for size in sizes}, reverse=True)
         largest = self._plans(self._padding(), wanted[0])
-        # Not in inference mode, whose tensors could not be changed outside of it.
+        # Not in inference mode: its tensors cannot be changed outside it.
         self._rows = torch.zeros((3 + self._num_groups) * wanted[0], dtype=torch.int32, device=target)
         self._metadata = [torch.zeros(plan.most, dtype=torch.int32, device=target) for plan in largest]
         self._keep = torch.arange(wanted[0], device=target)
         self._logits = torch.empty(wanted[0], self._model.vocab_size, dtype=self._model.dtype, device=target)
-        for size in wanted:  # the largest first: the others find its memory
+        for size in wanted:  # the largest first, so that the others reuse its memory
             with torch.inference_mode():
                 self._graphs[size] = self._capture_size(size)
         self.sizes = sorted(self._graphs)
 
     def size_for(self, batch: Batch) -> int | None:
-        """The graph that computes a batch, which holds the sinks already; None if none does."""
+        """The size of the graph for a batch that includes its sinks; None if no graph fits."""
         num_requests = len(batch.query_starts) - 1
         if batch.num_tokens != num_requests or int(batch.positions.max()) >= self._max_tokens:
             return None
         return padded_size(num_requests, self.sizes)
 
     def plan(self, batch: Batch, size: int, put: Put) -> DecodeStep:
-        """Take along what a graph reads."""
+        """Pack what the graph of this size reads."""
         plans = self._plans(batch, size)
         return DecodeStep(size, batch.num_tokens, put(self._row_array(batch, size)), [put(plan.data) for plan in plans])
 
     def replay(self, step: DecodeStep) -> Tensor:
-        """Compute a step; its logits [num_rows, vocab], valid until the next one."""
+        """Compute a step and return its logits [num_rows, vocab], valid until the next step."""
         self._rows[: step.rows.numel()].copy_(step.rows.view(-1))
         for static, own in zip(self._metadata, step.metadata, strict=True):
             static[: len(own)].copy_(own)
@@ -120,7 +120,7 @@ class DecodeGraphs:
         return self._logits[: step.num_rows]
 
     def _capture_size(self, size: int) -> Graph:
-        """Record one size; what is computed meanwhile is padding only."""
+        """Record one size, with a batch of padding."""
         batch = self._padding()
         host = torch.from_numpy(self._row_array(batch, size))
         self._rows[: host.numel()].copy_(host.view(-1))
@@ -144,7 +144,7 @@ class DecodeGraphs:
         return self._device.capture(work)
 
     def _padding(self) -> Batch:
-        """One row of padding: it writes to the scrap block and sees it."""
+        """One row of padding: it writes to the scrap block and attends to it."""
         zero = np.zeros(1, np.int32)
         scrap = np.full((1, 1), self._storage.scrap_block, np.int32)
         return Batch(
@@ -158,7 +158,7 @@ class DecodeGraphs:
         )
 
     def _row_array(self, batch: Batch, size: int) -> IntArray:
-        """Token ids, positions, positions less rows, slots of each group; padding has token 0 at position 0."""
+        """Token ids, positions, positions minus rows, and slots of each group; padding is all 0."""
         storage, num_rows = self._storage, batch.num_tokens
         rows = np.zeros((3 + self._num_groups, size), np.int32)
         rows[0, :num_rows] = batch.token_ids
@@ -170,7 +170,7 @@ class DecodeGraphs:
         return rows
 
     def _plans(self, batch: Batch, size: int) -> list[HostPlan]:
-        """Of each group, in the shape of a graph."""
+        """Plan each group in the shape of a graph."""
         return [self._plan_group(batch, group_id, size) for group_id in range(self._num_groups)]
 
     def _plan_group(self, batch: Batch, group_id: int, size: int) -> HostPlan:

@@ -1,7 +1,7 @@
-"""What the runner asks of an accelerator, and CUDA as the one accelerator that answers.
+"""The accelerator as the runner needs it, and CUDA as its one implementation.
 
-Knows memory, copies, events and graphs; knows nothing of models or batches. Tests put another device behind the
-same protocol, whose graphs record and replay what torch computes on the CPU (tests/fake_device.py).
+Knows memory, copies, events and graphs; knows nothing of models or batches. Tests implement the same protocol with
+graphs that record and replay what torch computes on the CPU (tests/fake_device.py).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ class DeviceMemory:
 
     total: int
     free: int
-    """What no program has taken."""
+    """Not taken by any program."""
     reserved: int
-    """What this program has taken, in use or kept for reuse."""
+    """Taken by this program, in use or kept for reuse."""
     peak: int
-    """The most that this program had taken at a time since `watch_peak`."""
+    """The largest `reserved` since `watch_peak`."""
 
 
 class Event(Protocol):
-    """A place in the order of the device's work."""
+    """A point in the queue of the device's work."""
 
     def is_done(self) -> bool:
-        """Whether the device has come past it."""
+        """Whether the device has passed it."""
         ...
 
     def wait(self) -> None:
-        """Return when the device has come past it."""
+        """Return when the device has passed it."""
         ...
 
 
@@ -60,32 +60,32 @@ class Device(Protocol):
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy between a `host_buffer` and the device; the host's part must stay as it is until then."""
+        """Queue a copy between a `host_buffer` and the device; the host's side must not change until it is done."""
         ...
 
     def mark(self) -> Event:
-        """The place behind all work queued so far."""
+        """The point after all work queued so far."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Run `work` once, then record it. It must not read results or depend on the host's memory.
+        """Run `work` once, then record it. It must neither read results nor depend on the host's memory.
 
-        All graphs of a device share memory for what they compute in between, so they run one at a time.
+        All graphs of a device share memory for intermediate results, so they run one at a time.
         Raises RuntimeError if the work cannot be recorded.
         """
         ...
 
     def memory(self) -> DeviceMemory:
-        """Now, all queued work done."""
+        """Measure now, after all queued work is done."""
         ...
 
     def watch_peak(self) -> None:
-        """Begin to watch the peak of `memory`; what was kept for reuse is given back."""
+        """Start to track the peak of `memory`, after returning memory that was kept for reuse."""
         ...
 
 
 class CudaDevice:
-    """One CUDA device, its current stream as the queue."""
+    """One CUDA device; its current stream is the queue."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -105,7 +105,7 @@ class CudaDevice:
         return CudaEvent(self._device)
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        # Libraries initialise themselves, and kernels are compiled, in a first run on a stream of its own.
+        # The first run, on a separate stream, initialises libraries and compiles kernels.
         aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(aside):
@@ -131,7 +131,7 @@ class CudaDevice:
 
 
 class CudaEvent:
-    """Recorded on the current stream when it is made."""
+    """An event recorded on the current stream when it is created."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""What a GPU's memory is needed for beside KV, measured by computing the largest step once.
+"""GPU memory that is not free for KV, measured by running the largest possible step once.
 
-Knows bytes, and how to make a step as large as any; knows nothing of how the pool is used.
+Knows bytes and how to build the largest step; knows nothing of how the pool is used.
 
     total      |---------------------------- utilisation -----------------------------|-- left free --|
                |- others -|- weights -|- a step's activations -|- graphs -|--- pool ---|
@@ -35,14 +35,14 @@ class MemoryUse:
 
     total_bytes: int
     others_bytes: int
-    """Other programs, and what the driver keeps for this one."""
+    """Taken by other programs, and by the driver for this one."""
     weights_bytes: int
     activations_bytes: int
-    """Most that one step takes, its sampling included."""
+    """The most that one step takes, including sampling."""
     graphs_bytes: int = 0
 
     def pool_bytes(self, utilization: float) -> int:
-        """What is left for KV. Raises ConfigError, with what to do, if nothing is."""
+        """Memory left for KV. Raises ConfigError, with remedies, if nothing is left."""
         needed = self.others_bytes + self.weights_bytes + self.activations_bytes + self.graphs_bytes
         left = int(utilization * self.total_bytes) - needed
         if left > 0:
@@ -58,7 +58,7 @@ class MemoryUse:
 def measure_memory_use(
     model: LoadedModel, layout: CacheLayout, device: Device, limits: RunnerLimits, max_num_batched_tokens: int
 ) -> MemoryUse:
-    """Compute a step of `max_num_batched_tokens` tokens, and record the largest graph, over a pool of one block."""
+    """Run a step of `max_num_batched_tokens` tokens and record the largest graph, over a pool of one block."""
     storage = KVStorage(layout, 1, device.torch_device)
     device.watch_peak()
     before = device.memory()
@@ -86,16 +86,16 @@ def measure_memory_use(
 def measure_on_gpu(
     model: LoadedModel, layout: CacheLayout, limits: RunnerLimits, max_num_batched_tokens: int
 ) -> Callable[[], MemoryUse] | None:
-    """How to measure on the model's device; None if that is a CPU."""
+    """A function that measures on the model's device; None on a CPU."""
     if model.device.type != "cuda":
         return None
     return lambda: measure_memory_use(model, layout, CudaDevice(model.device), limits, max_num_batched_tokens)
 
 
 def largest_step(layout: CacheLayout, storage: KVStorage, limits: RunnerLimits, max_num_batched_tokens: int) -> Batch:
-    """A step of the most tokens, of sequences as long as they may be, that samples from as many as may run.
+    """The largest step: the most tokens, the longest sequences, and the most requests that sample.
 
-    Everything is written to the scrap block and read from it.
+    It writes to the scrap block and reads from it.
     """
     num_requests = min(limits.max_num_seqs, max_num_batched_tokens)
     lengths = [1] * num_requests

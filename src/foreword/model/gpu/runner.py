@@ -1,14 +1,14 @@
-"""A runner whose batches a device computes while the host goes on.
+"""A runner whose device computes batches while the host continues.
 
 Knows the order of a step on an accelerator; knows nothing of queues, prefixes or text. One step:
 
     host      plan | pack | queue everything | ... free for other work ... | read tokens
     device                 one copy in, blocks copied, model, sampling, one copy out
 
-What goes in is planned completely before anything is queued, so it travels in one copy (`StepBuffer`); logits never
-leave the device. Decoding steps are replayed from graphs where they can be.
+The host plans all inputs before it queues anything, so they travel in one copy (`StepBuffer`). Logits never
+leave the device. Decode steps are replayed from graphs where possible.
 
-A step may be launched before the one before it is read. Tokens that it expects from there never pass through the host:
+The host may launch a step before it reads the previous one. Tokens that pass from one to the next stay on the device:
 
     host      launch 1 | plan, pack and queue 2 | read 1 | ... | plan, pack and queue 3 | read 2
     device             |..........1..........| sampled tokens to 2's rows, 2 ............|
@@ -42,23 +42,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
-    """What the steps of a runner never exceed."""
+    """Limits that the steps of a runner never exceed."""
 
     max_tokens: int
-    """Of one sequence, sinks included."""
+    """Tokens of one sequence, including sinks."""
     max_num_seqs: int
     decode_sizes: tuple[int, ...] = DECODE_SIZES
-    """Steps that are recorded, ascending; none: no graphs."""
+    """Batch sizes of recorded steps, ascending; empty: no graphs."""
 
     @classmethod
     def of(cls, config: EngineConfig, max_tokens: int) -> RunnerLimits:
-        """As an engine's options have it."""
+        """The limits that an engine's options imply."""
         sizes = DECODE_SIZES if config.model.cuda_graphs else ()
         return cls(max_tokens, config.scheduler.max_num_seqs, sizes)
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes that are needed: up to the first that holds all requests."""
+        """The sizes to record: up to the first that holds `max_num_seqs` requests."""
         return [
             size
             for before, size in zip((0, *self.decode_sizes), self.decode_sizes, strict=False)
@@ -67,7 +67,7 @@ class RunnerLimits:
 
 
 class PendingResult:
-    """A step that the device was given."""
+    """A step that is queued on the device."""
 
     def __init__(self, event: Event, host: Tensor, taken: Taken) -> None:
         self._event, self._host = event, host
@@ -75,11 +75,11 @@ class PendingResult:
         self.is_read = False
 
     def is_ready(self) -> bool:
-        """Whether `result` would not wait."""
+        """Whether `result` would return at once."""
         return self._event.is_done()
 
     def result(self) -> BatchResult:
-        """Wait for the device; asked once."""
+        """Wait for the device and read the step; to be called once."""
         self.is_read = True
         self._event.wait()
         return self.taken.read(self._host.view(torch.int32).numpy())
@@ -87,15 +87,15 @@ class PendingResult:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """Tokens of one pass that the step before samples."""
+    """Tokens of one pass that the previous step samples."""
 
     rows: Tensor
-    """[3 + groups, padded tokens] int32, as the pass has it."""
+    """[3 + groups, padded tokens] int32: the pass's own rows."""
     moves: Tensor | tuple[slice, slice]
-    """[2, n] int64: their numbers in the pass, and among the sampled tokens; or a run of each."""
+    """[2, n] int64: their indices in the pass and among the sampled tokens; or one slice of each."""
 
     def fill(self, sampled: Tensor) -> None:
-        """Queue their way into the pass, from the sampled tokens [rows] int64."""
+        """Queue the copy of the sampled tokens [rows] int64 into the pass."""
         places, samples = self.moves
         if isinstance(places, Tensor):
             self.rows[0].index_copy_(0, places, sampled[samples].int())
@@ -106,8 +106,8 @@ class ExpectedTokens:
 class DeviceRunner(ModelRunner):
     """Runs batches on an accelerator, one after the other.
 
-    One may be launched while the one before it is not read yet, but not two: what the host prepares for the device,
-    and gets from it, has two places that take turns.
+    A batch may be launched while the previous one is unread, but not while two are: the buffers to and from the
+    device are double.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class DeviceRunner(ModelRunner):
         self.graphs: DecodeGraphs | None = None
         """None if nothing was recorded."""
         self.buffer = StepBuffer(device)
-        """Of the step that is planned, or was planned last."""
+        """The buffer of the step that is being planned, or was planned last."""
         self._other_buffer = StepBuffer(device)
         self._accelerator = device
         self._results, self._other_results = device.host_buffer(4096), device.host_buffer(4096)
@@ -132,14 +132,14 @@ class DeviceRunner(ModelRunner):
         self.record()
 
     def use_storage(self, storage: KVStorage) -> None:
-        """Go on with other memory, in which nothing is computed yet; what was recorded for the old one is dropped."""
+        """Switch to other, empty memory; this drops what was recorded for the old one."""
         assert self._is_idle
         self._storage = storage
         self._sink_block_ids = np.empty(0, np.int32)
         self.record()
 
     def record(self) -> None:
-        """Record decoding steps over the present storage, where that can be done."""
+        """Record decode steps over the current storage, if possible."""
         self.graphs = None
         if not self.limits.sizes:
             return
@@ -156,11 +156,11 @@ class DeviceRunner(ModelRunner):
             logger.warning("decoding steps are not recorded, so the host takes longer for each: %s", problem)
 
     def execute(self, batch: Batch) -> BatchResult:
-        """`launch`, and wait."""
+        """Launch a batch and wait for its result."""
         return self.launch(batch).result()
 
     def launch(self, batch: Batch) -> PendingResult:
-        """Queue a batch's work. Errors of planning and queueing are raised here, the device's by `result`."""
+        """Queue a batch's work. Raises errors of planning and queueing; `result` raises those of the device."""
         assert len(self._launched) < 2 or self._launched[0].is_read, "the step before the last was not read"
         self.buffer, self._other_buffer = self._other_buffer, self.buffer
         self._results, self._other_results = self._other_results, self._results
@@ -180,7 +180,7 @@ class DeviceRunner(ModelRunner):
         return self._launched[-1]
 
     def forward(self, batch: Batch, logit_rows: Rows) -> Tensor:
-        """As `ModelRunner.forward`, from graphs where `launch` would; returns when the device is done."""
+        """Like `ModelRunner.forward`, with graphs where `launch` would use them; waits for the device."""
         assert self._is_idle
         self.buffer.begin()
         with torch.inference_mode():
@@ -213,7 +213,7 @@ class DeviceRunner(ModelRunner):
         return self._plan(batch, rows)
 
     def _plan_expected(self, batch: Batch, work: DecodeStep | list[ForwardPass]) -> list[ExpectedTokens]:
-        """For each pass, where the tokens go that the batch expects of the one launched before."""
+        """For each pass, where to put the tokens that the previously launched batch samples."""
         if not len(batch.expected):
             return []
         passes: Sequence[DecodeStep | ForwardPass] = work if isinstance(work, list) else [work]
@@ -227,7 +227,7 @@ class DeviceRunner(ModelRunner):
             if first < last:
                 own = pairs[:, first:last]
                 own[0] -= number * most
-                is_run = (own[:, 1:] - own[:, :-1] == 1).all()  # as long as nobody comes or goes
+                is_run = (own[:, 1:] - own[:, :-1] == 1).all()  # while no request joins or leaves
                 place, sample = own[:, 0].tolist()
                 count = last - first
                 runs = slice(place, place + count), slice(sample, sample + count)
@@ -235,13 +235,13 @@ class DeviceRunner(ModelRunner):
         return expected
 
     def _sampled(self) -> Tensor:
-        """The tokens of the step launched last, on the device."""
+        """The tokens that the last launched step sampled, on the device."""
         drawn = self._launched[-1].taken.drawn
         assert drawn is not None
         return drawn.token_ids
 
     def _logits(self, work: DecodeStep | list[ForwardPass]) -> Tensor:
-        """Logits in the model's type, valid until the next step."""
+        """Compute logits in the model's dtype, valid until the next step."""
         if isinstance(work, DecodeStep):
             assert self.graphs is not None
             return self.graphs.replay(work)

@@ -1,7 +1,7 @@
-"""The arrays of a step, packed on the host and brought to the device in one copy.
+"""The arrays of a step, packed on the host and copied to the device at once.
 
-Knows bytes and tensors; knows nothing of batches. A tensor for an array is handed out before the copy, so whoever
-needs it can plan with it at once:
+Knows bytes and tensors; knows nothing of batches. `put` returns a tensor before the copy, so a planner can use it
+immediately:
 
     put(array) -> tensor    put(array) -> tensor    ...    upload()      from here on the tensors hold the arrays
 """
@@ -20,13 +20,13 @@ from torch import Tensor
 from foreword.model.gpu.device import Device
 
 ALIGNMENT = 16
-"""Bytes; kernels read several numbers at a time."""
+"""Bytes; kernels read several numbers at once."""
 FIRST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Memory of the host, as tensor and as array, and of the device."""
+    """Host memory, as a tensor and as an array, and device memory."""
 
     host: Tensor
     bytes: npt.NDArray[np.uint8]
@@ -39,28 +39,28 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 class StepBuffer:
-    """Host memory and its twin on the device. Tensors from `put` are valid until `begin` is called again.
+    """Host memory and its twin on the device. Tensors from `put` are valid until the next `begin`.
 
-    The host's part must not change while it is copied: `begin` only when the device is done with the step before.
+    Host memory must not change while it is copied: call `begin` only when the device is done with the previous step.
     """
 
     def __init__(self, device: Device, num_bytes: int = FIRST_BYTES) -> None:
         self._device = device
         self.num_uploads = 0
-        """Copies from host to device so far."""
+        """The number of copies from host to device so far."""
         self._parts: list[_Part] = []
-        """More than one only in a step that needed more than any before."""
+        """More than one only in a step that needs more than any step before."""
         self._used: list[int] = []
         self._grow(num_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """Of the step so far."""
+        """Bytes of the current step so far."""
         return sum(self._used)
 
     def begin(self) -> None:
         """Start a new step."""
-        if len(self._parts) > 1:  # one that is large enough for such a step
+        if len(self._parts) > 1:  # one part that is large enough for such a step
             total = sum(len(part.bytes) for part in self._parts)
             self._parts.clear()
             self._used.clear()
@@ -68,7 +68,7 @@ class StepBuffer:
         self._used[0] = 0
 
     def put(self, array: npt.NDArray[Any]) -> Tensor:
-        """Take an array along; a tensor on the device that holds it after `upload`."""
+        """Pack an array; returns a tensor on the device that holds it after `upload`."""
         dtype = _torch_dtype(array.dtype)
         if not array.size:
             return torch.empty(array.shape, dtype=dtype, device=self._device.torch_device)
@@ -81,7 +81,7 @@ class StepBuffer:
         return part.device[start:end].view(dtype).view(array.shape)
 
     def upload(self) -> None:
-        """Queue the copy of everything that was put in."""
+        """Queue the copy of everything that was packed."""
         for part, used in zip(self._parts, self._used, strict=True):
             if used:
                 self._device.copy(part.device[:used], part.host[:used])

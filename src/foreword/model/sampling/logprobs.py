@@ -1,7 +1,7 @@
 """Log probabilities of chosen tokens, computed where the logits are, read where requests are.
 
-Knows logits and token ids; knows nothing of requests. Of every row only the chosen token's number and rank and the
-likeliest tokens leave the device.
+Knows logits and token ids; knows nothing of requests. Only the chosen token's id and rank and the likeliest tokens of
+each row leave the device.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Reports of some rows that ask for equally many likeliest tokens; all tensors on the device."""
+    """Reports of rows that ask for the same number of likeliest tokens; all tensors are on the device."""
 
     token_ids: Tensor
-    """[rows]: the chosen ones."""
+    """[rows]: the chosen tokens."""
     own: Tensor
     """[rows] float32: their log probabilities."""
     ranks: Tensor
-    """[rows]: 1 for the likeliest."""
+    """[rows]: 1 is the likeliest token."""
     likeliest: Tensor
     """[rows, k]"""
     values: Tensor
@@ -35,7 +35,7 @@ class LogprobRows:
 
     @classmethod
     def of(cls, logprobs: Tensor, token_ids: Tensor, num_likeliest: int) -> LogprobRows:
-        """Report `token_ids` [rows] of `logprobs` [rows, vocab]."""
+        """Report on `token_ids` [rows], given `logprobs` [rows, vocab]."""
         own = logprobs.gather(1, token_ids[:, None])
         values, likeliest = logprobs.topk(min(num_likeliest, logprobs.shape[1]))
         return cls(token_ids, own[:, 0], (logprobs > own).sum(1) + 1, likeliest, values)
@@ -51,7 +51,7 @@ class LogprobRows:
         return torch.cat([as_int32(part).flatten() for part in parts])
 
     def read(self, packed: Int32s) -> list[TokenLogprobs]:
-        """What `packed` holds, once it has reached the host: one report per row."""
+        """Unpack `packed` on the host: one report per row."""
         rows, count = self.values.shape
         token_ids, own, ranks, likeliest, values = np.split(packed, np.cumsum([rows, rows, rows, rows * count]))
         reports: list[TokenLogprobs] = []
@@ -72,5 +72,5 @@ class LogprobRows:
 
 
 def as_int32(tensor: Tensor) -> Tensor:
-    """Token ids and ranks as they are, the bits of float32."""
+    """The tensor as int32: integers are converted, float32 keeps its bits."""
     return tensor.contiguous().view(torch.int32) if tensor.dtype == torch.float32 else tensor.to(torch.int32)

@@ -1,7 +1,7 @@
-"""What leaves a step: sampled tokens, and log probabilities that somebody asked for.
+"""What leaves a step: sampled tokens, and the log probabilities that requests ask for.
 
-Knows batches and rows of logits; knows nothing of how they were computed. Planned on the host before the model
-runs, taken from the logits where they are, read on the host when the device is done.
+Knows batches and rows of logits; knows nothing of how they were computed. The host plans a readout before the model
+runs, the device takes it from the logits, and the host reads it when the device is done.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class LogitRows:
     """Rows of a flattened batch whose logits are needed."""
 
     rows: Rows
-    """[rows] ascending"""
+    """[rows], ascending."""
     ends: Rows
     """[entries]: entry e has rows ends[e - 1] to ends[e] of `rows`."""
 
 
 def logit_rows(batch: Batch) -> LogitRows:
-    """The last token of entries that sample, and every prompt token that an entry reports on."""
+    """Rows of the last token of each entry that samples, and of every prompt token that an entry reports on."""
     entries = batch.entries
     ends = batch.query_starts[1:].astype(np.int64)
     reports = entries.facts["reports_prompt"] & (entries.starts < entries.facts["num_prompt_tokens"] - 1)
@@ -44,13 +44,13 @@ def logit_rows(batch: Batch) -> LogitRows:
 
 @dataclass(frozen=True, slots=True)
 class _PromptRows:
-    """Consecutive rows of logits that report the prompt tokens behind them."""
+    """Consecutive rows of logits, each of which reports on the prompt token after it."""
 
     entry: int
     first: int
     token_ids: Tensor
     count: int
-    """Likeliest tokens to report beside."""
+    """The number of likeliest tokens to report as well."""
 
     def report(self, logits: Tensor) -> LogprobRows:
         rows = logits[self.first : self.first + len(self.token_ids)]
@@ -63,10 +63,10 @@ class Taken:
 
     num_entries: int
     entries: Rows
-    """Numbers of the entries that got a token, ascending."""
+    """The entries that got a token, ascending."""
     drawn: Drawn | None
     prompts: list[tuple[int, LogprobRows]]
-    """Number of an entry, and the reports of its prompt tokens."""
+    """Pairs of an entry and the reports on its prompt tokens."""
 
     def packed(self) -> Tensor:
         """All of it as one [n] int32 tensor; n may be 0."""
@@ -91,18 +91,18 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Readout:
-    """The plan of what leaves a step."""
+    """Plans what leaves a step."""
 
     num_entries: int
     entries: Rows
     rows: Tensor | None
-    """[len(entries)] int64: their rows of logits; None if those are all rows."""
+    """[len(entries)] int64: the rows of logits of `entries`; None if these are all rows."""
     sampling: SamplingPlan | None
     prompts: list[_PromptRows]
 
     @classmethod
     def make(cls, batch: Batch, asked: LogitRows, vocab: int, put: Put) -> Readout:
-        """For logits [rows, vocab] of `asked`."""
+        """Plan for the logits [rows, vocab] that `asked` names."""
         samples = batch.entries.samples
         entries = samples.nonzero()[0]
         reporting = batch.entries.facts["reports_prompt"].nonzero()[0].tolist()
@@ -117,7 +117,7 @@ class Readout:
         )
 
     def take(self, logits: Tensor) -> Taken:
-        """Sample from logits, which may be changed in place."""
+        """Sample from `logits`; this may change them in place."""
         if self.prompts or (self.sampling is not None and not self.sampling.is_plain):
             logits = logits.float()
         prompts = [(prompt.entry, prompt.report(logits)) for prompt in self.prompts]
@@ -128,7 +128,7 @@ class Readout:
 
 
 def _prompt_rows(batch: Batch, number: int, first: int, put: Put) -> _PromptRows | None:
-    """Which prompt tokens an entry reports: those behind positions start ... of its prompt."""
+    """The prompt tokens on which an entry reports: those after positions `entry.start` and later."""
     entry = batch.entries[number]
     request = entry.request
     assert request.params.prompt_logprobs is not None

@@ -2,11 +2,11 @@
 
 Knows logits, sampling parameters and the tokens so far; knows nothing of caches, blocks or text.
 
-Each row is sampled with one uniform number that is a function of the request's seed and of how many
-tokens it has generated, so an answer does not depend on what else is in the batch, and a request that
-was preempted continues as if it had not been.
+Each row is sampled with one uniform number, a function of the request's seed and of the number of tokens it
+has generated. So an answer does not depend on the rest of the batch, and a preempted request continues as if it had
+never been interrupted.
 
-A step's sampling is planned on the host, from the requests, and carried out where the logits are:
+The host plans a step's sampling from the requests; the device that holds the logits carries it out:
 
     requests --SamplingPlan.make--> arrays --put--> tensors;  logits --draw--> Drawn --packed--> ints --read--> samples
 """
@@ -28,29 +28,28 @@ from foreword.model.sampling.uniform import uniform_numbers
 from foreword.request import FactRows, Request, TokenLogprobs
 
 Put = Callable[[npt.NDArray[Any]], Tensor]
-"""Brings an array of the host to where the logits are, as a tensor of equal shape and type."""
+"""Copies an array to the logits' device, as a tensor of the same shape and type."""
 Changes = tuple[Tensor, Tensor]
-"""Places in the flattened logits, [n] int64, no place twice; a float32 for each, [n]."""
+"""Distinct indices into the flattened logits, [n] int64, and a float32 for each, [n]."""
 
 ROWS_AT_A_TIME = 64
-"""Rows are sorted in float64; this bounds the memory that takes."""
+"""Rows are sorted in float64; this limit bounds the memory for it."""
 INFINITY, MINUS_INFINITY = 0x7F80, 0xFF80
 """Bits of a bfloat16."""
 
 
 class Sample(NamedTuple):
-    """What one row gave."""
+    """The token sampled from one row."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sample]:
-    """Next token of each request from its row of `logits` [requests, vocab], changed in place.
+    """Sample the next token of each request from its row of `logits` [requests, vocab]; this changes the logits.
 
-    They are float32, or of any type if all requests want the likeliest token and nothing else.
-
-    Log probabilities are those of the model itself, before penalties, bias and temperature.
+    The logits are float32, or of any type if every request only wants the likeliest token.
+    Log probabilities are the model's own, before penalties, bias and temperature.
     """
     asked = Sampled.of(Entries.of_prompts(requests))
     plan = SamplingPlan.make(asked, logits.shape[1], lambda array: torch.from_numpy(array).to(logits.device))
@@ -67,11 +66,11 @@ class Sampled:
     facts: FactRows
     """[rows]"""
     num_generated: Int64Array
-    """[rows]: tokens of their answers so far, those that are expected included."""
+    """[rows]: the number of answer tokens so far, including those that a running step will produce."""
 
     @classmethod
     def of(cls, entries: Entries) -> Sampled:
-        """Those of a step that sample."""
+        """The entries of a step that sample."""
         if entries.samples.all():
             return cls(entries.requests, entries.facts, entries.num_generated())
         samples = entries.samples
@@ -81,12 +80,12 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The tokens of a step, on the device, with what was asked about them."""
+    """The tokens of a step, on the device, and the reports that requests asked for."""
 
     token_ids: Tensor
     """[rows] int64"""
     reports: list[tuple[list[int], LogprobRows]]
-    """Numbers of rows, and their reports."""
+    """Pairs of row numbers and their reports."""
 
     def packed(self) -> Tensor:
         """All of it as one [n] int32 tensor."""
@@ -94,7 +93,7 @@ class Drawn:
         return torch.cat([token_ids, *(report.packed() for _, report in self.reports)]) if self.reports else token_ids
 
     def read(self, packed: Int32s) -> tuple[Int32s, dict[int, TokenLogprobs]]:
-        """Tokens [rows], a view, and reports by row, from `packed` as it reached the host."""
+        """Unpack `packed` on the host: tokens [rows], a view of it, and reports by row."""
         start = len(self.token_ids)
         logprobs: dict[int, TokenLogprobs] = {}
         for rows, report in self.reports:
@@ -106,26 +105,26 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """How the rows of a step are sampled; its tensors are where the logits are."""
+    """How the rows of a step are sampled; its tensors are on the logits' device."""
 
     repetition: Changes | None
-    """Divisors (factors, where the logit is negative)."""
+    """Divisors of positive logits, factors of negative ones."""
     penalties: Changes | None
-    """To subtract."""
+    """Amounts to subtract."""
     biases: Changes | None
-    """To add."""
+    """Amounts to add."""
     constrained: tuple[Tensor, Tensor] | None
-    """Rows [n] int64, and the tokens each may take, [n, vocab / 8 rounded up] uint8, lowest bit first."""
+    """Rows [n] int64, and a mask of the tokens each may take: [n, ceil(vocab / 8)] uint8, lowest bit first."""
     forbidden: Tensor | None
-    """Places in the flattened logits: end tokens that come too early, in rows without a mask."""
+    """Indices into the flattened logits: end tokens that would come too early, in rows without a mask."""
     random: tuple[Tensor, Tensor] | None
-    """Rows [n] int64 that are not greedy; their temperature, top_k, min_p, top_p, uniform number, [5, n] float64."""
+    """Rows [n] int64 that are not greedy; their temperature, top_k, min_p, top_p and uniform number, [5, n] float64."""
     reported: list[tuple[list[int], Tensor, int]]
-    """Rows that report log probabilities, twice, and of how many likeliest tokens."""
+    """Rows that report log probabilities, as a list and as a tensor, and the number of likeliest tokens to report."""
 
     @classmethod
     def make(cls, asked: Sampled, vocab: int, put: Put) -> SamplingPlan:
-        """The plan of a step in which row r of [rows, vocab] logits is that of `asked.requests[r]`."""
+        """Plan a step in which row r of the logits [rows, vocab] belongs to `asked.requests[r]`."""
 
         def entries(found: Iterable[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]]) -> Changes | None:
             each = list(found)
@@ -158,12 +157,12 @@ class SamplingPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each row's token is that of its largest logit, and nothing else is asked."""
+        """Whether each row just takes the token of its largest logit, and no request asks for more."""
         changes = (self.repetition, self.penalties, self.biases, self.constrained, self.forbidden, self.random)
         return not self.reported and all(change is None for change in changes)
 
     def draw(self, logits: Tensor) -> Drawn:
-        """Sample `logits` [rows, vocab]: contiguous float32, which are changed in place, unless the plan is plain."""
+        """Sample `logits` [rows, vocab]. Unless the plan is plain, they are contiguous float32 and change in place."""
         logprobs = [logits[rows].log_softmax(-1) for _, rows, _ in self.reported]
         if not self.is_plain:
             self._adjust(logits)
@@ -181,7 +180,7 @@ class SamplingPlan:
         return Drawn(token_ids, reports)
 
     def _adjust(self, logits: Tensor) -> None:
-        """Penalties, bias, constraint and forbidden end tokens, in place."""
+        """Apply penalties, biases, masks and forbidden end tokens, in place."""
         flat = logits.view(-1)
         if self.repetition is not None:
             places, factors = self.repetition
@@ -259,19 +258,19 @@ def _reported(asked: Sampled, put: Put) -> list[tuple[list[int], Tensor, int]]:
 
 
 def _largest(logits: Tensor) -> Tensor:
-    """Of each row the first largest, [rows] int64."""
+    """The index of each row's largest logit, the first of equals; [rows] int64."""
     if logits.device.type != "cpu":
         return logits.argmax(-1)
     found = _largest_bits(logits.view(torch.int16).numpy()) if logits.dtype == torch.bfloat16 else None
     if found is None:
-        found = logits.float().numpy().argmax(-1)  # torch's takes ten times as long
+        found = logits.float().numpy().argmax(-1)  # ten times as fast as torch's argmax
     return torch.from_numpy(found)
 
 
 def _largest_bits(bits: npt.NDArray[np.int16]) -> Int64Array | None:
-    """The same, of bfloat16 as they are stored: positive ones are ordered as their bits are. None if that says nothing.
+    """The same for bfloat16, compared by their bits: positive numbers are ordered as their bits are.
 
-    It does where each row's largest is positive, and everything is a number. Takes half the time of making float32.
+    None unless each row's largest is positive and no logit is NaN. Takes half the time of a conversion to float32.
     """
     found = bits.argmax(-1)
     largest = bits[np.arange(len(bits)), found]
@@ -282,11 +281,11 @@ def _largest_bits(bits: npt.NDArray[np.int16]) -> Int64Array | None:
 def _invert(logits: Tensor, options: Tensor) -> Tensor:
     """Sample each row of `logits` [rows, vocab] after temperature and truncation, [rows].
 
-    Rows are sorted by descending probability, cut, and inverted: the first token at which the running
-    sum passes the uniform number.
+    Sort each row by descending probability, cut it, and take the first token at which the running sum
+    passes the uniform number.
     """
     temperature, top_k, min_p, top_p, uniform = options[..., None].unbind()
-    # The likeliest token stands at 0, so that no temperature, however small, makes an infinity of it.
+    # The likeliest token is moved to 0, so that no temperature, however small, overflows.
     scaled = (logits - logits.amax(-1, keepdim=True)).double() / temperature
     probs, token_ids = scaled.softmax(-1).sort(stable=True, dim=-1, descending=True)
     order = torch.arange(logits.shape[-1], device=logits.device)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 Words = npt.NDArray[np.uint64]
 
 FEW_SEEDS = 16
-"""Below it numpy's own generators take less time; the numbers are the same."""
+"""Below this number of seeds, numpy's own generators are faster; the numbers are the same."""
 ROUNDS = 10
 MULTIPLIERS = np.array([[0xD2E7470EE14C6C93], [0xCA5A826395121157]], np.uint64)
 KEY_STEPS = np.array([[0x9E3779B97F4A7C15], [0xBB67AE8584CAA73B]], np.uint64)
@@ -21,7 +21,7 @@ _HALF = np.uint64(32)
 
 
 def uniform_numbers(seeds: Words, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1) for seeds and steps [n], each the first of `np.random.Philox(key=seed, counter=step)`."""
+    """Numbers in [0, 1) for seeds and steps [n]: the first from each `np.random.Philox(key=seed, counter=step)`."""
     first = _few(seeds, steps) if len(seeds) < FEW_SEEDS else _many(seeds, steps)
     uniform: npt.NDArray[np.float64] = (first >> np.uint64(11)).astype(np.float64) / 2**53
     return uniform
@@ -36,7 +36,7 @@ def _few(seeds: Words, steps: npt.NDArray[np.int64]) -> Words:
 def _many(seeds: Words, steps: npt.NDArray[np.int64]) -> Words:
     nothing = np.zeros(len(seeds), np.uint64)
     key = np.stack((seeds, nothing))
-    # The counter's words 0 and 2, and 1 and 3. numpy counts up before it draws.
+    # Words 0 and 2 of the counter, then 1 and 3. numpy increments the counter before it draws.
     even, odd = np.stack((steps.astype(np.uint64) + np.uint64(1), nothing)), np.zeros_like(key)
     for _ in range(ROUNDS):
         high, low = _product(MULTIPLIERS, even)
