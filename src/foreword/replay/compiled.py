@@ -13,7 +13,7 @@ import numpy.typing as npt
 from numba import njit
 
 if TYPE_CHECKING:
-    from foreword.replay.stack import Tables, Uses
+    from foreword.replay.tables import Tables, Uses
 
 Counts = npt.NDArray[np.int32]
 

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from foreword.errors import ConfigError
 from foreword.replay.keys import PrefixKeys
-from foreword.replay.stack import LruStack, Uses
+from foreword.replay.stack import LruStack
+from foreword.replay.tables import Uses
 
 IntArray = npt.NDArray[np.int64]
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from foreword.replay.caches import HitCount, LruCache
 from foreword.replay.distances import LruCurve
-from foreword.replay.stack import FloatArray, Uses
+from foreword.replay.tables import FloatArray, Uses
 from foreword.replay.trace import RecordedRequest
 
 BATCH_BLOCKS = 2**15

@@ -11,49 +11,15 @@ by Fenwick, "A new data structure for cumulative frequency tables" (1994). The l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.replay.keys import PrefixKeys
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
+from foreword.replay.tables import IntArray, Tables, Uses
 
 MIN_BLOCKS = 1024
-
-
-class Uses(NamedTuple):
-    """What was known of blocks when requests asked for them, laid end to end."""
-
-    distances: IntArray
-    """[blocks]: distance of each, 0 for those never seen."""
-    idle: FloatArray
-    """[blocks]: time since the last use of each; meaningless for those never seen."""
-
-
-class Tables(NamedTuple):
-    """Blocks are numbered in the order in which they came first.
-
-    A block's last use has a stamp, and the distance is the number of stamps in use from the block's own on:
-
-        stamps    . x . x | . . x x | x . . .        x: some block's last use
-                      ^ 1   +   2   + 1  = 4
-    """
-
-    block_of_slot: npt.NDArray[np.int32]
-    """[a power of 2, at least twice the blocks]: hash table with linear probing; -1: empty."""
-    key_of: PrefixKeys
-    """[blocks]"""
-    stamp_of: IntArray
-    """[blocks]; -1: none."""
-    last_use: FloatArray
-    """[blocks]"""
-    block_of_stamp: npt.NDArray[np.int32]
-    """[stamps]; of a stamp in use, the block's own `stamp_of` is that stamp."""
-    counts: npt.NDArray[np.int32]
-    """[stamps + 1]: Fenwick tree; entry i counts the stamps in use among the (i & -i) that end before stamp i."""
 
 
 class LruStack:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from html import escape
-from pathlib import Path
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Request
@@ -22,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from foreword.errors import ConfigError
 from foreword.server.access.operators import COOKIE, SESSION_S, Operators
 from foreword.server.api_errors import APIError
+from foreword.server.dashboard.style import FORM_STYLE, ICON
 from foreword.server.http import error_response
 from foreword.server.intake import read_body
 from foreword.server.service import Service
@@ -34,13 +34,6 @@ WRONG_KEY_DELAY_S = 0.5
 MAX_FORM_BYTES = 4096
 """Of the form that anybody may send."""
 MAX_FORM_FIELDS = 64
-STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
-ICON = (
-    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24"><rect x="2" y="4" width="20" height="4" rx="2" '
-    'fill="#14a87c"/><rect x="2" y="10" width="13" height="4" rx="2" fill="#14a87c"/><rect x="2" y="16" width="8" '
-    'height="4" rx="2" fill="#14a87c"/><rect x="17" y="10" width="5" height="4" rx="2" fill="#e0892b"/><rect x="12" '
-    'y="16" width="10" height="4" rx="2" fill="#e0892b"/></svg>'
-)
 
 
 def mount_dashboard(app: FastAPI, service: Service) -> None:
@@ -137,26 +130,10 @@ def _form(problem: str, root_path: str) -> Response:
     action = f"{escape(root_path)}{LOGIN}"
     return HTMLResponse(
         "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
-        f"<title>foreword</title><style>{_FORM_STYLE}</style><form method='post' action='{action}'>{ICON}"
+        f"<title>foreword</title><style>{FORM_STYLE}</style><form method='post' action='{action}'>{ICON}"
         "<h1>foreword</h1><label for='key'>Operator's key</label>"
         "<input id='key' name='key' type='password' autocomplete='current-password' autofocus required>"
         f"<p role='alert'>{escape(problem)}</p><button>Open the dashboard</button></form></html>",
         401,
         {"Cache-Control": "no-store"},
     )
-
-
-_FORM_STYLE = """
-:root { color-scheme: light dark; --page: #f4f5f7; --card: #fff; --ink: #1b2430; --edge: #d7dce3; }
-@media (prefers-color-scheme: dark) { :root { --page: #0f141b; --card: #171e28; --ink: #e6ebf2; --edge: #273140; } }
-body { margin: 0; min-height: 100vh; display: grid; place-items: center; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-form { background: var(--card); border: 1px solid var(--edge); border-radius: 14px; padding: 30px;
-  width: min(300px, 80vw); display: grid; gap: 10px; }
-svg { width: 40px; }
-h1 { margin: 0 0 8px; font-size: 22px; letter-spacing: -0.02em; }
-p { margin: 0; color: #d43d51; min-height: 1.5em; }
-input, button { font: inherit; padding: 10px 12px; border-radius: 8px; border: 1px solid var(--edge);
-  background: var(--page); color: inherit; }
-button { background: #119a72; border: 0; color: #fff; font-weight: 600; cursor: pointer; }
-"""

@@ -22,8 +22,8 @@ from foreword.server.dashboard.chat import Chat
 from foreword.server.dashboard.confirm import confirmed
 from foreword.server.dashboard.memory_curve import memory_curve
 from foreword.server.dashboard.model_card import model_card
-from foreword.server.dashboard.mount import ICON, STYLE
 from foreword.server.dashboard.prefixes import Prefixes
+from foreword.server.dashboard.style import ICON, STYLE
 from foreword.server.observe.insight import Look
 from foreword.server.observe.metrics import is_hit
 from foreword.server.records import RequestRecord
