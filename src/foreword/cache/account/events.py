@@ -1,6 +1,6 @@
-"""What the cache tells the outside: which prefixes it began and ceased to hold.
+"""Events of the cache: which prefixes it starts and stops holding.
 
-Knows keys, token ids and sequence numbers; knows nothing of who listens. Events and fields are those that
+Knows keys, token ids and sequence numbers; knows nothing of listeners. Events and fields are those that
 vLLM publishes; keys are bytes, and a medium is "device" where vLLM says "GPU".
 """
 
@@ -17,24 +17,24 @@ from foreword.errors import EventsLostError
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Consecutive blocks of one prefix became findable; duplicates of findable blocks are not reported."""
+    """Consecutive blocks of one prefix became findable. Duplicates of findable blocks are not reported."""
 
     block_hashes: tuple[BlockHash, ...]
     parent_block_hash: BlockHash | None
-    """Key of the block before the first of them; None at the beginning of a sequence."""
+    """The key of the block before the first one; None at the beginning of a sequence."""
     token_ids: tuple[int, ...]
-    """Tokens of all these blocks, [len(block_hashes) * block_size]."""
+    """The tokens of all the blocks, [len(block_hashes) * block_size]."""
     block_size: int
     lora_name: str | None = None
     extra_keys: tuple[tuple[str, ...], ...] | None = None
-    """What besides tokens and parent entered each block's key; None if nothing did."""
+    """The extra keys of each block; None if no block has any."""
     medium: str = "device"
     group_idx: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """No block with one of these keys is findable any more."""
+    """Blocks with these keys are no longer findable."""
 
     block_hashes: tuple[BlockHash, ...]
     medium: str = "device"
@@ -51,16 +51,16 @@ KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class NumberedEvent:
-    """An event and its place in the stream. Numbers have no gaps, so a listener sees what it missed."""
+    """An event and its number in the stream. Numbers have no gaps, so a listener notices what it missed."""
 
     number: int
     event: KVCacheEvent
 
 
 class EventLog:
-    """Events in order. If nobody takes them, the oldest go, their numbers with them.
+    """Events in order. If nobody takes them, the oldest are dropped, with their numbers.
 
-    Kept are as many as tell of `capacity` blocks; an event that names none counts as one.
+    Keeps the newest events, up to `capacity` blocks in total; an event without blocks counts as one.
     """
 
     def __init__(self, capacity: int = 100_000) -> None:
@@ -90,28 +90,28 @@ def _num_blocks(event: KVCacheEvent) -> int:
 
 
 class PrefixMirror:
-    """The findable prefixes of a cache somewhere else, rebuilt from its events.
+    """The findable prefixes of a remote cache, rebuilt from its events.
 
-    Keeps keys, not blocks: enough for a router to tell how much of a prompt a replica holds.
+    Keeps keys, not blocks: enough for a router to know how much of a prompt a replica holds.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, dict[BlockHash, tuple[int, ...]]] = {}
-        """Per group, the tokens of each findable block."""
+        """The tokens of each findable block, by group."""
         self._next_number = 0
 
     def apply(self, events: Iterable[NumberedEvent]) -> None:
-        """Follow some more events, in order.
+        """Apply further events, in order.
 
-        Raises EventsLostError, and follows none from there on, at a gap. `AllBlocksCleared` ends one: what was
-        missed before it does not matter any more.
+        At a gap, raises EventsLostError and applies no more. `AllBlocksCleared` closes a gap: events missed
+        before it no longer matter.
         """
         for numbered in events:
             ends_gap = isinstance(numbered.event, AllBlocksCleared) and numbered.number > self._next_number
             if numbered.number != self._next_number and not ends_gap:
                 raise EventsLostError(
-                    f"event {self._next_number} is missing: {numbered.number} came instead; reset the cache and go on "
-                    "with the event that tells of it, and take events more often"
+                    f"event {self._next_number} is missing: {numbered.number} came instead; reset the cache, continue "
+                    "with the event of that reset, and take events more often"
                 )
             self._next_number = numbered.number + 1
             match numbered.event:
@@ -126,15 +126,15 @@ class PrefixMirror:
                     self._held.clear()
 
     def held_keys(self, group: int = 0) -> set[BlockHash]:
-        """Findable keys of one group (a copy)."""
+        """The findable keys of one group (a copy)."""
         return set(self._held.get(group, ()))
 
     def tokens_of(self, key: BlockHash, group: int = 0) -> tuple[int, ...]:
-        """Tokens of the block with this key. Raises KeyError if it is not findable."""
+        """The tokens of the block with this key. Raises KeyError if it is not findable."""
         return self._held[group][key]
 
     def num_hit_blocks(self, block_hashes: Sequence[BlockHash], group: int = 0) -> int:
-        """How many leading blocks of a sequence are findable there."""
+        """The number of leading blocks of a sequence that are findable there."""
         held = self._held.get(group, {})
         return sum(1 for _ in takewhile(held.__contains__, block_hashes))
 

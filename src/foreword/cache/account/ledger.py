@@ -1,15 +1,15 @@
-"""CacheLedger: what the cache holds and has held, by key, so that it can say why it missed.
+"""CacheLedger: the keys that the cache holds and has held, so that it can say why it missed.
 
 Knows keys, block ids and extra keys; decides nothing. The coordinator reports what it indexes and
-forgets; the ledger answers
+forgets. The ledger answers:
 
 - why a block was not found (`reason`),
-- what twice the memory would have found (`ghost_hits`): forgotten keys live on as ghosts, as many of them as
-  the pool has blocks, so that under the `lru` policy pool and ghosts together are a pool of twice the size,
-- how often each block was reused (`num_reuses`) and how many were forgotten, by cause (`evictions`),
-- what changed, if it is given an `EventLog`.
+- what twice the memory would have found (`ghost_hits`): forgotten keys stay as ghosts, up to one for each block of
+  the pool, so under the `lru` policy pool and ghosts together behave like a pool of twice the size,
+- how often each block was reused (`num_reuses`), and how many blocks were forgotten, by cause (`evictions`),
+- what changed, if it has an `EventLog`.
 
-It costs a list's append on a hit, and O(1) for each stored, forgotten or missed block.
+A hit costs one append to a list; each stored, forgotten or missed block costs O(1).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from foreword.cache.keys.hashing import NO_EXTRA_KEYS, BlockHash, ExtraKeys
 from foreword.cache.keys.sequence import TokenSequence
 
 MAX_UNCOUNTED_HITS = 64
-"""Hits that may wait to be counted: most are counted when a block is forgotten, or when somebody asks."""
+"""Hits that may wait to be counted; a forgotten block or a query usually counts them earlier."""
 
 
 class MissReason(enum.StrEnum):
@@ -40,18 +40,18 @@ class MissReason(enum.StrEnum):
     NEVER_SEEN = "never_seen"
     EVICTED = "evicted"
     PARTIAL_BLOCK = "partial_block"
-    """What is left does not fill a block, and this index keeps full blocks only."""
+    """The rest does not fill a block, and this index keeps only full blocks."""
     SALT_DIFFERS = "salt_differs"
     """The tokens are cached, but under another salt."""
     ADAPTER_DIFFERS = "adapter_differs"
     MEDIA_DIFFERS = "media_differs"
     """The tokens are cached, but their placeholders stood for other images, sounds or embeddings."""
     STATE_NOT_SAVED = "state_not_saved"
-    """Keys and values are cached further, but no recurrent state was kept there."""
+    """Keys and values are cached further, but no recurrent state was saved there."""
     LOOKUP_SKIPPED = "lookup_skipped"
     """The request asked for its whole prompt to be computed."""
     IN_FLIGHT = "in_flight"
-    """Another request is computing it just now."""
+    """Another request is computing it right now."""
 
 
 class EvictionCause(enum.StrEnum):
@@ -60,30 +60,30 @@ class EvictionCause(enum.StrEnum):
     REUSED = "reused"
     """Its memory was given to other tokens: the pool was too small."""
     REQUESTED = "requested"
-    """Somebody asked for it (`evict_blocks`)."""
+    """A caller asked for it (`evict_blocks`)."""
     FAILED = "failed"
     """The step that was to fill it failed."""
     DUPLICATE = "duplicate"
-    """Another block holds the same."""
+    """Another block holds the same content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """When a key was forgotten, and under which pressure."""
+    """When and why a key was forgotten."""
 
     cause: EvictionCause
     time: float
-    """By the ledger's clock, seconds."""
+    """Seconds on the ledger's clock."""
     step: int
-    """Steps begun by then."""
+    """The number of steps begun by then."""
     pool_usage: float
-    """Share of the blocks that requests held at that moment, 0.0 to 1.0."""
+    """The share of blocks that requests held at that moment, 0.0 to 1.0."""
 
 
 class GroupLedger:
-    """The account of one group, whose blocks each hold `width` blocks of a sequence.
+    """The account of one group. Each of its blocks covers `width` blocks of a sequence.
 
-    A group's block is keyed by the sequence's own block in which it ends.
+    A group's block has the key of the last of these blocks.
     """
 
     def __init__(self, num_blocks: int, group_id: int, width: int, events: EventLog | None) -> None:
@@ -92,17 +92,17 @@ class GroupLedger:
         self._events = events
         self._max_ghosts = num_blocks
         self._keys: npt.NDArray[np.object_] = np.full(num_blocks, None, object)
-        """Key of each of the group's blocks that is findable, None for others."""
+        """The key of each findable block of the group; None for other blocks."""
         self._num_copies: dict[BlockHash, int] = {}
         self._ghosts: OrderedDict[BlockHash, Eviction] = OrderedDict()
         self._variants: dict[BlockHash, Counter[ExtraKeys]] = {}
-        """By what a key would be without extra keys: the extra keys under which it is findable."""
+        """For each key computed without extra keys: the extra keys under which its tokens are findable."""
         self._variant_of: dict[BlockHash, tuple[BlockHash, ExtraKeys]] = {}
         self._num_salted: Counter[str | None] = Counter()
-        """Findable keys by the salt they are under."""
+        """The number of findable keys under each salt."""
 
     def stored(self, sequence: TokenSequence, numbers: range, block_ids: BlockIds) -> None:
-        """The group's blocks with these numbers of the sequence were indexed as `block_ids`."""
+        """Record that the sequence's blocks `numbers` of this group were indexed as `block_ids`."""
         keys = self._of_numbers(sequence.block_hashes(), numbers)
         self._keys[block_ids] = keys
         copies = self._num_copies
@@ -124,7 +124,7 @@ class GroupLedger:
             plain = self._of_numbers(sequence.plain_block_hashes(), numbers)
             salted = sequence.extra_keys.salt
             for at in new:
-                if keys[at] == plain[at]:  # the salt begins further on
+                if keys[at] == plain[at]:  # the salt begins later
                     continue
                 self._variants.setdefault(plain[at], Counter())[sequence.extra_keys] += 1
                 self._variant_of[keys[at]] = (plain[at], sequence.extra_keys)
@@ -133,7 +133,7 @@ class GroupLedger:
             self._report_stored(self._events, sequence, [numbers[at] for at in new])
 
     def removed(self, block_ids: BlockIds, eviction: Eviction) -> int:
-        """These blocks were forgotten; those that are not in the account are ignored. Returns how many were."""
+        """Record that blocks were forgotten, ignoring unknown ones. Returns the number of known ones."""
         gone: list[BlockHash] = []
         copies = self._num_copies
         num_removed = 0
@@ -155,10 +155,10 @@ class GroupLedger:
         return num_removed
 
     def drop_oldest_ghosts(self) -> None:
-        """Keep as many as the pool has blocks.
+        """Keep at most one ghost for each block of the pool.
 
-        Not before a request that evicted some has taken back its own: in a pool of twice the size it would
-        have evicted only for what is new.
+        Call this only after a request that evicted blocks has stored its own: in a pool of twice the size it would
+        have evicted blocks only for its new tokens.
         """
         while len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
@@ -170,7 +170,7 @@ class GroupLedger:
             table.clear()
 
     def reason(self, sequence: TokenSequence, number: int) -> tuple[MissReason, Eviction | None] | None:
-        """Why the sequence's block with this number is not found, and its eviction; None if it is findable."""
+        """Why the sequence's block `number` is not found, and its eviction if any; None if it is findable."""
         if (number + 1) * self._width > sequence.num_full_blocks:
             return MissReason.PARTIAL_BLOCK, None
         numbers = range(number, number + 1)
@@ -183,7 +183,7 @@ class GroupLedger:
         return self._difference(plain, sequence.extra_keys), None
 
     def _difference(self, plain: BlockHash, own: ExtraKeys) -> MissReason:
-        """In what a prompt differs from those with the same tokens that are findable, if there are any."""
+        """How a prompt's extra keys differ from those under which the same tokens are findable."""
         others = list(self._variants.get(plain, ()))
         if plain in self._num_copies:
             others.append(NO_EXTRA_KEYS)
@@ -197,7 +197,7 @@ class GroupLedger:
         return MissReason.MEDIA_DIFFERS
 
     def num_ghost_hits(self, sequence: TokenSequence, first: int) -> int:
-        """How many of the sequence's blocks, from number `first` on without a gap, twice the memory would hold."""
+        """The number of consecutive blocks of the sequence, from `first` on, that twice the memory would hold."""
         if not self._ghosts:
             return 0
         numbers = range(first, sequence.num_full_blocks // self._width)
@@ -205,16 +205,16 @@ class GroupLedger:
         return sum(1 for _ in takewhile(lambda ghost: ghost and ghost.cause is EvictionCause.REUSED, ghosts))
 
     def num_under_salt(self, prefix: str) -> int:
-        """Findable keys under salts that begin so."""
+        """The number of findable keys under salts that start with `prefix`."""
         return sum(count for salt, count in self._num_salted.items() if salt is not None and salt.startswith(prefix))
 
     def under_salt(self, prefix: str, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Which of these blocks are findable, and only under a salt that begins so."""
+        """Whether each of these blocks is findable only under a salt that starts with `prefix`."""
         variants = map(self._variant_of.get, self._keys[block_ids].tolist())
         return np.array([v is not None and (v[1].salt or "").startswith(prefix) for v in variants], np.bool_)
 
     def findable_block_ids(self) -> BlockIds:
-        """The group's blocks in this account, in ascending order."""
+        """The group's findable blocks, in ascending order."""
         return np.array([block_id for block_id, key in enumerate(self._keys.tolist()) if key is not None], np.int32)
 
     def check_integrity(self) -> None:
@@ -249,7 +249,7 @@ class GroupLedger:
             del self._variants[plain]
 
     def _report_stored(self, events: EventLog, sequence: TokenSequence, new: Sequence[int]) -> None:
-        """One event for each run of consecutive blocks."""
+        """Append one event for each run of consecutive blocks."""
         hashes, width = sequence.block_hashes(), self._width
         size = width * sequence.block_size
         starts = [at for at, number in enumerate(new) if not at or number != new[at - 1] + 1]
@@ -270,9 +270,9 @@ class GroupLedger:
 
 
 class CacheLedger:
-    """Keeps account of one pool of `num_blocks` blocks, group by group.
+    """The account of one pool of `num_blocks` blocks, group by group.
 
-    `clock` dates evictions, in seconds.
+    `clock` gives the time of evictions, in seconds.
     """
 
     def __init__(
@@ -283,27 +283,27 @@ class CacheLedger:
         self.groups: list[GroupLedger] = []
         self._num_reuses: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._hits: list[BlockIds] = []
-        """Hits that are not counted in `_num_reuses` yet."""
+        """Hits that `_num_reuses` does not count yet."""
         self.evictions: Counter[EvictionCause] = Counter()
-        """Findable blocks that were forgotten since the start."""
+        """The number of findable blocks forgotten since the start, by cause."""
         self.tails: TailAccount[Eviction] = TailAccount(num_blocks)
-        """Partly filled blocks; no event tells of them, and `evictions` does not count them."""
+        """Partly filled blocks; events do not report them, and `evictions` does not count them."""
         self._num_blocks = num_blocks
         self._num_steps = 0
 
     def open_group(self, width: int = 1) -> GroupLedger:
-        """The account of the next group."""
+        """Open the account of the next group."""
         self.groups.append(GroupLedger(self._num_blocks, len(self.groups), width, self.events))
         return self.groups[-1]
 
     def begin_step(self) -> None:
-        """A step begins; evictions are dated by it."""
+        """Begin a step; evictions from now on carry its number."""
         self._num_steps += 1
         for group in self.groups:
             group.drop_oldest_ghosts()
 
     def removed(self, block_ids: BlockIds, cause: EvictionCause, pool_usage: float) -> None:
-        """These blocks were forgotten; those that were not indexed are ignored."""
+        """Record that blocks were forgotten, ignoring those that were not indexed."""
         eviction = Eviction(cause, self.clock(), self._num_steps, pool_usage)
         for group in self.groups:
             self.evictions[cause] += group.removed(block_ids, eviction)
@@ -312,13 +312,13 @@ class CacheLedger:
         self._num_reuses[block_ids] = 0
 
     def note_hit(self, block_ids: BlockIds) -> None:
-        """A request took these (distinct) blocks from the cache. The array is kept, not copied."""
+        """Record that a request reused these (distinct) blocks. Keeps the array itself, not a copy."""
         self._hits.append(block_ids)
         if len(self._hits) > MAX_UNCOUNTED_HITS:
             self._count_hits()
 
     def num_reuses(self) -> npt.NDArray[np.int64]:
-        """How often each block was taken from the cache since it holds what it holds, [num_blocks] (a copy)."""
+        """The number of reuses of each block since it got its current content, [num_blocks] (a copy)."""
         self._count_hits()
         return self._num_reuses.copy()
 
@@ -328,11 +328,11 @@ class CacheLedger:
         self._hits.clear()
 
     def num_under_salt(self, prefix: str) -> int:
-        """Findable keys under salts that begin so: their blocks and tails, duplicates not counted."""
+        """The number of findable keys and tails under salts that start with `prefix`, without duplicates."""
         return sum(group.num_under_salt(prefix) for group in self.groups) + self.tails.num_under_salt(prefix)
 
     def blocks_under_salt(self, prefix: str, block_ids: BlockIds) -> BlockIds:
-        """Those of these blocks, in their order, that are findable only under a salt that begins so."""
+        """The blocks, in the given order, that are findable only under a salt that starts with `prefix`."""
         found = [group.under_salt(prefix, block_ids) for group in self.groups]
         return block_ids[np.logical_or.reduce([*found, self.tails.under_salt(prefix, block_ids)])]
 
@@ -347,7 +347,7 @@ class CacheLedger:
             self.events.append(AllBlocksCleared())
 
     def check_integrity(self, num_indexed: int) -> None:
-        """Raise AssertionError if accounts contradict themselves, or an index that holds `num_indexed` blocks."""
+        """Raise AssertionError if an account contradicts itself, or an index that holds `num_indexed` blocks."""
         for group in self.groups:
             group.check_integrity()
         self.tails.check_integrity()

@@ -1,7 +1,7 @@
-"""TailAccount: which tails the cache holds and has held, so that a lookup can be told that one was evicted.
+"""TailAccount: the tails that the cache holds and has held, so that a lookup can learn that one was evicted.
 
-A tail is a block that is not full: it has no key of its own. It is known by the key of the block before it, by what
-enters its own block besides tokens, and by its tokens.
+A tail is a partly filled block: it has no key of its own. It is identified by the key of the block before it, its
+block's extra keys, and its tokens.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 
 MAX_COMPARED = 64
-"""Evicted tails after one prefix that are looked at, the latest ones."""
+"""The number of evicted tails, the latest ones, to compare after one prefix."""
 
 Eviction = TypeVar("Eviction")
 
 Place = tuple[BlockHash, tuple[str, ...]]
-"""What is before a tail, and what enters its block besides tokens."""
+"""The key of the block before a tail, and the extra keys of the tail's block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """A tail, wherever it is held."""
+    """A tail by its content, in whichever block."""
 
     place: Place
     tokens: bytes
     """int32."""
     salt: str | None
-    """Under which alone it is found."""
+    """The salt under which alone a lookup finds it."""
 
 
 class TailAccount(Generic[Eviction]):
-    """The tails of one pool. Evicted ones are remembered, as many as the pool has blocks."""
+    """The tails of one pool. Remembers up to `max_evicted` evicted ones."""
 
     def __init__(self, max_evicted: int) -> None:
         self._max_evicted = max_evicted
@@ -52,11 +52,11 @@ class TailAccount(Generic[Eviction]):
         return len(self._held)
 
     def block_ids(self) -> set[int]:
-        """Blocks that hold tails."""
+        """The blocks that hold tails."""
         return set(self._held)
 
     def stored(self, sequence: TokenSequence, num_tokens: int, block_id: int) -> None:
-        """The block holds what of the sequence's first tokens is after the last full block."""
+        """Record that the block holds those of the sequence's first `num_tokens` that follow its last full block."""
         number, length = divmod(num_tokens, sequence.block_size)
         keys = sequence.extra_keys
         salt = keys.salt if keys.salt_offset < num_tokens else None
@@ -65,7 +65,7 @@ class TailAccount(Generic[Eviction]):
         self._forget_eviction(tail)
 
     def removed(self, block_ids: BlockIds, eviction: Eviction | None) -> None:
-        """Those of these blocks that held tails do not any more; None where other blocks hold the same."""
+        """Record that these blocks no longer hold tails; `eviction` is None if other blocks hold the same."""
         if not self._held:
             return
         for block_id in block_ids.tolist():
@@ -77,7 +77,7 @@ class TailAccount(Generic[Eviction]):
             self._forget_eviction(next(iter(self._evicted)))
 
     def eviction_after(self, sequence: TokenSequence, number: int, num_known: int) -> Eviction | None:
-        """How the tail went that held more of the sequence's block `number` than its first `num_known` tokens."""
+        """The eviction of the longest tail that held more than `num_known` tokens of the sequence's block `number`."""
         if not self._evicted:
             return None
         there = self._evicted_at.get(_place(sequence, number), {})
@@ -93,11 +93,11 @@ class TailAccount(Generic[Eviction]):
         return found
 
     def num_under_salt(self, prefix: str) -> int:
-        """Tails under salts that begin so."""
+        """The number of tails under salts that start with `prefix`."""
         return sum(1 for tail in self._held.values() if tail.salt is not None and tail.salt.startswith(prefix))
 
     def under_salt(self, prefix: str, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Which of these blocks hold a tail under a salt that begins so."""
+        """Whether each of these blocks holds a tail under a salt that starts with `prefix`."""
         tails = map(self._held.get, block_ids.tolist())
         salts = [None if tail is None else tail.salt for tail in tails]
         return np.array([salt is not None and salt.startswith(prefix) for salt in salts], np.bool_)
@@ -124,7 +124,7 @@ class TailAccount(Generic[Eviction]):
 
 
 def _place(sequence: TokenSequence, number: int) -> Place:
-    """Where the sequence's block with this number stands."""
+    """The place of the sequence's block `number`."""
     size = sequence.block_size
     before = sequence.block_hashes()[number - 1] if number else sequence.root
     return before, sequence.extra_keys.of_block(number * size, (number + 1) * size)

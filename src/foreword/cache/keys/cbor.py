@@ -1,7 +1,7 @@
 """Canonical CBOR of block keys: the few types that a key is made of.
 
 Knows integers, byte strings, text and arrays of them; knows nothing of hashes. The form is RFC 8949's
-core deterministic encoding: shortest heads, definite lengths. A decoder is not needed here.
+core deterministic encoding: shortest heads, definite lengths. There is no decoder, because nothing needs one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def encode_texts(texts: Sequence[str]) -> bytes:
 
 
 def encode_integers(values: npt.NDArray[np.int32]) -> tuple[bytes, npt.NDArray[np.int64]]:
-    """All integers, one after the other, and where each one ends in the bytes, [len(values)].
+    """Encode integers one after the other; also returns the end of each one in the bytes, [len(values)].
 
-    An integer takes 1, 2, 3 or 5 bytes; bytes of equal rank are written together.
+    An integer takes 1, 2, 3 or 5 bytes; all bytes of one rank are written together.
     """
     magnitudes = (values ^ (values >> 31)).astype(np.uint32)  # CBOR stores a negative n as -1 - n
     widths = (magnitudes > 23).astype(np.int64)

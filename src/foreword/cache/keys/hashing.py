@@ -4,9 +4,9 @@ Knows token ids and extra keys as bytes; knows nothing of blocks, pools or reque
 
     key(i) = HASH( key(i-1), token ids of block i, extra keys of block i )        key(-1) = chain root
 
-A key therefore stands for the whole prefix up to and including its block, and is the same in every
-process, on every machine and after every restart (Python's own `hash()` is none of that). The method
-is vLLM v1's automatic prefix caching. docs/concepts/keys.md gives the bytes and test vectors.
+A key therefore identifies the whole prefix up to and including its block. It is the same in every
+process, on every machine and after every restart (Python's own `hash()` is not). The method
+comes from vLLM v1's automatic prefix caching. docs/concepts/keys.md gives the bytes and test vectors.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ TokenArray = npt.NDArray[np.int32]
 _INT32_LITTLE_ENDIAN = np.dtype("<i4")
 MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 PACKED_AT_ONCE = 1024
-"""Tokens: few enough to stay in the processor's fastest cache."""
+"""Tokens; few enough to stay in the processor's first-level cache."""
 
 
 class Digester(Protocol):
-    """What `hashlib.sha256(data)` returns, as far as it is needed."""
+    """The part of `hashlib.sha256(data)`'s result that we use."""
 
     def digest(self) -> bytes: ...
 
@@ -55,15 +55,15 @@ class HashFunction:
     cbor: canonical CBOR of [parent, [tokens], [extra keys] or null]."""
 
     def __call__(self, data: bytes) -> bytes:
-        """Digest of bytes that are encoded already."""
+        """The digest of bytes that are already encoded."""
         return self.new(data).digest()
 
 
 sha256 = HashFunction("sha256", hashlib.sha256)
-"""The default: collisions cannot be constructed, so tenants cannot reach each other's blocks."""
+"""The default. Nobody can construct a collision, so tenants cannot reach each other's blocks."""
 
 sha256_cbor = HashFunction("sha256_cbor", hashlib.sha256, "cbor")
-"""As safe; programs in other languages recompute it with any CBOR library. Slower than `sha256`.
+"""As safe as `sha256` but slower; programs in other languages can recompute it with any CBOR library.
 
 Without extra keys, and given the same root, these are the keys of vLLM's function of that name."""
 
@@ -100,17 +100,17 @@ def _make_xxhash(name: str, encoding: Literal["packed", "cbor"]) -> HashFunction
 
 
 def chain_root(fingerprint: str = "") -> BlockHash:
-    """Parent of every first block, for a model.
+    """The parent of every first block, for one model.
 
-    Give everything that decides the KV besides the prompt (model, revision, dtype, layout), so that keys of
-    different models never meet in a cache that they share. The tenant's salt follows in the first block.
+    The fingerprint names everything besides the prompt that decides the KV (model, revision, dtype, layout), so that
+    models that share a cache never share keys. The tenant's salt follows in the first block.
     """
     version = b"foreword block chain 1"
     return BlockHash(hashlib.sha256(version + b"\n" + fingerprint.encode() if fingerprint else version).digest())
 
 
 ROOT_HASH = chain_root()
-"""Parent of every first block where no fingerprint was given."""
+"""The parent of every first block when there is no fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +126,9 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """Whatever besides token ids decides the KV of a prompt, or must keep prompts apart.
+    """Everything besides token ids that decides a prompt's KV, or that must keep prompts apart.
 
-    Two requests share a block only if these are equal for that block.
+    Two requests share a block only if their extra keys for that block are equal.
     """
 
     adapter: str | None = None
@@ -136,16 +136,16 @@ class ExtraKeys:
     salt: str | None = None
     """Tenant's salt; enters the first block and thereby the whole chain."""
     salt_offset: int = 0
-    """Position of the first token that the salt keeps apart; those before it are shared by everybody."""
+    """Position of the first token that the salt keeps apart; everybody shares the tokens before it."""
     media: tuple[MediaItem, ...] = ()
-    """In the order of their places, none overlapping; enters every block that holds one of the item's placeholders."""
+    """In order of position, without overlaps; an item enters every block that holds one of its placeholders."""
     embeddings_hash: str | None = None
     """Hash of prompt embeddings given instead of token ids; enters every block."""
 
     def check(self, num_tokens: int) -> None:
-        """Raise InvalidRequestError unless these can belong to a prompt of that many tokens.
+        """Raise InvalidRequestError unless these fit a prompt of `num_tokens` tokens.
 
-        Media items have to lie inside it, one after the other, and the salt has to begin somewhere.
+        Media items must lie inside the prompt, one after the other, and the salt must not begin before it.
         """
         if self.salt_offset < 0:
             raise InvalidRequestError(
@@ -177,7 +177,7 @@ class ExtraKeys:
         return tuple(keys)
 
     def of_blocks(self, first_position: int, block_size: int, num_blocks: int) -> list[tuple[str, ...]]:
-        """`of_block` of consecutive blocks; computed only for those that differ from their neighbours."""
+        """`of_block` for consecutive blocks; computes it only for blocks that differ from their neighbours."""
         everywhere = ExtraKeys(adapter=self.adapter, embeddings_hash=self.embeddings_hash)
         keys = [everywhere.of_block(1, 2)] * num_blocks
         special = {(self.salt_offset - first_position) // block_size} & set(range(num_blocks))
@@ -194,15 +194,15 @@ NO_EXTRA_KEYS = ExtraKeys()
 
 
 def as_token_array(token_ids: npt.ArrayLike) -> TokenArray:
-    """Token ids as a new array of int32, [tokens].
+    """Copy token ids into a new int32 array, [tokens].
 
-    Raises InvalidRequestError for ids below 0 or beyond int32: an index gives the numbers below 0 to media.
+    Raises InvalidRequestError for ids below 0 or beyond int32: an index uses negative numbers for media.
     """
     return _pack(token_ids) if isinstance(token_ids, list) else _convert(token_ids)
 
 
 def _pack(token_ids: list[int]) -> TokenArray:
-    """A list, packed piece by piece: twice as fast as np.array, which looks at every element's type."""
+    """Pack a list piece by piece: twice as fast as np.array, which checks the type of every element."""
     count = len(token_ids)
     tokens = np.empty(count, np.int32)
     try:
@@ -219,7 +219,7 @@ def _pack(token_ids: list[int]) -> TokenArray:
 
 
 def _convert(token_ids: npt.ArrayLike) -> TokenArray:
-    """Any row of integers as a new array."""
+    """Copy any one-dimensional sequence of integers into a new array."""
     try:
         given = np.asarray(token_ids)
     except ValueError:  # lists of different lengths
@@ -233,7 +233,7 @@ def _convert(token_ids: npt.ArrayLike) -> TokenArray:
 
 
 def check_token_id(token: object) -> None:
-    """Raise InvalidRequestError unless this is an integer from 0 to the greatest of int32."""
+    """Raise InvalidRequestError unless this is an integer from 0 to the largest int32."""
     if not isinstance(token, Integral) or not 0 <= int(token) <= MAX_TOKEN_ID:
         raise InvalidRequestError(
             f"token id {token!r} is not an integer from 0 to {MAX_TOKEN_ID}; give ids of the model's vocabulary"
@@ -246,7 +246,7 @@ def hash_block_tokens(
     token_ids: npt.ArrayLike,
     extra_keys: Sequence[str] = (),
 ) -> BlockHash:
-    """Key of one full block; `parent_hash` is None for the first block of a sequence without fingerprint."""
+    """The key of one full block; `parent_hash` is None for the first block of a sequence without fingerprint."""
     tokens = as_token_array(token_ids)
     blocks = _encode_tokens(hash_fn, tokens, len(tokens))
     return _fold(hash_fn, parent_hash or ROOT_HASH, blocks, [_encode_extra(hash_fn, extra_keys)])[0]
@@ -268,7 +268,7 @@ def hash_blocks(
     blocks = _encode_tokens(hash_fn, token_ids, block_size)
     parent = parent_hash or ROOT_HASH
     if hash_fn.encoding == "packed" and (extra_keys is NO_EXTRA_KEYS or extra_keys == NO_EXTRA_KEYS):
-        # The usual case; what is left of the cost is the digests themselves.
+        # The usual case: the digests are nearly all of its cost.
         new, key = hash_fn.new, bytes(parent)
         return [key := new(key + block).digest() for block in blocks]  # type: ignore[misc]  # see _fold
     keys = extra_keys.of_blocks(first_position, block_size, len(blocks))
@@ -277,7 +277,7 @@ def hash_blocks(
 
 
 def _fold(hash_fn: HashFunction, parent: BlockHash, blocks: list[bytes], extra: list[bytes]) -> list[BlockHash]:
-    """The chain from `parent` on."""
+    """The keys of the chain that continues `parent`."""
     new, key, head = hash_fn.new, bytes(parent), b""
     if hash_fn.encoding == "cbor":
         head = cbor.encode_head(cbor.ARRAY, 3) + cbor.encode_head(cbor.BYTES, len(parent))

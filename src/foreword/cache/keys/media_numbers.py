@@ -1,6 +1,6 @@
-"""Numbers that stand for placeholders of media, and for tokens at which a salt begins, in an index of tokens.
+"""Numbers that represent, in an index of tokens, media placeholders and the tokens at which salts begin.
 
-Knows what they stand for; knows nothing of trees or blocks.
+Knows what each number represents; knows nothing of trees or blocks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy.typing as npt
 from foreword.cache.keys.hashing import ExtraKeys, TokenArray
 
 UNKNOWN = -1
-"""Stands for the placeholders of items that are in no index; it is never put into one."""
+"""Represents placeholders of items that no index knows; no index ever holds it."""
 LOWEST = int(np.iinfo(np.int32).min)
 
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An item by its content, wherever it stands. The same content in another number of placeholders is another."""
+    """A media item, identified by its content and its number of placeholders, at any position."""
 
     content_hash: str
     num_tokens: int
@@ -35,7 +35,7 @@ class SaltedToken:
     media: Media | None
     """The item whose placeholder this is; None for an ordinary token."""
     at: int
-    """Which of the item's placeholders."""
+    """The index of that placeholder within its item."""
 
     @property
     def num_tokens(self) -> int:
@@ -44,7 +44,7 @@ class SaltedToken:
 
 Stretch = Media | SaltedToken
 Placed = tuple[int, Stretch]
-"""Position of its first token in a sequence, and what stands there."""
+"""The position of a stretch's first token in a sequence, and the stretch."""
 
 
 def placed_media(keys: ExtraKeys) -> list[Placed]:
@@ -53,10 +53,10 @@ def placed_media(keys: ExtraKeys) -> list[Placed]:
 
 
 def placed_stretches(keys: ExtraKeys, token_ids: TokenArray) -> Sequence[Placed]:
-    """What numbers stand for in a sequence: its media, and the token at which its salt begins unless that is the first.
+    """The stretches of a sequence that numbers replace: its media, and the token at which its salt begins.
 
-    The salted token comes last, as it may be one of an item's placeholders, whose number it then replaces. It names
-    that placeholder, so that equal salts at different items still differ.
+    A salt that begins at the first token needs no number. The salted token comes last, because it may replace the
+    number of one of an item's placeholders. It names that placeholder, so equal salts at different items differ.
     """
     if not keys.media and (keys.salt is None or not keys.salt_offset):
         return ()
@@ -73,31 +73,31 @@ def placed_stretches(keys: ExtraKeys, token_ids: TokenArray) -> Sequence[Placed]
 
 
 class MediaNumbers:
-    """Gives each stretch as many numbers below UNKNOWN, from the top down, as it has tokens.
+    """Gives each token of a stretch a number below UNKNOWN, from the top down.
 
         cat, 3 placeholders   -2 -3 -4      dog, 2 placeholders   -5 -6
 
-    Equal tokens of equal stretches are equal numbers, all others differ. Stretches that nothing needs any more
-    stay until their owner says what is still in use (`keep`), which is due when `is_full`.
+    Equal tokens of equal stretches get equal numbers; all others differ. Unused stretches stay until
+    their owner says which are still in use (`keep`); it must do so when `is_full`.
     """
 
     def __init__(self, num_items: int) -> None:
         self._least_limit = self._limit = num_items
         self._first_of: dict[Stretch, int] = {}
         self._stretch_of: dict[int, Stretch] = {}
-        """By its first number."""
+        """Stretches by their first number."""
         self._next = UNKNOWN - 1
 
     def __len__(self) -> int:
         return len(self._first_of)
 
     def is_full(self, new: Iterable[Placed]) -> bool:
-        """Whether `keep` is due before these are added; so seldom that it costs O(1) a stretch."""
+        """Whether `keep` is due before these are added; rare enough to cost amortised O(1) per stretch."""
         num_tokens = sum(stretch.num_tokens for _, stretch in new)
         return len(self._first_of) >= self._limit or self._next - num_tokens < LOWEST
 
     def add(self, placed: Iterable[Placed]) -> None:
-        """From now on these are known."""
+        """Give numbers to the stretches that have none."""
         for _, stretch in placed:
             if stretch not in self._first_of:
                 self._give_numbers(stretch)
@@ -109,7 +109,7 @@ class MediaNumbers:
         self._next -= stretch.num_tokens
 
     def replace(self, tokens: TokenArray, placed: Iterable[Placed]) -> TokenArray:
-        """A copy of a sequence's tokens, those of the stretches replaced by their numbers, in the order given."""
+        """Copy a sequence's tokens, with the tokens of the stretches replaced by their numbers, in the order given."""
         tokens = tokens.copy()
         for offset, stretch in placed:
             places = tokens[offset : offset + stretch.num_tokens]
@@ -118,12 +118,12 @@ class MediaNumbers:
         return tokens
 
     def salted_token(self, number: int) -> SaltedToken | None:
-        """The token that this number stands for, if a salt begins there."""
+        """The token that this number represents, if a salt begins there."""
         stretch = self._stretch_of.get(number) if number < 0 else None
         return stretch if isinstance(stretch, SaltedToken) else None
 
     def keep(self, used: Iterable[TokenArray]) -> list[TokenArray]:
-        """Forget the stretches of which no number is in these tokens; returns them with the numbers that hold now."""
+        """Forget the stretches that have no number in these tokens; returns the tokens, renumbered."""
         used = list(used)
         known = sorted(self._first_of.items(), key=lambda named: -named[1])
         starts = np.array([-first for _, first in known], np.int64)
@@ -144,5 +144,5 @@ class MediaNumbers:
 
 
 def _owners(starts: npt.NDArray[np.int64], numbers: TokenArray) -> npt.NDArray[np.int64]:
-    """Which stretch each number belongs to; stretch i has the numbers from -starts[i] down."""
+    """The stretch that each number belongs to; stretch i has the numbers from -starts[i] downwards."""
     return np.searchsorted(starts, -numbers.astype(np.int64), side="right") - 1

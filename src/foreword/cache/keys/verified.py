@@ -1,4 +1,4 @@
-"""Prefixes told apart by their content, for hash functions whose keys may collide.
+"""Prefixes compared by their content, for hash functions whose keys may collide.
 
 Knows keys, tokens and extra keys of blocks; knows nothing of block ids.
 """
@@ -25,24 +25,24 @@ class VerifiedPrefix:
         """The prefix without its last block; the chain's root for a first block."""
         self.key = key
         self.tokens = tokens
-        """Of the last block, int32."""
+        """Tokens of the last block, as int32."""
         self.extra_keys = extra_keys
         self.num_uses = 0
-        """Blocks that hold it, and prefixes that continue it."""
+        """The number of blocks that hold it plus the number of prefixes that continue it."""
 
 
 class VerifiedPrefixes:
-    """Every prefix that a block holds, and their beginnings.
+    """Every prefix that a block holds, and all beginnings of these prefixes.
 
-    A prefix stays as long as a longer one needs it, so blocks that follow an evicted one are found again
-    when it returns.
+    A prefix stays while a longer one needs it, so the blocks after an evicted block are found again when
+    that block returns.
     """
 
     def __init__(self) -> None:
         self._of_key: dict[BlockHash, list[VerifiedPrefix]] = {}
 
     def find(self, sequence: TokenSequence) -> list[VerifiedPrefix]:
-        """The known prefixes of a sequence, by number of full blocks. Changes nothing."""
+        """The known prefixes of a sequence, the shortest first. Changes nothing."""
         found: list[VerifiedPrefix] = []
         parent: VerifiedPrefix | BlockHash = sequence.root
         for key, tokens, extra_keys in _contents(sequence, sequence.num_full_blocks):
@@ -54,7 +54,7 @@ class VerifiedPrefixes:
         return found
 
     def extend(self, sequence: TokenSequence, first: int, count: int) -> list[VerifiedPrefix]:
-        """The prefixes that end in the blocks number `first` to `first + count`, each used once more."""
+        """Add one use to each prefix that ends in blocks `first` to `first + count` (exclusive), and return them."""
         prefixes: list[VerifiedPrefix] = []
         parent: VerifiedPrefix | BlockHash = sequence.root
         for key, tokens, extra_keys in _contents(sequence, first + count):
@@ -71,7 +71,7 @@ class VerifiedPrefixes:
         return prefixes[first:]
 
     def release(self, prefix: VerifiedPrefix) -> None:
-        """Use a prefix once less; it goes, with beginnings that nothing else needs, when that was the last."""
+        """Remove one use. An unused prefix is dropped, with the beginnings that nothing else needs."""
         above: VerifiedPrefix | BlockHash = prefix
         while isinstance(above, VerifiedPrefix):
             above.num_uses -= 1
@@ -87,13 +87,13 @@ class VerifiedPrefixes:
         self, parent: VerifiedPrefix | BlockHash, key: BlockHash, tokens: bytes, extra_keys: Sequence[str]
     ) -> VerifiedPrefix | None:
         for prefix in self._of_key.get(key, ()):
-            # Parents that are prefixes compare as objects.
+            # Parents that are prefixes compare by identity.
             if prefix.parent == parent and prefix.tokens == tokens and prefix.extra_keys == extra_keys:
                 return prefix
         return None
 
     def check_integrity(self, held: Iterable[VerifiedPrefix]) -> None:
-        """Raise AssertionError unless uses are these, one for each block, and those by longer prefixes."""
+        """Raise AssertionError unless every use is one of `held`, one for each block, or a longer prefix."""
         known = [prefix for same_key in self._of_key.values() for prefix in same_key]
         uses = dict.fromkeys(known, 0)
         for prefix in (*held, *(prefix.parent for prefix in known)):
@@ -104,7 +104,7 @@ class VerifiedPrefixes:
 
 
 def _contents(sequence: TokenSequence, count: int) -> Iterable[tuple[BlockHash, bytes, Sequence[str]]]:
-    """Key, tokens and extra keys of each of the first full blocks."""
+    """Key, tokens and extra keys of each of the first `count` full blocks."""
     size = sequence.block_size
     tokens = np.frombuffer(sequence.token_ids[: count * size], f"V{4 * size}").tolist()
     return zip(sequence.block_hashes()[:count], tokens, sequence.extra_keys.of_blocks(0, size, count), strict=True)
