@@ -19,7 +19,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from foreword.errors import ChatTemplateError, InvalidRequestError, ModelLoadError
-from foreword.text.tokenizer import MOST_MESSAGE_ENDS, TextStream, Tokenizer
+from foreword.text import TextStream, Tokenizer
+from foreword.text.tokenizer import MOST_MESSAGE_ENDS
 
 CORPUS = [
     "The code of the amber falcon is 4821. What is the code of the amber falcon?",
