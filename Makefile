@@ -42,11 +42,12 @@ GPU_TESTS := tests/model/test_oracle.py tests/model/test_exactness.py tests/mode
 test-gpu: $(INSTALLED_DEV) ## the engine's tests on a CUDA device, with a torch that has CUDA
 	FOREWORD_TEST_DEVICE=cuda $(BIN)/python -m pytest -m "not slow" $(GPU_TESTS)
 
-check: $(INSTALLED_DEV) ## formatting, lint, types and import rules
+check: $(INSTALLED_DEV) ## formatting, lint, types, import rules and plain English
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/plain_english.py
 
 format: $(INSTALLED_DEV) ## format, and repair what lint can repair
 	$(BIN)/ruff format .

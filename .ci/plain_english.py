@@ -1,0 +1,121 @@
+"""Finds phrases that stop a reader, in docstrings, comments and messages, and in the pages for users.
+
+CONTRIBUTING.md has the same list for people. `python .ci/plain_english.py [PATH ...]` prints one line per finding,
+`file:line: message`, and exits with 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+CHECKED = [
+    "src/foreword/errors.py",
+]
+"""Files and folders whose English has been rewritten: nothing on the list may come back there."""
+
+PARTICIPLES = (
+    "added|asked|counted|evicted|found|freed|given|handed|kept|left|looked|lost|made|measured|read|released|said|saved|"
+    "shared|shown|stored|taken|told|tried|written"
+)
+SAY_INSTEAD = {
+    # regular expression (a space stands for any white space): what to say
+    r"behind (which|what|whom|it|them|that|those|these|this|the (last|first|prompt|batch))\b": "after",
+    r"\bso many\b(?! that)|\bso much (of|kv|memory)\b|\bfor so much\b": "the number: n, `num_tokens`, this many",
+    r"\bso[- ]maniet\w*": "every n-th",
+    r"\bhow many of\b": "the number of",
+    r"\bas many as tell\b": "up to n",
+    r"\bthat that\b|\bthose that those\b": "name the second thing",
+    r"\bby the clock\b": "in wall time",
+    r"\bclock on the wall\b": "wall clock",
+    r"\bdisturbed (hour|machine|run|time)": "noisy",
+    r"\bin turn with\b": "interleaved with",
+    rf"(^|[.:;] )({PARTICIPLES}) (is|are|was|were)\b(?! (what|how|why|whether|in|by) )": "the subject first",
+    r"\b(tells?|told|telling) of\b": "describes, reports, logs",
+    r"\bof its(?=[.,;:)]|$)|\bof theirs\b": "its, their",
+    r"\bto be had\b": "available",
+    r"\bnone the worse\b": "not affected",
+    r"\b(keep|kept|read|see|seen|know|known|learn|learnt|take|taken|found|made|hold|held)s? of it\b": "which part",
+    r"\bwhat is (new|what|ours|theirs|long|common)\b": "a noun: the new tokens",
+    r"\b(here and now|by and by|for ever)\b": "at once, gradually, forever",
+    r"\bhas (his|her) \w+ (read|computed|kept|made)\b": "the actor first",
+    r"\bthere are known to be\b|\bis known to be there\b": "the condition itself",
+    r"\bthe like\b": "others, similar ones",
+}
+COMPILED = [
+    (re.compile(regex.replace(" ", r"\s+"), re.IGNORECASE | re.MULTILINE), say) for regex, say in SAY_INSTEAD.items()
+]
+
+
+class Text(NamedTuple):
+    """Prose, and the line that it begins in."""
+
+    line: int
+    content: str
+
+
+def prose_of_python(source: str) -> Iterator[Text]:
+    """Comments (lines that follow each other as one text), docstrings and other strings."""
+    strings = (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
+    comment: list[str] = []
+    begin = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if comment and token.start[0] != begin + len(comment):
+                yield Text(begin, "\n".join(comment))
+                comment = []
+            if not comment:
+                begin = token.start[0]
+            comment.append(token.string.lstrip("# "))
+        elif token.type in strings:
+            yield Text(token.start[0], re.sub(r"""^\w*("{3}|'{3}|"|')|("{3}|'{3}|"|')$""", "", token.string))
+    if comment:
+        yield Text(begin, "\n".join(comment))
+
+
+def prose_of_page(page: str) -> Text:
+    """A Markdown page without its code, which leaves empty lines."""
+    page = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), page, flags=re.DOTALL | re.MULTILINE)
+    return Text(1, re.sub(r"`[^`\n]*`", "code", page))
+
+
+def findings(texts: Iterator[Text] | list[Text]) -> list[tuple[int, str, str]]:
+    """(line, phrase, what to say) of each phrase on the list."""
+    found = []
+    for text in texts:
+        for regex, say in COMPILED:
+            for match in regex.finditer(text.content):
+                line = text.line + text.content.count("\n", 0, match.start())
+                found.append((line, " ".join(match[0].split()), say))
+    return sorted(found)
+
+
+def files_of(names: list[str]) -> list[Path]:
+    """Python files and pages, of files and folders."""
+    files: set[Path] = set()
+    for name in names:
+        path = ROOT / name
+        assert path.exists(), f"{name} does not exist"
+        files |= {path} if path.is_file() else {*path.rglob("*.py"), *path.rglob("*.md")}
+    return sorted(files)
+
+
+def main(names: list[str]) -> int:
+    num_found = 0
+    for path in files_of(names or CHECKED):
+        source = path.read_text(encoding="utf-8")
+        texts = [prose_of_page(source)] if path.suffix == ".md" else prose_of_python(source)
+        for line, phrase, say in findings(texts):
+            print(f'{path.relative_to(ROOT)}:{line}: "{phrase}": say {say}')
+            num_found += 1
+    return min(num_found, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
