@@ -2,13 +2,14 @@
 
 Knows block keys, block ids and group numbers; knows neither sequences nor attention types.
 
-A hybrid model has to look up single blocks: a window's blocks are wanted though those before them are
-gone. A key of the hash chain stands for its whole prefix, so one block is found without its
-predecessors. A radix tree finds a block only by walking through all blocks before it and forgets a
-suffix with its prefix; it cannot serve here.
+A hybrid model looks up single blocks: it needs a window's blocks even if the blocks before them are
+gone. A key of the hash chain identifies its whole prefix, so a block is found without its
+predecessors. A radix tree cannot do this: it finds a block only through all blocks before it, and forgets a
+suffix with its prefix.
 
-A group's block is keyed by the chain at the position where the block ends, which makes one chain serve
-groups of different block sizes (one map per group; `BlockHashWithGroupId` is for where keys of all groups meet):
+A group's block has the chain's key at the position where the block ends, so one chain serves
+groups of different block sizes. Each group has its own map; `BlockHashWithGroupId` is for places where keys of all
+groups meet:
 
     chain, 4 tokens a key      k0   k1   k2   k3   k4   k5
     group 0, block size 4      k0   k1   k2   k3   k4   k5
@@ -30,7 +31,7 @@ BlockHashWithGroupId = NewType("BlockHashWithGroupId", bytes)
 
 
 def make_block_hash_with_group_id(key: BlockHash, group_id: int) -> BlockHashWithGroupId:
-    """The key of a block in one group: equal keys of two groups stand for different blocks."""
+    """The key of a block in one group: equal keys in two groups identify different blocks."""
     return BlockHashWithGroupId(key + group_id.to_bytes(4, "big"))
 
 
@@ -45,7 +46,7 @@ def get_group_id(key: BlockHashWithGroupId) -> int:
 
 
 class BlockHashToBlockMap:
-    """Blocks of one group by key. The first block of a key answers for it; duplicates wait behind it."""
+    """Blocks of one group by key. The first block of a key represents it; duplicates wait after it."""
 
     def __init__(self) -> None:
         self.block_of: dict[BlockHash, int] = {}
@@ -87,16 +88,16 @@ class GroupedHashIndex:
         return self._num_indexed
 
     def num_indexed(self, group_id: int) -> int:
-        """Blocks of one group, duplicates included."""
+        """The number of blocks of one group, including duplicates."""
         blocks = self._maps[group_id]
         return len(blocks.block_of) + sum(len(waiting) for waiting in blocks.duplicates.values())
 
     def finder(self, group_id: int) -> Callable[[BlockHash], int | None]:
-        """Key -> block of that group, or None. Valid until `clear`."""
+        """A function from a key to its block in that group, or None. Valid until `clear`."""
         return self._maps[group_id].block_of.get
 
     def insert(self, group_id: int, keys: Sequence[BlockHash], block_ids: BlockIds) -> None:
-        """From now on these blocks hold the prefixes that these keys stand for."""
+        """Record that these blocks hold the prefixes of these keys."""
         blocks = self._maps[group_id]
         for key, block_id in zip(keys, block_ids.tolist(), strict=True):
             assert self._key_of[block_id] is None, f"block {block_id} is indexed already"
@@ -106,7 +107,7 @@ class GroupedHashIndex:
         self._num_indexed += len(keys)
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
-        """Forget these blocks; others are ignored. Returns those it forgot."""
+        """Forget these blocks, ignoring unknown ones. Returns those it forgot."""
         forgotten: list[int] = []
         for block_id in block_ids.tolist():
             key = self._key_of[block_id]
@@ -122,11 +123,11 @@ class GroupedHashIndex:
         return np.array([block_id for block_id, key in enumerate(self._key_of) if key is not None], np.int32)
 
     def group_of(self, block_id: int) -> int | None:
-        """Group under which a block is indexed, or None."""
+        """The group under which a block is indexed, or None."""
         return None if self._key_of[block_id] is None else self._group_of[block_id]
 
     def key_of(self, block_id: int) -> BlockHash | None:
-        """Key under which a block is indexed, or None."""
+        """The key under which a block is indexed, or None."""
         return self._key_of[block_id]
 
     def check_integrity(self) -> None:

@@ -1,11 +1,11 @@
-"""Queues of free blocks, which any block may leave from the middle.
+"""Queues of free blocks; any block may leave from the middle.
 
-Know block ids and their places; know nothing of what blocks hold or who holds them.
+They know block ids and their places, and neither contents nor holders of blocks.
 
-A linked list removes from its middle in O(1) but takes blocks one by one. These queues are buffers in
-which a removed block leaves a stale entry behind: an entry is alive only while its block's record names
-it. Taking, adding and removing k blocks are each a few numpy calls (`take` and `compress`, which are
-several times as fast as the same in brackets).
+A linked list removes from its middle in O(1) but handles blocks one by one. These queues are buffers in
+which a removed block leaves a stale entry: an entry is alive only while its block's record names
+it. So taking, adding or removing k blocks is a few numpy calls (`take` and `compress`, which are
+several times as fast as indexing with brackets).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ BlockIds = npt.NDArray[np.int32]
 NOT_QUEUED = -1
 NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 WINDOW = 64
-"""Fewest entries that are looked at together: a numpy call costs as much for 64 as for one."""
+"""The least number of entries to examine together: a numpy call costs as much for 64 as for one."""
 
 
 class FreeKVCacheBlockQueue:
-    """Free blocks, the next one to be given away at the head. All blocks are queued at first.
+    """Free blocks, with the next one to give away at the head. At first all blocks are in the queue.
 
         buffer   . . . 7 8 9 4 3 2 . . .        place[8] == head + 1
                        ^head       ^tail        place[5] == NOT_QUEUED
 
-    The buffer holds three times as many entries as there are blocks. When one of its ends is reached, the queue
-    is compacted into its middle, which leaves room for as many as there are blocks: amortised O(1) a block.
+    The buffer has three entries for each block. When the queue reaches one of its ends, it is compacted
+    into the middle, with room for every block on both sides: amortised O(1) a block.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -43,7 +43,7 @@ class FreeKVCacheBlockQueue:
 
     @classmethod
     def empty(cls, num_blocks: int) -> FreeKVCacheBlockQueue:
-        """A queue for block ids below `num_blocks` in which none is yet."""
+        """An empty queue for block ids below `num_blocks`."""
         queue = cls(num_blocks)
         queue._place[:] = NOT_QUEUED
         queue._tail = queue._head
@@ -57,7 +57,7 @@ class FreeKVCacheBlockQueue:
         return bool(self._place[block_id] != NOT_QUEUED)
 
     def holds(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Which of these blocks are in the queue."""
+        """Whether each of these blocks is in the queue."""
         queued: npt.NDArray[np.bool_] = self._place[block_ids] != NOT_QUEUED
         return queued
 
@@ -72,7 +72,7 @@ class FreeKVCacheBlockQueue:
         self._num_free += count
 
     def appendleft(self, block_ids: BlockIds) -> None:
-        """Put blocks that are not in the queue at its head: they go next, in the order given."""
+        """Put blocks that are not in the queue at its head; they go next, in the order given."""
         count = len(block_ids)
         if count > self._head:
             self._compact()
@@ -101,7 +101,7 @@ class FreeKVCacheBlockQueue:
         return block_ids
 
     def _take_alive(self, num_entries: int) -> BlockIds:
-        """The blocks of the next entries that are alive; moves the head past those entries."""
+        """Take the alive blocks of the next entries, and move the head past those entries."""
         end = self._head + num_entries
         window = self._buffer[self._head : end]
         block_ids = window.compress(self._place.take(window) == np.arange(self._head, end, dtype=np.int32))
@@ -109,7 +109,7 @@ class FreeKVCacheBlockQueue:
         return block_ids
 
     def _take_missing(self, count: int) -> BlockIds:
-        """The next `count` blocks that are alive; moves the head past the last of them."""
+        """Take the next `count` alive blocks, and move the head past the last of them."""
         taken: list[BlockIds] = []
         missing = count
         while missing:
@@ -142,7 +142,7 @@ class FreeKVCacheBlockQueue:
 
 
 class _Lane:
-    """Entries of one key, in the order of arrival; some are stale."""
+    """The entries of one key in order of arrival; some are stale."""
 
     __slots__ = ("block_ids", "entries", "head", "tail")
 
@@ -164,7 +164,7 @@ class _Lane:
         self.tail = end
 
     def replace(self, block_ids: BlockIds, entries: npt.NDArray[np.int64]) -> None:
-        """Hold these entries alone, with as much room again."""
+        """Hold only these entries, with room for the same number again."""
         count = len(block_ids)
         self.block_ids, self.entries = np.empty(2 * count, np.int32), np.empty(2 * count, np.int64)
         self.block_ids[:count], self.entries[:count] = block_ids, entries
@@ -172,15 +172,15 @@ class _Lane:
 
 
 class KeyedBlockQueue:
-    """Free blocks by key, the lowest first; among equal keys in the order of arrival. Empty at first.
+    """Free blocks by key, the lowest first; among equal keys in order of arrival. Empty at first.
 
-    Every key has a lane of its own, and a heap tells the lowest lane. Entries are numbered through all
-    lanes, so that a stale one is known wherever its block is now:
+    Every key has its own lane, and a heap finds the lowest lane. Entries are numbered across all
+    lanes, so a stale entry is recognised wherever its block is now:
 
         key 0   ids 7 4 . .   entries 0 3        entry[4] == 3
         key 5   ids 9 4 . .   entries 1 2        so the 4 in the lower lane is stale
 
-    Amortised O(1) a block, and O(log lanes) for each lane that is begun or used up. When stale entries
+    Amortised O(1) a block, and O(log lanes) for each lane that is opened or used up. When stale entries
     outnumber the blocks, all lanes are compacted.
     """
 
@@ -196,7 +196,7 @@ class KeyedBlockQueue:
         return self._num_queued
 
     def append(self, block_ids: BlockIds, keys: npt.NDArray[np.int64]) -> None:
-        """Put blocks that are not in the queue behind those of their key, in the order given."""
+        """Put blocks that are not in the queue after those of their key, in the order given."""
         count = len(block_ids)
         if not count:
             return

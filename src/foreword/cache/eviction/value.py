@@ -1,17 +1,20 @@
-"""The `value` policy: keep what is likeliest to be hit per unit of memory and time, as learnt from the traffic.
+"""The `value` policy: keep the blocks that are most likely to be hit per unit of memory and time.
 
-Knows block ids, depths and keys; knows neither tokens, requests nor the clock on the wall. Time is counted in
-uses: each block that a request frees is one. docs/decisions/0010-value-policy.md has what was tried.
+A prompt that many requests repeat stays; a flood of prompts that nobody repeats goes quickly. The policy learns from
+the traffic which kinds of blocks return.
 
-Every freed block belongs to a class (how often it was used; whether it is the last of its request; how much that
-request added that nobody had seen). For each class the policy counts how many reach an age and how many are
-hit before the next, evicted ones included: their keys are remembered as ghosts. From these hazards it
-computes for each class and age the value of keeping a block on: the best, over all horizons, of
+Knows block ids, depths and keys; knows neither tokens, requests nor wall time. It counts time in
+uses: each block that a request frees is one use. docs/decisions/0010-value-policy.md tells what was tried.
+
+Each freed block belongs to a class: the number of its uses, whether it is the last of its request, and the number of
+blocks that its request added. For each class the policy counts how many blocks reach an age, and how many are
+hit before the next age. It includes evicted blocks, whose keys it remembers as ghosts. From these hazards it
+computes the value of keeping a block, for each class and age: the maximum, over all horizons, of
 
     probability of a hit within the horizon / expected time that the block occupies until hit or horizon
 
-(Gittins' index, as in EVA and LHD). The block of least value goes first. A head is worth at least as
-much as what follows it, so a tail goes before its head.
+(Gittins' index, as in EVA and LHD). The block of the least value goes first. A head is worth at least as
+much as the blocks after it, so a tail goes before its head.
 
 After Beckmann, Chen and Cidon, "LHD: improving cache hit rate by maximizing hit density" (NSDI 2018).
 """
@@ -33,33 +36,33 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 USE_CLASS = np.array([0, 1, 2, 3, 4, 4, 5], np.int16)
-"""Class of a number of earlier uses; the last stands for all above."""
+"""The class of each number of earlier uses; the last one covers all larger numbers."""
 
 NUM_SIZES = 26
-"""Classes of how many blocks a request added: 0, 1, and two for each doubling."""
+"""Classes of the number of blocks that a request added: 0, 1, and two for each doubling."""
 
 NUM_CLASSES = 6 * 2 * NUM_SIZES
 NEIGHBOUR_WEIGHTS = (0.5, 0.25, 0.125)
-"""How much the evidence of sizes one, two and three classes away counts: without it, much depends on where
+"""Weights of the evidence from sizes one, two and three classes away. Without them, the results depend on where
 classes happen to end."""
 HORIZON = 32
-"""Ages that are told apart, in capacities."""
+"""The highest age that the policy distinguishes, in capacities of the pool."""
 MIN_REMEMBERED = 1 << 16
-"""Uses that are remembered at least, however small the pool is."""
+"""The least number of uses to remember, however small the pool is."""
 PRIOR_HAZARD = 0.05
-"""Of any bin, before anything is known: a value that falls with age, so the order is that of LRU."""
+"""The hazard of every bin before there is evidence. Its value falls with age, so the order is that of LRU."""
 PRIOR_WEIGHT = 20.0
 SHRINKAGE = 10.0
-"""Blocks' worth of evidence that a class must bring to move half way from what all classes together show."""
+"""The number of blocks with which a class moves half way from the average of all classes to its own evidence."""
 MEMORY_USES = 200_000
-"""Evidence counts half after so many uses..."""
+"""Evidence counts half after this number of uses..."""
 MEMORY_CAPACITIES = 16
-"""...or after so many capacities, if that is more."""
+"""...or after this number of capacities, if that is more."""
 BINS_PER_DOUBLING = 2
 STEPS_PER_DOUBLING = 4
-"""Values that differ by less count as equal, and LRU decides: estimates are not better than that."""
+"""Values within one step count as equal, and LRU decides: the estimates are not more precise than that."""
 BATCH_SHARE = 32
-"""The next 1/32 of the free blocks is put in order at a time: amortised O(log n) for each."""
+"""The policy sorts the next 1/32 of the free blocks at a time: amortised O(log n) a block."""
 
 
 @runtime_checkable
@@ -75,18 +78,18 @@ class KeyedPolicy(Protocol):
 
 
 def key_numbers(keys: Sequence[BlockHash]) -> npt.NDArray[np.uint64]:
-    """A number other than 0 for each key, of its first and its last bytes: the last may be the number of a group."""
+    """A nonzero number for each key, from its first and its last bytes; the last may be the number of a group."""
     mixed = (int.from_bytes(key[:8], "little") ^ (int.from_bytes(key[-4:], "big") << 32) for key in keys)
     return np.array([number | 1 for number in mixed], np.uint64)
 
 
 class _History:
-    """The last uses of blocks, live or evicted: a ring that grows up to `max_uses`."""
+    """The last uses of blocks, cached or evicted: a ring buffer that grows up to `max_uses`."""
 
     def __init__(self, max_uses: int) -> None:
         self.max_uses = max_uses
         self.num_uses = 0
-        """Uses so far: the policy's clock, and the number of the next one."""
+        """The number of uses so far: the policy's clock, and the number of the next use."""
         self._entry_of: dict[int, int] = {}
         self._allocate(1024)
 
@@ -98,13 +101,13 @@ class _History:
 
     @property
     def oldest(self) -> int:
-        """Number of the oldest use that is remembered."""
+        """The number of the oldest use in the ring."""
         return max(0, self.num_uses - len(self._key))
 
     def add(
         self, keys: npt.NDArray[np.uint64], classes: npt.NDArray[np.int16], times: npt.NDArray[np.int8]
     ) -> IntArray:
-        """Blocks were used; returns the numbers of these uses. Key 0 is no key."""
+        """Record uses of blocks; returns the numbers of these uses. Key 0 means no key."""
         count = len(keys)
         while self.num_uses + count > len(self._key) < self.max_uses:
             self._grow()
@@ -123,25 +126,25 @@ class _History:
         return entries
 
     def find(self, keys: Sequence[int]) -> IntArray:
-        """Number of each key's last use, -1 if it is not remembered."""
+        """The number of each key's last use; -1 if it is not in the ring."""
         entry_of = self._entry_of
         return np.array([entry_of.get(key, -1) for key in keys], np.int64)
 
     def is_latest(self, entries: IntArray) -> npt.NDArray[np.bool_]:
-        """Which of these uses are remembered, and not followed by another of the same block."""
+        """Whether each of these uses is in the ring, without a later use of the same block."""
         remembered = entries >= self.oldest
         remembered[remembered] = self._latest[entries[remembered] % len(self._key)]
         return remembered
 
     def is_followed(self, entries: IntArray) -> None:
-        """These remembered uses are not their blocks' latest any more."""
+        """Record that these uses are no longer the latest of their blocks."""
         self._latest[entries % len(self._key)] = False
 
     def classes(self, entries: IntArray) -> npt.NDArray[np.int16]:
         return self._class[entries % len(self._key)]
 
     def times(self, entries: IntArray) -> npt.NDArray[np.int8]:
-        """How often each block had been used before that use."""
+        """The number of uses of each block before that use."""
         return self._times[entries % len(self._key)]
 
     def _grow(self) -> None:
@@ -171,9 +174,9 @@ class _History:
 
 
 class _Hazards:
-    """How many blocks of each class reached an age, and how many of them were hit before the next.
+    """Counts, for each class, of the blocks that reached an age and of those hit before the next age.
 
-    Ages are cut into bins, that grow by half an octave:
+    Ages are divided into bins that grow by half an octave:
 
         edges   0 | c/64 | c/45 | c/32 | ...          c: capacity
     """
@@ -189,7 +192,7 @@ class _Hazards:
         self.reached: FloatArray = np.zeros((NUM_CLASSES, len(edges)))
         self.hit: FloatArray = np.zeros((NUM_CLASSES, len(edges)))
         self.counted_to: IntArray = np.zeros(len(edges), np.int64)
-        """For each edge, the first use that is not counted as having reached it or not."""
+        """For each edge, the first use that has not been counted there."""
         self._value: FloatArray = np.empty_like(self.reached)
         self.settle()
 
@@ -198,15 +201,15 @@ class _Hazards:
         return bins
 
     def note_hits(self, classes: npt.NDArray[np.int16], entries: IntArray, now: int) -> None:
-        """Blocks of these classes, last used at `entries`, were used again now."""
+        """Record that blocks of these classes, last used at `entries`, are used again now."""
         ages = now - entries
         np.add.at(self.hit, (classes, self.bins(ages)), 1.0)
-        # They are followed from now on, so `count` would pass over those that it has still to count.
+        # These uses now have a successor, so `count` would skip the edges that it has not counted yet.
         uses, bins = np.nonzero((entries[:, None] >= self.counted_to) & (ages[:, None] >= self.edges))
         np.add.at(self.reached, (classes[uses], bins), 1.0)
 
     def count(self, history: _History) -> None:
-        """Count the latest uses that have reached an edge since the last call."""
+        """Count the latest uses that reached an edge since the last call."""
         now, oldest = history.num_uses, history.oldest
         for number, edge in enumerate(self.edges.tolist()):
             end = int(now - edge) + 1
@@ -219,17 +222,17 @@ class _Hazards:
         np.minimum(self.counted_to, now, out=self.counted_to)
 
     def fade(self) -> None:
-        """From now on, what was counted until now counts half."""
+        """Halve the weight of all evidence so far."""
         self.reached *= 0.5
         self.hit *= 0.5
 
     def settle(self) -> None:
-        """From now on, values are what follows from the counts of now."""
+        """Derive values from the current counts from now on."""
         self._settled: tuple[FloatArray, FloatArray] | None = self.hit.copy(), self.reached.copy()
 
     @property
     def value(self) -> FloatArray:
-        """By class and bin, as a logarithm. Computed when it is asked for: a hit asks for nothing and need not wait."""
+        """The logarithm of the value, by class and bin. Computed on demand, so that hits need not wait for it."""
         if self._settled is not None:
             self._compute(*self._settled)
             self._settled = None
@@ -240,7 +243,7 @@ class _Hazards:
         num_bins = hazards.shape[1]
         for start in range(num_bins):
             rest = hazards[:, start:]
-            still = np.cumprod(1.0 - rest, axis=1)  # not hit until the end of each bin
+            still = np.cumprod(1.0 - rest, axis=1)  # probability of no hit until the end of each bin
             before = np.concatenate((np.ones((NUM_CLASSES, 1)), still[:, :-1]), axis=1)
             time = np.cumsum(self.widths[start:] * (before + still) / 2, axis=1)
             self._value[:, start] = ((1.0 - still) / time).max(axis=1)
@@ -248,7 +251,7 @@ class _Hazards:
 
 
 def _estimates(hit: FloatArray, reached: FloatArray) -> FloatArray:
-    """Hazards of each class, leaning on those of all classes where a class has little to show."""
+    """The hazards of each class, drawn towards those of all classes where a class has little evidence."""
     everywhere = (hit.sum(axis=0) + PRIOR_WEIGHT * PRIOR_HAZARD) / (reached.sum(axis=0) + PRIOR_WEIGHT)
     hit, reached = _with_neighbours(hit), _with_neighbours(reached)
     ratios = (hit.sum(axis=1) + SHRINKAGE) / (reached @ everywhere + SHRINKAGE)
@@ -258,7 +261,7 @@ def _estimates(hit: FloatArray, reached: FloatArray) -> FloatArray:
 
 
 def _with_neighbours(counts: FloatArray) -> FloatArray:
-    """Counts [classes, bins], each with a share of those of similar sizes."""
+    """Counts [classes, bins], each with a share of the counts of similar sizes."""
     by_size = counts.reshape(-1, NUM_SIZES, counts.shape[1])
     total = by_size.copy()
     for distance, weight in enumerate(NEIGHBOUR_WEIGHTS, 1):
@@ -268,12 +271,12 @@ def _with_neighbours(counts: FloatArray) -> FloatArray:
 
 
 class ValuePolicy(_EmptyFirst):
-    """Least likely to be hit for the memory and time it takes first; among equals least recently freed first.
+    """Evicts the block with the fewest expected hits per memory and time first; among equals, least recently freed.
 
-    Learns while it runs and needs no setting; until it has learnt something the order is that of `lru`. A flood
-    of prompts that nobody repeats shows itself in few hits of its class and gives way to what is reused.
-    It needs blocks' keys (`note_keys`) to learn from what was evicted; without them it knows only what it keeps.
-    O(log n) a block, amortised; ghosts take about 150 bytes each, up to 32 for each block of the pool.
+    Learns while it runs and needs no settings; until it has evidence, the order is that of `lru`. A flood
+    of prompts that nobody repeats gives its class few hits, so it goes before blocks that are reused.
+    It needs blocks' keys (`note_keys`) to learn from evicted blocks; without keys it learns only from those it keeps.
+    Amortised O(log n) a block. A ghost takes about 150 bytes; there are up to 32 for each block of the pool.
     """
 
     wants_keys = True
@@ -286,14 +289,14 @@ class ValuePolicy(_EmptyFirst):
         self._depth: BlockIds = np.zeros(num_blocks, np.int32)
         self._parent: BlockIds = np.full(num_blocks, -1, np.int32)
         self._times: npt.NDArray[np.int8] = np.zeros(num_blocks, np.int8)
-        """Earlier uses, as far as `USE_CLASS` tells them apart."""
+        """The number of earlier uses, as far as `USE_CLASS` distinguishes it."""
         self._class: npt.NDArray[np.int16] = np.zeros(num_blocks, np.int16)
         self._entry: IntArray = np.full(num_blocks, -1, np.int64)
-        """The block's last use; -1 if there was none since it was cached."""
+        """The block's last use; -1 if there is none since it was cached."""
         self._ranking: BlockIds = NO_BLOCKS
         self._ranked_entries: IntArray = np.empty(0, np.int64)
         self._place = self._batch_end = 0
-        """The ranking's next block, and the end of the part that stands although others were used since."""
+        """The ranking's next block, and the end of the batch that stays valid although other blocks were used since."""
         self._next_count = self._next_fade = 0
         self._num_blocks = num_blocks
 
@@ -310,7 +313,7 @@ class ValuePolicy(_EmptyFirst):
         self.note_key_numbers(block_ids, key_numbers(keys))
 
     def note_key_numbers(self, block_ids: BlockIds, keys: npt.NDArray[np.uint64]) -> None:
-        """`note_keys` by what `key_numbers` makes of the keys."""
+        """Like `note_keys`, for keys that `key_numbers` has converted."""
         self._key[block_ids] = keys
         entries = self._history.find(keys.tolist())
         again = self._history.is_latest(entries)
@@ -330,7 +333,7 @@ class ValuePolicy(_EmptyFirst):
             self._history.is_followed(entries[latest])
 
     def _classify(self, block_ids: BlockIds) -> npt.NDArray[np.int16]:
-        """Classes of blocks that a request frees, the last of its prefix first."""
+        """The classes of blocks that a request frees, the last block of its prefix first."""
         times = self._times[block_ids]
         num_added = int(np.count_nonzero(times == 0))
         size = min(1 + int(2 * math.log2(num_added)), NUM_SIZES - 1) if num_added else 0
@@ -339,7 +342,7 @@ class ValuePolicy(_EmptyFirst):
         return classes
 
     def _tell_time(self) -> None:
-        """Count uses, now and then; what follows from them is computed when it is asked for."""
+        """Count uses from time to time; `value` computes on demand what follows from the counts."""
         now = self._history.num_uses
         if now < self._next_count:
             return
@@ -359,14 +362,14 @@ class ValuePolicy(_EmptyFirst):
         self._parent[block_ids[:-1][follows]] = block_ids[1:][follows]
         classes = self._classify(block_ids)
         self._class[block_ids] = classes
-        again = self._entry[block_ids]  # held twice without a hit: freed by one, then by the other
+        again = self._entry[block_ids]  # held by two without a hit: freed by one, then by the other
         self._history.is_followed(again[self._history.is_latest(again)])
         self._entry[block_ids] = self._history.add(self._key[block_ids], classes, self._times[block_ids])
         self._end_ranking()
         self._tell_time()
 
     def _discard(self, block_ids: BlockIds) -> None:
-        self._end_ranking()  # `_is_free` tells that they are gone, but heads may be worth less without them
+        self._end_ranking()  # `_is_free` says that they are gone, but heads may be worth less without them
 
     def _take(self, count: int) -> BlockIds:
         taken: list[BlockIds] = [NO_BLOCKS]
@@ -383,25 +386,25 @@ class ValuePolicy(_EmptyFirst):
         return np.concatenate(taken)
 
     def _rank(self) -> None:
-        """Put all in order. A batch of them stays in that order; until something changes, all do."""
+        """Sort all free cached blocks. The order holds until something changes; for one batch, even after that."""
         self._ranking = self._by_value(self._is_free & self._is_cached)
         self._ranked_entries = self._entry[self._ranking]
         self._place = 0
         self._batch_end = len(self._ranking)
 
     def _end_ranking(self) -> None:
-        """Something changed: the order of those behind the batch has to be found anew."""
+        """Invalidate the order of the blocks after the current batch."""
         self._batch_end = min(self._batch_end, max(self._num_blocks // BATCH_SHARE, self._place))
 
     def _stands(self, places: slice) -> npt.NDArray[np.bool_]:
-        """Which of the ranking are still free and were not used since."""
+        """Whether each block in these places is still free and unused since the ranking."""
         block_ids = self._ranking[places]
         stands: npt.NDArray[np.bool_] = self._is_free[block_ids] & self._is_cached[block_ids]
         stands &= self._entry[block_ids] == self._ranked_entries[places]
         return stands
 
     def _by_value(self, candidate: npt.NDArray[np.bool_]) -> BlockIds:
-        """The blocks of a mask over all, least value first, then least recently used."""
+        """The masked blocks, the least value first; among equals, the least recently used first."""
         block_ids = np.flatnonzero(candidate).astype(np.int32)
         entries = self._entry[block_ids]
         ages = self._hazards.bins(self._history.num_uses - entries)
@@ -411,7 +414,7 @@ class ValuePolicy(_EmptyFirst):
         return block_ids[np.lexsort((entries, value[block_ids]))]
 
     def _lift_heads(self, block_ids: BlockIds, candidate: npt.NDArray[np.bool_], value: FloatArray) -> None:
-        """Give each block at least the value of all that follow it; a step doubles how far that looks."""
+        """Give each block at least the value of all blocks after it; each step doubles the distance."""
         ancestor = np.full(self._num_blocks, -1, np.int32)
         parents = self._parent[block_ids]
         linked = (parents >= 0) & candidate[parents] & (self._depth[parents] == self._depth[block_ids] - 1)

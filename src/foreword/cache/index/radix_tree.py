@@ -1,7 +1,7 @@
 """RadixTree: runs of tokens in a tree, and the blocks that end in each run.
 
-Knows tokens, nodes and block ids; knows nothing of sequences, duplicates and eviction. Nodes split where
-sequences diverge, at any token; a node without blocks below it is taken back as far as its last block.
+Knows tokens, nodes and block ids; knows nothing of sequences, duplicates or eviction. A node splits where
+sequences diverge, at any token. A node with nothing below it is trimmed to the end of its last block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NOT_INDEXED = -1
 NO_TAIL = -1
 
 MAX_APPENDED_TOKENS = 4096
-"""A node that is longer is not lengthened, to bound what adding one block copies."""
+"""Longer nodes are not extended, which bounds the copy when one block is added."""
 
 
 class RadixNode:
@@ -33,13 +33,13 @@ class RadixNode:
         self.start = start
         self.tokens = tokens
         self.block_ids = block_ids
-        """Blocks that end in this node, in order."""
+        """The blocks that end in this node, in order."""
         self.children: dict[int, RadixNode] = {}
-        """By first token."""
+        """Children by first token."""
         self.num_cuts = 0
-        """How often its end was taken back; what follows then need not be what was there before."""
+        """The number of times that its end was trimmed; other tokens may have followed before."""
         self.tail = NO_TAIL
-        """Block that holds the tokens from the last block's end to this node's; only where that is inside a block."""
+        """The block that holds the tokens after the last full block, if this node ends inside a block."""
 
     @property
     def end(self) -> int:
@@ -47,9 +47,9 @@ class RadixNode:
 
 
 class RadixTree:
-    """One tree for each namespace: what besides tokens has to be equal for a prefix to be found.
+    """One tree for each namespace, which is everything besides tokens that must be equal for a hit.
 
-    `RadixIndex` builds on it; it is of no use alone.
+    The base of `RadixIndex`; of no use alone.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -62,13 +62,13 @@ class RadixTree:
         self._namespace_of: dict[int, Namespace] = {}
         self._nodes: dict[int, RadixNode] = {}
         self._num_made = 0
-        """Nodes that were ever made: the next one's id."""
+        """The number of nodes ever made: the next node's id."""
         self._node_id_of: npt.NDArray[np.int64] = np.full(self._num_blocks, NOT_INDEXED, np.int64)
         self._number_of: npt.NDArray[np.int32] = np.zeros(self._num_blocks, np.int32)
-        """Which block of its prefix each indexed block is."""
+        """The number of each indexed block within its prefix."""
 
     def _walk(self, namespace: Namespace, tokens: TokenArray) -> tuple[RadixNode | None, int, list[BlockIds]]:
-        """Down the tree as far as `tokens` go: the last node touched, the tokens matched, the whole blocks."""
+        """Follow `tokens` down the tree: the last node touched, the number of tokens matched, the whole blocks."""
         found: list[BlockIds] = []
         node = self._roots.get(namespace)
         position = 0
@@ -86,14 +86,14 @@ class RadixTree:
         return node, position, found
 
     def _blocks_ending(self, node: RadixNode, position: int) -> int:
-        """How many of the node's blocks end at or before `position`."""
+        """The number of the node's blocks that end at or before `position`."""
         return position // self._block_size - node.start // self._block_size
 
     def _first_block_ending_after(self, node: RadixNode, position: int) -> int:
-        """Some block that holds the token before `position`, which lies in `node`.
+        """A block that holds the token before `position`, which lies in `node`.
 
-        It ends in the node or in the nearest of its descendants, or is a tail there; there are at most block_size
-        steps, because a node that ends no block lies within one.
+        It ends in the node or in its nearest descendant, or is a tail there. This takes at most block_size
+        steps, because a node in which no block ends lies inside one.
         """
         at = self._blocks_ending(node, position)
         while at == len(node.block_ids):
@@ -103,7 +103,7 @@ class RadixTree:
         return int(node.block_ids[at])
 
     def _grow(self, node: RadixNode, position: int, tokens: TokenArray, block_ids: BlockIds) -> RadixNode:
-        """Hang a run of tokens under `node`, which ends at `position`: lengthen it if nothing else hangs there."""
+        """Add a run of tokens after `node`, which ends at `position`: extend the node if nothing else follows it."""
         is_open = node.parent is not None and not node.children and node.tail == NO_TAIL
         if is_open and len(node.tokens) < MAX_APPENDED_TOKENS:
             node.tokens = np.concatenate((node.tokens, tokens))
@@ -128,7 +128,7 @@ class RadixTree:
         return root
 
     def _split(self, node: RadixNode, length: int) -> RadixNode:
-        """Cut a node after `length` of its tokens; returns the upper part, which takes its place."""
+        """Split a node after `length` of its tokens; returns the upper part, which takes the node's place."""
         at = self._blocks_ending(node, node.start + length)
         assert node.parent is not None
         upper = self._make(node.parent, node.start, node.tokens[:length], node.block_ids[:at])
@@ -140,7 +140,7 @@ class RadixTree:
         return upper
 
     def _trim(self, node: RadixNode) -> None:
-        """Take back tokens that lead to no block, here and above."""
+        """Remove tokens that lead to no block, in this node and above."""
         while node.parent is not None and not node.children and node.tail == NO_TAIL:
             end = (node.start // self._block_size + len(node.block_ids)) * self._block_size
             if end > node.start:
@@ -153,7 +153,7 @@ class RadixTree:
             del self._roots[self._namespace_of.pop(node.node_id)], self._nodes[node.node_id]
 
     def _check_tree(self) -> tuple[dict[int, int], dict[int, RadixNode]]:
-        """Raise AssertionError if the trees contradict themselves; returns the nodes' blocks and tails."""
+        """Raise AssertionError if the trees are inconsistent; returns the nodes' blocks and tails."""
         seen: dict[int, int] = {}
         tails: dict[int, RadixNode] = {}
         num_nodes = 0
@@ -189,7 +189,7 @@ class RadixTree:
 
 
 def common_length(ours: TokenArray, theirs: TokenArray) -> int:
-    """Length of the common beginning of two arrays."""
+    """The length of the common prefix of two arrays."""
     length = min(len(ours), len(theirs))
     equal = ours[:length] == theirs[:length]
     return length if equal.all() else int(equal.argmin())

@@ -1,6 +1,6 @@
-"""PrefixNode: a cached prefix as somebody who looks at the cache sees it.
+"""PrefixNode: a cached prefix, as shown to people who inspect the cache.
 
-Knows nodes, tokens and block ids; changes nothing. What is handed out are copies, valid for ever.
+Knows nodes, tokens and block ids; changes nothing. Results are copies and stay valid.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from foreword.cache.blocks.block_pool import BlockIds
 from foreword.cache.keys.hashing import TokenArray
 
 MAX_SHOWN_TOKENS = 256
-"""Leading tokens of a node that are shown."""
+"""The number of leading tokens to show of a node."""
 MAX_CHILDREN = 1024
-"""Children of one node that are looked at, the latest ones: bounds what a look costs."""
+"""The number of children to examine of one node, the latest ones; this bounds the cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixNode:
-    """A run of tokens that follows its parent's in the cache."""
+    """A run of tokens in the cache that follows its parent's tokens."""
 
     node_id: int
-    """Of one node for as long as it exists; a node that is cut keeps its id for the lower part."""
+    """Stays the same while the node exists; the lower part of a split node keeps it."""
     parent_id: int | None
     salt: str | None
-    """Under which it is found; None where it is found without one."""
+    """The salt under which lookups find it; None if they find it without one."""
     start: int
-    """Tokens before it."""
+    """The number of tokens before it."""
     num_tokens: int
     token_ids: tuple[int, ...]
-    """The first of its tokens, `MAX_SHOWN_TOKENS` at most. Numbers below 0 stand for media."""
+    """Its first tokens, at most `MAX_SHOWN_TOKENS`. Negative numbers represent media."""
     block_ids: BlockIds
-    """Blocks that end in it."""
+    """The blocks that end in it."""
     num_reuses: int
-    """How often a request was served from it; 0 where nothing counts that."""
+    """The number of requests that reused it; 0 if nothing counts reuses."""
     num_children: int
 
 
 class TreeNode(Protocol):
-    """What is looked at of a radix tree's node."""
+    """The part of a radix tree's node that this module reads."""
 
     node_id: int
     start: int
@@ -63,19 +63,18 @@ def top_nodes(
     num_reuses: npt.NDArray[np.int64] | None,
     under_salt: str = "",
 ) -> list[PrefixNode]:
-    """The `limit` nodes that were reused most often, then those with most tokens; a parent before its children.
+    """The `limit` most reused nodes, then those with the most tokens; a parent comes before its children.
 
-    Tails are left out.
-    `roots` are trees with the salt of each; `told` gives for a token below 0 what it stands for, and the salt that
-    begins there. With `under_salt`, only nodes under salts that begin so. Looks at the children of the nodes that it
-    returns, and of what is above them, and at no others.
+    `roots` are trees, each with its salt. `told` maps a negative token to what it represents and to the salt that
+    begins there. `under_salt` selects nodes under salts that start with it. Leaves out tails. Examines only
+    the children of the returned nodes and of their ancestors.
     """
     found: list[PrefixNode] = []
     queue: list[tuple[int, int, int, int | None, str | None, TreeNode]] = []
 
     def push(node: TreeNode, parent_id: int | None, salt: str | None) -> None:
         if not len(node.block_ids) and not node.children:
-            return  # a tail, of less than a block
+            return  # a tail: less than a block
         reuses = 0 if num_reuses is None else _most_reuses(node, num_reuses)
         heapq.heappush(queue, (-reuses, -len(node.tokens), node.node_id, parent_id, salt, node))
 
@@ -102,7 +101,7 @@ def top_nodes(
 
 
 def _most_reuses(node: TreeNode, num_reuses: npt.NDArray[np.int64]) -> int:
-    """Reuses of the node's most reused block; of the blocks right below, if none ends in it."""
+    """The reuses of the node's most reused block, or of the blocks right below if none ends in it."""
     if len(node.block_ids):
         return int(num_reuses[node.block_ids].max())
     below = islice(reversed(node.children.values()), MAX_CHILDREN)  # type: ignore[call-overload]
