@@ -14,10 +14,10 @@ from foreword import __version__
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request, unknown_model
 from foreword.server.bodies.off_loop import off_loop
+from foreword.server.calls import given_prompt
 from foreword.server.dialect import DetokenizeRequest, TokenizeRequest
 from foreword.server.http import authorized, json_response, service_of
 from foreword.server.intake import body_of, takes, with_body
-from foreword.server.openai.completions import given_prompt
 from foreword.server.service import Service
 
 router = APIRouter()

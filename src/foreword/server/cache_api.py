@@ -15,12 +15,12 @@ from foreword.cache import BlockState, PrefixNode
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.off_loop import off_loop
+from foreword.server.calls import given_prompt
 from foreword.server.dialect import ExplainRequest
 from foreword.server.http import authorized, json_response, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.observe.explanations import cache_report, most_similar, text_of
 from foreword.server.observe.insight import Look
-from foreword.server.openai.completions import given_prompt
 from foreword.server.records import RequestRecord, TenantStats
 from foreword.server.service import Caller, Service
 from foreword.text import Tokenizer

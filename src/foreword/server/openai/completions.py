@@ -1,6 +1,6 @@
 """/v1/chat/completions and /v1/completions.
 
-Knows OpenAI's fields and what they mean for a prompt and its sampling; the answers are written by openai_format.py.
+Knows OpenAI's fields and what they mean for a prompt and its sampling; format.py writes the answers.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -17,26 +17,20 @@ import numpy.typing as npt
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from foreword.request import SamplingParams, TokenLogprobs
+from foreword.request import TokenLogprobs
 from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.off_loop import off_loop
-from foreword.server.dialect import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    ExplainRequest,
-    InputMessage,
-    TokenizeRequest,
-)
+from foreword.server.calls import Limits, check_call, ending_of, plain_messages, sampling_params, template_inputs
+from foreword.server.dialect import ChatRequest, CompletionRequest
 from foreword.server.http import Event, authorized, respond, service_of, trace_parent
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.openai import format as form
 from foreword.server.openai.extras import Extras
 from foreword.server.openai.structured import structured_outputs
-from foreword.server.openai.tools import ToolCall, ToolCallReader, ToolUse, arguments_for_template, tools_for_template
-from foreword.server.service import Caller, Ending, GivenPrompt, Service, Tokens, digests, new_id
+from foreword.server.openai.tools import ToolCall, ToolCallReader, ToolUse
+from foreword.server.service import Caller, Service, Tokens, digests, new_id
 
 router = APIRouter(tags=["openai"])
 
@@ -62,7 +56,8 @@ async def chat_completions(
     inputs, inputs_digests, forced, messages = await with_body(request, read)
     caller = _caller(body, request, tenant, "chat.completions", inputs_digests)
     extras = Extras(service, tenant, request, body)
-    params = await sampling_params(service, body, _chat_limits(body))
+    limits = _chat_limits(body)
+    params = await sampling_params(service, body, limits, structured_outputs(body, body.response_format))
     params = replace(params, stop=(*params.stop, *tool_use.stop))
     if forced is not None:
         if params.open_constraint is not None:
@@ -90,7 +85,8 @@ async def completions(
         raise bad_request(f"best_of={body.best_of} is not supported, other than equal to n", param="best_of")
     caller = _caller(body, request, tenant, "completions")
     extras = Extras(service, tenant, request, body)
-    params = await sampling_params(service, body, _completion_limits(body))
+    limits = _completion_limits(body)
+    params = await sampling_params(service, body, limits, structured_outputs(body, body.response_format))
     tokens = [service.fit(Tokens(prompt), params) for prompt in await _prompts(service, body, request)]
     dialect = _CompletionAnswer(service, new_id("cmpl-"), body, extras, [prompt.token_ids for prompt in tokens])
     answer = await service.start(caller, dialect.response_id, tokens, params, stream=bool(body.stream))
@@ -114,25 +110,6 @@ def _caller(
     )
 
 
-def check_call(service: Service, body: Any) -> None:
-    """Refuse other models, and fields that ask for what this engine cannot do."""
-    service.check_model(body.model)
-    unsupported = body.asks_for_unsupported()
-    if unsupported is not None:
-        raise bad_request(f"{unsupported} is not supported by this server; leave it out", param=unsupported)
-    if body.stream_options is not None and not body.stream:
-        raise bad_request("stream_options is only allowed with stream=true", param="stream_options")
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the dialects name differently."""
-
-    max_tokens: int | None
-    logprobs: int | None
-    prompt_logprobs: int | None = None
-
-
 def _chat_limits(body: ChatRequest) -> Limits:
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs is only allowed with logprobs=true", param="top_logprobs")
@@ -146,86 +123,6 @@ def _completion_limits(body: CompletionRequest) -> Limits:
     # Something is generated in any case: with max_tokens=0 it is not shown.
     most = 16 if body.max_tokens is None else max(1, body.max_tokens)
     return Limits(most, body.logprobs, body.logprobs if body.echo else None)
-
-
-async def sampling_params(service: Service, body: Any, limits: Limits) -> SamplingParams:
-    """How to continue. Raises InvalidRequestError or APIError for values that do not go together."""
-    given = {name: value for name in _SAME_NAMES if (value := getattr(body, name, None)) is not None}
-    wanted = structured_outputs(body)
-    if body.bad_words:
-        await service.spell(body.bad_words)
-    return SamplingParams(
-        max_tokens=limits.max_tokens,
-        logprobs=limits.logprobs,
-        prompt_logprobs=limits.prompt_logprobs,
-        logit_bias=_logit_bias(getattr(body, "logit_bias", None)),
-        open_constraint=None if wanted is None else await service.open_structured(wanted),
-        **given,
-    )
-
-
-_SAME_NAMES = (
-    "n temperature top_p top_k min_p seed stop stop_token_ids min_tokens presence_penalty frequency_penalty "
-    "repetition_penalty include_stop_str_in_output ignore_eos skip_reading_prefix_cache "
-    "allowed_token_ids bad_words truncate_prompt_tokens"
-).split()
-
-
-def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:
-    try:
-        return {int(token_id): value for token_id, value in (bias or {}).items()}
-    except ValueError as error:
-        raise bad_request("the keys of logit_bias must be token ids", param="logit_bias") from error
-
-
-def template_inputs(reasoning_effort: str | None, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a chat template is given besides the messages: only what the client named."""
-    return {**(others or {}), **({} if reasoning_effort is None else {"reasoning_effort": reasoning_effort})}
-
-
-def ending_of(body: ChatRequest | TokenizeRequest | ExplainRequest) -> Ending:
-    """Where the prompt ends."""
-    return Ending(body.add_generation_prompt, body.continue_final_message)
-
-
-def plain_messages(messages: Sequence[ChatMessage | InputMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates know them: texts joined, OpenAI's "developer" as "system"."""
-    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _plain_message(message: ChatMessage | InputMessage, where: str) -> dict[str, Any]:
-    content = message.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
-    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
-    if not isinstance(message, ChatMessage):
-        return plain
-    if message.function_call or message.audio:
-        raise bad_request("function_call and audio are not supported by this server", param=where)
-    if content is None and not message.tool_calls:
-        raise bad_request(f"Missing required parameter: {where}.content", param=f"{where}.content")
-    if message.role == "tool" and message.tool_call_id is None:
-        raise bad_request(f"Missing required parameter: {where}.tool_call_id", param=f"{where}.tool_call_id")
-    plain |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": arguments_for_template(call.function.arguments, f"{where}.tool_calls[{number}]"),
-                },
-            }
-            for number, call in enumerate(message.tool_calls)
-        ]
-    return plain
-
-
-def given_prompt(body: TokenizeRequest | ExplainRequest) -> GivenPrompt:
-    """What endpoints that generate nothing are asked about."""
-    messages = None if body.messages is None else plain_messages(body.messages)
-    inputs = {**template_inputs(body.reasoning_effort, body.chat_template_kwargs), **tools_for_template(body.tools)}
-    return GivenPrompt(body.prompt, messages, ending_of(body), inputs)
 
 
 async def _prompts(service: Service, body: CompletionRequest, request: Request) -> list[npt.NDArray[np.int32]]:

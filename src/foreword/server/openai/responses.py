@@ -19,13 +19,14 @@ from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.json_pieces import to_long_json
 from foreword.server.bodies.off_loop import off_loop
-from foreword.server.dialect import JsonSchema, ResponseFormat, ResponsesRequest, TextFormat
+from foreword.server.calls import Limits, check_call, plain_messages, sampling_params, template_inputs
+from foreword.server.dialect import JsonSchema, ResponseFormat, ResponsesRequest, TextOptions
 from foreword.server.http import Event, authorized, json_response, respond, service_of, trace_parent
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.kept_responses import PIECE_DEPTH, KeptResponses, Messages
 from foreword.server.openai import format as form
-from foreword.server.openai.completions import Limits, check_call, plain_messages, sampling_params, template_inputs
 from foreword.server.openai.extras import Extras
+from foreword.server.openai.structured import structured_outputs
 from foreword.server.service import Caller, Service, digests, new_id
 
 router = APIRouter(tags=["openai"])
@@ -55,7 +56,7 @@ async def create_response(
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
     wants_logprobs = "message.output_text.logprobs" in (body.include or []) or body.top_logprobs is not None
     limits = Limits(body.max_output_tokens, (body.top_logprobs or 0) if wants_logprobs else None)
-    params = await sampling_params(service, _WithFormat(body), limits)
+    params = await sampling_params(service, body, limits, structured_outputs(body, _response_format(body.text)))
     inputs = template_inputs(body.reasoning.effort if body.reasoning is not None else None)
     prompt = service.fit(await service.conversation([*head, *conversation], inputs), params)
     extras = Extras(service, tenant, request, body)
@@ -92,24 +93,15 @@ def _kept(request: Request) -> KeptResponses:
     return service_of(request).kept_responses
 
 
-class _WithFormat:
-    """A response's body with `response_format` where chat has it."""
-
-    def __init__(self, body: ResponsesRequest) -> None:
-        self._body = body
-        self.response_format = _response_format(body.text.format if body.text is not None else None)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._body, name)
-
-
 def _why_incomplete(finish_reason: str | None) -> str:
     return "content_filter" if finish_reason == "content_filter" else "max_output_tokens"
 
 
-def _response_format(wanted: TextFormat | None) -> ResponseFormat | None:
-    if wanted is None:
+def _response_format(text: TextOptions | None) -> ResponseFormat | None:
+    """The format of a response's text, as chat writes it."""
+    if text is None or text.format is None:
         return None
+    wanted = text.format
     schema = JsonSchema(name=wanted.name, schema=wanted.json_schema, strict=wanted.strict)
     return ResponseFormat(type=wanted.type, json_schema=schema)
 

@@ -1,7 +1,7 @@
-"""What an answer has to look like, in every way that clients say it.
+"""The form that an answer must have, in every way that clients name it.
 
-Knows OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields; the constraints
-themselves are made in foreword.grammar.grammars.
+Knows OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields; foreword.grammar
+makes the constraints.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from foreword.server.dialect import ResponseFormat, StructuredOutputs
 GUIDED = ("json", "regex", "choice", "grammar")
 
 
-def structured_outputs(body: Any) -> StructuredOutputsParams | None:
-    """What a call asks for; None for any text. Raises APIError or InvalidRequestError."""
+def structured_outputs(body: Any, response_format: ResponseFormat | None) -> StructuredOutputsParams | None:
+    """The form that a call asks for; None for free text. Raises APIError or InvalidRequestError."""
     asked: dict[str, StructuredOutputsParams] = {}
-    of_format = _of_format(body.response_format)
+    of_format = _of_format(response_format)
     if of_format is not None:
         asked["response_format"] = of_format
     own: StructuredOutputs | None = body.structured_outputs

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from foreword.server.api_errors import bad_request
-from foreword.server.bodies.body_limits import MAX_DEPTH
-from foreword.server.bodies.json_scan import parse_json, scan_json
+from foreword.server.calls import tools_for_template
 from foreword.server.dialect import ChatRequest, NamedToolChoice, Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -120,13 +119,6 @@ class ToolUse:
         """OpenAI's: "tool_calls" if the model chose to call, "stop" if a named function was forced on it."""
         chose = num_calls and not isinstance(self._choice, NamedToolChoice)
         return "tool_calls" if chose and reason == "stop" else reason
-
-
-def tools_for_template(tools: Sequence[Tool] | None) -> dict[str, Any]:
-    """Input of a chat template."""
-    if not tools:
-        return {}
-    return {"tools": [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]}
 
 
 class ToolCallReader:
@@ -232,22 +224,3 @@ def _read_call(body: str) -> ToolCall | None:
     except (ValueError, RecursionError):
         return None
     return ToolCall(call["name"], arguments, f"call_{secrets.token_hex(12)}")
-
-
-def arguments_for_template(arguments: str, where: str) -> Mapping[str, Any]:
-    """Arguments of an earlier call, as templates expect them. Raises APIError 400 if they are no JSON object."""
-    data = arguments.encode("utf-8", "replace") or b"{}"
-    depth = scan_json(data).depth
-    if depth > MAX_DEPTH:
-        raise bad_request(
-            f"the arguments of {where} have lists and objects {depth} deep inside each other; at most {MAX_DEPTH} are "
-            "taken, write them flatter",
-            param=where,
-        )
-    try:
-        read = parse_json(arguments or "{}")
-    except ValueError:
-        read = None
-    if not isinstance(read, dict):
-        raise bad_request(f"the arguments of {where} must be a JSON object, written as a string", param=where)
-    return read

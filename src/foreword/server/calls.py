@@ -1,0 +1,143 @@
+"""What all dialects make of a call: the messages for a chat template, sampling parameters, what is refused.
+
+Knows the fields that dialects share, and the service; knows no endpoint and no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foreword.request import SamplingParams, StructuredOutputsParams
+from foreword.server.api_errors import bad_request
+from foreword.server.bodies.body_limits import MAX_DEPTH
+from foreword.server.bodies.json_scan import parse_json, scan_json
+from foreword.server.dialect import ChatMessage, ChatRequest, ExplainRequest, InputMessage, TokenizeRequest, Tool
+from foreword.server.service import Ending, GivenPrompt, Service
+
+
+def check_call(service: Service, body: Any) -> None:
+    """Refuse other models, and fields that ask for what this engine cannot do."""
+    service.check_model(body.model)
+    unsupported = body.asks_for_unsupported()
+    if unsupported is not None:
+        raise bad_request(f"{unsupported} is not supported by this server; leave it out", param=unsupported)
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options is only allowed with stream=true", param="stream_options")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Parameters that each dialect names in its own way."""
+
+    max_tokens: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None = None
+
+
+async def sampling_params(
+    service: Service, body: Any, limits: Limits, structured: StructuredOutputsParams | None
+) -> SamplingParams:
+    """The sampling parameters of a call. Raises InvalidRequestError or APIError for values that exclude each other."""
+    given = {name: value for name in _SAME_NAMES if (value := getattr(body, name, None)) is not None}
+    if body.bad_words:
+        await service.spell(body.bad_words)
+    return SamplingParams(
+        max_tokens=limits.max_tokens,
+        logprobs=limits.logprobs,
+        prompt_logprobs=limits.prompt_logprobs,
+        logit_bias=_logit_bias(getattr(body, "logit_bias", None)),
+        open_constraint=None if structured is None else await service.open_structured(structured),
+        **given,
+    )
+
+
+_SAME_NAMES = (
+    "n temperature top_p top_k min_p seed stop stop_token_ids min_tokens presence_penalty frequency_penalty "
+    "repetition_penalty include_stop_str_in_output ignore_eos skip_reading_prefix_cache "
+    "allowed_token_ids bad_words truncate_prompt_tokens"
+).split()
+
+
+def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:
+    try:
+        return {int(token_id): value for token_id, value in (bias or {}).items()}
+    except ValueError as error:
+        raise bad_request("the keys of logit_bias must be token ids", param="logit_bias") from error
+
+
+def template_inputs(reasoning_effort: str | None, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A chat template's inputs besides the messages: only those that the client named."""
+    return {**(others or {}), **({} if reasoning_effort is None else {"reasoning_effort": reasoning_effort})}
+
+
+def ending_of(body: ChatRequest | TokenizeRequest | ExplainRequest) -> Ending:
+    """Where the prompt ends."""
+    return Ending(body.add_generation_prompt, body.continue_final_message)
+
+
+def plain_messages(messages: Sequence[ChatMessage | InputMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates know them: texts joined, OpenAI's "developer" as "system"."""
+    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _plain_message(message: ChatMessage | InputMessage, where: str) -> dict[str, Any]:
+    content = message.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    if not isinstance(message, ChatMessage):
+        return plain
+    if message.function_call or message.audio:
+        raise bad_request("function_call and audio are not supported by this server", param=where)
+    if content is None and not message.tool_calls:
+        raise bad_request(f"Missing required parameter: {where}.content", param=f"{where}.content")
+    if message.role == "tool" and message.tool_call_id is None:
+        raise bad_request(f"Missing required parameter: {where}.tool_call_id", param=f"{where}.tool_call_id")
+    plain |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": arguments_for_template(call.function.arguments, f"{where}.tool_calls[{number}]"),
+                },
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def given_prompt(body: TokenizeRequest | ExplainRequest) -> GivenPrompt:
+    """The prompt in a call of an endpoint that generates nothing."""
+    messages = None if body.messages is None else plain_messages(body.messages)
+    inputs = {**template_inputs(body.reasoning_effort, body.chat_template_kwargs), **tools_for_template(body.tools)}
+    return GivenPrompt(body.prompt, messages, ending_of(body), inputs)
+
+
+def tools_for_template(tools: Sequence[Tool] | None) -> dict[str, Any]:
+    """The tools as an input of a chat template."""
+    if not tools:
+        return {}
+    return {"tools": [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]}
+
+
+def arguments_for_template(arguments: str, where: str) -> Mapping[str, Any]:
+    """Arguments of an earlier call, as templates expect them. Raises APIError 400 if they are no JSON object."""
+    data = arguments.encode("utf-8", "replace") or b"{}"
+    depth = scan_json(data).depth
+    if depth > MAX_DEPTH:
+        raise bad_request(
+            f"the arguments of {where} have lists and objects {depth} deep inside each other; at most {MAX_DEPTH} are "
+            "taken, write them flatter",
+            param=where,
+        )
+    try:
+        read = parse_json(arguments or "{}")
+    except ValueError:
+        read = None
+    if not isinstance(read, dict):
+        raise bad_request(f"the arguments of {where} must be a JSON object, written as a string", param=where)
+    return read
