@@ -1,6 +1,6 @@
-"""What the server is and whether it works; texts to tokens and back.
+"""Endpoints about the server itself, and from text to tokens and back.
 
-Knows endpoints that generate nothing: /health, /version, /v1/models, /tokenize, /detokenize.
+Knows the endpoints that generate nothing: /health, /version, /v1/models, /tokenize, /detokenize.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ router = APIRouter()
 
 @router.get("/health", tags=["server"])
 async def health(request: Request) -> Response:
-    """200 while the engine works, 503 when it does not; names listeners (records, traces) that fail meanwhile."""
+    """200 while the engine works, 503 when it does not; names listeners (records, traces) that are failing."""
     service = service_of(request)
     details: dict[str, Any] = {}
     failing = {listener.name: listener for listener in service.listeners() if listener.failure is not None}
@@ -42,7 +42,7 @@ async def health(request: Request) -> Response:
 @router.get("/ping", tags=["server"])
 @router.post("/ping", tags=["server"])
 async def ping(request: Request) -> Response:
-    """As /health, for clouds that ask here."""
+    """The same as /health, for clouds that ask here."""
     return await health(request)
 
 
@@ -54,7 +54,7 @@ async def version() -> Response:
 
 @router.get("/v1/models", tags=["openai"])
 async def models(request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Response:
-    """The models that are served: one."""
+    """The models that the server serves: one."""
     return json_response({"object": "list", "data": [_model(service_of(request))]})
 
 

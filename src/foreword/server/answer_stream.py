@@ -1,7 +1,7 @@
-"""The asyncio end of one call: what a request becomes, and the deltas of its answer as they are made.
+"""The asyncio side of one call: its prompts, and the deltas of its answer as the engine makes them.
 
-Knows prompts and outputs; knows neither threads nor HTTP. A stream's deltas pile up until its reader takes them, all at
-once and joined, so a slow reader costs memory for the rest of its own answer, and nobody else's time.
+Knows prompts and outputs; knows neither threads nor HTTP. Deltas collect in a stream until its reader takes them all at
+once, joined. A slow reader therefore costs memory for the rest of its own answer, and delays nobody else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foreword.server.records import RequestRecord
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new in one choice since its last delta."""
+    """The new text and tokens of one choice since its last delta."""
 
     choice: int
     text: str
@@ -28,10 +28,10 @@ class Delta:
     logprobs: Sequence[TokenLogprobs] | None
     finish_reason: str | None
     stop_reason: int | str | None = None
-    """The stop string or token that ended it, or a sentence about why nothing may follow."""
+    """Stop string or token that ended the choice, or a sentence that says why the grammar allows no further token."""
 
     def then(self, later: Delta) -> Delta:
-        """This and the next delta of the same choice as one."""
+        """Join this delta with the next one of the same choice."""
         return Delta(
             self.choice,
             self.text + later.text,
@@ -57,7 +57,7 @@ Event = Accepted | Delta | Finished | APIError
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt to continue, and where it is accounted for."""
+    """One prompt to continue, and its record."""
 
     record: RequestRecord
     prompt: Prompt
@@ -65,37 +65,37 @@ class Job:
 
 
 class Home(Protocol):
-    """Where a stream's requests run."""
+    """The owner of a stream's requests: the engine's thread."""
 
     def forget(self, stream: AnswerStream) -> None:
-        """An answer is complete."""
+        """Forget a complete answer."""
 
     def abort(self, stream: AnswerStream, outcome: str) -> None:
-        """An answer is not wanted any more."""
+        """Abort an answer that nobody wants any more."""
 
 
 class AnswerStream:
-    """The asyncio end of one call: deltas of its choices in the order in which they were made.
+    """The asyncio side of one call: the deltas of its choices, in the order in which they were made.
 
-    Belongs to the event loop; the engine's thread only hands events over. `close()` is to be called when nobody
-    will read on: what still runs is then aborted.
+    Belongs to the event loop; the engine's thread only hands events over. Call `close()` when nobody will read on: it
+    aborts the choices that still run.
     """
 
     def __init__(self, home: Home, jobs: Sequence[Job], *, whole: bool) -> None:
         self.jobs = jobs
         self.whole = whole
-        """Hand over only when everything is finished: for answers that are not streamed."""
+        """Whether to hand over only the finished answer: for calls that do not stream."""
         self.outputs: list[RequestOutput] = []
-        """One per job, once accepted. They grow on the engine's thread; read them when finished."""
+        """One output per job, once accepted. They grow on the engine's thread; read them when they are finished."""
         self.num_unfinished = len(jobs)
-        """Counted on the engine's thread."""
+        """Number of unfinished jobs; the engine's thread counts it down."""
         self._home = home
         self._events: deque[Event] = deque()
         self._arrived = asyncio.Event()
         self._done = False
 
     def put(self, events: Sequence[Event]) -> None:
-        """What the engine made, in its order; the last event ends the answer if it is one that does."""
+        """Take events of the engine, in order. Finished or an error as the last event ends the answer."""
         if not self._done:
             self._events.extend(events)
             self._arrived.set()
@@ -113,7 +113,7 @@ class AnswerStream:
         assert isinstance(event, Accepted)
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """Deltas, one for each choice of which something has come. Raises APIError where the answer fails."""
+        """Yield the new deltas, one for each choice that has any. Raises APIError if the answer fails."""
         while True:
             taken: dict[int, Delta] = {}
             while self._events:
@@ -137,7 +137,7 @@ class AnswerStream:
         await self._arrived.wait()
 
     def close(self, outcome: str = "disconnected") -> None:
-        """Abort what is unfinished; its blocks are free at the engine's next step."""
+        """Abort the unfinished jobs; the engine frees their blocks at its next step."""
         if not self._done:
             self._done = True
             self._home.abort(self, outcome)

@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: OpenAI's status codes, types and error bodies.
+"""Errors that clients see, with OpenAI's status codes, types and bodies.
 
 Knows HTTP status codes and our error tree; knows nothing of FastAPI.
 """
@@ -11,7 +11,7 @@ from foreword.errors import CacheBusyError, EngineError, ForewordError, InvalidR
 
 
 class APIError(ForewordError):
-    """An answer that is an error. `str(error)` is the message."""
+    """An error that becomes the answer. `str(error)` is its message."""
 
     def __init__(
         self,
@@ -36,12 +36,12 @@ class APIError(ForewordError):
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> APIError:
-    """400: the request cannot be served as asked."""
+    """400: the request is invalid."""
     return APIError(400, message, param=param, code=code)
 
 
 def wrong_key() -> APIError:
-    """401. The key itself is not repeated."""
+    """401. The message does not repeat the key."""
     return APIError(
         401,
         "Incorrect API key provided, or none. Send 'Authorization: Bearer KEY' with a key of this server.",
@@ -70,24 +70,24 @@ def too_busy(retry_after_s: int) -> APIError:
 
 
 def timed_out(limit_s: float) -> APIError:
-    """408: the time limit of a request passed."""
+    """408: the request exceeded its time limit."""
     return APIError(408, f"The request took longer than {limit_s:g} s and was ended.", kind="timeout", code="timeout")
 
 
 def engine_failed(reason: str) -> APIError:
-    """503: the engine does not work any more."""
+    """503: the engine has failed."""
     return APIError(
         503, f"The engine has failed and takes no requests: {reason}", kind="server_error", code="engine_failed"
     )
 
 
 def step_failed(reason: str) -> APIError:
-    """500: the step that this request was part of failed."""
+    """500: the step with this request failed."""
     return APIError(500, f"The request could not be computed: {reason}", kind="server_error", code="step_failed")
 
 
 def from_error(error: Exception) -> APIError:
-    """The answer to any exception; those that are not ours tell nothing of the inside."""
+    """The answer to any exception; errors from outside our tree reveal no internals."""
     match error:
         case APIError():
             return error

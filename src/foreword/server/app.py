@@ -1,8 +1,7 @@
-"""The FastAPI app: endpoints put together, limits on what comes in, errors as OpenAI writes them.
+"""The FastAPI app: all endpoints, limits on incoming requests, and errors in OpenAI's form.
 
-Knows every part of the server. A request's way: app -> openai.py or responses.py (what is asked for) ->
-service.py (may it, and under which namespace) -> engine_thread.py (run) -> openai_format.py (written down) ->
-http.py (sent).
+Knows every part of the server. The path of a request: app -> openai or responses (reads the fields) -> service (checks
+the tenant, picks the namespace) -> engine_thread (runs it) -> openai/format (writes the answer) -> http (sends it).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ BODIES = (
 
 
 def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
-    """The app around one engine, which is its own from now on. Raises ConfigError for options that cannot be kept."""
+    """Build the app around one engine and take over that engine. Raises ConfigError for wrong options."""
     service = Service(llm, config, model_name)
 
     @asynccontextmanager
@@ -87,14 +86,14 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
 
 
 class _App(FastAPI):
-    """An app that a proxy shows under a path of its own."""
+    """An app that a proxy may show under a path of its own."""
 
     proxy_path = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.proxy_path and scope["type"] != "lifespan":  # before any middleware looks at the path
+        if self.proxy_path and scope["type"] != "lifespan":  # before any middleware sees the path
             scope["root_path"] = self.proxy_path
-            if not f"{scope['path']}/".startswith(f"{self.proxy_path}/"):  # the proxy took it off
+            if not f"{scope['path']}/".startswith(f"{self.proxy_path}/"):  # the proxy stripped it
                 scope["path"] = self.proxy_path + scope["path"]
         await super().__call__(scope, receive, send)
 
@@ -115,7 +114,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_response(_explain_http(request, error))
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        return error_response(error)  # starlette logs it
+        return error_response(error)  # starlette logs the error
 
     app.add_exception_handler(ForewordError, ours)
     app.add_exception_handler(RequestValidationError, invalid)
@@ -134,7 +133,7 @@ def _explain_http(request: Request, error: HTTPException) -> APIError:
 
 
 class _BodyLimits:
-    """Bodies that are too long are refused with 413, those that do not arrive in time with 408."""
+    """Refuses a body that is too long with 413, and one that arrives too slowly with 408."""
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
         self._app = app

@@ -1,8 +1,8 @@
-"""The requests of OpenAI's dialect, and our own beside them, as pydantic models.
+"""The requests of OpenAI's API, and our own, as pydantic models.
 
-Knows field names, types and ranges; knows nothing of tokens. A field that we do not know is an error, so that a
-typing mistake is not taken for a default. Fields that ask for what this engine cannot do are known, and refused
-by name (`UNSUPPORTED`); those that change nothing in an answer are taken and left alone.
+Knows field names, types and ranges; knows nothing of tokens. An unknown field is an error, so that a typing mistake is
+not taken for a default. Fields for features that this engine lacks are known and refused by name (`UNSUPPORTED`);
+fields that do not affect the answer are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ MAX_TOKEN_ID = 2**31 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Identifier = Annotated[str, Field(max_length=64)]
-"""As long as OpenAI's may be."""
+"""A string of at most 64 characters, as OpenAI allows."""
 Word = Annotated[str, Field(max_length=64)]
-"""What names one of a few choices."""
+"""A name of one of a few choices."""
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
@@ -25,7 +25,7 @@ TemplateInputs = Annotated[
     dict[Annotated[str, Field(max_length=64)], bool | int | float | Annotated[str, Field(max_length=512)] | None],
     Field(max_length=16),
 ]
-"""What a chat template may use besides messages, such as {"enable_thinking": false}."""
+"""Inputs of a chat template besides the messages, such as {"enable_thinking": false}."""
 Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -33,7 +33,7 @@ Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 def _read_token_ids(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """A long list of token ids, in milliseconds for a million of them; pydantic would look at each."""
+    """Check a long list of token ids: milliseconds for a million ids, where pydantic would look at each one."""
     if not isinstance(value, list) or not value or type(value[0]) is not int:
         return check(value[:1] if isinstance(value, list) else value)
     if set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_TOKEN_ID:
@@ -51,7 +51,7 @@ class _Body(BaseModel):
     UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
 
     def asks_for_unsupported(self) -> str | None:
-        """Name of a field that asks for what cannot be done; None if there is none."""
+        """Name of the first field that asks for an unsupported feature; None if there is none."""
         return next((name for name in self.UNSUPPORTED if getattr(self, name) not in (None, [], {}, "none")), None)
 
 
@@ -63,10 +63,10 @@ class StreamOptions(_Body):
 
 
 class ForewordOptions(_Body):
-    """Our own wishes beside OpenAI's."""
+    """Our own options beside OpenAI's."""
 
     cache: bool = False
-    """Have the response say what the cache held of the prompt, and why not more."""
+    """Report in the response what the cache held of the prompt, and why not more."""
 
 
 class JsonSchema(_Body):
@@ -89,7 +89,7 @@ BadWord = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class StructuredOutputs(_Body):
-    """vLLM's `structured_outputs`: one of these."""
+    """vLLM's `structured_outputs`: one of these fields."""
 
     json_schema: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -99,17 +99,17 @@ class StructuredOutputs(_Body):
 
 
 class _Call(_Body):
-    """What every call that generates may ask for."""
+    """Fields of every call that generates."""
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stream: bool | None = None
-    # Of OpenAI's caching.
+    # OpenAI's caching.
     prompt_cache_key: Identifier | None = None
     prompt_cache_retention: Word | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    # Taken, and without effect here.
+    # Accepted, without effect here.
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Identifier | None = None
     metadata: Metadata | None = None
@@ -137,7 +137,7 @@ class _Call(_Body):
 
 
 class _ChoicesCall(_Call):
-    """What chat and completions have in common."""
+    """Fields that chat and completions share."""
 
     n: Positive | None = None
     stream_options: StreamOptions | None = None
@@ -150,7 +150,7 @@ class _ChoicesCall(_Call):
 
 
 class TextPart(BaseModel):
-    """A piece of a message's content. Cache breakpoints of other dialects may stand in it."""
+    """A piece of a message's content. Cache breakpoints of other APIs are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -184,14 +184,14 @@ class FunctionName(_Body):
 
 
 class NamedToolChoice(_Body):
-    """`tool_choice` of one function."""
+    """`tool_choice` that names one function."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class CalledFunction(BaseModel):
-    """`tool_calls[].function` of an earlier answer."""
+    """`tool_calls[].function` in an earlier answer."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -200,7 +200,7 @@ class CalledFunction(BaseModel):
 
 
 class EarlierCall(BaseModel):
-    """One of `tool_calls` of an earlier answer."""
+    """One of `tool_calls` in an earlier answer."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -210,7 +210,7 @@ class EarlierCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message; fields of OpenAI's answers that carry nothing here may stand in it."""
+    """A message; fields of OpenAI's answers that mean nothing here are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -269,7 +269,7 @@ class CompletionRequest(_ChoicesCall):
 
 
 class InputMessage(BaseModel):
-    """An item of a response's input: a message, or an earlier response's output."""
+    """An item of a response's input: a message, or the output of an earlier response."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -279,7 +279,7 @@ class InputMessage(BaseModel):
 
 
 class TextFormat(_Body):
-    """`text.format` of a response: the schema stands beside its type."""
+    """`text.format` of a response, whose schema is a field beside its type."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -296,7 +296,7 @@ class TextOptions(_Body):
 
 
 class Reasoning(BaseModel):
-    """`reasoning` of a response; only its effort means something here."""
+    """`reasoning` of a response; only its effort is used."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -329,7 +329,7 @@ class ResponsesRequest(_Call):
 
 
 class _PromptOrMessages(_Body):
-    """Asks about a text or a conversation without running it."""
+    """Fields of calls that ask about a text or a conversation without running it."""
 
     model: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None

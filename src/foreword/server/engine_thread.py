@@ -1,12 +1,13 @@
-"""The engine's own thread, and the way between it and asyncio.
+"""The engine's own thread, and its connection to asyncio.
 
-Knows requests, outputs and threads; knows nothing of HTTP or JSON. Two queues are all that the sides share:
+Knows requests, outputs and threads; knows nothing of HTTP or JSON. The two sides share only two queues:
 
     event loop                                   engine's thread
     submit(), abort(), call() ── commands ──>    carried out between two steps
     AnswerStream              <── events ────    handed over after each step, for all requests together
 
-A hand-over waits for nobody: while the loop is busy or a reader sleeps, its stream's deltas pile up, to be read as one.
+The engine's thread never waits for a reader: while the event loop is busy, deltas pile up in their stream, and the
+reader then takes them as one.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from foreword.server.records import Records
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
-"""So many failed steps one after the other mean that the engine, not a request, is broken."""
+"""Number of successive failed steps after which the engine, not a request, counts as broken."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that is over, for those who keep account."""
+    """A request that has ended, for listeners such as quotas."""
 
     job: Job
     answers: Sequence[Sequence[int]]
@@ -52,27 +53,27 @@ AfterStep = Listener[Sequence[Ended]]
 
 @dataclass(slots=True)
 class _Running:
-    """A job in the engine, and how much of its output was handed over."""
+    """A job in the engine, and the part of its output that was handed over."""
 
     job: Job
     stream: AnswerStream
     output: RequestOutput
     first_choice: int
     shown: list[tuple[int, int, bool]] = field(default_factory=list)
-    """For each choice: characters, tokens, whether its end was told."""
+    """For each choice: characters and tokens handed over, and whether its end was."""
 
 
 class EngineThread:
     """Steps an engine in a thread of its own. All other methods are for the event loop's thread."""
 
     def __init__(self, engine: Engine, records: Records, *, after_step: Sequence[AfterStep] = ()) -> None:
-        """`after_step` are called on the engine's thread after steps in which requests ended, with these."""
+        """Calls `after_step` on the engine's thread after each step in which requests ended, with these requests."""
         self.failure: str | None = None
-        """Why the engine takes no requests any more; None while it works."""
+        """Why the engine takes no more requests; None while it works."""
         self.num_steps = 0
         self.prefill = PrefillSpeed()
         self.num_choices = 0
-        """Choices of answers that are accepted and not finished."""
+        """Number of accepted choices that are not finished."""
         self._engine = engine
         self._records = records
         self._after_step = after_step
@@ -89,18 +90,18 @@ class EngineThread:
     # ------------------------------------------------------- event loop's side
 
     def start(self) -> None:
-        """Begin to step; answers go to the event loop that is running now."""
+        """Start to step; answers go to the event loop that is running now."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """Abort what still runs and end the thread. May be called twice."""
+        """Abort the running requests and end the thread. May be called twice."""
         if self._thread.is_alive():
             self._commands.put(self._stop)
             await asyncio.to_thread(self._thread.join)
 
     def submit(self, jobs: Sequence[Job], *, whole: bool) -> AnswerStream:
-        """Have prompts continued. The stream's first event says whether the engine took them: all or none."""
+        """Submit prompts. The stream's first event says whether the engine accepted them: all or none."""
         stream = AnswerStream(self, jobs, whole=whole)
         if self.failure is not None:
             raise engine_failed(self.failure)
@@ -112,25 +113,25 @@ class EngineThread:
         return stream
 
     def abort(self, stream: AnswerStream, outcome: str) -> None:
-        """End an answer that nobody waits for."""
+        """Abort an answer that nobody waits for."""
         self.forget(stream)
         self._commands.put(lambda: self._end(stream, outcome))
 
     def forget(self, stream: AnswerStream) -> None:
-        """An answer is complete, or given up."""
+        """Forget an answer that is complete or was aborted."""
         if stream in self._open:
             self._open.remove(stream)
             self.num_choices -= sum(job.params.n for job in stream.jobs)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """Run something on the engine's thread, between two steps. Raises what it raises."""
+        """Run a function on the engine's thread, between two steps. Raises what it raises."""
         if self.failure is not None:
             raise engine_failed(self.failure)
         future: Future[T] = Future()
 
         def carry_out() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # whoever asked waits no longer
+                return  # the caller no longer waits
             try:
                 future.set_result(function(self._engine))
             except Exception as error:
@@ -189,7 +190,7 @@ class EngineThread:
         self._tell(stream, answer)
 
     def _end(self, stream: AnswerStream, outcome: str) -> None:
-        """Abort all that runs of an answer."""
+        """Abort all requests of an answer that still run."""
         for job in stream.jobs:
             running = self._running.pop(job.record.request_id, None)
             if running is not None:
@@ -219,7 +220,7 @@ class EngineThread:
                 self._move(running)
 
     def _note(self, running: _Running, now: float | None) -> None:
-        """Bring the record of a request up to date."""
+        """Update the record of a request."""
         record, output = running.job.record, running.output
         if now is not None:
             record.token_times.append(now)
@@ -230,7 +231,7 @@ class EngineThread:
         record.num_output_tokens = sum(len(completion.token_ids) for completion in output.outputs)
 
     def _move(self, running: _Running) -> None:
-        """Tell what is new in an output."""
+        """Hand over the new part of an output."""
         output, stream = running.output, running.stream
         if not stream.whole:
             self._tell_deltas(running)
@@ -264,7 +265,7 @@ class EngineThread:
             running.shown[at] = (len(completion.text), len(completion.token_ids), completion.finished)
 
     def _step_failed(self, error: Exception) -> None:
-        """Fail the requests of a failed step; keep the others, unless nobody can say which those are."""
+        """Fail the requests of a failed step and keep the others; fail all if the engine cannot say which took part."""
         self._failed_steps += 1
         logger.error("a step failed (%d in succession)", self._failed_steps, exc_info=error)
         if not isinstance(error, EngineError):
@@ -274,19 +275,19 @@ class EngineThread:
         for running in list(self._running.values()):
             if any(completion.finish_reason == "abort" for completion in running.output.outputs):
                 failed.add(running.stream)
-            elif running.output.finished:  # by a step before, which was read while this one failed
+            elif running.output.finished:  # an earlier step finished it; that step was read while this one failed
                 self._move(running)
         for stream in failed:
             self._refuse(stream, step_failed(reason), "failed")
         if self._failed_steps >= MAX_FAILED_STEPS:
-            self._fail(f"{self._failed_steps} steps failed one after the other, at last with: {reason}")
+            self._fail(f"{self._failed_steps} successive steps failed, the last with: {reason}")
 
     def _fail(self, reason: str) -> None:
         logger.critical("the engine has failed: %s", reason)
         self._give_up(reason)
 
     def _give_up(self, reason: str) -> None:
-        """From now on every request is refused."""
+        """Refuse every request from now on."""
         self.failure = reason
         for stream in {running.stream for running in self._running.values()}:
             try:
@@ -301,10 +302,10 @@ class EngineThread:
         self._stopping = True
 
     def _answer_the_rest(self) -> None:
-        """The thread ends: nothing may wait for it for ever."""
+        """The thread ends: fail everything that still waits for an answer."""
         if self.failure is None:
             self._give_up("the server has been stopped")
-        while not self._stopping:  # broken: refuse whatever still comes
+        while not self._stopping:  # broken: refuse whatever still arrives
             self._take_commands(block=True)
             self._hand_over()
         self._take_commands(block=False)
@@ -329,6 +330,6 @@ class EngineThread:
 
 
 def _put_all(outbox: Mapping[AnswerStream, Sequence[Event]]) -> None:
-    """On the event loop: hand each stream what is its own."""
+    """Hand each stream its events; runs on the event loop."""
     for stream, events in outbox.items():
         stream.put(events)

@@ -1,4 +1,4 @@
-"""What endpoints need of HTTP: who calls, the answer as JSON or as server-sent events, a client that leaves.
+"""HTTP for the endpoints: the caller, answers as JSON or server-sent events, and clients that leave.
 
 Knows FastAPI and the shape of a dialect's answers; knows nothing of their fields.
 """
@@ -21,38 +21,38 @@ from foreword.server.bodies.off_loop import off_loop
 from foreword.server.service import Service
 
 Event = tuple[str | None, dict[str, Any] | str]
-"""Name (or None) and data of a server-sent event; data that is long is JSON already, written off the event loop."""
+"""Name (or None) and data of a server-sent event. Long data is JSON text already, written off the event loop."""
 
 
 class Dialect(Protocol):
-    """How one answer is written down."""
+    """Writes one answer in the form of an API."""
 
     piece_depth: int
-    """Levels of a whole answer that are written item by item, down to single positions' log probabilities."""
+    """Levels of a whole answer that are written item by item, down to the log probabilities of single positions."""
 
     def num_bytes(self, answer: AnswerStream, deltas: Sequence[Delta]) -> int:
-        """About how many bytes these deltas take."""
+        """Estimate the number of bytes of these deltas."""
 
     def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The body of an answer that is not streamed; one delta for each choice."""
+        """The body of an answer that is not streamed, from one delta per choice."""
 
     def events(self, answer: AnswerStream) -> AsyncIterator[list[Event]]:
-        """Events of one that is, those together that can be sent at once."""
+        """The events of a streamed answer; those that can be sent together come in one list."""
 
 
 def service_of(request: Request) -> Service:
-    """The service behind the app."""
+    """The service that the app runs."""
     service: Service = request.app.state.service
     return service
 
 
 def trace_parent(request: Request) -> str | None:
-    """The call's place in a trace, as its client names it."""
+    """The call's place in a trace, as its client gives it."""
     return request.headers.get("traceparent")
 
 
 async def authorized(request: Request) -> Tenant:
-    """Whose request it is. Raises APIError 401."""
+    """The tenant of a request. Raises APIError 401."""
     return service_of(request).authorize(request.headers)
 
 
@@ -62,13 +62,13 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 def error_response(error: Exception) -> Response:
-    """The answer to an exception, as OpenAI's."""
+    """The answer to an exception, in OpenAI's form."""
     answer = from_error(error)
     return json_response(answer.body(), answer.status, answer.headers)
 
 
 async def respond(request: Request, answer: AnswerStream, dialect: Dialect, *, stream: bool) -> Response:
-    """Answer with what the engine makes of it; a client that leaves before the end has its requests aborted."""
+    """Answer with the engine's result; if the client leaves before the end, its requests are aborted."""
     limit_s = service_of(request).config.request_timeout_s
     if stream:
         return _EventStream(answer, _server_sent(answer, dialect), limit_s)
@@ -81,7 +81,7 @@ async def respond(request: Request, answer: AnswerStream, dialect: Dialect, *, s
     finally:
         answer.close()
     if deltas is None:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # nobody reads this
     return await off_loop(dialect.num_bytes(answer, deltas), lambda: _whole_response(dialect, answer, deltas))
 
 
@@ -125,7 +125,7 @@ def _written(name: str | None, data: Any) -> str:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events, within a time limit; whatever ends them, the answer is closed."""
+    """Server-sent events within a time limit; the answer is closed however the stream ends."""
 
     def __init__(self, answer: AnswerStream, events: AsyncIterator[bytes], limit_s: float) -> None:
         super().__init__(

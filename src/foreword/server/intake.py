@@ -1,11 +1,11 @@
-"""Intake: how a body becomes a request, without work for each of its items before there are known to be few enough.
+"""Intake: turns a body into a request, and counts the body's items before it spends time on each of them.
 
-Knows HTTP bodies, JSON and counts; knows nothing of tokens or tenants. The one way in, for all endpoints:
+Knows HTTP bodies, JSON and counts; knows nothing of tokens or tenants. All endpoints read their bodies here:
 
-    key -> declared length -> bytes -> how many values they hold (json_scan.py) -> JSON -> counts, characters -> fields
-    authorized()  |------------------- read_body(), and what is long in a thread of its own -------------------------|
+    key -> declared length -> bytes -> number of values (json_scan.py) -> JSON -> counts, characters -> fields
+    authorized()  |----------------- read_body(), and long bodies in a thread of their own ---------------------|
 
-Nobody without a key has his body read. What is long leaves the event loop.
+The server checks the key before it reads the body. Long bodies leave the event loop.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 
 def body_of(model: type[Body]) -> Callable[..., Awaitable[Body]]:
-    """A dependency: the fields of a request's body. Raises APIError 401, 413, 415 or 400."""
+    """A dependency that reads the fields of a request's body. Raises APIError 401, 413, 415 or 400."""
 
     async def read(request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Body:
         service = service_of(request)
         limits = service.body_limits
         kind = request.headers.get("content-type", "")
         data = await read_body(request, limits.most_bytes(model))
-        if data and "json" not in kind:  # a web page elsewhere could send others without being asked
+        if data and "json" not in kind:  # a web page elsewhere could send other types without asking the user
             message = f"Send the body with 'Content-Type: application/json', not {kind!r:.100}."
             raise APIError(415, message, code="unsupported_media_type")
         request.state.num_body_bytes = len(data)
@@ -47,12 +47,12 @@ def body_of(model: type[Body]) -> Callable[..., Awaitable[Body]]:
 
 
 async def with_body(request: Request, work: Callable[[], T]) -> T:
-    """The result of `work` on what `body_of` read."""
+    """The result of `work` on the body that `body_of` read; long bodies are worked on in a thread."""
     return await off_loop(request.state.num_body_bytes, work)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body. Raises APIError 413 for one of more than `max_bytes`, before it is read if it says so itself."""
+    """Read the body. Raises APIError 413 for more than `max_bytes`, without reading if the declared length is more."""
     declared = request.headers.get("content-length", "")
     num_bytes = int(declared) if declared.isdecimal() and len(declared) < 20 else 0
     pieces: list[bytes] = []
@@ -95,7 +95,7 @@ def _parse(data: bytes) -> Any:
 
 
 def explain_invalid(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """The first thing that is wrong with a body, in a sentence."""
+    """The first error of a body, as a sentence."""
     first = errors[0]
     where = [part for at, part in enumerate(first["loc"]) if at or part not in ("body", "query", "path")]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")[:200] or None
@@ -111,13 +111,13 @@ def explain_invalid(errors: Sequence[Mapping[str, Any]]) -> APIError:
 
 
 def takes(model: type[BaseModel]) -> dict[str, Any]:
-    """What an endpoint that reads `body_of(model)` says of it in /openapi.json."""
+    """The part of /openapi.json that describes the body of an endpoint with `body_of(model)`."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def document_bodies(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
-    """Have /openapi.json describe bodies too, which FastAPI does not read here."""
+    """Add the bodies to /openapi.json; FastAPI does not know them, because it does not read them."""
     without = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Responses that are kept for `previous_response_id`, a bounded number and a bounded number of bytes of them.
+"""Responses kept for `previous_response_id`, limited in number and in bytes.
 
-Knows conversations and answers as they were sent, each for its own tenant only.
+Knows conversations and the answers that were sent; each tenant finds only its own.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from foreword.server.bodies.json_pieces import to_long_json
 Messages = list[dict[str, str]]
 
 PIECE_DEPTH = 7
-"""Levels of a response that are written item by item, down to single positions' log probabilities."""
+"""Levels of a response that are written item by item, down to the log probabilities of single positions."""
 MESSAGE_BYTES = 300
-"""What a message takes besides its text."""
+"""Estimated bytes of a message besides its text."""
 
 
 class KeptResponses:
-    """Answers and the conversations that they belong to, by response id; the oldest make room.
+    """Answers and their conversations by response id; the oldest are dropped for new ones.
 
-    Answers are kept as they are sent: a dictionary of log probabilities takes several times as much. `keep` may be
-    called from any thread, the rest belongs to the event loop.
+    Answers are kept as JSON text: a dictionary of log probabilities takes several times the memory. Any thread may call
+    `keep`; the rest belongs to the event loop.
     """
 
     def __init__(self, max_responses: int = 1000, max_bytes: int = 64 * 2**20) -> None:
         self.num_bytes = 0
-        """Of all that is kept, roughly."""
+        """Estimated bytes of everything that is kept."""
         self._kept: OrderedDict[str, tuple[str, Messages, str]] = OrderedDict()
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._lock = Lock()
 
     def keep(self, tenant: Tenant, messages: Messages, response: dict[str, Any]) -> None:
-        """Remember a finished response, and what was said up to and with it."""
+        """Keep a finished response, and the conversation that ends with it."""
         written = to_long_json(response, PIECE_DEPTH)
         with self._lock:
             self._kept[response["id"]] = (tenant.name, messages, written)
@@ -59,7 +59,7 @@ class KeptResponses:
         self.get(tenant, response_id)
         with self._lock:
             dropped = self._kept.pop(response_id, None)
-            if dropped is not None:  # else a thread that keeps another one just made room
+            if dropped is not None:  # else `keep` in another thread has just dropped it
                 self.num_bytes -= _num_bytes(dropped[1], dropped[2])
 
 

@@ -1,8 +1,8 @@
-"""Listeners: those who are told what happened to requests, kept from harming what they listen to.
+"""Listeners: functions that are called with events of requests, and cannot harm the caller.
 
-Knows functions and their exceptions. The engine's thread calls listeners (records, metrics, traces, quotas), and a
-full disk or a mistake of theirs must not end it: an exception is counted, logged at most once a minute, and shown by
-`/health` and `/metrics`; the listener is called again for the next request.
+Knows functions and their exceptions. The engine's thread calls listeners (records, metrics, traces, quotas). A full
+disk or a bug in a listener must not end that thread: an exception is counted, logged at most once a minute, and shown
+by `/health` and `/metrics`; the listener is called again for the next request.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ T = TypeVar("T")
 
 
 class ListenerHealth:
-    """How one listener does. One thread writes it, any may read it."""
+    """The state of one listener. One thread writes it, any thread may read it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.num_failures = 0
         self.num_lost = 0
-        """Requests that it gave up on."""
+        """Requests that the listener lost."""
         self.failure: str | None = None
-        """Why its last attempt failed; None if it did not."""
+        """Why its last attempt failed; None if the attempt succeeded."""
         self._logged: float | None = None
 
     def failed(self, error: Exception | str) -> None:
-        """An attempt failed, with this exception or for this reason."""
+        """Note a failed attempt, with its exception or a reason."""
         self.num_failures += 1
         self.failure = error if isinstance(error, str) else what_failed(error)
         now = time.monotonic()
@@ -47,7 +47,7 @@ class ListenerHealth:
             )
 
     def worked(self) -> None:
-        """An attempt succeeded."""
+        """Note a successful attempt."""
         if self.failure is not None:
             self.failure = None
             self._logged = None
@@ -55,7 +55,7 @@ class ListenerHealth:
 
 
 class Listener(Generic[T]):
-    """A function that is told things and never raises."""
+    """A function that is called with events, and whose exceptions stop here."""
 
     def __init__(self, name: str, tell: Callable[[T], None]) -> None:
         self.health = ListenerHealth(name)
@@ -72,7 +72,7 @@ class Listener(Generic[T]):
 
 
 def what_failed(error: Exception) -> str:
-    """An error for people without a key: what the system said, without paths or values."""
+    """An error as shown to people without a key: the system's message, without paths or values."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     cause = error.__cause__

@@ -1,4 +1,4 @@
-"""Options of the server; those of the engine are in foreword.config.
+"""The server's options; the engine's are in foreword.config.
 
 Knows names, defaults and ranges. A field with a docstring is also a flag of `foreword serve` and a key of its config
 files (foreword.options).
@@ -12,29 +12,29 @@ from pathlib import Path
 from foreword.errors import ConfigError
 
 MOST_SECONDS = 366 * 86400.0
-"""Of a time limit: a year."""
+"""Longest time limit: a year."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Who may ask what, and how much of it at a time."""
+    """Who may use the server, and its limits."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 127.0.0.1 is reached from this machine alone, 0.0.0.0 from others too."""
+    """Address to listen on: 127.0.0.1 for this machine only, 0.0.0.0 for other machines too."""
     port: int = 8000
-    """Port to listen on; 0: any free one."""
+    """Port to listen on; 0: any free port."""
     served_model_name: str | None = None
     """Name that clients give; None: the last part of the model's folder or hub id."""
     api_key: str | None = None
-    """One key for everybody, or FOREWORD_API_KEY; `keys_file` has several tenants. None: no key is asked for."""
+    """One key for everybody, or FOREWORD_API_KEY; `keys_file` has several tenants. None: the server asks for no key."""
     keys_file: Path | None = None
-    """TOML file of tenants and their keys; read again when it changes."""
+    """TOML file of tenants and their keys; the server reads it again when it changes."""
     operator_key: str | None = None
     """Opens /dashboard, /metrics, /reset_prefix_cache and the whole of /v1/cache; or FOREWORD_OPERATOR_KEY."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may ask from a browser (CORS), such as https://chat.example.com; "*": all of them."""
     root_path: str = ""
-    """Path under which a proxy shows the server, such as /llm; whether the proxy takes it off or not."""
+    """Path under which a proxy shows the server, such as /llm, whether the proxy strips it or not."""
     dashboard: bool = True
     """Show /dashboard, where its packages are installed."""
     otlp_traces_endpoint: str | None = None
@@ -42,19 +42,19 @@ class ServerConfig:
     record: Path | None = None
     """File to which requests are recorded for `foreword replay`, without their text."""
     server_secret: str | None = None
-    """Decides the cache namespaces of tenants, or FOREWORD_SERVER_SECRET. None: a random one for each start."""
+    """Secret behind the tenants' cache namespaces, or FOREWORD_SERVER_SECRET. None: a random one at each start."""
     share_prefix: tuple[Path, ...] = ()
-    """Files of text whose tokens all tenants share in the cache, where a prompt begins with them."""
+    """Text files; prompts that begin with one of them share its tokens in the cache across all tenants."""
     ignore_unknown_fields: bool = False
-    """Ignore fields of requests that are unknown here, with a warning once a name, instead of refusing them."""
+    """Ignore unknown fields of requests, with one warning per name, instead of refusing them."""
     max_queued: int = 256
-    """Choices that may wait beyond those that run (`max_num_seqs`); more are refused with 429."""
+    """Choices that may wait besides those that run (`max_num_seqs`); the server refuses more with 429."""
     max_body_bytes: int = 16 * 2**20
-    """Most bytes of a request's body; longer ones are refused with 413."""
+    """Most bytes of a request's body; the server refuses longer ones with 413."""
     max_prompt_tokens: int | None = None
     """Most tokens of one prompt; None: what `max_model_len` leaves."""
     max_choices: int = 128
-    """Most choices of one call: n, times the number of prompts."""
+    """Most choices of one call: n times the number of prompts."""
     request_timeout_s: float = 600.0
     """Most seconds from a request's arrival to its last token."""
     body_timeout_s: float = 60.0
@@ -62,9 +62,9 @@ class ServerConfig:
     shutdown_timeout_s: float = 600.0
     """Most seconds that accepted requests may take to finish after SIGTERM."""
     log_requests: bool = False
-    """Log a line for each request that ends: tokens, times, outcome; never its text."""
+    """Log a line for each finished request: tokens, times, outcome; never its text."""
     log_interval_s: float = 10.0
-    """Seconds between two lines about the traffic, while there is any; 0: none."""
+    """Seconds between two log lines about the traffic, while there is any; 0: none."""
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_choices"):
@@ -76,14 +76,14 @@ class ServerConfig:
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ConfigError(f"max_prompt_tokens={self.max_prompt_tokens} allows no prompt; use 1 or more, or None")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise ConfigError(f"root_path={self.root_path!r} is no path; begin it with a slash and end it without one")
+            raise ConfigError(f"root_path={self.root_path!r} is not a path; it must begin, and not end, with a slash")
         for origin in self.allowed_origins:
             if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.count("/") != 2):
                 raise ConfigError(
-                    f"allowed_origins has {origin!r}, which is no origin; use the form https://chat.example.com, or '*'"
+                    f"allowed_origins has {origin!r}, which is not an origin; use https://chat.example.com, or '*'"
                 )
         if not 0 <= self.port < 65536:
-            raise ConfigError(f"port={self.port} is no port; use 1 to 65535, or 0 for any free one")
+            raise ConfigError(f"port={self.port} is not a port; use 1 to 65535, or 0 for any free one")
         if self.api_key is not None and not self.api_key:
             raise ConfigError("api_key='' is empty; leave it out to ask for no key")
         if self.operator_key is not None and not self.operator_key:

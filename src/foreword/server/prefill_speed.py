@@ -1,17 +1,17 @@
-"""What computing a prompt costs here, from the steps as they run. Knows counts and seconds."""
+"""Measures the time of prefill per token in the steps that run. Knows counts and seconds."""
 
 from __future__ import annotations
 
 
 class PrefillSpeed:
-    """How long computing a prompt's token takes, measured over steps that are mostly prefill."""
+    """Seconds per prompt token, measured over steps that are mostly prefill."""
 
     def __init__(self) -> None:
         self._num_tokens = 0
         self._seconds = 0.0
 
     def note_step(self, num_tokens: int, num_running: int, seconds: float) -> None:
-        """A step computed so many tokens of so many requests. Decoding steps, one token each, do not count."""
+        """Note a step of `num_tokens` tokens for `num_running` requests. Steps that mostly decode do not count."""
         if num_tokens >= 2 * num_running + 16:
             self._num_tokens += num_tokens
             self._seconds += seconds

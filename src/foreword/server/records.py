@@ -1,8 +1,8 @@
-"""What happened to each request: the one account from which metrics, explanations and the dashboard are drawn.
+"""Records: what happened to each request. Metrics, explanations and the dashboard all read them.
 
-Knows tenants, token counts and moments; knows nothing of HTTP. A record is opened on the event loop when a
-request is accepted, filled by the engine's thread while it runs, and closed there. Single fields may be read from
-any thread at any time; a closed record does not change any more.
+Knows tenants, token counts and moments; knows nothing of HTTP. The event loop opens a record when it accepts a request;
+the engine's thread fills it while the request runs, and closes it. Any thread may read single fields at any time; a
+closed record never changes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from foreword.server.listeners import Listener, ListenerHealth
 
 MAX_RECORDS = 1000
 MAX_RECORD_BYTES = 128 * 2**20
-"""Of all finished records; the oldest are dropped when there are more."""
+"""Most bytes of all finished records; beyond it the oldest are dropped."""
 RECORD_BYTES = 2048
-"""What a record takes besides its prompt and times."""
+"""Estimated bytes of a record besides its prompt and times."""
 TIME_BYTES = 32
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One prompt's life. Moments are `time.monotonic()` seconds."""
+    """The life of one prompt. Moments are `time.monotonic()` seconds."""
 
     response_id: str
-    """The id that the client sees; several prompts of one call share it."""
+    """The id that the client sees; the prompts of one call share it."""
     request_id: str
     """The engine's id."""
     tenant: str
@@ -42,9 +42,9 @@ class RequestRecord:
     """Cache namespace; never shown."""
     prompt_cache_key: str | None = None
     trace_parent: str | None = None
-    """W3C `traceparent` header of the call, if it came with one."""
+    """W3C `traceparent` header of the call, if it has one."""
     template_digests: Mapping[str, str] = field(default_factory=dict)
-    """What the chat template was given besides the messages: by name, a digest of each."""
+    """Digests, by name, of the chat template's inputs besides the messages."""
     num_choices: int = 1
     stream: bool = False
     created: float = field(default_factory=time.time)
@@ -52,12 +52,12 @@ class RequestRecord:
     arrival_time: float = field(default_factory=time.monotonic)
     first_scheduled_time: float | None = None
     token_times: list[float] = field(default_factory=list)
-    """When each step that brought tokens ended: the first entry is the time of the first token."""
+    """End of each step that produced tokens; the first is the time of the first token."""
     finished_time: float | None = None
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     explanation: LookupExplanation | None = None
-    """How its lookup went. `salt_differs` must be told to clients as `never_seen`."""
+    """Result of its cache lookup. Clients must see `salt_differs` as `never_seen`."""
     outcome: str | None = None
     """Finish reason of its last choice, or "refused", "failed", "disconnected", "timeout"; None while it runs."""
 
@@ -72,12 +72,12 @@ class RequestRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes, roughly."""
+        """Estimated memory."""
         return RECORD_BYTES + self.prompt_token_ids.nbytes + TIME_BYTES * len(self.token_times)
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Arrival to first token, seconds."""
+        """Seconds from arrival to the first token."""
         return self.token_times[0] - self.arrival_time if self.token_times else None
 
 
@@ -113,20 +113,20 @@ class Records:
         self._listeners: list[Listener[RequestRecord]] = []
 
     def on_finished(self, listener: Listener[RequestRecord]) -> None:
-        """Have every closed record handed to `listener`, on the engine's thread: it must be quick."""
+        """Call `listener` with every closed record, on the engine's thread: it must be quick."""
         self._listeners.append(listener)
 
     def listeners(self) -> list[ListenerHealth]:
-        """How those do that are told of closed records."""
+        """The health of the listeners to closed records."""
         return [listener.health for listener in self._listeners]
 
     def open(self, record: RequestRecord) -> None:
-        """A request was accepted."""
+        """Add the record of a request that was accepted."""
         with self._lock:
             self._running[record.request_id] = record
 
     def close(self, record: RequestRecord, outcome: str) -> None:
-        """A request ended. Closing it again changes nothing."""
+        """Close the record of a request that ended. A second call changes nothing."""
         with self._lock:
             if self._running.pop(record.request_id, None) is None:
                 return
@@ -155,7 +155,7 @@ class Records:
                 del self._by_response[dropped.response_id]
 
     def recent(self, count: int, tenant: str | None = None) -> list[RequestRecord]:
-        """Finished records, the latest first; of one tenant, if it is named."""
+        """Finished records, the latest first; only those of `tenant`, if given."""
         with self._lock:
             finished: Iterator[RequestRecord] = reversed(list(self._finished))
         return [record for record in finished if tenant is None or record.tenant == tenant][:count]
@@ -166,13 +166,13 @@ class Records:
             return list(self._running.values())
 
     def of_response(self, response_id: str, tenant: str) -> RequestRecord | None:
-        """The (first) record of a finished response, if it is this tenant's and recent enough."""
+        """The first record of a finished response, if it belongs to this tenant and is still kept."""
         with self._lock:
             record = self._by_response.get(response_id)
         return record if record is not None and record.tenant == tenant else None
 
     def totals(self) -> TenantStats:
-        """All tenants together since the start, with what running requests have had so far."""
+        """Totals of all tenants since the start, including running requests so far."""
         total = TenantStats()
         with self._lock:
             for stats in self._tenants.values():

@@ -1,7 +1,7 @@
-"""Serve one model: uvicorn around the app, until a signal says otherwise.
+"""Serves one model with uvicorn until a signal stops it.
 
-SIGTERM and SIGINT close the listening socket at once; requests that were accepted are answered to their end,
-within the shutdown's time limit, before the engine stops.
+SIGTERM and SIGINT close the listening socket at once. The server still finishes the requests that it has accepted,
+within the shutdown's time limit, and then stops the engine.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from foreword.server.startup import log_addresses, log_model, log_stopping
 logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long the engine's thread may keep the interpreter while the event loop waits for it.
+"""Longest time that the engine's thread may hold the interpreter while the event loop waits for it.
 
-An answer's first token crosses from one to the other several times; at Python's own 5 ms each of them costs that
-much (docs/decisions/0011-server.md has figures).
+An answer's first token crosses between the two threads several times. With Python's default of 5 ms, each crossing
+costs up to 5 ms (figures: docs/decisions/0011-server.md).
 """
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise ConfigError unless a server can listen there: before a model is loaded for it, not after."""
+    """Raise ConfigError unless a server can listen there. Called before a model is loaded, so that no time is lost."""
     failure: OSError | None = None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -66,13 +66,13 @@ def serve(llm: LLM, config: ServerConfig) -> None:
         port=config.port,
         log_config=None,
         access_log=False,
-        lifespan="on",  # a start that fails ends the server, instead of leaving one without an engine
+        lifespan="on",  # a failed start ends the server; without this, a server without an engine would stay up
         timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
         server_header=False,
         h11_max_incomplete_event_size=64 * 1024,
     )
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # uvicorn repeats the signal that ended it: for SIGTERM that would be a failure's exit code.
+    # uvicorn repeats the signal that ended it; after SIGTERM the process would exit with a failure's code.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log_model(llm, name)
     thread = app.state.service.thread
@@ -87,7 +87,7 @@ def serve(llm: LLM, config: ServerConfig) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens, also when the port was chosen by the system."""
+    """A server that reports its addresses, also when the system chose the port."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._model_name = model_name
         self._root_path = root_path
-        """The server answers with and without it; only with it do addresses also work through the proxy."""
+        """Part of the logged address, so that it works through the proxy; the server answers with and without it."""
         self._on_start = on_start
         self._on_stop = on_stop
 

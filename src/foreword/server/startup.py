@@ -1,4 +1,4 @@
-"""What a server says of itself when it starts: the model, the pool, the addresses, what to change; and when it stops.
+"""Log lines when the server starts (model, pool, addresses, advice) and when it stops.
 
 Knows an LLM's configuration and layout, and the server's options.
 """
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_model(llm: LLM, model_name: str) -> None:
-    """Which model, in which precision, with how many layers of which kind, and how much it remembers."""
+    """Log the model, its precision, its layers by kind, and the longest request."""
     options, layout, engine = llm.config, llm.layout, llm.engine
     dtype, kinds = str(layout.dtype).removeprefix("torch."), layout.layers_by_kind()
     longest = engine.limits.max_model_len
@@ -66,7 +66,7 @@ def log_model(llm: LLM, model_name: str) -> None:
 
 
 def log_addresses(url: str, options: EngineConfig, config: ServerConfig) -> None:
-    """Where the server listens, and which options its operator may want to change."""
+    """Log where the server listens, and which options its operator may want to change."""
     dashboard = f"{url}/dashboard" if config.dashboard else None
     logger.info(
         "API at %s/v1, %s, metrics at %s/metrics",
@@ -84,7 +84,7 @@ def log_addresses(url: str, options: EngineConfig, config: ServerConfig) -> None
 
 
 def log_stopping(num_choices: int, timeout_s: float) -> None:
-    """A signal has come: what is still to be done."""
+    """Log how many answers the server still finishes after a signal."""
     logger.info(
         "stopping: %d answers are finished first, within %g s",
         num_choices,
@@ -97,7 +97,7 @@ def _advice(options: EngineConfig, config: ServerConfig) -> list[str]:
     found = []
     if options.model.kv_cache_memory_bytes is None and options.cache.num_gpu_blocks_override is None:
         found.append(
-            "--kv-cache-memory-bytes sets the pool's memory, such as 4GB; so far it was chosen by what is free"
+            "--kv-cache-memory-bytes sets the pool's memory, such as 4GB; so far it was taken from free memory"
         )
     if options.model.max_model_len is None:
         found.append("--max-model-len limits the tokens of a request, --max-num-seqs the requests that run together")

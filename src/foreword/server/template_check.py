@@ -1,8 +1,8 @@
-"""Template check: does a chat template leave earlier turns alone when a conversation grows?
+"""Template check: does a chat template leave earlier turns unchanged when a conversation grows?
 
-Knows conversations and tokens. A template that writes an old turn differently once a new one follows (drops its
-reasoning, moves the system prompt, counts turns) makes every later turn miss from there on: the usual cause of
-misses in chats, and invisible in the texts that clients send.
+Knows conversations and tokens. Some templates write an old turn differently once a new one follows: they drop its
+reasoning, move the system prompt or count turns. Every later turn then misses from that point on. This is the usual
+cause of misses in chats, and the texts that clients send do not show it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ NUM_TURNS = 3
 
 @dataclass(frozen=True, slots=True)
 class TemplateChange:
-    """An earlier turn that is written differently when a later one follows."""
+    """An earlier turn that the template writes differently once a later one follows."""
 
     conversation: str
-    """Which kind of conversation shows it."""
+    """The kind of conversation that shows it."""
     turn: int
-    """The turn, a question and its answer, counted from 1, that changes."""
+    """Number of the turn (a question and its answer) that changes, from 1."""
     position: int
-    """Token at which it changes; what comes before stays cached."""
+    """First token that changes; the tokens before it stay cached."""
     num_tokens: int
-    """Tokens that were computed by then: so many could have been reused."""
+    """Number of tokens computed by then, all of which could have been reused."""
     before: str
     was: str
     becomes: str
@@ -53,7 +53,7 @@ class TemplateChange:
 
 
 def check_template(tokenizer: Tokenizer) -> list[TemplateChange]:
-    """The first change in each kind of conversation; none for a template that only appends, or for no template."""
+    """The first change in each kind of conversation; none if the template only appends, or if there is no template."""
     changes = []
     for name, answer in ANSWERS.items():
         for system in (True, False):
@@ -71,7 +71,7 @@ def warn_of(changes: Sequence[TemplateChange]) -> None:
 
 
 def _first_change(tokenizer: Tokenizer, name: str, answer: str, system: bool) -> TemplateChange | None:
-    """Compare what the engine has computed (a prompt and its answer) with how it is written from then on."""
+    """Compare the tokens that the engine has computed (a prompt and its answer) with how later prompts write them."""
     messages: list[Message] = [{"role": "system", "content": "Answer in one sentence."}] if system else []
     answered: TokenIds | None = None
     for turn in range(1, NUM_TURNS + 1):

@@ -1,1 +1,1 @@
-"""Who may do what: tenants, operators, quotas, and prefixes that all tenants share."""
+"""Access: tenants, operators, quotas, and prefixes that all tenants share."""

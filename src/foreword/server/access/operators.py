@@ -1,10 +1,10 @@
-"""Operators: who may see everybody's prompts and change what all share.
+"""Operators: callers that may see everybody's prompts and change what all tenants share.
 
-Knows keys, addresses and headers of a connection; knows nothing of what they open. The rule (decision 0012):
+Knows keys, addresses and headers of a connection; knows nothing about the pages behind it. The rule (decision 0012):
 
-    with an operator key      whoever shows it, from anywhere
+    with an operator key                  callers that show it, from anywhere
     without, server asks for keys         nobody: those keys are tenants', and loopback may be a proxy
-    without, server asks for no keys      who connects from this machine, under one of its own names
+    without, server asks for no keys      callers from this machine, under one of its own names
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "
 
 
 class Operators:
-    """Decides who is an operator. Belongs to the event loop."""
+    """Decides whether a caller is an operator. Belongs to the event loop."""
 
     def __init__(self, operator_key: str | None, *, asks_for_keys: bool) -> None:
         self._key = None if operator_key is None else _digest(operator_key)
@@ -42,7 +42,7 @@ class Operators:
         return self._key is not None
 
     def check(self, scope: Scope) -> None:
-        """Raises APIError 401 or 403 unless a connection (HTTP or WebSocket) is an operator's."""
+        """Raises APIError 401 or 403 unless the connection (HTTP or WebSocket) is an operator's."""
         headers = Headers(scope=scope)
         if self._key is not None:
             if not (self._shows_key(headers) or self._has_session(headers)):
@@ -60,7 +60,7 @@ class Operators:
             raise _closed("another web page asked for it")
 
     def is_operator(self, scope: Scope) -> bool:
-        """Whether `check` would let it pass."""
+        """Whether `check` accepts the connection."""
         try:
             self.check(scope)
         except APIError:
@@ -68,7 +68,7 @@ class Operators:
         return True
 
     def open_session(self, key: str) -> str | None:
-        """A cookie's value for whoever knows the key; None for others."""
+        """The value of a session cookie for a caller that knows the key; None for others."""
         if self._key is None or not hmac.compare_digest(_digest(key), self._key):
             return None
         now = time.monotonic()
@@ -92,9 +92,9 @@ def _closed(remedy: str) -> APIError:
 
 
 def _is_local(scope: Scope, headers: Mapping[str, str]) -> bool:
-    """From this machine, not through a proxy, and under a name that only this machine has.
+    """Whether the caller is on this machine, without a proxy, and uses a name that only this machine has.
 
-    The name matters: a web page can have its own name resolve to 127.0.0.1 and then read what it finds there.
+    The name matters: a web page can make its own name resolve to 127.0.0.1, and then read the answers.
     """
     client = scope.get("client")
     if client is None or not _is_loopback(client[0]) or any(name in headers for name in _FORWARDED):
@@ -111,7 +111,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_same_origin(headers: Mapping[str, str]) -> bool:
-    """Browsers name the page that asks; it has to be one of ours."""
+    """Whether the page that asks, which browsers name, is one of ours."""
     origin = headers.get("origin")
     return origin is None or urlsplit(origin).netloc == headers.get("host")
 

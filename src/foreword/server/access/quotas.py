@@ -1,6 +1,6 @@
-"""Quotas: how many cached blocks a tenant may leave behind.
+"""Quotas: the number of cached blocks that a tenant may leave in the pool.
 
-Knows tenants' namespaces and the cache's door. Runs on the engine's thread, between two steps.
+Knows tenants' namespaces and the cache manager. Runs on the engine's thread, between two steps.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from foreword.server.engine_thread import Ended
 
 
 class Quotas:
-    """Evicts what a tenant has cached beyond its quota, whenever one of its requests has ended.
+    """Evicts the blocks beyond a tenant's quota whenever one of the tenant's requests ends.
 
-    Blocks that requests hold stay; of the free ones those go that would be evicted next anyway. Blocks of public
-    prefixes belong to nobody.
+    Blocks that requests hold stay; free blocks go in the order of normal eviction. Blocks of public prefixes count for
+    no tenant.
     """
 
     def __init__(self, manager: KVCacheManager, tenants: Tenants) -> None:
@@ -25,23 +25,23 @@ class Quotas:
         self._limits: dict[str, tuple[str, int]] = {}
 
     def note(self, tenant: Tenant) -> None:
-        """Learn a tenant's quota. Called on the event loop; what it changes is read at a later step."""
+        """Note a tenant's quota. Called on the event loop; the engine's thread reads it at a later step."""
         if tenant.max_cached_blocks is not None:
             self._limits[tenant.name] = (self._tenants.namespace_of_all(tenant), tenant.max_cached_blocks)
         else:
             self._limits.pop(tenant.name, None)
 
     def enforce(self, ended: Sequence[Ended]) -> None:
-        """Requests ended: bring their tenants below their quotas."""
+        """Shrink the caches of the tenants whose requests ended to their quotas."""
         for name in {request.job.record.tenant for request in ended}:
             limit = self._limits.get(name)
             if limit is not None:
                 self._shrink(*limit)
 
     def _shrink(self, namespace: str, max_blocks: int) -> None:
-        """Evict the namespace's free blocks beyond so many, in the order of eviction."""
+        """Evict the namespace's free blocks beyond `max_blocks`, in the order of eviction."""
         ledger = self._manager.ledger
-        if ledger is None:  # nothing is cached at all: Tenants refuses quotas where only the account is missing
+        if ledger is None:  # no prefix cache at all: Tenants refuses quotas if only the account is missing
             return
         excess = ledger.num_under_salt(namespace) - max_blocks
         if excess > 0:

@@ -14,24 +14,24 @@ TokenIds = npt.NDArray[np.int32]
 
 
 class SharedPrefixes:
-    """How many leading tokens of a prompt are public: the longest prefix that it begins with, or none.
+    """Finds the public part of a prompt: the longest public prefix that the prompt begins with.
 
-    Only whole prefixes count. A prompt that leaves one half way is its tenant's own from its first token on.
+    Only whole prefixes count. A prompt that ends or differs inside a public prefix shares none of its tokens.
     """
 
     def __init__(self, prefixes: Sequence[TokenIds]) -> None:
         self._prefixes = sorted((prefix for prefix in prefixes if len(prefix)), key=len, reverse=True)
 
     def num_shared(self, prompt: TokenIds) -> int:
-        """Leading tokens of `prompt` that are public."""
+        """Number of leading tokens of `prompt` that are public."""
         return next((len(prefix) for prefix in self._prefixes if np.array_equal(prompt[: len(prefix)], prefix)), 0)
 
 
 def common_beginning(encodings: Sequence[TokenIds]) -> TokenIds:
-    """Tokens with which all these encodings begin.
+    """The tokens that all these encodings begin with.
 
-    The last tokens of a text depend on what follows it; what is common to a text's encodings with different
-    continuations does not.
+    The last tokens of a text depend on the text after it; the common tokens of encodings with different continuations
+    do not.
     """
     first = encodings[0]
     for other in encodings[1:]:

@@ -1,17 +1,17 @@
-"""Tenants: who a key belongs to, and under which namespace a tenant's prefixes are cached.
+"""Tenants: the owner of each key, and the namespace in which a tenant's prefixes are cached.
 
 Knows keys, names and salts; knows nothing of tokens or HTTP. A keys file is TOML, one table per tenant:
 
     [alice]
     keys = ["sk-alice-1", "sk-alice-2"]
-    max_cached_blocks = 2000          # optional: more are evicted, those that would go next first
+    max_cached_blocks = 2000          # optional: the server evicts more, those next in eviction order first
 
     [bob]
     keys = ["sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"]
 
-A namespace is a keyed hash of the tenant's name under the server's secret, so nobody can guess another's: neither
-a `cache_salt` nor a name chosen by a client reaches a block of another tenant. A client's `cache_salt` makes
-namespaces inside its tenant's.
+A namespace is a keyed hash of the tenant's name with the server's secret, so nobody can guess another one: neither a
+`cache_salt` nor a name chosen by a client reaches a block of another tenant. A client's `cache_salt` makes namespaces
+within its tenant's namespace.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from foreword.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 ANYBODY = "default"
-"""The tenant of a server that asks for no key, or for one only."""
+"""The tenant of a server that asks for no key, or has only one key."""
 
 DASHBOARD = "(dashboard)"
 """The tenant of the dashboard's chat on a server that asks for keys."""
@@ -42,7 +42,7 @@ _HASHED = "sha256:"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Somebody whose prompts are kept apart from those of others."""
+    """A user or group whose prompts are kept apart from those of others."""
 
     name: str
     max_cached_blocks: int | None = None
@@ -66,7 +66,7 @@ class Tenants:
         self._quotas_work = quotas_work
         self._version: tuple[int, int, int] | None = None
         self._complaint: str | None = None
-        """Why the file could not be read again, when that was last tried."""
+        """Why the last attempt to read the file again failed."""
         self._tenant_of: Mapping[bytes, Tenant] = self._always
         if keys_file is not None:
             self._version = _version(keys_file)
@@ -87,9 +87,9 @@ class Tenants:
         return self._file is not None or bool(self._always)
 
     def tenant_of(self, key: str | None) -> Tenant | None:
-        """Whose key this is; None for nobody's.
+        """The tenant of a key; None for an unknown key.
 
-        Keys are compared by their hashes, so the time it takes tells nothing about them.
+        Keys are compared by their hashes, so the time of a comparison reveals nothing about them.
         """
         if not self.asks_for_keys:
             return Tenant(ANYBODY)
@@ -97,14 +97,14 @@ class Tenants:
         return None if key is None else self._tenant_of.get(_digest(key))
 
     def namespace(self, tenant: Tenant, cache_salt: str | None) -> str | None:
-        """The salt of a tenant's prefixes, "TENANT" or "TENANT/CLIENT'S", both hashed; None where nothing is apart."""
+        """The salt of a tenant's prefixes, "TENANT" or "TENANT/CLIENT", both hashed; None if there are no tenants."""
         if not self.asks_for_keys and cache_salt is None:
             return None
         own = self._keyed_hash("tenant", tenant.name)
         return own if cache_salt is None else f"{own}/{self._keyed_hash('salt', tenant.name, cache_salt)}"
 
     def namespace_of_all(self, tenant: Tenant) -> str:
-        """With what every namespace of a tenant begins, and no other's."""
+        """The beginning that all namespaces of a tenant have, and no namespace of another."""
         return self._keyed_hash("tenant", tenant.name)
 
     def _keyed_hash(self, *parts: str) -> str:
@@ -114,7 +114,7 @@ class Tenants:
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()[:32]
 
     def _reload(self) -> None:
-        """Read the keys file again if it has changed; what cannot be read changes nothing."""
+        """Read the keys file again if it has changed; a file that cannot be read leaves the keys as they are."""
         if self._file is None:
             return
         try:
@@ -124,7 +124,7 @@ class Tenants:
             self._version = version
             self._tenant_of = {**self._read(self._file), **self._always}
         except ConfigError as error:
-            if str(error) != self._complaint:  # a file that is gone is noticed by every request
+            if str(error) != self._complaint:  # every request notices a missing file
                 self._complaint = str(error)
                 logger.error("the keys stay as they were: %s", error)
         else:
@@ -142,7 +142,7 @@ def shown_key(headers: Mapping[str, str]) -> str | None:
 
 
 def read_keys(path: Path) -> dict[bytes, Tenant]:
-    """SHA-256 of each key -> its tenant. Raises ConfigError for a file that does not say this."""
+    """Read a keys file: SHA-256 of each key -> its tenant. Raises ConfigError if the file is not valid."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -164,9 +164,9 @@ def _read_tenant(path: Path, name: str, table: Any) -> tuple[Tenant, list[bytes]
         raise ConfigError(f"{where}: give a table with 'keys' and, if you like, 'max_cached_blocks'")
     keys, quota = table.get("keys"), table.get("max_cached_blocks")
     if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
-        raise ConfigError(f"{where}: 'keys' must be a list of texts that are not empty")
+        raise ConfigError(f"{where}: 'keys' must be a list of strings that are not empty")
     if quota is not None and (type(quota) is not int or quota < 0):
-        raise ConfigError(f"{where}: max_cached_blocks={quota!r} is no number of blocks")
+        raise ConfigError(f"{where}: max_cached_blocks={quota!r} is not a number of blocks")
     try:
         return Tenant(name, quota), [_stored_digest(key) for key in keys]
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""Bodies: how much one may hold, JSON read and written in pieces, work off the event loop."""
+"""Bodies of requests: limits on their contents, JSON read and written in pieces, work off the event loop."""

@@ -1,6 +1,6 @@
-"""How much of everything one request may bring: limits that are looked at before anything is done for each item.
+"""Limits on the contents of one request, checked before any work is done for single items.
 
-Knows counts and characters of parsed JSON, and what a prompt of this model can hold at most; knows nothing of HTTP.
+Knows counts and characters of parsed JSON, and the longest prompt of this model; knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from foreword.server.dialect import CompletionRequest, DetokenizeRequest, Explai
 MAX_DEPTH = 128
 MAX_FIELDS = 256
 MAX_ENTRIES = 1024
-"""Of a list or an object among a body's fields, unless `_MOST` or the size of a prompt says otherwise."""
+"""Most entries of a list or an object in a body, unless `_MOST` or the size of a prompt says otherwise."""
 
 _MOST = {"stop": 16, "tools": 128, "metadata": 16}
 
 NUM_OTHER_VALUES = 50_000
-"""Values of a body besides prompts: schemas, tools, biases."""
+"""Most values of a body besides its prompts: schemas, tools, biases."""
 
 NUM_OTHER_BYTES = 2**20
 BYTES_PER_TOKEN = 12
-"""A token id of ten digits, a comma and a space."""
+"""Bytes of a token id: ten digits, a comma and a space."""
 BYTES_PER_CHARACTER = 12
-"""Of text in JSON, at most: a surrogate pair, both written as escapes."""
+"""Most bytes of a character in JSON: a surrogate pair, both halves written as escapes."""
 VALUES_PER_MESSAGE = 8
 
 _NOT_TEXT = {
@@ -53,18 +53,18 @@ class BodyLimits:
     max_body_bytes: int
     max_model_len: int
     max_prompts: int
-    """Of one call."""
+    """Most prompts of one call."""
     vocab_size: int
     max_token_characters: int
-    """Of the longest token's text."""
+    """Characters of the longest token."""
 
     @property
     def max_characters(self) -> int:
-        """No longer text fits into `max_model_len` tokens."""
+        """Characters of the longest text that can fit into `max_model_len` tokens."""
         return self.max_model_len * self.max_token_characters
 
     def most_bytes(self, model: type[BaseModel]) -> int:
-        """Bytes that a body may have to which prompts of the greatest length can be written."""
+        """Most bytes of a body: enough for prompts of the greatest length."""
         most = BYTES_PER_CHARACTER * self.max_characters + BYTES_PER_TOKEN * self.max_model_len + NUM_OTHER_BYTES
         return min(self.max_body_bytes, most * self._num_prompts(model))
 
@@ -72,7 +72,7 @@ class BodyLimits:
         return self.max_prompts if issubclass(model, CompletionRequest) else 1
 
     def check_size(self, model: type[BaseModel], size: JsonSize) -> None:
-        """Raises APIError 400 for a body of too many values, or values too deep inside each other."""
+        """Raises APIError 400 if a body has too many values or nests them too deeply."""
         if size.depth > MAX_DEPTH:
             raise bad_request(
                 f"The body has lists and objects {size.depth} deep inside each other; at most {MAX_DEPTH} are taken, "
@@ -90,7 +90,7 @@ class BodyLimits:
                 raise bad_request(f"The body has {count} {name}; at most {most} are taken, send fewer.")
 
     def check_counts(self, body: Any) -> None:
-        """Raises APIError 400 for parsed JSON with more of anything than can be served."""
+        """Raises APIError 400 if parsed JSON has more of anything than the server can serve."""
         if not isinstance(body, dict):
             raise bad_request("Invalid value for the body: it must be a JSON object")
         _at_most(body, MAX_FIELDS, "the body")
@@ -118,7 +118,7 @@ class BodyLimits:
                     _at_most(below, MAX_FIELDS, inner)
 
     def _check_prompt(self, prompt: Any) -> None:
-        """One text, one list of token ids, or several of either."""
+        """Check one text, one list of token ids, or several of either."""
         if not isinstance(prompt, list):
             self._check_text("prompt", prompt)
         elif prompt and isinstance(prompt[0], int):
@@ -170,7 +170,7 @@ class BodyLimits:
 
 
 def _inner_objects(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Objects inside a field whose keys are checked one by one later."""
+    """The objects in a field whose keys are checked one by one later."""
     if isinstance(value, list):
         for number, one in enumerate(value):
             yield f"{name}[{number}]", one

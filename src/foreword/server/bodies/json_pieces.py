@@ -1,6 +1,6 @@
-"""Long JSON, written a piece at a time, so that other threads run between two pieces.
+"""Long JSON, written piece by piece, so that other threads can run between two pieces.
 
-Knows JSON values; `json.dumps` keeps the interpreter for as long as it takes.
+Knows JSON values; `json.dumps` holds the interpreter until it is done.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def to_json(body: Any) -> str:
-    """Compact JSON; what is not ASCII is escaped, so that half a surrogate pair does no harm."""
+    """Compact JSON. Non-ASCII characters are escaped, so that half a surrogate pair does no harm."""
     return json.dumps(body, separators=(",", ":"))
 
 
 def to_long_json(body: Any, depth: int) -> str:
-    """`to_json`, where lists and objects down to this depth are written item by item."""
+    """Like `to_json`, but lists and objects down to this depth are written item by item."""
     return "".join(_pieces(body, depth))
 
 

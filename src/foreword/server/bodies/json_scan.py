@@ -1,6 +1,6 @@
-"""JSON from strangers: how much is in it, found before anything is made of it, and what it says.
+"""JSON from clients: counts the contents of a text before Python builds any object from it, and parses it.
 
-Knows bytes and JSON's brackets. Counting is compiled, and done without Python's lock, so that others run meanwhile.
+Knows bytes and JSON's brackets. The counting is compiled and releases Python's lock, so that other threads can run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ OPEN_LIST, CLOSE_LIST, OPEN_OBJECT, CLOSE_OBJECT = 91, 93, 123, 125
 
 
 class JsonSize(NamedTuple):
-    """What `json.loads` would have to make; upper bounds for a text that is not JSON."""
+    """The objects that `json.loads` would have to make; upper bounds if the text is not JSON."""
 
     num_values: int
-    """Values, objects' keys left out."""
+    """Number of values, without the keys of objects."""
     num_containers: int
-    """Those of them that are lists or objects."""
+    """Number of values that are lists or objects."""
     depth: int
-    """Most lists and objects inside each other."""
+    """Greatest depth of lists and objects inside each other."""
 
 
 def scan_json(text: bytes) -> JsonSize:
@@ -34,12 +34,12 @@ def scan_json(text: bytes) -> JsonSize:
 
 
 def parse_json(text: str) -> Any:
-    """What a text says. Raises ValueError for what is not JSON: also for NaN, and for numbers beyond a float."""
+    """Parse a JSON text. Raises ValueError if it is not JSON; NaN and numbers beyond a float are not JSON."""
     return json.loads(text, parse_constant=_no_number, parse_float=_finite)
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:
@@ -76,5 +76,5 @@ def _count(text: npt.NDArray[np.uint8]) -> tuple[int, int, int]:
 
 try:
     _scan = njit(cache=True, nogil=True)(_count)
-except RuntimeError:  # a file system that is read only
+except RuntimeError:  # the file system is read-only
     _scan = njit(nogil=True)(_count)

@@ -1,7 +1,8 @@
-"""UnknownFields: what becomes of fields in a body that the server does not know.
+"""UnknownFields: refuses or ignores fields of a body that the server does not know.
 
-Knows parsed JSON and pydantic's errors; knows nothing of what fields mean. They are refused, so that a typing mistake
-is not taken for a default; where gateways add fields of their own they can be ignored, and each name is told once.
+Knows parsed JSON and pydantic's errors; knows nothing about the meaning of fields. By default the server refuses
+unknown fields, so that a typing mistake is not taken for a default. Where gateways add fields of their own, the server
+can ignore them; it then logs each name once.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from pydantic import BaseModel, ValidationError
 logger = logging.getLogger(__name__)
 
 MAX_TOLD = 256
-"""Names that are told, and remembered."""
+"""Most names that are logged and remembered."""
 
 Body = TypeVar("Body", bound=BaseModel)
 Place = tuple[int | str, ...]
 
 
 class UnknownFields:
-    """One server's way with them. Safe to use from any thread."""
+    """One server's treatment of unknown fields. Safe to use from any thread."""
 
     def __init__(self, *, ignored: bool) -> None:
         self._ignored = ignored
@@ -31,7 +32,7 @@ class UnknownFields:
         self._lock = Lock()
 
     def validate(self, model: type[Body], body: Any) -> Body:
-        """The fields of parsed JSON; unknown ones are removed from it if they are ignored. Raises ValidationError."""
+        """Validate parsed JSON; unknown fields are removed from it if they are ignored. Raises ValidationError."""
         try:
             return model.model_validate(body)
         except ValidationError as error:
@@ -58,7 +59,7 @@ def _unknown(error: ValidationError) -> Sequence[Place]:
 
 
 def _remove(body: Any, place: Sequence[Any]) -> None:
-    """Take a field out. Parts of its place that name one type of several are no keys, and are passed over."""
+    """Remove a field. Some parts of its place name a type of a union, not a key; they are skipped."""
     *inside, name = place
     for part in inside:
         if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int)):
