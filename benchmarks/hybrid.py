@@ -170,7 +170,7 @@ def measure_memory(llm: LLM) -> list[Held]:
     if layout.attention:
         example = next(iter(layout.attention.values()))
         layers = dict.fromkeys(range(len(layout.attention) + len(layout.states)), example)
-        full = plan_layout(layers, {}, layout.dtype, LayoutOptions(keep_all=True))
+        full = plan_layout(layers, {}, layout.kv_format, LayoutOptions(keep_all=True))
     held = []
     for num_tokens in HELD_TOKENS:
         ours = tokens_per_gib(layout, num_tokens)

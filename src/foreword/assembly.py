@@ -176,7 +176,7 @@ def _block_keys(config: EngineConfig, model: LoadedModel) -> BlockKeys:
     name = config.model.model
     facts = {
         "model": os.path.basename(os.path.realpath(name)) if os.path.isdir(name) else name,
-        "dtype": str(model.dtype),
+        "dtype": model.kv_format.key(model.dtype),
         "config": described,
         "salt": config.cache.key_salt,
     }

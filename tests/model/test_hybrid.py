@@ -27,6 +27,7 @@ from foreword.cache import (
 from foreword.engine import Engine
 from foreword.engine.scheduler import Scheduler
 from foreword.errors import ConfigError
+from foreword.kernels.kv_format import KVFormat
 from foreword.model.layout import LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
@@ -412,8 +413,8 @@ SLIDING = LayerLayout(2, 64, 64, sliding_window=512)
 
 def test_one_full_layer_in_six_holds_several_times_the_tokens() -> None:
     layers = {layer: FULL if layer % 6 == 5 else SLIDING for layer in range(24)}
-    mixed = plan_layout(layers, {}, torch.bfloat16, LayoutOptions())
-    alone = plan_layout(layers, {}, torch.bfloat16, LayoutOptions(keep_all=True))
+    mixed = plan_layout(layers, {}, KVFormat(torch.bfloat16), LayoutOptions())
+    alone = plan_layout(layers, {}, KVFormat(torch.bfloat16), LayoutOptions(keep_all=True))
     assert [len(group.layers) for group in mixed.groups] == [4] * 6
     assert alone.is_one_full_group
     assert alone.bytes_per_block == 6 * mixed.bytes_per_block
@@ -427,7 +428,7 @@ def test_one_full_layer_in_six_holds_several_times_the_tokens() -> None:
 def test_few_slots_stay_empty() -> None:
     for num_sliding, num_full in [(22, 4), (13, 13), (12, 13), (30, 6), (1, 7), (5, 1), (2, 1)]:
         layers = dict(enumerate([SLIDING] * num_sliding + [FULL] * num_full))
-        layout = plan_layout(layers, {}, torch.bfloat16, LayoutOptions())
+        layout = plan_layout(layers, {}, KVFormat(torch.bfloat16), LayoutOptions())
         total = num_sliding + num_full
         assert sorted(layer for group in layout.groups for layer in group.layers) == list(range(total))
         assert len(layout.groups) * layout.num_slots - total <= total / 8
@@ -435,7 +436,7 @@ def test_few_slots_stay_empty() -> None:
 
 def test_layers_of_different_width_get_blocks_of_equal_bytes() -> None:
     layers = {0: LayerLayout(8, 64, 64), 1: LayerLayout(2, 64, 64, sliding_window=512)}
-    layout = plan_layout(layers, {}, torch.bfloat16, LayoutOptions())
+    layout = plan_layout(layers, {}, KVFormat(torch.bfloat16), LayoutOptions())
     assert [group.spec.block_size for group in layout.groups] == [16, 64]
 
 
@@ -443,7 +444,7 @@ def test_a_large_state_makes_blocks_of_more_tokens_and_little_waste() -> None:
     state = StateLayout((("conv", 0), ("recurrent", 0)), ((4096, 4), (16, 128, 128)), (torch.bfloat16, torch.float32))
     layers = dict.fromkeys(range(3, 24, 4), FULL)
     states = {layer: state for layer in range(24) if layer % 4 != 3}
-    layout = plan_layout(layers, states, torch.bfloat16, LayoutOptions())
+    layout = plan_layout(layers, states, KVFormat(torch.bfloat16), LayoutOptions())
     [full, *recurrent] = layout.groups
     assert full.spec.block_size < 512
     assert full.spec.block_size % 16 == 0
@@ -456,8 +457,8 @@ def test_a_large_state_makes_blocks_of_more_tokens_and_little_waste() -> None:
 
 def test_a_window_that_is_never_left_is_full_attention() -> None:
     layers = {0: FULL, 1: SLIDING, 2: LayerLayout(2, 64, 64, local_chunk=8192)}
-    assert plan_layout(layers, {}, torch.bfloat16, LayoutOptions(max_tokens=512)).is_one_full_group
-    layout = plan_layout(layers, {}, torch.bfloat16, LayoutOptions(max_tokens=513))
+    assert plan_layout(layers, {}, KVFormat(torch.bfloat16), LayoutOptions(max_tokens=512)).is_one_full_group
+    layout = plan_layout(layers, {}, KVFormat(torch.bfloat16), LayoutOptions(max_tokens=513))
     assert [type(spec) for spec in layout.specs] == [FullAttentionSpec, FullAttentionSpec, SlidingWindowSpec]
 
 

@@ -26,8 +26,8 @@ def test_compiled_writes_and_copies_leave_the_bytes_of_plain_ones(tiny_models: T
     for layer, shape in layout.attention.items():
         num_slots = 12 * pools[0].block_sizes[pools[0].group_of[layer]]
         slots = torch.from_numpy(rng.permutation(num_slots)[:17]).to(model.device)
-        keys = torch.randn(17, shape.num_kv_heads, shape.key_dim).to(model.device, layout.dtype)
-        values = torch.randn(17, shape.num_kv_heads, shape.value_dim).to(model.device, layout.dtype)
+        keys = torch.randn(17, shape.num_kv_heads, shape.key_dim).to(model.device, layout.kv_format.dtype)
+        values = torch.randn(17, shape.num_kv_heads, shape.value_dim).to(model.device, layout.kv_format.dtype)
         for pool in pools:
             pool.write(layer, slots, keys, values)
     copies = torch.tensor([[0, 5], [5, 6], [6, 0], [2, 9]], dtype=torch.int32).to(model.device)

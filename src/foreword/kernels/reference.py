@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from foreword.batch import Batch, IntArray
+from foreword.kernels.kv_format import KVFormat
 
 CHUNK_TOKENS = 256
 """Length of a chunk of KV (rounded down to whole blocks, at least one block)."""
@@ -265,8 +266,7 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
 
 def _gather(blocks: Tensor, block_ids: Tensor, chunk: int) -> Tensor:
     """One chunk of KV, [requests * kv_heads, chunk, dim], float32; zeros where the tables have ended."""
-    taken = blocks[block_ids]  # [requests, blocks, block_size, kv_heads, dim]
-    taken = taken.flatten(1, 2).permute(0, 2, 1, 3).float()
+    taken = KVFormat.of(blocks).read(blocks, block_ids).permute(0, 2, 1, 3)
     taken = taken.reshape(-1, block_ids.shape[1] * blocks.shape[1], blocks.shape[-1])
     missing = chunk - taken.shape[1]
     return torch.nn.functional.pad(taken, (0, 0, 0, missing)) if missing else taken

@@ -36,6 +36,7 @@ from foreword.cache import (
     SlidingWindowSpec,
 )
 from foreword.errors import ConfigError
+from foreword.kernels.kv_format import KVFormat
 
 MAX_PADDING = 1 / 8
 """Most slots that may stay empty, as a share of the attention layers, for the sake of fewer groups. It holds for
@@ -109,7 +110,7 @@ class CacheLayout:
     groups: tuple[GroupLayout, ...]
     attention: Mapping[int, LayerLayout]
     states: Mapping[int, StateLayout]
-    dtype: torch.dtype
+    kv_format: KVFormat
     num_slots: int
     key_page_bytes: int
     value_page_bytes: int
@@ -186,7 +187,7 @@ class LayoutOptions:
 def plan_layout(
     attention: Mapping[int, LayerLayout],
     states: Mapping[int, StateLayout],
-    dtype: torch.dtype,
+    kv_format: KVFormat,
     options: LayoutOptions,
 ) -> CacheLayout:
     """Put layers into groups and groups into equal blocks. Raises ConfigError for sizes that do not fit."""
@@ -195,10 +196,10 @@ def plan_layout(
     block_size = options.block_size
     state_bytes = max((state.num_bytes for state in states.values()), default=0)
     if states and kinds and options.state_block_size is None:
-        block_size = _fitting_block_size(kinds, num_slots, state_bytes, len(states), dtype, block_size)
+        block_size = _fitting_block_size(kinds, num_slots, state_bytes, len(states), kv_format, block_size)
     sizes = {kind: block_size * multiple for kind, multiple in _block_multiples(kinds).items()}
-    key_bytes = max((sizes[k] * k[0] for k in kinds), default=0) * dtype.itemsize
-    value_bytes = max((sizes[k] * k[1] for k in kinds), default=0) * dtype.itemsize
+    key_bytes = kv_format.num_bytes(max((sizes[k] * k[0] for k in kinds), default=0))
+    value_bytes = kv_format.num_bytes(max((sizes[k] * k[1] for k in kinds), default=0))
     groups = [
         GroupLayout(_spec(kind, sizes[kind]), tuple(layers[start : start + num_slots]))
         for kind, layers in kinds.items()
@@ -212,10 +213,10 @@ def plan_layout(
         per_group = _states_per_group(block_bytes, state_bytes, len(states), bool(kinds))
         more_bytes = max(0, per_group * state_bytes - block_bytes)
         state_block = _state_block_size(options, math.lcm(*sizes.values()))
-        kv_bytes = sum(attention[layer].key_elements + attention[layer].value_elements for layer in attention)
+        kv_elements = sum(attention[layer].key_elements + attention[layer].value_elements for layer in attention)
         interval = _state_interval(
             options, math.lcm(state_block, *sizes.values()), sum(s.num_bytes for s in states.values()),
-            kv_bytes * dtype.itemsize,
+            kv_format.num_bytes(kv_elements),
         )  # fmt: skip
         layers = list(states)
         groups += [
@@ -223,7 +224,7 @@ def plan_layout(
             for start in range(0, len(layers), per_group)
         ]
     return CacheLayout(
-        tuple(groups), dict(attention), dict(states), dtype, num_slots, key_bytes, value_bytes, more_bytes, interval
+        tuple(groups), dict(attention), dict(states), kv_format, num_slots, key_bytes, value_bytes, more_bytes, interval
     )
 
 
@@ -294,10 +295,10 @@ def _block_multiples(kinds: Mapping[Kind, list[int]]) -> dict[Kind, int]:
 
 
 def _fitting_block_size(
-    kinds: Mapping[Kind, list[int]], num_slots: int, state_bytes: int, num_states: int, dtype: torch.dtype, least: int
+    kinds: Mapping[Kind, list[int]], num_slots: int, state_bytes: int, num_states: int, kv_format: KVFormat, least: int
 ) -> int:
     """The smallest multiple of `least` tokens at which a block holds the states of one recurrent group."""
-    token_bytes = num_slots * max(k[0] + k[1] for k in kinds) * dtype.itemsize
+    token_bytes = kv_format.num_bytes(num_slots * max(k[0] + k[1] for k in kinds))
     needed = -(-num_states // MAX_STATE_GROUPS) * state_bytes
     return _round_up(max(1, -(-needed // token_bytes)), least)
 

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from foreword.config import Dtype, ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, make_kernel
 from foreword.model.attention import ATTENTION_NAME, PROBE_NAME, ForwardContext, LayoutProbe
 from foreword.model.cpu.layer_program import BrokenChainError, LayerChain
@@ -121,9 +122,14 @@ class LoadedModel:
         with torch.inference_mode():
             self(torch.zeros_like(positions), positions, positions[0, :1], context, cache)
 
+    @property
+    def kv_format(self) -> KVFormat:
+        """Keys and values are stored in the type that layers compute in."""
+        return KVFormat(self.dtype)
+
     def plan_layout(self, options: LayoutOptions) -> CacheLayout:
         """How this model's layers share blocks."""
-        return plan_layout(self.layers, self.states, self.dtype, options)
+        return plan_layout(self.layers, self.states, self.kv_format, options)
 
     def activation_widths(self) -> list[int]:
         """Last sizes of the activations that pass through elementwise functions."""
@@ -373,7 +379,7 @@ def _dtype(options: ModelConfig, text: PretrainedConfig, device: torch.device) -
 
 def _kernel(options: ModelConfig, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
     """The kernel that is asked for; the CPU's compiled one takes no float16."""
-    if device.type != "cpu" or dtype != torch.float16 or options.attention_kernel in ("triton", "reference"):
+    if device.type != "cpu" or "cpu" in KVFormat(dtype).kernels or options.attention_kernel in ("triton", "reference"):
         return make_kernel(options.attention_kernel, device)
     if options.attention_kernel == "cpu":
         raise ConfigError("attention_kernel='cpu' takes no dtype='float16'; use 'reference', 'bfloat16' or 'float32'")

@@ -87,12 +87,12 @@ class KVStorage:
         return tuple(spec.block_size for spec in self.layout.specs)
 
     def _place_attention(self, group_id: int, group: GroupLayout) -> None:
-        size, dtype = group.spec.block_size, self.layout.dtype
+        size, kv_format = group.spec.block_size, self.layout.kv_format
         for layer, (key_pages, value_pages) in zip(group.layers, self._slots, strict=False):
             shape = self.layout.attention[layer]
             self.group_of[layer] = group_id
-            self.keys[layer] = _as_blocks(key_pages, dtype, size, shape.num_kv_heads, shape.key_dim)
-            self.values[layer] = _as_blocks(value_pages, dtype, size, shape.num_kv_heads, shape.value_dim)
+            self.keys[layer] = kv_format.view(key_pages, size, shape.num_kv_heads, shape.key_dim)
+            self.values[layer] = kv_format.view(value_pages, size, shape.num_kv_heads, shape.value_dim)
 
     def _place_states(self, group_id: int, group: GroupLayout) -> None:
         """States follow each other over the pages of all slots, keys' before values', and what there is beside."""
@@ -134,12 +134,8 @@ class KVStorage:
         if self._kernels is not None:
             self._kernels.write(self.keys[layer], self.values[layer], slots, keys, values)
             return
-        for blocks, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            if blocks.is_contiguous():
-                blocks.flatten(0, 1).index_copy_(0, slots, new)
-            else:
-                size = blocks.shape[1]
-                blocks[slots // size, slots % size] = new
+        for blocks, rows in ((self.keys[layer], keys), (self.values[layer], values)):
+            self.layout.kv_format.write(blocks, slots, rows)
 
     def copy_blocks(self, copies: Tensor) -> None:
         """Copy whole blocks, [copies, (source, target)], all sources read before any target is written."""
@@ -180,9 +176,3 @@ class KVStorage:
         for piece in self._pieces[layer]:
             length = piece.end - piece.start
             piece.pages[block_id, piece.offset : piece.offset + length] = raw[piece.start : piece.end]
-
-
-def _as_blocks(pages: Tensor, dtype: torch.dtype, block_size: int, num_heads: int, dim: int) -> Tensor:
-    """What one layer sees of its slot's pages; contiguous if it fills them."""
-    used = block_size * num_heads * dim * dtype.itemsize
-    return torch.unflatten(pages[:, :used].view(dtype), 1, (block_size, num_heads, dim))

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def log_model(llm: LLM, model_name: str) -> None:
     """Log the model, its precision, its layers by kind, and the longest request."""
     options, layout, engine = llm.config, llm.layout, llm.engine
-    dtype, kinds = str(layout.dtype).removeprefix("torch."), layout.layers_by_kind()
+    dtype, kinds = layout.kv_format.name, layout.layers_by_kind()
     longest = engine.limits.max_model_len
     logger.info(
         "model %s from %s: %s on %s; layers: %s; requests of up to %s tokens",

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.triton.launch import on_device
 
 _SEGMENT_WORDS = 2048
@@ -89,7 +90,7 @@ def write_slots(key_blocks: Tensor, value_blocks: Tensor, slots: Tensor, keys: T
     """
     if not len(slots):
         return
-    keys, values = keys.to(key_blocks.dtype), values.to(value_blocks.dtype)
+    keys, values = KVFormat.of(key_blocks).encode(keys), KVFormat.of(value_blocks).encode(values)
     keys, values = (new if new.stride(2) == 1 else new.contiguous() for new in (keys, values))
     block_size, num_heads, key_dim, value_dim = *key_blocks.shape[1:], value_blocks.shape[3]
     with on_device(slots.device):

@@ -17,7 +17,7 @@ def model_card(service: Service, num_blocks: int) -> str:
     layout, block_size = llm.layout, llm.engine.manager.block_size
     facts = {
         "model": service.model_name,
-        "dtype": str(layout.dtype).removeprefix("torch."),
+        "dtype": layout.kv_format.name,
         "layers": ", ".join(f"{number} {kind}" for kind, number in layout.layers_by_kind().items()),
         "context": draw.tokens(service.max_model_len),
         "pool": f"{draw.size(num_blocks * llm.kv_block_bytes)}, {draw.tokens(num_blocks * block_size)}",
