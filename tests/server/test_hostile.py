@@ -169,7 +169,7 @@ def test_keys_that_cannot_be_read_while_serving_leave_tenants_as_they_were_and_a
         keys.unlink()
         assert statuses(server.url) == statuses(server.url) == [200, 401]
         told = [record.message for record in caplog.records if "the keys stay as they were" in record.message]
-        assert ["-1 is no number" in told[0], "No such file" in told[1], len(told)] == [True, True, 2]
+        assert ["-1 is not a number" in told[0], "No such file" in told[1], len(told)] == [True, True, 2]
         keys.write_text('[carol]\nkeys = ["sk-carol"]\n')
         assert statuses(server.url) == [401, 200]
         keys.unlink()

@@ -1,1 +1,1 @@
-"""What the server tells of its engine and its traffic: metrics, logs, traces, records."""
+"""Observation of the engine and its traffic: metrics, logs, traces, records."""

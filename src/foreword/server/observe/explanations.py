@@ -1,7 +1,7 @@
-"""Why it missed, as it is told to whoever sent the prompt.
+"""Explains a cache miss to the client that sent the prompt.
 
-Knows lookups, tokens and their text. What it tells a client comes from the client's own namespace alone: that
-the same tokens are cached under another salt is told as `never_seen`, and to operators only as it is.
+Knows lookups, tokens and their text. A client learns only about its own namespace: if the same tokens are cached under
+another salt, the client sees `never_seen`, and only operators see the real reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from foreword.server.records import RequestRecord
 from foreword.text import Tokenizer
 
 NUM_CONTEXT_TOKENS = 8
-"""Tokens of text that are shown before a divergence, and of each continuation."""
+"""Tokens of text shown before a divergence, and of each continuation."""
 MEDIA = "\u27e8media\u27e9"
 
 TokenIds = npt.NDArray[np.int32]
@@ -38,7 +38,7 @@ IN_WORDS = {
 
 
 def told_to_client(reason: MissReason | None) -> MissReason | None:
-    """A reason without what it says of others."""
+    """The reason as a client may see it, without facts about others."""
     return MissReason.NEVER_SEEN if reason is MissReason.SALT_DIFFERS else reason
 
 
@@ -51,9 +51,9 @@ def cache_report(
 ) -> dict[str, Any]:
     """`foreword.cache` of a response: the lookup of its prompt, for the client that sent it.
 
-    `similar` says where the prompt leaves an earlier one of the same namespace: for indexes that cannot tell, and
-    for prompts that differ where nothing is kept, as in a last block that is not full.
-    None for `explanation` (no prefix cache, or one that keeps no account) leaves counts only.
+    `similar` is where the prompt differs from an earlier one of the same namespace: for indexes that do not know it,
+    and for differences in tokens that are not cached, such as a last block that is not full. With `explanation` None
+    (no prefix cache, or no account of it) the report has counts only.
     """
     if explanation is None:
         return {"prompt_tokens": len(prompt), "hit_tokens": 0, "computed_tokens": len(prompt), "reason": None}
@@ -89,7 +89,7 @@ def _divergence_report(divergence: Divergence, prompt: TokenIds, tokenizer: Toke
 
 
 def _side(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> dict[str, Any] | None:
-    """How one continuation begins; None if there is none."""
+    """The beginning of one continuation; None if there is none."""
     if not token_ids:
         return None
     first = token_ids[0]
@@ -123,9 +123,9 @@ def common_length(ours: TokenIds, theirs: TokenIds) -> int:
 
 
 def most_similar(prompt: TokenIds, salt: str | None, records: Iterable[RequestRecord]) -> Divergence | None:
-    """Where a prompt leaves the earlier one, of the same namespace, with which it has most in common.
+    """The point where a prompt differs from the most similar earlier one of its namespace.
 
-    For indexes that know keys, not tokens. None if no earlier prompt goes on differently.
+    For indexes that know keys, not tokens. None if no earlier prompt continues differently.
     """
     best: tuple[int, TokenIds] | None = None
     for record in records:

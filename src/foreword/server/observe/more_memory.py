@@ -1,6 +1,6 @@
-"""What other sizes of the cache would find of this server's traffic.
+"""Estimates the hit rates of larger and smaller caches for this server's traffic.
 
-Knows ended requests, their tokens and namespaces; the estimate itself is replay's. Runs on the engine's thread.
+Knows ended requests, their tokens and namespaces; replay computes the estimate. Runs on the engine's thread.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from foreword.replay.live_curve import CurvePoint, LiveLruCurve
 from foreword.server.engine_thread import Ended
 
 FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-"""Sizes that are estimated, as multiples of the pool."""
+"""Estimated cache sizes, as multiples of the pool."""
 
 
 class MoreMemory:
-    """Follows what ended requests asked for and left behind. Belongs to the engine's thread.
+    """Follows the lookups and the cached blocks of ended requests. Belongs to the engine's thread.
 
-    An estimate: of LRU, whatever policy evicts here, and as if requests came one after the other, when they end.
+    The estimate assumes LRU, whatever policy evicts here, and requests one after the other, each when it ends.
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
@@ -33,15 +33,15 @@ class MoreMemory:
             usable = manager.num_blocks - len(manager.sink_block_ids())
             capacities = [max(1, int(usable * factor)) for factor in FACTORS]
             self._curve = LiveLruCurve(capacities, block_tokens=manager.block_size)
-            self._curve.admit(np.empty(0, np.uint64), 0)  # compiles its loops before requests wait for the engine
+            self._curve.admit(np.empty(0, np.uint64), 0)  # compiles the loops before any request waits for the engine
 
     @property
     def sampling_rate(self) -> float | None:
-        """Share of the blocks that is followed; None where nothing is: groups of layers fill the pool unequally."""
+        """Share of the blocks that is followed; None (follows nothing) if groups of layers fill the pool unequally."""
         return None if self._curve is None else self._curve.sampling_rate
 
     def note(self, ended: Sequence[Ended]) -> None:
-        """Requests ended."""
+        """Follow requests that have ended."""
         if self._curve is None:
             return
         for request in ended:
@@ -53,20 +53,20 @@ class MoreMemory:
             num_looked_up = len(job.prompt.token_ids) if reads else 0
             for answer in request.answers:
                 self._curve.admit(block_keys(job.prompt, answer, self._curve.block_tokens), num_looked_up)
-                num_looked_up = 0  # its continuations share one prompt
+                num_looked_up = 0  # the continuations share one prompt
 
     def points(self) -> list[CurvePoint]:
-        """One point for each of `FACTORS`; none before the first request, or where nothing is followed."""
+        """One point for each of `FACTORS`; none before the first request, or if nothing is followed."""
         return [] if self._curve is None else self._curve.points()
 
     def reset(self) -> None:
-        """The cache forgets everything, and so does this."""
+        """Forget everything, as the cache does."""
         if self._curve is not None:
             self._curve.reset()
 
 
 def block_keys(prompt: Prompt, answer: Sequence[int], block_tokens: int) -> PrefixKeys:
-    """Keys of the full blocks that a request leaves behind; the last token of an answer is never computed."""
+    """Keys of the full blocks that a request leaves in the cache; the last token of an answer is never computed."""
     tokens = np.concatenate((prompt.token_ids, np.array(answer[:-1], np.int32)))
     keys = chain(content_ids_of_tokens(tokens[: len(tokens) // block_tokens * block_tokens], block_tokens))
     salt = prompt.extra_keys.salt

@@ -1,7 +1,7 @@
-"""Recorder: what clients asked for, as a trace that `foreword replay` reads.
+"""Recorder: writes clients' requests as a trace that `foreword replay` reads.
 
-Knows finished records and the writer of traces; writes lengths, times and hashed ids, no text and no token. A thread
-of its own writes, so that a disk that is slow, or full, holds up nobody.
+Knows finished records and the writer of traces; writes lengths, times and hashed ids, but no text and no tokens. It
+writes in a thread of its own, so that a slow or full disk delays nobody.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from foreword.server.records import RequestRecord
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 64 * 2**20
-"""Most bytes of requests that wait to be written; what ends while there are so many is left out."""
+"""Most bytes of requests that wait to be written; beyond this, requests that end are left out."""
 
 RECORD_BYTES = 1024
-"""What a waiting record takes besides its prompt, roughly."""
+"""Estimated bytes of a waiting record besides its prompt."""
 
 RETRY_S = 1.0
-"""After a failure the next attempt waits so long."""
+"""Seconds between a failure and the next attempt."""
 
 
 class Recorder:
-    """Writes each request when it and all that arrived before it have ended, so that the file is in order of arrival.
+    """Writes each request once it and all earlier ones have ended, so that the file is in order of arrival.
 
-    Requests that were refused before they ran are left out. Tenants' prompts have no ids in common, as they have no
-    blocks in common. While the file cannot be written, requests wait here, and are written once it can be again.
+    Leaves out requests that were refused before they ran. Prompts of different tenants have no ids in common, as they
+    share no blocks. While the file cannot be written, requests wait here.
     """
 
     def __init__(self, file: Path, running: Callable[[], list[RequestRecord]]) -> None:
-        """Begins `file` anew; `running` lists the records that are still open. Raises TraceError."""
+        """Start `file` from empty; `running` lists the records that are still open. Raises TraceError."""
         self.health = ListenerHealth("record")
         self._writer = TraceWriter(file)
         self._running = running
@@ -53,7 +53,7 @@ class Recorder:
         self._thread.start()
 
     def record(self, record: RequestRecord) -> None:
-        """A request ended. Called on the engine's thread."""
+        """Queue a request that has ended. Called on the engine's thread."""
         with self._lock:
             if self._num_waiting_bytes > MAX_WAITING_BYTES:
                 self.health.num_lost += 1
@@ -68,7 +68,7 @@ class Recorder:
         return self._num_waiting_bytes
 
     def close(self) -> None:
-        """Write what is left, and finish the file; a second call does nothing. Waits for the disk, but not for ever."""
+        """Write the waiting requests and close the file; may be called twice. Waits at most 10 s for the disk."""
         if self._thread.is_alive():
             self._ended.put(None)
             self._thread.join(timeout=10.0)
@@ -93,7 +93,7 @@ class Recorder:
         self._finish()
 
     def _take(self, record: RequestRecord) -> None:
-        """Keep a record until those before it have ended."""
+        """Hold a record until those before it have ended."""
         if record.first_scheduled_time is not None:
             heapq.heappush(self._waiting, (record.arrival_time, record.request_id, record))
         else:
@@ -104,7 +104,7 @@ class Recorder:
             self._num_waiting_bytes -= _num_bytes(record)
 
     def _write_those_before(self, moment: float) -> None:
-        """Write the waiting requests that arrived before `moment`, unless that fails."""
+        """Write the waiting requests that arrived before `moment`, up to the first failure."""
         while self._waiting and self._waiting[0][0] < moment:
             try:
                 self._write(self._waiting[0][2])

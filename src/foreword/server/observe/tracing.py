@@ -1,7 +1,7 @@
-"""OpenTelemetry traces, an option: one span for each request, with what the cache found of it.
+"""OpenTelemetry traces, an option: one span per request, with the result of its cache lookup.
 
-Knows finished records and the SDK; the packages are needed only where an endpoint for traces is named.
-Names follow the semantic conventions for generative AI; what is ours begins with `foreword.`.
+Knows finished records and the SDK; the packages are needed only if an endpoint for traces is set. Names follow the
+semantic conventions for generative AI; our own names begin with `foreword.`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Tracing:
-    """Turns records into spans and sends them; `close` sends what is left."""
+    """Turns records into spans and sends them; `close` sends the rest."""
 
     def __init__(self, model_name: str, processor: SpanProcessor, health: ListenerHealth | None = None) -> None:
-        """`health` is that of what the processor sends to."""
+        """`health` is the health of the receiver of the spans."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
 
@@ -35,7 +35,7 @@ class Tracing:
 
     @classmethod
     def to_endpoint(cls, endpoint: str, model_name: str) -> Tracing:
-        """Send spans as OTLP over HTTP, in batches. Raises ConfigError where the packages are missing."""
+        """Send spans as OTLP over HTTP, in batches. Raises ConfigError if packages are missing."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
@@ -52,13 +52,13 @@ class Tracing:
                     health.worked()
                 else:
                     health.num_lost += len(spans)
-                    health.failed("the traces' endpoint did not take them")
+                    health.failed("the endpoint for traces refused them")
                 return result
 
         return cls(model_name, BatchSpanProcessor(Watched(endpoint=endpoint)), health)
 
     def record(self, record: RequestRecord) -> None:
-        """A request ended: its span is queued. Called on the engine's thread."""
+        """Queue the span of a request that has ended. Called on the engine's thread."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -80,7 +80,7 @@ class Tracing:
         span.end(end_time=at(record.finished_time if record.finished_time is not None else time.monotonic()))
 
     def close(self) -> None:
-        """Send what is left. May be called twice."""
+        """Send the rest. May be called twice."""
         self._provider.shutdown()
 
 

@@ -1,7 +1,7 @@
-"""Lines in the log about traffic: every few seconds while there is any, and, if asked for, one for each request.
+"""Log lines about traffic: one every few seconds while there is any and, on demand, one per request.
 
-Knows records and looks at the engine; knows nothing of HTTP, and never logs a prompt or an answer. Whatever goes wrong
-here is logged, and nothing else is affected.
+Knows records and looks at the engine; knows nothing of HTTP, and never logs a prompt or an answer. Any failure here is
+logged and affects nothing else.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What happened between two moments."""
+    """Counts of the requests between two moments."""
 
     seconds: float
     ended: int
-    """Requests."""
+    """Requests that ended."""
     failed: int
-    """Those of them that were refused, failed, or took too long."""
+    """Ended requests that were refused, failed, or timed out."""
     prompt_tokens: int
-    """Of requests that began to run."""
+    """Prompt tokens of requests that began to run."""
     hit_tokens: int
     generated_tokens: int
 
@@ -49,7 +49,7 @@ class Traffic:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the prompts' tokens that were found; None without prompts."""
+        """Share of the prompt tokens that were found; None without prompts."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else None
 
 
@@ -64,12 +64,12 @@ class TrafficLog:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin, unless the interval is 0."""
+        """Start, unless the interval is 0."""
         if self._interval_s:
             self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """End. May be called twice."""
+        """Stop. May be called twice."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -128,7 +128,7 @@ def _log_traffic(traffic: Traffic, look: Look) -> None:
 
 
 def log_request(record: RequestRecord) -> None:
-    """A line about a request that ended. Called on the engine's thread."""
+    """Log a line about a request that has ended. Called on the engine's thread."""
     first_ms = _ms(record.time_to_first_token)
     total_ms = None if record.finished_time is None else _ms(record.finished_time - record.arrival_time)
     reason = record.explanation.reason if record.explanation is not None else None

@@ -1,1 +1,1 @@
-"""OpenAI's dialect: chat completions, completions and responses."""
+"""OpenAI's API: chat completions, completions and responses."""

@@ -1,4 +1,4 @@
-"""OpenAI's prompt cache diagnostics: a response compared with an earlier one that it was to reuse.
+"""OpenAI's prompt cache diagnostics: compares a response with an earlier one that it should have reused.
 
 Knows records and OpenAI's names: a request gives `prompt_cache_options.comparison_response_id`, its response has
 `prompt_cache_diagnostics` with a `type`, and for a miss `reason`, `cache_missed_tokens` (of the input, from the
@@ -18,18 +18,18 @@ from foreword.server.records import RequestRecord
 _OPTIONS = {"mode", "ttl", "comparison_response_id", "prewarm"}
 
 _TEMPLATE_REASONS = {"tools": "tools_changed", "reasoning_effort": "reasoning_effort_changed"}
-"""What else enters a prompt here, and OpenAI's name for a change in it.
+"""Other inputs of a prompt, and OpenAI's names for a change in them.
 
-Its other reasons cannot arise: one model is served, conversations are not compacted, and neither a text's format, nor
-its verbosity, nor a service tier changes a prompt.
+OpenAI's other reasons cannot arise: one model is served, conversations are not compacted, and neither a text's format,
+nor its verbosity, nor a service tier changes a prompt.
 """
 
 FORGOTTEN = "forgotten"
-"""The cache has no account of it any more: it was reset, or evicted it long ago."""
+"""The cache no longer has an account of the prompt: it was reset, or evicted the prompt long ago."""
 
 
 def comparison_response_id(options: Mapping[str, Any] | None) -> str | None:
-    """The response to compare with, if `prompt_cache_options` name one. Raises APIError 400 for other wishes."""
+    """The response to compare with, if `prompt_cache_options` name one. Raises APIError 400 for unsupported options."""
     options = options or {}
     unknown = sorted(set(options) - _OPTIONS)
     if unknown:
@@ -46,10 +46,10 @@ def comparison_response_id(options: Mapping[str, Any] | None) -> str | None:
 
 
 def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: int) -> dict[str, Any]:
-    """Compare a request that has been looked up with an earlier one of the same tenant, None if there is none.
+    """Compare a request after its lookup with an earlier one of the same tenant, or None if there is none.
 
-    `unavailable` means that the requests do not differ: the later one goes on where the earlier one ended, or repeats
-    it, and was not found all the same. Our own `reason` beside it says what became of the earlier one's blocks.
+    `unavailable` means that the prompts do not differ: the later one repeats or continues the earlier one, but was not
+    found. Our own field `reason` says what happened to the earlier one's blocks.
     """
     if earlier is None:
         return {"type": "comparison_response_not_found"}
@@ -61,7 +61,7 @@ def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: i
         return _miss("prompt_cache_key_changed", len(ours), len(theirs))
     if shared < min(len(ours), len(theirs)):
         return _miss(_what_changed(record, earlier), len(ours) - shared, len(theirs))
-    # The last token is always computed, and what does not fill a block may not be kept.
+    # The last token is always computed, and a partial block may not be cached.
     if record.num_cached_tokens >= max(1, shared - max(1, shared % block_size)):
         return {"type": "cache_hit"}
     reason = _what_became_of_it(record.explanation)
@@ -69,7 +69,7 @@ def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: i
 
 
 def _what_changed(record: RequestRecord, earlier: RequestRecord) -> str:
-    """Why two prompts part: by what the template was given besides the messages, or else by these."""
+    """Why two prompts differ: an input of the template, or else the messages."""
     for name, reason in _TEMPLATE_REASONS.items():
         if record.template_digests.get(name) != earlier.template_digests.get(name):
             return reason
@@ -77,7 +77,7 @@ def _what_changed(record: RequestRecord, earlier: RequestRecord) -> str:
 
 
 def _what_became_of_it(explanation: LookupExplanation | None) -> str | None:
-    """Why a prompt that ran before was not found; None where no account is kept."""
+    """Why a prompt that ran before was not found; None if no account is kept."""
     if explanation is None or explanation.reason is None:
         return None
     reason = told_to_client(explanation.reason)

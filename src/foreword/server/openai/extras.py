@@ -1,7 +1,7 @@
-"""Extras: what a response tells of the cache beside the dialect's own fields, where it is asked for.
+"""Extras: fields about the cache that a response gets on demand, beside the API's own.
 
-Knows both ways of asking for `foreword.cache` (body field `foreword: {"cache": true}`, header `X-Foreword-Cache: 1`),
-and OpenAI's `prompt_cache_options.comparison_response_id`.
+Knows both ways to ask for `foreword.cache` (body field `foreword: {"cache": true}`, header `X-Foreword-Cache: 1`), and
+OpenAI's `prompt_cache_options.comparison_response_id`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEADER = "x-foreword-cache"
 
 
 class Extras:
-    """What one call asked for. Raises APIError 400 when it is made from options that make no sense."""
+    """The extras that one call asked for. Raises APIError 400 when built from invalid options."""
 
     def __init__(self, service: Service, tenant: Tenant, request: Request, body: Any) -> None:
         self._service = service
@@ -31,9 +31,9 @@ class Extras:
         self._compare_with = comparison_response_id(body.prompt_cache_options)
 
     def of(self, answer: AnswerStream) -> dict[str, Any]:
-        """Fields to add to the body of a finished answer; none if nothing was asked for.
+        """Fields to add to the body of a finished answer; none if the call asked for none.
 
-        `foreword.cache` is one report, or a list of them where a call had several prompts.
+        `foreword.cache` is one report, or a list of reports if the call had several prompts.
         """
         fields: dict[str, Any] = {}
         records = [job.record for job in answer.jobs]

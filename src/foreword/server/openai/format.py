@@ -1,6 +1,6 @@
-"""OpenAI's answers: how choices, log probabilities and usage are written down.
+"""OpenAI's answers: the form of choices, log probabilities and usage.
 
-Knows field names of answers; knows nothing of HTTP or of how an answer was made.
+Knows the field names of answers; knows nothing of HTTP, nor how an answer was made.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from foreword.text import Tokenizer
 
 REPLACEMENT = "\ufffd"
 LOWEST = -9999.0
-"""Stands for the log probability of what is impossible, which JSON cannot write down."""
+"""Stands for the log probability of an impossible token, which JSON cannot express."""
 
 
 def bytes_per_token(num_top: int | None) -> int:
-    """About how many bytes a token's text takes, with log probabilities of so many others; None for none at all."""
+    """Estimated bytes of a token's text with log probabilities of `num_top` others; None: no log probabilities."""
     return 8 if num_top is None else 128 * (1 + num_top)
 
 
 def num_bytes(deltas: Sequence[Delta], num_top: int) -> int:
-    """About how many bytes it takes to write these down."""
+    """Estimated bytes of these deltas."""
     return sum(len(delta.token_ids) * bytes_per_token(None if delta.logprobs is None else num_top) for delta in deltas)
 
 
@@ -81,7 +81,7 @@ def chat_logprobs(
 
 def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     text = tokenizer.token_text(token_id)
-    # The bytes of a token that is part of a character are not known here.
+    # A token that is part of a character has bytes that are not known here.
     return {
         "token": text,
         "logprob": max(logprob, LOWEST),
@@ -96,7 +96,7 @@ def completion_logprobs(
     num_top: int,
     text_offset: int,
 ) -> dict[str, Any]:
-    """`logprobs` of a completion's choice; its first token stands `text_offset` characters into the text."""
+    """`logprobs` of a completion's choice; its first token starts `text_offset` characters into the text."""
     tokens = [_text(tokenizer, token_id) for token_id in token_ids]
     offsets = []
     for token in tokens:

@@ -1,7 +1,7 @@
-"""The form that an answer must have, in every way that clients name it.
+"""The form that an answer must have, in each way that clients can ask for it.
 
-Knows OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields; foreword.grammar
-makes the constraints.
+Knows OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` fields; foreword.grammar.grammars
+builds the constraints.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GUIDED = ("json", "regex", "choice", "grammar")
 
 
 def structured_outputs(body: Any, response_format: ResponseFormat | None) -> StructuredOutputsParams | None:
-    """The form that a call asks for; None for free text. Raises APIError or InvalidRequestError."""
+    """The form that a call asks for; None for any text. Raises APIError or InvalidRequestError."""
     asked: dict[str, StructuredOutputsParams] = {}
     of_format = _of_format(response_format)
     if of_format is not None:
