@@ -151,7 +151,7 @@ def measure_limits(watch: Stopwatch, quick: bool) -> dict[str, float]:
 
 
 def inner_loop_rate(quick: bool) -> float:
-    """GFLOP/s of one thread in the product that the kernel is made of: so many rows by 64 lanes, 32 words deep."""
+    """GFLOP/s of one thread in the product inside the kernel: some rows by 64 lanes, 32 words deep."""
     from numba import njit
 
     from foreword.kernels.llvm import simd, tiles

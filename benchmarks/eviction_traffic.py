@@ -38,7 +38,7 @@ class Context:
         return self.ends[-1] if self.ends else 0
 
     def plus(self, owner: int, num_tokens: float) -> Context:
-        """This context and so many more tokens, which nobody shares but who has this owner's."""
+        """This context and more tokens, which only prompts with the same owner share."""
         end = self.num_tokens + max(1, int(num_tokens))
         if self.owners and self.owners[-1] == owner:
             return Context((*self.ends[:-1], end), self.owners)
@@ -262,7 +262,7 @@ HELD_OUT: dict[str, Callable[[Rng], Requests]] = {
 
 
 def make_requests(kind: str, seed: int, block_tokens: int, num_blocks: int) -> list[RecordedRequest]:
-    """Requests of one kind, until their prompts have so many blocks together."""
+    """Requests of one kind, until their prompts have that number of blocks together."""
     made: list[RecordedRequest] = []
     total = 0
     for context in {**TUNED_ON, **HELD_OUT}[kind](np.random.default_rng(seed)):

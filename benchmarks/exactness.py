@@ -118,7 +118,7 @@ def main() -> None:
     result = {"fixed": fixed_shapes()} if args.fixed_only else measure()
     where = torch.backends.cpu.get_cpu_capability() if args.device == "cpu" else torch.cuda.get_device_name()
     print(f"torch {torch.__version__}, {where}, {torch.get_num_threads()} threads")
-    kinds = {"elementwise": "how many of 153 cases", "fixed": f"places among {FIXED_ROWS} rows"}
+    kinds = {"elementwise": "number of the 153 cases", "fixed": f"places among {FIXED_ROWS} rows"}
     for kind, figures in result.items():
         print(f"\n{kind}: {kinds.get(kind, 'numbers of rows')} with other bits")
         for label, found in figures.items():

@@ -1,4 +1,4 @@
-"""What a GPU gives and what foreword takes of it: one command, a table, one JSON line.
+"""The limits of a GPU, and how close foreword comes to them: one command, a table, one JSON line.
 
     python benchmarks/gpu.py                 a random model of Qwen2-1.5B's shape on the first CUDA device
     ... --shape 7b                           Qwen2.5-7B's shape: the size that the targets are meant for
@@ -213,7 +213,7 @@ def decode(bench: Bench, exact: bool) -> None:
         waiting = Waiting(llm)
         for batch in sizes.batches:
             if batch * (sizes.context + 3 * sizes.steps) > llm.engine.manager.num_blocks * BLOCK_SIZE:
-                continue  # the pool does not hold so many contexts
+                continue  # the pool does not hold that number of contexts
             # The first requests decode while the last ones' prompts are computed, a few in a step.
             ahead = batch * sizes.context // llm.config.scheduler.max_num_batched_tokens
             params = SamplingParams(temperature=0.0, max_tokens=sizes.steps + 2 * ahead + 6, ignore_eos=True)

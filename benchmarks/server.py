@@ -142,7 +142,7 @@ class Conversation:
 
 
 class ClosedLoop:
-    """So many conversations at a time on an engine that this process steps itself."""
+    """Several conversations at a time on an engine that this process steps itself."""
 
     def __init__(self, llm: Any, sessions: list[list[Message]]) -> None:
         from foreword import SamplingParams
@@ -253,7 +253,7 @@ class Server:
 
 
 async def run_server(server: Server, sessions: list[list[Message]], num_clients: int) -> Times:
-    """The same conversations over HTTP, streamed, by so many clients."""
+    """The same conversations over HTTP, streamed, by several clients."""
     times = Times()
     waiting = iter([Conversation(session) for session in sessions])
     started, cpu = time.perf_counter(), server.cpu_s()

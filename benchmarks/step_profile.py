@@ -1,7 +1,7 @@
 """Where the time of a decoding step goes: what computes, and what only organises it.
 
 A model of Qwen2-0.5B's shape with random weights decodes a batch. With one thread for numerical code all of it is
-processor time of the calling thread, which other programs do not disturb much; with more it is time by the clock,
+processor time of the calling thread, which other programs do not disturb much; with more it is wall time,
 which wants a quiet machine. Parts are timed where they are called; what they cost is their own time without that of
 parts inside. The timers themselves cost about a microsecond per call, which is taken off. Layers that run as one
 program are run operation by operation here, which takes some percent longer; the step as it is comes first.

@@ -67,7 +67,7 @@ class CacheReport:
     hit_granularity: int
     """Hits end at multiples of this many tokens; 1: anywhere."""
     state_interval: int | None
-    """Recurrent states are saved every so many tokens, and at ends of prompts and messages; None: no such layers."""
+    """Tokens between saved recurrent states (also saved: ends of prompts and messages); None: no such layers."""
     preemptions: int
     evictions: int
     """Cached blocks whose memory was given to other content."""

@@ -256,7 +256,7 @@ def test_misses_add_up_and_tokens_count_partial_blocks():
 def test_unknown_policies_and_samples_of_others_than_lru_are_refused():
     with pytest.raises(ConfigError, match=r"'lrru'.*optimum"):
         simulate([], ["lrru"], blocks(1))
-    with pytest.raises(ConfigError, match="lru alone"):
+    with pytest.raises(ConfigError, match="lru only"):
         simulate([], ["value"], blocks(1), sampling_rate=0.5)
     with pytest.raises(ConfigError, match="sampling_rate=2"):
         LruCurve(2)

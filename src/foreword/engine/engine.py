@@ -83,7 +83,7 @@ class Prompt:
     priority: int = 0
     """Lower goes first under the "priority" policy."""
     message_ends: tuple[int, ...] = ()
-    """Numbers of tokens behind which a message of a conversation ends, if that is known."""
+    """Positions at which the messages of a conversation end, if known."""
 
 
 class Engine:
@@ -351,7 +351,7 @@ class Engine:
         try:
             try:
                 result = pending.result()
-            except (KeyboardInterrupt, SystemExit) as error:  # of the waiting: the batch is none the worse for it
+            except (KeyboardInterrupt, SystemExit) as error:  # ended only our wait; the batch is intact, so record it
                 interrupt, result = error, pending.result()
         except BaseException as error:
             self._drop_what_rests_on(batch)
@@ -393,7 +393,7 @@ class Engine:
     # -------------------------------------------------------------------- pins
 
     def pin_prefix(self, prompt: Prompt, ttl_s: float) -> int:
-        """Evict what is cached of this prompt last for so many seconds; returns how many tokens are protected.
+        """Evict this prompt's cached blocks last for `ttl_s` seconds; returns the number of protected tokens.
 
         Whole blocks only, and no more than the budget allows. Raises InvalidRequestError for an impossible
         prompt or time, ConfigError if pins are switched off.

@@ -36,8 +36,8 @@ class PendingStep(Protocol):
 class LaunchingRunner(Protocol):
     """A `Runner` that also computes while the caller does something else.
 
-    Batches are computed in the order in which they are launched. At most one is launched behind one whose result was
-    not asked for; the tokens that it expects are those that that one samples.
+    Batches are computed in the order in which they are launched. At most one is launched while the result of
+    another is pending; its placeholder tokens are the ones that the pending batch will sample.
     """
 
     def launch(self, batch: Batch) -> PendingStep: ...

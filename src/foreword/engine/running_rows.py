@@ -80,7 +80,7 @@ class RunningRows:
         self._requests[row] = self._answers[row] = self._stop_ids[row] = None
 
     def clear(self) -> None:
-        """Nobody runs any longer. Entries made before stay valid: `still_run` says that all of theirs have left."""
+        """Remove all requests. Entries made before stay valid: `still_run` is False for each of their requests."""
         self._keys.clear()
         self.order = np.empty(0, np.int64)
         self.progress["stay"] = 0
@@ -132,7 +132,7 @@ class RunningRows:
         return int((self.facts["max_length"][self.order] - progress["num_tokens"]).min()) - 1
 
     def skip(self, num_steps: int) -> None:
-        """So many of those steps, with 0 for the tokens."""
+        """Advance every row by `num_steps`, appending token 0."""
         for name in ("num_tokens", "num_computed"):
             self.progress[name][self.order] += num_steps
         self.progress["last_token"][self.order] = 0

@@ -37,7 +37,7 @@ class Scheduler:
 
     Both queues are in service order. Running requests come first in a step; when blocks run short the
     last of them is preempted: its blocks are freed (they stay cached), and it waits at its old place
-    to be looked up again. A waiting request that does not fit blocks those behind it, so none starves.
+    to be looked up again. A waiting request that does not fit blocks all later ones, so none starves.
     """
 
     def __init__(self, manager: KVCacheManager, config: SchedulerConfig) -> None:
@@ -274,7 +274,7 @@ class Scheduler:
         return counts
 
     def skip(self, num_steps: int) -> None:
-        """As so many of `num_steady_steps`, which sample token 0."""
+        """Do the work of `num_steps` of the `num_steady_steps`, with token 0 as each sample."""
         self.manager.allocate_running_slots(self._running.order, self.num_computed_tokens() + num_steps)
         self._running.skip(num_steps)
 
@@ -311,7 +311,7 @@ class Scheduler:
         return requests
 
     def _note_first_token(self, request: Request) -> None:
-        """Of its stay: what others wait for is computed."""
+        """The first token since admission: releases the requests that wait for this one's prefix."""
         self._coalescing.end(request)
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = time.monotonic()
@@ -319,7 +319,7 @@ class Scheduler:
     def others_rely_on(self, entries: Entries) -> bool:
         """Whether others use what this step, which is not committed, should compute.
 
-        They do if a step is planned behind it, or if a request of it has left: its blocks are free, and cached as if
+        They do if a later step is planned, or if one of its requests has left: its blocks are free, and cached as if
         they were computed, the one that a token known since has filled among them.
         """
         alive, progress = self._running.still_run(entries), self._running.progress.take(entries.rows)

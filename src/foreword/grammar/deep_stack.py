@@ -1,6 +1,6 @@
 """Work that calls itself as deeply as its input says, on a stack that is deep enough for it.
 
-Knows threads. Compiled code that runs out of its stack ends the process, and no exception tells of it.
+Knows threads. Compiled code that overflows its stack ends the process without an exception.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def with_deep_stack(work: Callable[[], T]) -> T:
     def run() -> None:
         try:
             result.set_result(work())
-        except BaseException as error:  # whoever waits is told of everything
+        except BaseException as error:  # the waiting thread raises it
             result.set_exception(error)
 
     thread = threading.Thread(target=run, name="foreword-deep-stack", daemon=True)

@@ -26,7 +26,7 @@ Kind = Literal["json", "regex", "choice", "grammar", "lark"]
 _NAMES = {"json": "JSON schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "lark": "grammar"}
 
 MAX_SOURCE_CHARACTERS = 128 * 1024
-"""Of a schema or grammar: one of so many takes about a second to compile, and 32 MB."""
+"""Longest schema or grammar; one of this length takes about a second, and 32 MB, to compile."""
 
 MAX_COMPLAINT = 300
 """Characters of a message about what is wrong with a grammar."""

@@ -46,11 +46,11 @@ class DeviceAttention(Protocol):
     def lay_out_decoding(
         self, batch: Batch, scrap_block: int, block_size: int, *, num_rows: int, max_tokens: int
     ) -> HostPlan:
-        """The same for a batch of single tokens, at most `num_rows` of them, behind less than `max_tokens` others.
+        """The same for a batch of single tokens, at most `num_rows` of them, each after fewer than `max_tokens` others.
 
         For equal `num_rows`, `max_tokens` and `block_size` the plans have one `most`, and attention at one
         address does for each of them, whatever else differs, the same device operations: what was recorded with
         one plan computes another whose data has taken its place. Results have the bits that `lay_out` gives.
-        Rows behind the batch's own are padding, whose results mean nothing.
+        Rows after the batch's own are padding; their results mean nothing.
         """
         ...

@@ -85,7 +85,7 @@ class Sharing:
         return SharingRule(self._token_bytes)
 
     def note_layer(self, token_bytes: int) -> None:
-        """A layer of this step reads so much KV of a token."""
+        """Note that a layer of this step reads `token_bytes` of KV per token."""
         self._bytes_this_step += token_bytes
 
     def explain(self) -> str:

@@ -52,7 +52,7 @@ class SharingRule:
         return num_chunks * CHUNK * self.token_bytes * self.saved_ns_per_byte / 1e3
 
     def search_us(self, num_blocks: int) -> float:
-        """Time to sort block tables of so many entries."""
+        """Time to sort block tables of `num_blocks` entries."""
         return (self.search_ns + num_blocks * self.search_ns_per_block) / 1e3
 
     def pays(self, num_chunks: int, num_blocks: int) -> bool:

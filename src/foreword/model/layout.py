@@ -170,12 +170,12 @@ class LayoutOptions:
     block_size: int = 16
     """Tokens per block of attention layers; more if a recurrent state would not fit otherwise."""
     state_block_size: int | None = None
-    """Recurrent states can be saved behind multiples of this many tokens; None: see `MIN_STATE_TOKENS`.
+    """Recurrent states can be saved after multiples of this many tokens; None: see `MIN_STATE_TOKENS`.
 
     If it is given, blocks keep `block_size` tokens, whatever memory that wastes.
     """
     state_interval: int | None = None
-    """Save a recurrent state behind every so many tokens; None: states take about as much memory as KV."""
+    """Tokens between two saved recurrent states; None: states take about as much memory as KV."""
     max_tokens: int = 2**31
     """Longest sequence; a window or chunk that is not shorter is full attention."""
     num_sink_tokens: int = 0

@@ -62,7 +62,7 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, and what the engine must know of it."""
+    """A model ready to run, and the facts about it that the engine needs."""
 
     module: PreTrainedModel
     config: PretrainedConfig

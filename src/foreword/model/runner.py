@@ -95,7 +95,7 @@ class ForwardPass:
     keep: Tensor
     """[padded] int32: rows whose logits are computed."""
     num_kept: int
-    """How many of them are wanted."""
+    """Number of these rows that are wanted; the rest is padding."""
     groups: dict[int, GroupPlan]
     runs: dict[int, list[StateRun]]
 
@@ -118,7 +118,7 @@ class ModelRunner:
     """Runs batches on one model. `execute` is called by one thread at a time."""
 
     def __init__(self, model: LoadedModel, storage: KVStorage, *, pass_rows: int | None = None) -> None:
-        """`pass_rows`: compute batches in passes of exactly so many rows. None: on a GPU, if the model is to be exact.
+        """`pass_rows`: compute batches in passes of exactly this size. None: on a GPU, if the model is to be exact.
 
         Recurrent layers compute requests, not rows: there batches stay whole.
         """
@@ -133,7 +133,7 @@ class ModelRunner:
             pass_rows = EXACT_ROWS
         self._pass_rows = None if model.states else pass_rows
         self.pad_rows: RowPadding
-        """How many rows a forward pass of so many has."""
+        """Number of rows of a forward pass, padding included, from the number of rows in the batch."""
         if pass_rows is not None or on_gpu:
             self.pad_rows = RowPadding.fixed(pass_rows or 1)
         else:

@@ -159,7 +159,7 @@ class _Check:
             table[target, : num_tokens // size] = table[source, : num_tokens // size]
 
     def run(self, *parts: tuple[int, IntArray, int, int]) -> torch.Tensor:
-        """Logits behind the first of some parts, each (request, token ids, start, end), run as one batch."""
+        """Logits after the first of some parts, each (request, token ids, start, end), run as one batch."""
         lengths = [end - start for _, _, start, end in parts]
         rows = [row for row, *_ in parts]
         batch = Batch(

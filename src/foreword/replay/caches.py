@@ -1,4 +1,4 @@
-"""Caches that are told one request after the other, and answer with what they held of it.
+"""Caches that take one request after the other, and return the part of each prompt that they held.
 
 Know the requests' prefix keys; know no file, clock or model. Outputs are not cached, and a request is over
 before the next one comes: what is left is the order of arrival, the capacity and the policy. A request that
@@ -22,7 +22,7 @@ from foreword.replay.keys import NO_KEYS, PrefixKeys
 from foreword.replay.trace import RecordedRequest
 
 PIECE_BITS = np.uint64(31)
-"""A prefix key is given to the manager as two token ids of so many bits: blocks of two tokens."""
+"""A prefix key is given to the manager as two token ids of this many bits: blocks of two tokens."""
 
 PIECES = 2
 
@@ -44,7 +44,7 @@ class HitCount:
     """Of requests with more blocks than the cache has."""
 
     def note(self, request: RecordedRequest, num_held: int, capacity: int) -> None:
-        """A cache of this capacity held so many of the request's first blocks."""
+        """Note that a cache of this capacity held the first `num_held` blocks of the request."""
         self.blocks += num_held
         self.tokens += request.tokens_of(num_held)
         if len(request.keys) > capacity:

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-tokens", type=int, metavar="N", help="tokens per block (default: what the format says)"
     )
-    parser.add_argument("--max-requests", type=int, metavar="N", help="only so many from the beginning (default: all)")
+    parser.add_argument("--max-requests", type=int, metavar="N", help="only the first N requests (default: all)")
     parser.add_argument(
         "--sample",
         type=float,

@@ -36,7 +36,7 @@ def compiled(function: Function) -> Function:
 
 @compiled
 def read_numbers(text: npt.NDArray[np.uint8], numbers: npt.NDArray[np.uint64]) -> bool:
-    """Whether `text` is `1, 2,3` with just so many numbers, each of at most `MAX_DIGITS` digits. Changes `numbers`."""
+    """Whether `text` is `1, 2,3`, as long as `numbers`, with at most `MAX_DIGITS` digits each. Changes `numbers`."""
     num_read = num_digits = 0
     value = np.uint64(0)
     is_over = False  # a space after a number: only a comma may follow

@@ -85,7 +85,7 @@ class LiveLruCurve:
     def admit(self, keys: PrefixKeys, num_prompt_tokens: int) -> None:
         """The next request: keys of its full blocks, of which the first are its prompt's.
 
-        Those behind the prompt hold its answer: they are there for later prompts, but were not looked for.
+        Those after the prompt hold its answer: later prompts can find them, but this one did not look for them.
         """
         num_looked_up = num_prompt_tokens // self.block_tokens
         self._num_tokens += num_prompt_tokens

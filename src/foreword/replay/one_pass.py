@@ -1,4 +1,4 @@
-"""What one pass tells of LRU at every capacity asked for, of unlimited memory, and of when blocks come again.
+"""One pass over a trace: LRU at every capacity asked for, unlimited memory, and when blocks come again.
 
 Knows requests and stack distances. Requests are gathered first: arrays of some ten thousand blocks cost little each.
 """
@@ -87,7 +87,7 @@ class OnePass:
         self._num_waiting_blocks = self._num_requests = 0
 
     def follow(self, capacity: int) -> HitCount:
-        """What LRU will have found with so many blocks; before the first request."""
+        """Count the blocks that LRU finds with `capacity` blocks; call it before the first request."""
         followed = _LruAtCapacity(HitCount(), capacity)
         self._capacities.append(followed)
         return followed.count

@@ -70,7 +70,7 @@ class ReplayResult:
 
 
 class Simulation:
-    """Caches of every policy and capacity, told of one request after the other.
+    """Caches of every policy and capacity, which take one request after the other.
 
     Memory grows with the number of different blocks; `optimum` keeps 16 bytes for every block of every
     prompt. With `sampling_rate` below 1 only the LRU curve is followed, on that share of the blocks.
@@ -85,7 +85,7 @@ class Simulation:
         self._pass = OnePass(sampling_rate)
         self._samples = sampling_rate < 1.0
         if self._samples and any(policy != "lru" for policy in policies):
-            raise ConfigError(f"a sample of {sampling_rate} tells of lru alone; leave out the other policies")
+            raise ConfigError(f"a sample of {sampling_rate} works for lru only; leave out the other policies")
         self._policies = list(policies)
         self._capacities: list[Capacity] = []
         self._caches: list[tuple[HitCount, int, SimulatedCache]] = []

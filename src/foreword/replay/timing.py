@@ -102,9 +102,9 @@ class SimulatedRunner:
         return BatchResult(np.zeros(len(entries), np.int64))
 
     def run_decoding(self, num_computed: Int64Array, most: int, moment: float) -> int:
-        """Steps that compute one token of each request, at most so many; none begins at `moment` or later.
+        """Run steps that compute one token of each request, at most `most`; none begins at `moment` or later.
 
-        Returns how many.
+        Returns the number of steps.
         """
         seconds = self.cost.seconds_of_decoding(num_computed, most)
         times = np.cumsum(np.append(self.now, seconds))

@@ -146,15 +146,15 @@ class Request:
         self.is_fork = False
         """Whether it is the second or a later answer to its prompt."""
         self.message_ends = message_ends
-        """Numbers of prompt tokens behind which a message ends; later prompts may begin alike up to there."""
+        """Prompt positions at which a message ends; later prompts may be equal up to there."""
         self.state_positions: list[int] = []
-        """Numbers of tokens behind which recurrent states are saved, besides those at intervals; ascending."""
+        """Positions at which recurrent states are saved, besides those at intervals; ascending."""
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         """The stop token id or stop string that ended it, if any."""
         self.num_scheduled_tokens = 0
-        """How many of its tokens are computed after the step that is planned; only where layers are recurrent."""
+        """Number of its tokens computed after the planned step; set only if layers are recurrent."""
         self.num_cached_tokens = 0
         """Prompt tokens that were hit at the first admission."""
         self.explanation: LookupExplanation | None = None

@@ -150,7 +150,7 @@ class SamplingParams:
     skip_reading_prefix_cache: bool = False
     """Compute the whole prompt even if it is cached."""
     truncate_prompt_tokens: int | None = None
-    """Keep only so many tokens at the end of the prompt; -1: as many as leave room for the answer; None: all."""
+    """Number of tokens to keep at the end of the prompt; -1: all that leave room for the answer; None: all."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

@@ -1,6 +1,6 @@
 """The cache's own endpoints: /v1/cache, /v1/cache/explain, /reset_prefix_cache, /metrics.
 
-Knows their fields, and what of the cache may be shown to whom: operators see everything, tenants what is theirs.
+Knows their fields, and what of the cache may be shown to whom: operators see everything, tenants only their own.
 """
 
 from __future__ import annotations

@@ -57,10 +57,10 @@ _CONTINUATIONS = ("", "a", " a", "A", "1", ".", "\n", "\n\n")
 """What may follow a public text: enough that its last tokens show whether they depend on it."""
 
 LONG_TEXT = 4_000
-"""Texts of so many characters are turned into tokens beside the event loop, not on it."""
+"""Length in characters from which texts are tokenized in a thread, not on the event loop."""
 
 MANY_MESSAGES = 32
-"""And so are so many messages."""
+"""Number of messages from which a conversation is tokenized in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Tokens:
 
     token_ids: npt.NDArray[np.int32]
     message_ends: tuple[int, ...] = ()
-    """Behind which of them a message of a conversation ends: where recurrent states are worth saving."""
+    """Positions at which messages of a conversation end: recurrent states are worth saving there."""
 
 
 @dataclass(frozen=True, slots=True)

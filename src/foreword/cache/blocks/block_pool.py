@@ -79,11 +79,11 @@ class BlockPool:
         return 1.0 - self.get_num_free_blocks() / self.num_blocks
 
     def count_free(self, block_ids: BlockIds) -> int:
-        """How many of these blocks are free (touching them would leave so many fewer)."""
+        """Number of these blocks that are free; touching them takes that number from the free queue."""
         return int(np.count_nonzero(self._ref_counts.take(block_ids) == 0))
 
     def count_held_once(self, block_ids: BlockIds) -> int:
-        """How many of these blocks would join the free queue if they were freed."""
+        """Number of these blocks that would join the free queue if they were freed."""
         return int(np.count_nonzero(self._ref_counts[block_ids] == 1))
 
     def get_new_blocks(self, count: int) -> BlockIds:
@@ -167,7 +167,7 @@ class BlockPool:
         return self._keyed is not None
 
     def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
-        """The keys of the blocks that `note_cached` was told of a moment ago, in the same order."""
+        """The keys of the blocks of the last `note_cached`, in the same order."""
         if self._keyed is not None:
             self._keyed.note_keys(block_ids, keys)
 

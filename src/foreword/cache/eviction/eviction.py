@@ -34,7 +34,7 @@ class EvictionPolicy(Protocol):
     """The free blocks of a pool, in the order in which they are given away.
 
     The pool tells what happens to a block's content through the three `note_` calls; only they and
-    `popleft` change what the policy knows of it. All blocks are free and hold nothing at first. The ids
+    `popleft` change the policy's state. All blocks are free and hold nothing at first. The ids
     in one call are distinct.
     """
 

@@ -29,7 +29,7 @@ MIN_LEAD = 64
 To follow the wrong one costs no more than that lead. A change of mind costs a few per cent of the pool, until the
 contents have changed, so small leads are not worth one."""
 LEAD_IN_REQUESTS = 4
-"""LRU must lead by so many times the most that a single request has made of a difference: with long prompts, the
+"""LRU must lead by this multiple of the largest difference that one request has made: with long prompts, the
 first few decide nothing, and `ValuePolicy` has yet to learn."""
 
 

@@ -98,7 +98,7 @@ class ShadowPool:
         self.policy.append(_distinct(slots[is_last]))
 
     def hold_blank(self, count: int) -> BlockIds:
-        """So many real blocks are held without a key. Returns the real blocks that lost their slots by it."""
+        """Note that `count` real blocks are held without a key. Returns the real blocks that lost their slots."""
         excess = len(self._blank) - count
         if excess > 0:
             self.policy.append(self._blank[:excess])

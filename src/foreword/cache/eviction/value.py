@@ -74,7 +74,7 @@ class KeyedPolicy(Protocol):
         """Whether to call `note_keys`: keys cost a hash per block."""
 
     def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
-        """The keys of blocks that `note_cached` was told of a moment ago, in the same order."""
+        """The keys of the blocks of the last `note_cached`, in the same order."""
 
 
 def key_numbers(keys: Sequence[BlockHash]) -> npt.NDArray[np.uint64]:

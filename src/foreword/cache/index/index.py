@@ -138,7 +138,7 @@ class PrefixIndex(Protocol):
 class HashIndex:
     """Blocks by their chained hash, as in vLLM v1.
 
-    The first block to get a key answers for it; later duplicates wait behind it and take its place
+    The first block to get a key answers for it; later duplicates wait and take its place
     when it is removed, so a request's block table never has to change.
 
     With `verify_tokens`, a block answers only if the tokens and extra keys of its whole prefix are the

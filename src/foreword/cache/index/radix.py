@@ -117,7 +117,7 @@ class RadixIndex(RadixTree):
         start, end = block * self._block_size, (block + 1) * self._block_size
         node = self._roots.get(_namespace(sequence.extra_keys))
         while node is not None and end <= len(tokens):
-            # What is before the block is known to be there: the first token of each node shows the way.
+            # The index has the tokens before the block: the first token of each node leads to the next.
             ours = tokens[max(start, node.start) : min(end, node.end)]
             if not np.array_equal(node.tokens[max(0, start - node.start) : end - node.start], ours):
                 return False

@@ -31,7 +31,7 @@ STEP_ARGUMENTS = [
     *range(layout.TABLES, layout.NUM_MERGES + 1),
     *range(layout.PARTIAL_STATS, layout.SCRATCH_BYTES + 1),
 ]
-"""What is new in every step: the plan, and memory."""
+"""Arguments that change in every step: the plan, and memory."""
 
 
 def fastest_mode() -> int:
@@ -170,7 +170,7 @@ class CpuAttention:
         return output.to(query.dtype)
 
     def step_numbers(self, shape: tuple[int, int, int, int, int], token_bytes: int, plan: CpuPlan) -> Int64Array:
-        """STEP_ARGUMENTS of layers of one shape which together read so many bytes of a token."""
+        """STEP_ARGUMENTS of layers of one shape, which together read `token_bytes` bytes per token."""
         _, num_groups, num_kv_heads, _, value_dim = shape
         self._num_kv_heads = num_kv_heads
         self._sharing.note_layer(token_bytes)

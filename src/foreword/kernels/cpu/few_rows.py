@@ -74,6 +74,6 @@ def multiply_values_directly(
 
 @inlined
 def _to_ask_for(ask: int, rows: tuple[int, int], step: int, num_steps: int) -> tuple[int, int]:
-    """From which to which token of the next chunk, with one of so many steps of some rows."""
+    """Tokens of the next chunk, from and to, that step `step` of `num_steps` over these rows asks for."""
     begin, total = ask * rows[0], ask * (rows[1] - rows[0])
     return (begin + total * step // num_steps) >> 16, (begin + total * (step + 1) // num_steps) >> 16

@@ -19,7 +19,7 @@ import numpy as np
 from foreword.kernels.step_plan import FOLD, LEADING, Int64Array, StepPlan
 
 PACKING_QUERIES = 4
-"""Packing a chunk takes as long as so many queries with it."""
+"""Packing a chunk takes as long as this number of queries with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def find_bounds(table: int, num_rows: int) -> tuple[int, int, int, int]:
 
 @inlined
 def cap_scores(a: Any, num_rows: int, scores: int, score_bytes: int, panels: tuple[int, int]) -> None:
-    """Scores of some tokens, so many bytes between rows, by the soft-cap if there is one."""
+    """Apply the soft-cap, if any, to scores of some tokens, with `score_bytes` bytes between rows."""
     scale, cap = load_float(a[FLOAT_OPTIONS]), load_float(a[FLOAT_OPTIONS] + 4)
     if cap > 0.0:
         for row in range(num_rows):

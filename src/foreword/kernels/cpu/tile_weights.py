@@ -60,7 +60,7 @@ from foreword.kernels.llvm.tile_softmax import (
 from foreword.kernels.llvm.tiles import TILE_ROWS, tile_product_64
 
 _GROUP = 8
-"""So many rows' weights are computed between two requests to memory."""
+"""Number of rows whose weights are computed between two requests to memory."""
 
 
 @inlined
@@ -111,7 +111,7 @@ def weigh_in_tiles(a: Any, scratch: int, rows: tuple[int, int], bounds: tuple[in
 def _multiply_keys(
     a: Any, scratch: int, rows: tuple[int, int], panels: tuple[int, int], scores: int, score_bytes: int
 ) -> None:
-    """Scores of the tokens of some panels, so many bytes between rows; `scores`: where the chunk's first would be."""
+    """Scores of the tokens of some panels, `score_bytes` between rows; `scores`: where the chunk's first would be."""
     num_rows, words = rows[1] - rows[0], (a[KEY_DIM] + 31) // 32 * 16
     queries = part(scratch, ROW_QUERIES) + rows[0] * words * 4
     for panel in range(panels[0], panels[1], PANEL):

@@ -13,7 +13,7 @@ from foreword.kernels.llvm import simd
 from foreword.kernels.llvm.simd import LANES, ROWS, _int, _load, _loop, _splat, _store
 
 DIMS = 2 * LANES
-"""Dimensions of values that are mixed at a time; keys are whole vectors of so many."""
+"""Number of value dimensions that are mixed at a time; keys are whole vectors of this size."""
 _COUNTS = range(1, ROWS + 1)
 
 

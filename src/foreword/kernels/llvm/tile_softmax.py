@@ -4,7 +4,7 @@ Knows memory addresses and lanes; knows nothing of rows' places or chunks. A wei
 bfloat16, so it keeps 8 bits, and what comes before need not keep more:
 
     score, score'    float32    x = 512 * (factor * score - peak + 76), rounded to an integer
-    x                16 bits    both in one vector, from 0 to 65535: 7 bits before the point, 9 behind it
+    x                16 bits    both in one vector, from 0 to 65535: 7 bits before the point, 9 after it
     fraction f       float16    512 * (2 ** f - 1 - f) by a polynomial, also an integer
     their sum        16 bits    7 bits of exponent, 9 of mantissa; without the last two, and rounded: a bfloat16
 

@@ -194,7 +194,7 @@ def multiply_beside(signature: str, emit: Callable[..., None]) -> Any:
 
 
 def _emit_wide(builder: Any, shape: tuple[int, int], arguments: tuple[Any, ...]) -> None:
-    """A product of one or two tiles of rows and so many tiles of columns."""
+    """A product of one or two tiles of rows and some tiles of columns; `shape` has both numbers."""
     num_row_tiles, num_tiles = shape
     a, lda, b, num_steps, c, ldc = arguments
     line, down = simd._int(64 * num_tiles), simd._int(TILE_ROWS)

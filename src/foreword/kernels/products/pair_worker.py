@@ -2,7 +2,7 @@
 
 Knows compact weights and rows as memory addresses; knows nothing of modules. A unit's first rows are multiplied with
 weights while these are expanded, part of which the processor does beside multiplying; the others with what was
-expanded, which lies in the core's second cache, in blocks of equal size. What is long (along k) is taken in *parts*,
+expanded, which lies in the core's second cache, in blocks of equal size. Long rows (along k) are taken in *parts*,
 and sums wait in memory from part to part; they are float32 there as in registers, so cutting changes no bit.
 
     up to 8 rows     no others; only two steps of expanded weights are kept
@@ -15,7 +15,7 @@ A thread's scratch memory:
     addresses    of the rows that are being packed
     sums         for each panel of a unit those of all its rows
     expanded     for each panel of a unit the weights of a part
-    packed       rows: the first, and behind them, if they are few, the others
+    packed       rows: the first and then, if they are few, the others
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MOST_PANELS = 8
 """Of a unit, if there are more than a few rows; otherwise it is one: threads wait for each other's last."""
 MOST_FIRST = FIRST_ROWS[-1]
 FEW_ROWS = 2 * MOST_FIRST
-"""Up to so many rows are packed once."""
+"""Most rows that are packed once."""
 MOST_BLOCKS = 20
 """Of a unit, beside its first rows."""
 PART = 28

@@ -92,7 +92,7 @@ def _emit_expanding(builder: Any, num_rows: int, arguments: Sequence[Any]) -> No
 
 
 def _ahead(builder: Any, source: Any, distance: int, step: Any, num_steps: Any, jump: Any) -> Any:
-    """Where the weights lie that follow so many steps later."""
+    """Address of the weights that come `distance` steps later."""
     later = builder.add(source, simd._int(distance * STEP_BYTES))
     inside = builder.icmp_signed("<", builder.add(step, simd._int(distance)), num_steps)
     return builder.select(inside, later, builder.add(later, jump))

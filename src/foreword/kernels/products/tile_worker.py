@@ -3,7 +3,7 @@
 Knows compact weights and rows as memory addresses; knows nothing of modules. A unit of work is some rows x some
 panels; threads take units from a counter. Weights are expanded where they are used: for few rows a step at a time,
 beside the product with the step before, so that such a product waits for memory and little else; for more rows some
-panels at a time, which then stay in the core's second cache for all rows of the unit. What is long (along k) is taken
+panels at a time, which then stay in the core's second cache for all rows of the unit. Long rows (along k) are taken
 in *parts*, and sums wait in memory from part to part; they are float32 there as in tiles, so cutting changes no bit.
 """
 
@@ -52,7 +52,7 @@ from foreword.kernels.step_plan import Int64Array
 
 BLOCK_ROWS = 2 * TILE_ROWS
 FEW_ROWS = 64
-"""Up to so many rows weights are expanded anew for each block: keeping them costs more than it saves."""
+"""Most rows for which weights are expanded again for each block: keeping them costs more than it saves."""
 MOST_ROWS, MOST_PANELS, FEW_PANELS = 576, 8, 2
 """Of a unit; FEW_PANELS if there are few rows: the smaller the last unit, the less threads wait for each other."""
 MOST_STEPS, PART = 40, 14

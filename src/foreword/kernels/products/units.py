@@ -55,7 +55,7 @@ class ProductWorker(NamedTuple):
     thread_scratch: Callable[[int], int]
     """Bytes of scratch memory for each thread, by how many steps the weights have."""
     set_units: Callable[[Int64Array, int], None]
-    """Set how units are cut, for NUM_ROWS rows and so many threads."""
+    """Set how units are cut, for NUM_ROWS rows and a number of threads."""
 
 
 def _bfloat16(builder: Any, vector: Any) -> Any:

@@ -39,7 +39,7 @@ FAR, NEAR = 8, 2
 first."""
 NUM_CODES = 16
 COUNTED = 64
-"""Upper bytes are counted in about so many of a weight's outputs: which are the commonest is clear from these.
+"""About this number of a weight's outputs is enough to find the commonest upper bytes.
 
 They lie an odd number apart, so that they are not the same dimension of every head.
 """

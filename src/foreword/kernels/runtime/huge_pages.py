@@ -36,7 +36,7 @@ def allocate(num_bytes: int) -> Bytes:
 
 
 def _reserve(num_bytes: int) -> tuple[Bytes, int]:
-    """Memory with room for so much, and where in it that begins."""
+    """Memory with room for `num_bytes`, and the position in it where they begin."""
     room = num_bytes + HUGE_PAGE
     try:
         memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -75,7 +75,7 @@ class HugePages:
 
     @contextlib.contextmanager
     def touched_ahead(self, num_bytes: int) -> Iterator[None]:
-        """While the caller does something else, a thread touches memory for so many bytes, up to the first `allocate`.
+        """While the caller does something else, a thread touches `num_bytes` of memory, up to the first `allocate`.
 
         A page takes time when it is written to first: 0.1 s a GB where the system has it at hand, 2 s where a virtual
         machine must ask its host. At the end what was not allocated is given back, and is nobody's: a region of that
@@ -100,7 +100,7 @@ class HugePages:
                     self._leave_region()
 
     def _leave_region(self) -> None:
-        """Nothing follows the last piece of it; what was touched behind that is given back."""
+        """Give no further piece from the region, and give back the touched memory after its last piece."""
         region = None if self._region is None else self._region()
         if region is not None and self._is_touched:
             _give_back(region, self._next)
@@ -124,7 +124,7 @@ class _Toucher:
         for at in range(0, len(memory), TOUCHED_BYTES):
             if self._stopped:
                 return
-            memory[at : at + TOUCHED_BYTES : mmap.PAGESIZE] = 0  # so many elements that numpy lets other threads run
+            memory[at : at + TOUCHED_BYTES : mmap.PAGESIZE] = 0  # enough elements for numpy to let other threads run
 
     def stop(self) -> None:
         """Returns when it writes no more, after some tens of milliseconds at most."""

@@ -90,7 +90,7 @@ class Program:
         a[GIVE_WAY] = _address_of(ctypes.CDLL(None).sched_yield)
 
     def run(self, number: int | None = None) -> None:
-        """All of them, or so many of the first, with the arguments that they have now."""
+        """Run all operations, or the first `number` of them, with their present arguments."""
         a = self._whole.arguments
         a[NUM_THREADS], a[NUM_OPERATIONS] = torch.get_num_threads(), len(self.operations) if number is None else number
         self._counters[:] = 0

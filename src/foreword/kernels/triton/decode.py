@@ -50,7 +50,7 @@ def attend_items(
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Partial results of items. Programs take every so-manieth unit (item, KV head), so any number of them will do."""
+    """Partial results of items. Program p of P takes units (item, KV head) p, p + P, p + 2P, ...; any P works."""
     key_dim, value_dim = tl.arange(0, KEY_WIDTH), tl.arange(0, VALUE_WIDTH)
     num_units = tl.load(metadata + _NUM_ITEMS) * NUM_KV_HEADS
     for unit in tl.range(tl.program_id(0), num_units, tl.num_programs(0)):

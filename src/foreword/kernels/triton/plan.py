@@ -136,7 +136,7 @@ def lay_out(step: StepPlan, tile_queries: int, shape: PlanShape) -> HostPlan:
     """A step's plan as one array, in a shape that holds it.
 
     `tile_queries`: most queries of an item, which changes no result. Tables are cut to the shape's width: what is
-    behind a request's last token means nothing.
+    after a request's last token means nothing.
     """
     folds = step.items[: step.num_folds, 1:]
     items = _items(step, tile_queries)
@@ -185,7 +185,7 @@ def _frame(shape: PlanShape, num_items: int, num_queries: int, tables: IntArray)
     data[NUM_FOLDS], data[NUM_ITEMS], data[NUM_QUERIES] = shape.num_folds, num_items, num_queries
     data[FOLDS], data[ITEMS], data[QUERIES], data[STARTS] = shape.folds, shape.items, shape.queries, shape.starts
     data[TABLES], data[TABLE_WIDTH] = tables_at, width
-    if num_queries < shape.num_queries:  # rows behind the batch's own
+    if num_queries < shape.num_queries:  # rows after the batch's own
         padding = data[shape.queries : shape.starts].reshape(-1, 4)[num_queries:]
         padding[:, 0] = np.arange(num_queries, shape.num_queries)
         padding[:, 1] = UNUSED_POSITION

@@ -37,9 +37,9 @@ def head_start(options: ModelConfig) -> Iterator[None]:
 
 
 def _num_weights(folder: Path) -> int:
-    """How many of a checkpoint's numbers are bfloat16 in matrices, without experts, which are not packed.
+    """Number of a checkpoint's bfloat16 values in matrices, without experts, which are not packed.
 
-    What a file that cannot be read would have, is missing; the loader tells of it.
+    Unreadable files count as 0; the loader reports them.
     """
     found = 0
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):

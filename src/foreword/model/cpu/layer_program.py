@@ -70,7 +70,7 @@ class Workspace:
         self._places: Places | None = None
 
     def widen(self, wide: int, narrow: int, thread_scratch: int) -> None:
-        """There is a layer with rows of so many elements, whose products need so many bytes for each thread."""
+        """Make room for a layer with rows of `wide` and `narrow` elements, and scratch bytes for each thread."""
         self._wide, self._narrow = max(self._wide, wide), max(self._narrow, narrow)
         self._thread_scratch = max(self._thread_scratch, thread_scratch)
 
@@ -240,7 +240,7 @@ class LayerChain:
     ) -> Tensor | None:
         """Logits [len(keep), vocab] of some rows, ascending, each once; None if the program is not for such a step.
 
-        Of rows before the first of them and behind the last, the last layer computes no more than attention.
+        For rows before the first and after the last of them, the last layer computes only attention.
         """
         if self._head is None or not self._can_run(hidden_states, context):
             return None
@@ -344,7 +344,7 @@ class LayerChain:
         self._wires = Wires([w for kind, own in enumerate(alike) for one in own for w in one.wires(kind * _NUMBERS)])
 
     def _bind_step(self, turns: tuple[Tensor, Tensor], context: ForwardContext) -> None:
-        """What is new in every step.
+        """Set the arguments that change in every step.
 
         Rows of padding attend to nothing: what they get is whatever lay there, and no other row sees it.
         """

@@ -29,7 +29,7 @@ UNIT_ROWS = 4
 (QUERY_NORM, QUERY_EPSILON, QUERY_FORM, KEY_NORM, KEY_EPSILON, KEY_FORM, NUM_ARGUMENTS) = range(16, 23)
 """int64 each: addresses, and counts. A norm's weight is 0 where there is none; epsilons are addresses of float32."""
 STEP_ARGUMENTS = COSINE, SINE, SLOTS, NUM_SLOTS
-"""What is new in every step."""
+"""Arguments that change in every step."""
 
 
 @dataclass(frozen=True, slots=True)

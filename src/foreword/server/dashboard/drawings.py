@@ -45,7 +45,7 @@ def count(number: float) -> str:
 
 
 def tokens(number: int) -> str:
-    """So many tokens."""
+    """A number of tokens: "1 token", "12 tokens"."""
     return f"{count(number)} token{'' if number == 1 else 's'}"
 
 

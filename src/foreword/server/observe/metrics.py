@@ -219,7 +219,7 @@ class _EngineCollector(Collector):
             yield self._counters(name, documentation, "tenant", counts)
 
     def _of_listeners(self) -> Iterator[Metric]:
-        """Those who are told of requests (records, traces, these metrics): do they work?"""
+        """Health of the listeners to requests (records, traces, these metrics)."""
         failures = {listener.name: listener.num_failures for listener in self._listeners}
         yield self._counters("listener_failures", "Failed attempts of a listener.", "listener", failures)
         lost = {listener.name: listener.num_lost for listener in self._listeners}

@@ -218,7 +218,7 @@ class _ChatAnswer(_Answer):
         self._tool_use = tool_use
         self._readers: dict[int, ToolCallReader | None] = {}
         self._num_told: dict[int, int] = {}
-        """Calls that a stream has told of, by choice."""
+        """Number of calls that a stream has sent, by choice."""
 
     def _parts(self, delta: Delta) -> tuple[list[str | ToolCall], str | None]:
         """New text and calls of a choice, and its finish reason."""
@@ -268,7 +268,7 @@ class _ChatAnswer(_Answer):
         return choices
 
     def _changes(self, choice: int, part: str | ToolCall) -> list[Chunk]:
-        """`delta`s that tell of a piece of text, or of a call: its name first, then its arguments."""
+        """`delta`s for a piece of text, or for a call: its name first, then its arguments."""
         if isinstance(part, str):
             return [{"content": part}]
         index = self._num_told.get(choice, 0)
