@@ -1,7 +1,7 @@
-"""A chat that shows, turn by turn, how much of the conversation came from the cache.
+"""A chat that shows, turn by turn, which part of the conversation came from the cache.
 
-Knows conversations and answers of the service. It asks as a tenant of its own where the server asks for keys, and
-like everybody else where it does not.
+Knows conversations and answers of the service. The chat is a tenant of its own if the server asks for keys, and shares
+the cache with everybody if not.
 """
 
 from __future__ import annotations

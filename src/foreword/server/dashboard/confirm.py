@@ -1,4 +1,4 @@
-"""A question that has to be answered before something is changed for everybody."""
+"""A question to the viewer before a change that affects everybody."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nicegui import ui
 
 
 async def confirmed(question: str, action: str) -> bool:
-    """Ask the viewer; whether they chose the action. Closing the question is a no."""
+    """Ask the viewer and return whether they chose the action. Closing the question means no."""
     with ui.dialog() as dialog, ui.element("div").classes("ask-first").props('role="alertdialog"'):
         ui.html(escape(question), sanitize=False)
         with ui.element("div").classes("choices"):

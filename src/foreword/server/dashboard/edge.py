@@ -1,7 +1,7 @@
-"""What stands between NiceGUI and its clients: two headers, and what happens when a client has left.
+"""The layer between NiceGUI and its clients: two headers, and clients that leave.
 
 Knows ASGI and NiceGUI's app. NiceGUI sets its headers in middleware of Starlette's `BaseHTTPMiddleware`, which raises
-"No response returned" where a client leaves before its answer has begun; here that is the client's business.
+"No response returned" if a client leaves before its answer begins; this layer ignores such clients.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 logger = logging.getLogger(__name__)
 
 FILES_NEVER_CHANGE = "public, max-age=31536000, immutable"
-"""Their paths have NiceGUI's version in them."""
+"""The paths of these files contain NiceGUI's version."""
 
 
 def give_edge(nicegui_app: FastAPI, files: str) -> None:
-    """Put an Edge in the place of NiceGUI's own middleware. `files` is where the paths of its files begin."""
+    """Replace NiceGUI's own middleware by an Edge. `files` is the beginning of the paths of its files."""
     nicegui_app.user_middleware[:] = [
         middleware
         for middleware in nicegui_app.user_middleware
@@ -30,7 +30,7 @@ def give_edge(nicegui_app: FastAPI, files: str) -> None:
 
 
 class Edge:
-    """Lets files be kept by browsers, puts a proxy's prefix before redirections, and lets clients leave."""
+    """Lets browsers keep files, puts a proxy's prefix before redirections, and lets clients leave."""
 
     def __init__(self, app: ASGIApp, *, files: str) -> None:
         self._app = app

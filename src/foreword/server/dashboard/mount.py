@@ -1,8 +1,8 @@
-"""Where the dashboard hangs, and who may see it.
+"""Mounts the dashboard, and checks who may see it.
 
 Knows the app, the operators' rule and NiceGUI. NiceGUI keeps its pages in one global app, so a process has one
-dashboard: it is mounted by `run.serve`, not by `make_app`. Everything under /dashboard, WebSockets included, passes
-one check; a browser without the operator's key is shown a form for it.
+dashboard: `run.serve` mounts it, not `make_app`. Everything under /dashboard, WebSockets included, passes one check; a
+browser without the operator's key gets a form for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from html import escape
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Request
-from starlette._utils import get_route_path  # what routes are matched with: the check has to see the same path
+from starlette._utils import get_route_path  # routes are matched with it: the check must see the same path
 from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -32,12 +32,12 @@ PATH = "/dashboard"
 LOGIN = f"{PATH}/login"
 WRONG_KEY_DELAY_S = 0.5
 MAX_FORM_BYTES = 4096
-"""Of the form that anybody may send."""
+"""Most bytes of the form, which anybody may send."""
 MAX_FORM_FIELDS = 64
 
 
 def mount_dashboard(app: FastAPI, service: Service) -> None:
-    """Show the dashboard of this app's engine at /dashboard. Raises ConfigError where NiceGUI is not installed."""
+    """Show the dashboard of this app's engine at /dashboard. Raises ConfigError if NiceGUI is not installed."""
     try:
         from nicegui import __version__ as nicegui_version
         from nicegui import app as nicegui_app
@@ -70,7 +70,7 @@ def mount_dashboard(app: FastAPI, service: Service) -> None:
 
 
 async def _log_in(request: Request, operators: Operators) -> Response:
-    """Trade the key for a cookie."""
+    """Exchange the key for a cookie."""
     root_path = request.scope.get("root_path", "")
     body = (await read_body(request, MAX_FORM_BYTES)).decode("utf-8", "replace")
     try:
@@ -96,14 +96,14 @@ async def _log_in(request: Request, operators: Operators) -> Response:
 
 
 class _OperatorsOnly:
-    """Lets operators through to /dashboard, and everybody to everything else."""
+    """Lets only operators reach /dashboard, and everybody reach everything else."""
 
     def __init__(self, app: ASGIApp, *, operators: Operators) -> None:
         self._app = app
         self._operators = operators
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Without the root path of a proxy. A lifespan has no path.
+        # Without a proxy's root path. A lifespan has no path.
         path = get_route_path(scope) if scope["type"] in ("http", "websocket") else ""
         if path in (PATH, LOGIN) or not path.startswith(f"{PATH}/"):
             await self._app(scope, receive, send)
@@ -126,7 +126,7 @@ class _OperatorsOnly:
 
 
 def _form(problem: str, root_path: str) -> Response:
-    """Asks for the key; needs nothing from elsewhere."""
+    """The form that asks for the key; it loads nothing else."""
     action = f"{escape(root_path)}{LOGIN}"
     return HTMLResponse(
         "<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"

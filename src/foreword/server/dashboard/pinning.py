@@ -1,6 +1,6 @@
-"""From a prefix in the tree to a prompt that can be pinned.
+"""Finds the prompt for a prefix of the tree, so that the prefix can be pinned.
 
-Knows nodes of the tree, which show the first tokens of each part only, and recent requests, which have them all.
+Knows nodes of the tree, which show only the first tokens of each part, and recent requests, which have all tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ NUM_RECENT = 1000
 
 
 def prompt_of_prefix(service: Service, nodes: Mapping[str, PrefixNode], chosen: str) -> Prompt | None:
-    """The beginning of a recent prompt that ends where the chosen node ends, or earlier if no prompt reaches that far.
+    """The beginning of a recent prompt, up to the end of the chosen node, or less if no prompt reaches that far.
 
-    None if no recent prompt goes through the node.
+    None if no recent prompt passes through the node.
     """
     node = nodes.get(chosen)
     if node is None:
@@ -29,7 +29,7 @@ def prompt_of_prefix(service: Service, nodes: Mapping[str, PrefixNode], chosen: 
         path.append(above)
     recent = service.records.recent(NUM_RECENT)
     through = [record for record in recent if record.salt == node.salt and _goes_through(record, path)]
-    if node.salt is None:  # a public prefix is part of tenants' prompts, too
+    if node.salt is None:  # a public prefix is also part of tenants' prompts
         through = through or [record for record in recent if _goes_through(record, path)]
     if not through:
         return None
@@ -39,7 +39,7 @@ def prompt_of_prefix(service: Service, nodes: Mapping[str, PrefixNode], chosen: 
 
 
 def _goes_through(record: RequestRecord, path: list[PrefixNode]) -> bool:
-    """Whether a prompt begins like all nodes of a path, as far as both are known, and has tokens of the first."""
+    """Whether a prompt begins like all nodes of a path, as far as both are known, and reaches the first node."""
     return record.num_prompt_tokens > path[0].start and all(
         record.prompt_token_ids[node.start : node.start + len(node.token_ids)].tolist()
         == list(node.token_ids[: record.num_prompt_tokens - node.start])

@@ -1,6 +1,6 @@
-"""The prefix tree to browse: what is cached, how it branches, and how often each part was reused.
+"""The tree of cached prefixes: their texts, their branches, and how often each part was reused.
 
-Knows nodes of the tree as insight.py hands them out. Indexes that know keys only have a list of prompts instead.
+Knows nodes of the tree as insight.py returns them. For indexes that know only keys, it shows a list of prompts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Prefixes:
                 self._pins.set_visibility(False)
 
     async def refresh(self) -> None:
-        """Read the tree anew, now and then."""
+        """Read the tree again, at most every `REFRESH_S` seconds."""
         if time.monotonic() - self._refreshed < REFRESH_S:
             return
         self._refreshed = time.monotonic()
@@ -104,7 +104,7 @@ class Prefixes:
             elif not self._opened and shown:
                 self._opened = True
                 self._tree.expand([own_id for node in shown for own_id in (node["id"], *_ids_below(node))])
-        if self._chosen in self._reports:  # what was evicted may be read on
+        if self._chosen in self._reports:  # a viewer may go on reading an evicted prefix
             self._show(_detail(self._reports[self._chosen]))
 
     def _select(self, event: events.ValueChangeEventArguments[str | None]) -> None:
@@ -145,7 +145,7 @@ class Prefixes:
             ui.notify(str(error), type="negative")
 
     def _chosen_prompt(self) -> Prompt | None:
-        """What the chosen prefix is the beginning of; tells the viewer if no recent request knows it."""
+        """A prompt that begins with the chosen prefix; if no recent request has one, says so to the viewer."""
         prompt = prompt_of_prefix(self._service, self._nodes, self._chosen or "")
         if prompt is None:
             ui.notify("No recent request begins with this prefix; pin it with LLM.pin_prefix().", type="warning")
@@ -157,7 +157,7 @@ class Prefixes:
 
 
 def _matching(reports: Mapping[str, Mapping[str, Any]], sought: str) -> Mapping[str, Mapping[str, Any]]:
-    """Those that hold a text, and all that is above them."""
+    """The reports that contain a text, and all their ancestors."""
     kept: set[str] = set()
     for own_id, report in reports.items():
         if sought in _searchable(report):
@@ -169,23 +169,23 @@ def _matching(reports: Mapping[str, Mapping[str, Any]], sought: str) -> Mapping[
 
 
 def _searchable(report: Mapping[str, Any]) -> str:
-    """In lower case, what a search looks at: a prefix's text, or its token ids without a tokenizer."""
+    """The text that a search looks at, in lower case: a prefix's text, or its token ids if there is no tokenizer."""
     return f"{report['tenant'] or ''} {_text(report)}".lower()
 
 
 def _text(report: Mapping[str, Any]) -> str:
-    """The text that is shown, or its token ids."""
+    """The shown text, or the token ids if there is none."""
     text: str = report["text"] if report["text"] is not None else " ".join(map(str, report.get("token_ids") or ()))
     return text
 
 
 def _ids_below(node: Mapping[str, Any]) -> list[str]:
-    """Ids of what is right below a node."""
+    """Ids of a node's children."""
     return [child["id"] for child in node["children"]]
 
 
 def _nested(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Nodes of `ui.tree`, under each other as in the cache."""
+    """Nodes of `ui.tree`, nested as in the cache."""
     nodes: dict[str, dict[str, Any]] = {}
     roots: list[dict[str, Any]] = []
     for own_id, report in reports.items():  # a parent comes before its children

@@ -1,6 +1,6 @@
 """/v1/chat/completions and /v1/completions.
 
-Knows OpenAI's fields and what they mean for a prompt and its sampling; format.py writes the answers.
+Knows OpenAI's fields and their meaning for a prompt and its sampling; format.py writes the answers.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ async def completions(
     request: Request,
     tenant: Annotated[Tenant, Depends(authorized)],
 ) -> Response:
-    """Continue one text, or several."""
+    """Continue one or several texts."""
     service = service_of(request)
     check_call(service, body)
     if body.best_of not in (None, body.n or 1):
@@ -120,7 +120,7 @@ def _chat_limits(body: ChatRequest) -> Limits:
 def _completion_limits(body: CompletionRequest) -> Limits:
     if body.max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens=0 asks for nothing; use 1 or more, or echo=true", param="max_tokens")
-    # Something is generated in any case: with max_tokens=0 it is not shown.
+    # The engine always generates something; with max_tokens=0 the answer does not show it.
     most = 16 if body.max_tokens is None else max(1, body.max_tokens)
     return Limits(most, body.logprobs, body.logprobs if body.echo else None)
 
@@ -138,7 +138,7 @@ async def _prompts(service: Service, body: CompletionRequest, request: Request) 
 
 
 class _Answer(ABC):
-    """What chat and completions write alike: the frame around choices."""
+    """The parts that chat and completions share: the frame around choices."""
 
     object_name: str
     chunk_name: str
@@ -163,7 +163,7 @@ class _Answer(ABC):
         }
 
     def num_bytes(self, answer: AnswerStream, deltas: Sequence[Delta]) -> int:
-        """About how many bytes these deltas take."""
+        """Estimated bytes of these deltas."""
         return form.num_bytes(deltas, self._num_top)
 
     def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> Chunk:
@@ -203,7 +203,7 @@ class _Answer(ABC):
 
     @abstractmethod
     def _chunk_choices(self, delta: Delta) -> list[Chunk]:
-        """The choices of the chunks that carry some new text."""
+        """The choices of the chunks that contain new text."""
 
 
 class _ChatAnswer(_Answer):
@@ -255,7 +255,7 @@ class _ChatAnswer(_Answer):
     def _chunk_choices(self, delta: Delta) -> list[Chunk]:
         parts, finish_reason = self._parts(delta)
         logprobs = self._logprobs(delta)
-        if not parts and (logprobs or finish_reason is None):  # tokens without text yet: a sign of life
+        if not parts and (logprobs or finish_reason is None):  # tokens without text yet: shows that the answer is alive
             parts = [""]
         changes = [change for part in parts for change in self._changes(delta.choice, part)]
         choices: list[Chunk] = [
@@ -327,7 +327,7 @@ class _CompletionAnswer(_Answer):
             yield events
 
     def _choice(self, delta: Delta) -> Chunk:
-        """A whole choice, or the next piece of one: OpenAI writes both alike."""
+        """A whole choice, or the next piece of one: OpenAI gives both the same form."""
         token_ids, text = list(delta.token_ids), delta.text
         logprobs: list[TokenLogprobs | None] | None = None if delta.logprobs is None else list(delta.logprobs)
         if self._hides_answer:

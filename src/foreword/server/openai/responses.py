@@ -1,7 +1,7 @@
-"""/v1/responses: OpenAI's newer dialect, for text.
+"""/v1/responses: OpenAI's newer API, for text.
 
-Knows the fields of responses and the names and order of their events. Conversations are kept for
-`previous_response_id`, a limited number of them, each for its own tenant only.
+Knows the fields of responses, and the names and order of their events. Keeps a limited number of conversations for
+`previous_response_id`, each for its own tenant only.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ async def create_response(
 
 @router.get("/v1/responses/{response_id}")
 async def get_response(response_id: str, request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Response:
-    """A response that was kept."""
+    """A kept response."""
     return Response(_kept(request).get(tenant, response_id)[1], media_type="application/json")
 
 
@@ -107,7 +107,7 @@ def _response_format(text: TextOptions | None) -> ResponseFormat | None:
 
 
 class _ResponseAnswer:
-    """One response, as it is written down whole and as events."""
+    """Writes one response, whole or as events."""
 
     piece_depth = PIECE_DEPTH
 
@@ -186,7 +186,7 @@ class _ResponseAnswer:
         finish_reason: str | None,
         where: dict[str, Any],
     ) -> list[Event]:
-        """They repeat all of the answer, three times: written here, because that may take a second."""
+        """They repeat the whole answer three times; that may take a second, so a thread writes them here."""
         response = self._finished(answer, text, logprobs, finish_reason)
         item = response["output"][0]
         events = [

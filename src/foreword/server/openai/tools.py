@@ -1,14 +1,14 @@
-"""Tools in a conversation: how they reach the prompt, how a call is forced, and how calls are read off an answer.
+"""Tools in a conversation: writes them into the prompt, forces calls, and reads calls from an answer.
 
-Knows OpenAI's tools and the commonest way in which chat templates have models write a call,
+Knows OpenAI's tools and the most common form in which chat templates have models write a call,
 
     <tool_call>
     {"name": "get_weather", "arguments": {"city": "Lisbon"}}
     </tool_call>
 
-A call that is forced is written so where the template mentions `<tool_call>`, and as the bare JSON where it does not;
-calls that a model makes of its own accord are read in the first form alone. Separators are those of templates, so that
-the call is the same tokens when the conversation comes back.
+A forced call has this form if the template mentions `<tool_call>`, and is bare JSON otherwise; calls that a model makes
+freely are read in this form only. Separators are those of templates, so that a call has the same tokens when the
+conversation comes back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from foreword.server.dialect import ChatRequest, NamedToolChoice, Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 MAX_FORCED_CALLS = 16
-"""Most calls of one answer where calls are forced: a model that is not trained for tools makes no end."""
+"""Most forced calls in one answer: a model that is not trained for tools would not stop."""
 
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -36,11 +36,11 @@ class ToolCall:
 
     name: str
     arguments: str
-    """JSON."""
+    """JSON text."""
     call_id: str
 
     def as_json(self) -> dict[str, Any]:
-        """As OpenAI writes it."""
+        """The call in OpenAI's form."""
         return {
             "id": self.call_id,
             "type": "function",
@@ -49,10 +49,10 @@ class ToolCall:
 
 
 class ToolUse:
-    """What one request says of tools, and the model's template of them."""
+    """The tools of one request, and the form in which the model's template writes calls."""
 
     def __init__(self, body: ChatRequest, chat_template: str | None) -> None:
-        """Raises APIError 400 for tools that the template cannot show, or choices of tools that are not there."""
+        """Raises APIError 400 if the template cannot show tools, or if the choice names a tool that is missing."""
         self._tools = body.tools or []
         self._choice = body.tool_choice or ("auto" if self._tools else "none")
         self._is_parallel = body.parallel_tool_calls is not False
@@ -71,17 +71,19 @@ class ToolUse:
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """What the chat template is given. Also with tool_choice "none", so that the prefix stays what it was."""
+        """Inputs of the chat template. They include the tools even with tool_choice "none", so that the prefix stays
+        the same.
+        """
         return tools_for_template(self._tools)
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Strings that end the answer, besides the client's."""
+        """Strings that end the answer, besides the client's own."""
         free = self._choice == "auto" and self._has_tags
         return (CLOSING,) if free and not self._is_parallel else ()
 
     def grammar(self) -> str | None:
-        """Lark grammar of the answer where a call is forced; None where it is not."""
+        """Lark grammar of the answer if a call is forced; None if not."""
         forced = self._forced()
         if not forced:
             return None
@@ -102,7 +104,7 @@ class ToolUse:
         return self._is_parallel and self._choice == "required"
 
     def _forced(self) -> Sequence[Tool]:
-        """The tools of which one has to be called."""
+        """The tools of which the model must call one."""
         if self._choice == "required":
             return self._tools
         if isinstance(self._choice, NamedToolChoice):
@@ -110,22 +112,22 @@ class ToolUse:
         return []
 
     def reader(self) -> ToolCallReader | None:
-        """Reads the calls of one choice; None where its text is left alone."""
+        """Reads the calls of one choice; None if its text is left as it is."""
         if self._choice == "none" or (self._choice == "auto" and not self._has_tags):
             return None
         return ToolCallReader(bare=not self._has_tags)
 
     def finish_reason(self, reason: str | None, num_calls: int) -> str | None:
-        """OpenAI's: "tool_calls" if the model chose to call, "stop" if a named function was forced on it."""
+        """OpenAI's finish reason: "tool_calls" if the model chose to call, "stop" if a named function was forced."""
         chose = num_calls and not isinstance(self._choice, NamedToolChoice)
         return "tool_calls" if chose and reason == "stop" else reason
 
 
 class ToolCallReader:
-    """Parts one answer, as it comes, into text and calls.
+    """Splits one answer, as it comes, into text and calls.
 
-    Text that may turn out to begin a call is held back until that is clear; space around calls is dropped. What looks
-    like a call and is none is text.
+    Holds back text that may begin a call until that is clear, and drops space around calls. Text that only looks like a
+    call stays text.
     """
 
     def __init__(self, *, bare: bool = False) -> None:
@@ -134,11 +136,11 @@ class ToolCallReader:
         self._bare = bare
         self._in_call = bare
         self._after_call = False
-        """Nothing was shown since the last call."""
+        """Whether nothing was shown since the last call."""
         self._held = ""
 
     def push(self, text: str) -> list[str | ToolCall]:
-        """More of the answer -> what is clear now, in order."""
+        """Add text of the answer; returns the parts that are clear now, in order."""
         self._held += text
         parts = _joined(self._parts())
         if parts:
@@ -146,7 +148,7 @@ class ToolCallReader:
         return parts
 
     def finish(self) -> list[str | ToolCall]:
-        """The answer has ended -> the rest. A call that is complete but for its closing tag counts."""
+        """End the answer; returns the rest. A call without its closing tag counts if it is complete otherwise."""
         rest, self._held = self._held, ""
         if self._in_call and (call := _read_call(rest)) is not None:
             self.num_calls += 1
@@ -178,7 +180,7 @@ class ToolCallReader:
                 self._in_call = True
 
     def _end_of_call(self) -> int | None:
-        """Where the closing tag stands that is not part of a string in the call's JSON."""
+        """Position of the first closing tag that is not inside a string of the call's JSON."""
         end = self._held.find(CLOSING)
         while end >= 0:
             try:
@@ -186,7 +188,7 @@ class ToolCallReader:
             except json.JSONDecodeError as error:
                 if not error.msg.startswith("Unterminated string"):
                     return end
-            except (ValueError, RecursionError):  # a number of 5,000 digits, or lists too deep inside each other
+            except (ValueError, RecursionError):  # a number of 5,000 digits, or lists nested too deeply
                 return end
             else:
                 return end
@@ -195,7 +197,7 @@ class ToolCallReader:
 
 
 def _joined(parts: Iterator[str | ToolCall]) -> list[str | ToolCall]:
-    """Without empty texts, and with neighbouring ones as one."""
+    """Drop empty texts and join neighbouring ones."""
     joined: list[str | ToolCall] = []
     for part in parts:
         if part and isinstance(part, str) and joined and isinstance(joined[-1], str):
@@ -206,7 +208,7 @@ def _joined(parts: Iterator[str | ToolCall]) -> list[str | ToolCall]:
 
 
 def _num_unclear(text: str) -> int:
-    """Characters at the end of a text that may be the space before a call, and the beginning of its tag."""
+    """Number of characters at the end of a text that may be the space before a call and the beginning of its tag."""
     length = next(length for length in range(len(OPENING) - 1, -1, -1) if text.endswith(OPENING[:length]))
     clear = text[: len(text) - length].rstrip()
     return len(text) - len(clear)
