@@ -1,7 +1,7 @@
 """The command line: foreword generate | serve | demo | bench | replay.
 
-Knows arguments, the terminal and exit codes; everything else is called. Logging is configured here and
-nowhere else. Exit codes: 0 done, 1 a check of `demo` or `bench` failed, 2 a user's mistake, 130 interrupted.
+Knows arguments, the terminal and exit codes; other modules do the work. Logging is configured only here. Exit codes: 0
+done, 1 a check of `demo` or `bench` failed, 2 a user's mistake, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ def main(argv: list[str] | None = None) -> int:
         print("foreword: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read our output has left; keep Python from complaining when it flushes.
+        # The reader of our output has left; keep Python from complaining when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def _configure_logging(config: LogConfig, default_level: str) -> None:
-    """Lines to standard error; of other packages warnings and errors only, because some of them log every step."""
+    """Lines to standard error; from other packages only warnings and errors, because some of them log every step."""
     level = (config.log_level or default_level).upper()
     logging.getLogger("foreword").setLevel(level)
-    if logging.getLogger().handlers:  # configured by whoever calls main()
+    if logging.getLogger().handlers:  # the caller of main() has configured logging
         return
     handler = PatientHandler(sys.stderr)
     handler.setFormatter(JsonLines() if config.log_format == "json" else TextLines())
@@ -70,14 +70,14 @@ def _configure_logging(config: LogConfig, default_level: str) -> None:
 
 
 def _taken(options: dict[str, Any], config: type) -> dict[str, Any]:
-    """Take out of `options` those that are fields of a configuration class."""
+    """Remove the fields of a configuration class from `options` and return them."""
     return {field.name: options.pop(field.name) for field in fields(config) if field.name in options}
 
 
 class _LateParser(argparse.ArgumentParser):
-    """A command whose arguments are added when it is given, by a module that is imported then.
+    """A command whose arguments are added, by a module that is imported then, only when the command is given.
 
-    So other commands start sooner.
+    This lets other commands start sooner.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     calibration.later = _arguments_of("foreword.bench.calibrate")
 
     replay = commands.add_parser(
-        "replay", help="what caches of other sizes and policies would find of recorded traffic"
+        "replay", help="what caches of other sizes and policies would find in recorded traffic"
     )
     replay.later = _arguments_of("foreword.replay.command")
     return parser
@@ -138,7 +138,7 @@ def _arguments_of(name: str) -> Callable[[argparse.ArgumentParser], None]:
 SAMPLING = "max_tokens temperature top_p top_k min_p seed stop ignore_eos".split()
 """Fields of SamplingParams that `generate` has flags for."""
 SAMPLING_DEFAULTS = {"max_tokens": 128, "temperature": 0.0}
-"""Those whose default is another one here."""
+"""Defaults that differ from those of SamplingParams."""
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +181,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _model(args: argparse.Namespace, options: dict[str, Any]) -> str | None:
-    """The model, which may be given in two ways."""
+    """The model, which may be given in two ways: as an argument or as an option."""
     named: str | None = options.pop("model", None)
     given: str | None = args.given_model
     if given is not None and named is not None and given != named:
@@ -251,7 +251,7 @@ def _outputs(llm: LLM, prompts: list[Any], params: SamplingParams, *, chat: bool
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """For loading: libraries bring a million objects that stay, and looking at them again and again takes 0.5 s."""
+    """For loading: libraries create a million objects that stay, and searching through them repeatedly takes 0.5 s."""
     gc.disable()
     try:
         yield
@@ -329,11 +329,11 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _prepare_libraries() -> None:
-    """Settings that torch and transformers read once, when they are loaded.
+    """Settings that torch and transformers read once, on import.
 
-    Model loading has progress bars of its own; they are noise beside ours. And OpenMP's threads wait for
-    each other by spinning: when other programs want the processor too, a spinning thread uses up the time
-    that the one it waits for needs (measured on a busy machine: the demo 8 times slower).
+    Model loading has progress bars of its own, which would disturb our lines. OpenMP's threads wait for each other by
+    spinning: when other programs need the processor too, a spinning thread uses the time that the thread it waits for
+    needs (measured on a busy machine: the demo ran 8 times slower).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

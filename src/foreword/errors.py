@@ -1,7 +1,6 @@
 """Every error that foreword raises on purpose.
 
-Knows nothing but names. Whoever catches `ForewordError` catches all of them; each message names the
-value that was wrong and what to do about it.
+Knows only names. `ForewordError` catches all of them; each message names the wrong value and the remedy.
 
     ForewordError
     ├── InvalidRequestError        (also a ValueError)  one request cannot be served as asked
@@ -24,7 +23,7 @@ class ForewordError(Exception):
 
 
 class InvalidRequestError(ForewordError, ValueError):
-    """A request cannot be served as asked; the engine and other requests are unaffected."""
+    """The request is invalid; the engine and other requests are not affected."""
 
 
 class PromptTooLongError(InvalidRequestError):
@@ -48,7 +47,7 @@ class ModelLoadError(ForewordError):
 
 
 class UnsupportedModelError(ModelLoadError):
-    """The architecture needs something that this engine does not do."""
+    """The architecture needs something that this engine lacks."""
 
 
 class CacheBusyError(ForewordError):
@@ -56,11 +55,11 @@ class CacheBusyError(ForewordError):
 
 
 class AllocationError(ForewordError, ValueError):
-    """Slots or blocks were asked for in a way that contradicts what is held; nothing has changed."""
+    """A request for slots or blocks contradicts what the caller holds; nothing has changed."""
 
 
 class EventsLostError(ForewordError):
-    """A stream of cache events has a gap, so what it would rebuild is wrong."""
+    """A stream of cache events has a gap, so a state rebuilt from it is wrong."""
 
 
 class TraceError(ForewordError):

@@ -1,6 +1,6 @@
-"""Log lines: for people, or one JSON object per line for programs, written by a thread that may wait for the reader.
+"""Log lines: text for people or JSON for programs, written by a thread that may wait for the reader.
 
-Knows how a record is written; what is logged, and where to, is configured in cli.py.
+Knows the form of a record; cli.py configures what is logged, and where.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LogFormat = Literal["text", "json"]
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """What is written to standard error."""
+    """Options of the log on standard error."""
 
     log_level: LogLevel | None = None
-    """Least level of what is logged. None: FOREWORD_LOG_LEVEL, else info for `serve` and warning for other commands."""
+    """Lowest level that is logged. None: FOREWORD_LOG_LEVEL, else info for `serve` and warning for other commands."""
     log_format: LogFormat = "text"
     """Lines for people, or one JSON object per line for programs."""
 
@@ -46,7 +46,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """`{"time": ..., "level": ..., "logger": ..., "message": ..., ...}`: `extra={"fields": {...}}` brings more keys."""
+    """`{"time": ..., "level": ..., "logger": ..., "message": ..., ...}`: `extra={"fields": {...}}` adds more keys."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -62,9 +62,9 @@ class JsonLines(logging.Formatter):
 
 
 class PatientHandler(logging.Handler):
-    """Writes lines to a stream in a thread of its own, so that no logger waits for whoever reads them.
+    """Writes lines to a stream in a thread of its own, so that loggers never wait for the stream's reader.
 
-    Up to `max_lines` may wait; what comes when the queue is full is lost, and a line says so later.
+    At most `max_lines` lines wait. If the queue is full, further lines are lost, and a later line says so.
     """
 
     def __init__(self, stream: TextIO, *, max_lines: int = 10_000, close_timeout_s: float = 2.0) -> None:
@@ -77,7 +77,7 @@ class PatientHandler(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Format a record now, and have it written soon. The handler's lock is held."""
+        """Format a record now and queue it. The caller holds the handler's lock."""
         try:
             line = self.format(record)
             if self.num_lost:
@@ -94,7 +94,7 @@ class PatientHandler(logging.Handler):
             self.num_lost += 1
 
     def close(self) -> None:
-        """Write what waits, unless nobody reads it. May be called twice."""
+        """Write the waiting lines, unless nobody reads them. May be called twice."""
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self._lines.put(None, timeout=self._close_timeout_s)
@@ -103,7 +103,7 @@ class PatientHandler(logging.Handler):
 
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
-            with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+            with contextlib.suppress(OSError, ValueError):  # nobody reads the stream any more
                 self._stream.write(line + "\n")
                 if self._lines.empty():
                     self._stream.flush()

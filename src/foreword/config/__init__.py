@@ -1,6 +1,6 @@
-"""Options: a field with a docstring is keyword, flag, key of config files and help.
+"""Options: a field with a docstring becomes a keyword, a flag, a key of config files, and help text.
 
-Knows names, defaults, ranges and what vLLM's options mean here; knows nothing of how an option is carried out.
+Knows names, defaults, ranges and the meaning of vLLM's options here; knows nothing about how the engine uses them.
 """
 
 from foreword.config.engine import (

@@ -1,6 +1,6 @@
 """Configuration files: a flat table of options, in YAML, TOML or JSON.
 
-Knows formats; knows no option. Keys are the names of flags, with hyphens or underscores.
+Knows formats; knows no options. Keys are the names of flags, with hyphens or underscores.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from foreword.errors import ConfigError
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Values by option, names with underscores. Raises ConfigError for what is no such file."""
+    """Read values by option, names with underscores. Raises ConfigError if the file is not valid."""
     parse = _PARSERS.get(path.suffix.lower())
     if parse is None:
         raise ConfigError(f"config={str(path)!r} has no known ending; use {', '.join(_PARSERS)}")
@@ -26,7 +26,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config={str(path)!r} cannot be read as UTF-8 text: {error}") from error
     try:
         content = parse(text)
-    except Exception as error:  # each format has errors of its own
+    except Exception as error:  # each format raises its own errors
         reason = " ".join(str(error).split())
         raise ConfigError(f"config={str(path)!r} is not valid {path.suffix[1:].upper()}: {reason}") from error
     if content is None:
@@ -45,7 +45,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str) -> Any:
-    import yaml  # only here: other formats need no package
+    import yaml  # only here, because the other formats need no package
 
     tree = yaml.compose(text, Loader=yaml.SafeLoader)
     if isinstance(tree, yaml.MappingNode):
@@ -62,7 +62,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _refuse_twice(keys: Iterable[str]) -> None:
-    """Formats take the last of two lines with one key; TOML alone refuses them."""
+    """Most formats silently take the last of two lines with one key; only TOML refuses them."""
     twice = [key for key, count in Counter(keys).items() if count > 1]
     if twice:
         raise ValueError(f"{twice[0]!r} is there twice")

@@ -1,6 +1,6 @@
 """Options of the engine, and the only place that reads FOREWORD_* environment variables.
 
-Knows names, defaults and ranges; knows nothing of how an option is carried out.
+Knows names, defaults and ranges; knows nothing about how the engine uses an option.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ KernelName = Literal["auto", "cpu", "triton", "reference"]
 Policy = Literal["fcfs", "priority"]
 IndexName = Literal["radix", "hash"]
 _DTYPES = {"half": "float16", "float": "float32"}
-"""vLLM's other names of a precision."""
+"""vLLM's other names for a precision."""
 HashName = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 EvictionName = Literal["lru", "lfu", "slru", "fifo", "last_accessed", "priority", "value"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model, in which precision, and how much memory its KV may take."""
+    """The model, its precision, and the memory for its KV."""
 
     model: str
     """Local folder or hub id."""
@@ -49,13 +49,13 @@ class ModelConfig:
     bfloat16 may have some.
     """
     device: str = "cpu"
-    """Torch device on which weights and KV live."""
+    """Torch device of the weights and the KV."""
     max_model_len: int | None = None
     """Most tokens of one request, prompt and answer. None: the model's own limit, or what the pool holds."""
     kv_cache_memory_bytes: int | None = None
     """Memory for KV blocks. None: see `gpu_memory_utilization`."""
     gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory for weights and KV together; on CPU, of what is still available for KV after loading.
+    """Share of a GPU's memory for weights and KV together; on CPU, share of the memory left after loading, for KV.
 
     None: 0.9 on a GPU; on CPU, where other programs live too, a quarter of what is available, at most
     4 GiB of KV.
@@ -64,12 +64,13 @@ class ModelConfig:
     """"cpu": compiled for this processor; "triton": for NVIDIA's Hopper; both with two-phase attention.
     "reference": plain torch, any device.
 
-    "auto" takes the compiled kernel wherever it runs. Each keeps its own bits, whatever the cache does.
+    "auto" takes the compiled kernel wherever it runs. Each kernel has its own bits, whatever the cache does.
     """
     exact: bool = True
-    """Equal bits with and without the cache on a GPU too, where this costs fixed shapes; a CPU's always are equal."""
+    """Equal bits with and without the cache on a GPU too, at the cost of fixed shapes; a CPU always gives equal bits.
+    """
     cuda_graphs: bool = True
-    """On a GPU: record decoding steps at start, in some sizes, and replay them; a step then costs the host less."""
+    """On a GPU: record decoding steps of some sizes at start and replay them, which saves the host time per step."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint."""
     self_check: bool = True
@@ -89,20 +90,20 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """How KV memory is cut into blocks and whether they are kept."""
+    """The cutting of KV memory into blocks, and the prefix cache."""
 
     block_size: int = 16
-    """Tokens per KV block; only full blocks are kept (the radix index matches parts of them too)."""
+    """Tokens per KV block; only full blocks are kept (but the radix index also matches parts of them)."""
     enable_prefix_caching: bool = True
     """Keep the KV of computed tokens and reuse it for equal prefixes."""
     prefix_index: IndexName = "radix"
     """How prefixes are found: "radix" compares tokens and matches to the token, "hash" compares block keys."""
     eviction_policy: EvictionName = "value"
-    """Which cached block makes room when memory is short; `foreword.cache.eviction.eviction` describes the orders."""
+    """Which cached block is evicted when memory is short; `foreword.cache.eviction.eviction` describes the orders."""
     num_gpu_blocks_override: int | None = None
     """Number of blocks in the pool, on any device. None: as many as the memory for KV holds."""
     keep_all_kv: bool = False
-    """Keep all KV of layers that attend to a window or chunk only, as if they attended to everything."""
+    """Keep all KV of layers that attend only to a window or chunk, as if they attended to everything."""
     sink_token_ids: tuple[int, ...] = ()
     """Tokens before every prompt, computed once and never evicted; they are no part of prompts, hits or counts.
     Whole blocks of them, for models whose layers all attend to everything."""
@@ -113,18 +114,18 @@ class CacheConfig:
     """Tokens of a prompt between recurrent states that are saved, beside those at the ends of prompts and
     messages and where prompts part. None: about as much memory as the KV takes, at least every 512."""
     deduplicate: bool = False
-    """Free a block whose content another block holds already, instead of keeping both."""
+    """Free a block if another block has the same content, instead of keeping both."""
     explain_misses: bool = True
-    """Keep account of what was cached and evicted, so that every lookup can say why it missed."""
+    """Keep an account of cached and evicted blocks, so that every lookup can say why it missed."""
     cache_events: bool = False
     """Record what the cache stores and removes, for `LLM.take_cache_events`; needs `explain_misses`."""
 
     max_pinned_share: float = 0.5
-    """Most of the blocks that `LLM.pin_prefix` may protect, as a share of all; 0.0: none."""
+    """Largest share of all blocks that `LLM.pin_prefix` may protect; 0.0: none."""
     hash_function: HashName = "sha256"
-    """How block keys are computed; docs/concepts/keys.md says for whom which is."""
+    """Hash for block keys; docs/concepts/keys.md says which one suits whom."""
     key_salt: str = ""
-    """Enters all block keys, beside the model: keys of other deployments that share a store differ by it."""
+    """Part of all block keys, beside the model, that separates deployments that share a store."""
 
     def __post_init__(self) -> None:
         for name in ("enable_prefix_caching", "deduplicate", "explain_misses", "cache_events"):
@@ -147,7 +148,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How many requests and tokens run together."""
+    """Limits on the requests and tokens that run together."""
 
     max_num_batched_tokens: int = 2048
     """Token budget of one step, shared by prefill chunks, decoding and resumed requests."""
@@ -156,11 +157,11 @@ class SchedulerConfig:
     max_num_seqs: int = 128
     """Most requests running at a time."""
     scheduling_policy: Policy = "fcfs"
-    """Who goes first: by arrival, or by `priority` (lower value first), then arrival."""
+    """Order of service: by arrival, or by `priority` (lower value first), then arrival."""
     coalesce_in_flight: bool = True
-    """A request whose prefix another one is computing waits for those blocks instead of computing them too.
+    """Let a request whose prefix another one is computing wait for those blocks instead of computing them too.
 
-    Comes into play where a long prompt leaves room beside it (`long_prefill_token_threshold`).
+    This has an effect if a long prompt leaves room for others (`long_prefill_token_threshold`).
     """
 
     def __post_init__(self) -> None:
@@ -172,13 +173,13 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """All options, room by room."""
+    """All options, grouped."""
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     seed: int = 0
-    """Seed for requests that bring none of their own."""
+    """Seed for requests without one of their own."""
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> EngineConfig:

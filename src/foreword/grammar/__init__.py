@@ -1,4 +1,4 @@
-"""Grammars: schemas and regular expressions as masks over tokens. Knows no request and no logits."""
+"""Grammars: schemas and regular expressions as masks over tokens. Knows nothing of requests or logits."""
 
 from foreword.grammar.grammars import Grammars
 

@@ -1,4 +1,4 @@
-"""Work that calls itself as deeply as its input says, on a stack that is deep enough for it.
+"""Runs work that recurses as deeply as its input is nested, on a stack that is large enough.
 
 Knows threads. Compiled code that overflows its stack ends the process without an exception.
 """
@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 STACK_BYTES = 256 * 2**20
-"""Address space of the thread; only what is used of it takes memory."""
+"""Address space of the thread; only the used part takes memory."""
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """Answers that follow a grammar: JSON of a schema, a regular expression, one of several texts, a Lark or GBNF grammar.
 
-Knows schemas and token ids; the grammars are llguidance's. A constraint never fails a step: where the grammar
-gives up, it allows nothing, which ends the answer.
+Knows schemas and token ids; the grammars are llguidance's. A constraint never fails a step: if the grammar gives up, it
+allows nothing, which ends the answer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MAX_SOURCE_CHARACTERS = 128 * 1024
 """Longest schema or grammar; one of this length takes about a second, and 32 MB, to compile."""
 
 MAX_COMPLAINT = 300
-"""Characters of a message about what is wrong with a grammar."""
+"""Most characters of a message about an error in a grammar."""
 MAX_LEXER_STATES = 25_000
-"""Of one grammar, at 1 to 2 KB each; llguidance's own limit is ten times that."""
+"""Most lexer states of one grammar, at 1 to 2 KB each; llguidance's own limit is ten times that."""
 
 
 class Grammars:
@@ -48,11 +48,11 @@ class Grammars:
         self.kept = KeptGrammars()
 
     def lark(self, grammar: str) -> Callable[[], TokenConstraint]:
-        """Opens constraints to a Lark grammar. Raises InvalidRequestError for one that cannot be followed."""
+        """Open constraints to a Lark grammar. Raises InvalidRequestError for an unusable grammar."""
         return self._open("lark", grammar)
 
     def open(self, wanted: StructuredOutputsParams) -> Callable[[], TokenConstraint]:
-        """Opens constraints to what is wanted. Raises InvalidRequestError for what cannot be followed."""
+        """Open constraints to a form. Raises InvalidRequestError for an unusable one."""
         if wanted.json is not None:
             return self._open("json", json.dumps(wanted.json))
         if wanted.regex is not None:
@@ -66,7 +66,7 @@ class Grammars:
     def _open(self, kind: Kind, source: str) -> Callable[[], TokenConstraint]:
         matcher = self.kept.get(kind, source)
         if matcher is None:
-            # A chain of references is followed by recursion: 1,000 of them overflow a usual stack.
+            # Recursion follows a chain of references: 1,000 of them overflow a usual stack.
             matcher = with_deep_stack(lambda: self._compile(kind, source))
             self.kept.keep(kind, source, matcher)
         return lambda: _Constraint(matcher.deep_copy(), self._vocab_size, self._eos)
@@ -79,7 +79,7 @@ class Grammars:
                 "shorter one"
             )
         try:
-            if kind == "json":  # of free white space a small model makes no end
+            if kind == "json":  # with free white space a small model never stops
                 grammar = llguidance.LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_flexible": False})
             else:
                 grammar = llguidance.grammar_from(kind, source)
@@ -87,20 +87,20 @@ class Grammars:
             raise InvalidRequestError(f"the {_NAMES[kind]} cannot be followed: {_brief(str(error))}") from error
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # the first mask may take seconds, or be too much: the engine cannot wait for it
+            matcher.compute_bitmask()  # the first mask may take seconds, or fail: not in the engine's step
         if matcher.is_error():
             raise InvalidRequestError(f"the {_NAMES[kind]} cannot be followed: {_brief(matcher.get_error())}")
         return matcher
 
 
 def _brief(complaint: str) -> str:
-    """llguidance's message, which may repeat all of a grammar, fit to stand in another."""
+    """llguidance's message, which may repeat a whole grammar, shortened for use inside another message."""
     words = " ".join(complaint.split())
     return words if len(words) <= MAX_COMPLAINT else f"{words[:MAX_COMPLAINT]}..."
 
 
 class _Constraint:
-    """One answer's place in a grammar."""
+    """One answer's position in a grammar."""
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: npt.NDArray[np.int64]) -> None:
         self._matcher = matcher

@@ -1,6 +1,6 @@
-"""Compiled grammars that are kept for the next request that asks for them, bounded in bytes.
+"""Compiled grammars, kept for later requests that ask for them, limited in bytes.
 
-Knows sources and what was made of them; knows nothing of grammars.
+Knows sources and the results compiled from them; knows nothing of grammars.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ MAX_KEPT_BYTES = 64 * 2**20
 MAX_KEPT = 64
 
 BYTES_PER_CHARACTER = 256
-"""What llguidance takes for each character of a source: 60 were measured for properties of objects, 90 for patterns,
-240 for nested objects."""
+"""Bytes that llguidance takes per character of a source: measured 60 for properties of objects, 90 for patterns, 240
+for nested objects.
+"""
 LEAST_BYTES = 64 * 1024
 
 
 class KeptGrammars:
-    """The grammars that were used last. Belongs to one thread at a time."""
+    """The most recently used grammars. Belongs to one thread at a time."""
 
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self.num_bytes = 0
-        """What they take, estimated by their sources."""
+        """Their bytes, estimated from their sources."""
         self._max_bytes = max_bytes
         self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
     def get(self, kind: str, source: str) -> Any:
-        """What was made of a source; None if it is not kept."""
+        """The result for a source; None if it is not kept."""
         found = self._kept.get((kind, source))
         if found is not None:
             self._kept.move_to_end((kind, source))
         return found
 
     def keep(self, kind: str, source: str, compiled: Any) -> None:
-        """Keep what was made of a source; those that were not used for longest make room."""
+        """Keep the result for a source; the least recently used ones make room."""
         self._kept[kind, source] = compiled
         self.num_bytes += _num_bytes(source)
         while len(self._kept) > MAX_KEPT or self.num_bytes > self._max_bytes:

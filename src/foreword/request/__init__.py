@@ -1,4 +1,4 @@
-"""What travels: sampling parameters, requests, outputs and the tokens that a request allows.
+"""Requests: sampling parameters, requests, outputs, and the tokens that a request allows.
 
 Knows token ids and token sequences; knows neither text nor tensors.
 """

@@ -1,4 +1,4 @@
-"""What travels through the engine: a request, how to sample it, and what comes back.
+"""The objects that travel through the engine: a request, its sampling, and its output.
 
 Knows token ids, text and times; knows nothing of blocks, batches or tensors.
 """
@@ -31,7 +31,7 @@ NOTHING_ALLOWED = (
 FACTS = np.dtype(
     [
         ("num_prompt_tokens", np.int64),
-        ("max_length", np.int64),  # of prompt and answer, all limits considered
+        ("max_length", np.int64),  # tokens of prompt and answer together, after all limits
         ("temperature", np.float64),
         ("top_k", np.int64),
         ("min_p", np.float64),
@@ -45,9 +45,9 @@ FACTS = np.dtype(
     ],
     align=True,
 )
-"""What each step asks of every request, and never changes: a record, so that one operation asks it of all."""
+"""Facts that each step reads of every request: a record, so that one operation reads all. They never change."""
 FactRows = npt.NDArray[np.void]
-"""FACTS"""
+"""records of FACTS"""
 
 
 class RequestStatus(enum.Enum):
@@ -60,7 +60,7 @@ class RequestStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log probability of one token, and its rank among all (1: the likeliest)."""
+    """Log probability of one token, and its rank among all tokens (1: the most likely)."""
 
     logprob: float
     rank: int
@@ -72,7 +72,7 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Moments of one request's life, `time.monotonic()` seconds."""
+    """Moments in the life of one request, `time.monotonic()` seconds."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -81,12 +81,12 @@ class RequestMetrics:
 
     @property
     def time_to_first_token_ms(self) -> float | None:
-        """Arrival to first generated token."""
+        """Seconds from arrival to the first generated token."""
         return None if self.first_token_time is None else 1e3 * (self.first_token_time - self.arrival_time)
 
 
 class Request:
-    """One prompt being continued once. The scheduler changes its progress, the engine reads it."""
+    """One prompt, continued once. The scheduler changes its progress, the engine reads it."""
 
     def __init__(
         self,
@@ -108,24 +108,24 @@ class Request:
         self.num_prompt_tokens = len(sequence)
         self.params = params
         self.max_tokens = max_tokens
-        """Most tokens to generate, all limits considered."""
+        """Most tokens to generate, after all limits."""
         self.stop_token_ids = stop_token_ids
         """Tokens that end this request: its own and, unless ignored, the model's end tokens."""
         self.constraint = None if params.open_constraint is None else params.open_constraint()
         penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         self.limits = limits
-        """Which tokens may come besides what the constraint says; None: any."""
+        """Tokens that may come, besides what the constraint says; None: any."""
         follows_tokens = self.constraint is not None or (limits is not None and bool(limits.bad_words))
         self.samples_by_tokens = bool(penalised) or follows_tokens
-        """Whether the next token depends on the tokens before in other ways than through the model."""
+        """Whether the next token depends on earlier tokens in other ways than through the model."""
         self.may_run_dry = follows_tokens
-        """Whether a step may come at which no token is allowed, or only one that ends the answer."""
+        """Whether a step may come in which no token is allowed, or only one that ends the answer."""
         self.has_run_dry = False
-        """Whether it came: the token sampled there is the last."""
+        """Whether such a step came: the token sampled in it is the last."""
         self.changes_logits = bool(
             self.samples_by_tokens or params.logit_bias or params.min_tokens or limits is not None
         )
-        """Whether it may be sampled from other logits than the model's."""
+        """Whether it may be sampled from changed logits."""
         self.seed = seed
         self.facts = (
             self.num_prompt_tokens,
@@ -158,7 +158,7 @@ class Request:
         self.num_cached_tokens = 0
         """Prompt tokens that were hit at the first admission."""
         self.explanation: LookupExplanation | None = None
-        """How the lookup of its first admission went; None where the cache keeps no ledger."""
+        """Result of the lookup at its first admission; None if the cache keeps no ledger."""
         self.num_preemptions = 0
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
@@ -172,10 +172,10 @@ class Request:
         return len(self.sequence) - self.num_prompt_tokens
 
     def allowed_tokens(self, num_generated: int, vocab_size: int) -> BoolArray | None:
-        """Mask over the vocabulary for the token that follows `num_generated` of the answer; None: any may come.
+        """Mask over the vocabulary for the token after `num_generated` tokens of the answer; None: any token may come.
 
-        A mask has the last word on end tokens before `min_tokens`. If nothing is allowed, the request has run dry, and
-        the mask leaves the tokens that end answers.
+        The mask overrules `min_tokens` on end tokens. If it allows nothing, the request has run dry, and the mask then
+        allows only the tokens that end answers.
         """
         if self.constraint is None and self.limits is None:
             return None
@@ -190,7 +190,7 @@ class Request:
 
     @property
     def skips_cache(self) -> bool:
-        """Prompt logprobs need every prompt position computed."""
+        """Prompt logprobs need the logits of every prompt position."""
         return self.params.skip_reading_prefix_cache or self.params.prompt_logprobs is not None
 
 
@@ -221,9 +221,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     num_cached_tokens: int = 0
-    """Prompt tokens found in the cache by the first of its continuations."""
+    """Prompt tokens that the first continuation found in the cache."""
     explanation: LookupExplanation | None = None
-    """How the lookup of the first continuation went: how much was found, and why the rest was not."""
+    """Result of the first continuation's lookup: how much was found, and why the rest was not."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property

@@ -1,6 +1,6 @@
-"""SamplingParams: how a prompt is to be continued, as callers say it.
+"""SamplingParams: how callers want a prompt to be continued.
 
-Knows parameters, their ranges and what does not go together; knows nothing of models or logits.
+Knows parameters, their ranges and which exclude each other; knows nothing of models or logits.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy.typing as npt
 from foreword.errors import InvalidRequestError
 
 MAX_CONSTRAINT_CHARACTERS = 50_000
-"""Of a regular expression, a grammar, or all choices together."""
+"""Most characters of a regular expression, a grammar, or all choices together."""
 MAX_SCHEMA_CHARACTERS = 200_000
-"""Of a JSON schema that is given as its text."""
+"""Most characters of a JSON schema given as text."""
 LARGEST = 1e9
-"""Of penalties and biases: what is added up of them stays a finite float32."""
+"""Largest penalty or bias: their sums stay finite in float32."""
 
 _REAL_NUMBERS = (
     "temperature",
@@ -35,10 +35,10 @@ _REAL_NUMBERS = (
 
 
 class TokenConstraint(Protocol):
-    """Which tokens may come next in one answer, such as those that a grammar allows."""
+    """Decides which tokens may come next in one answer, such as those that a grammar allows."""
 
     def allowed(self, output_token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Mask over the vocabulary, given all tokens of the answer so far. Must not raise.
+        """Mask over the vocabulary, from all tokens of the answer so far. Must not raise.
 
         Called once for each token, in order. A mask that allows nothing ends the answer.
         """
@@ -46,14 +46,14 @@ class TokenConstraint(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What an answer has to look like: exactly one of these. Names and meanings are vLLM's."""
+    """The form that an answer must have: exactly one of these. Names and meanings are vLLM's."""
 
     json: Mapping[str, Any] | str | None = None
     """A JSON schema, or its text. White space stands only where JSON's strings have it."""
     regex: str | None = None
     """A regular expression (in Rust's syntax, without look-around) of the whole answer."""
     choice: tuple[str, ...] | None = None
-    """Texts of which the answer is one."""
+    """Texts, one of which is the answer."""
     grammar: str | None = None
     """A grammar in Lark's form, or in llama.cpp's (GBNF)."""
     json_object: bool | None = None
@@ -110,13 +110,13 @@ class SamplingParams:
     max_tokens: int | None = 16
     """Most tokens to generate; None: as many as `max_model_len` leaves."""
     min_tokens: int = 0
-    """Until then, neither end tokens nor `stop_token_ids` are sampled, unless a constraint allows nothing else."""
+    """Before this many tokens, no end token or `stop_token_ids` is sampled, unless a constraint allows nothing else."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Randomness of sampling; 0 is greedy."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probabilities reach this sum."""
     top_k: int = 0
-    """Sample from this many likeliest tokens; 0 or -1: from all."""
+    """Sample from this many of the likeliest tokens; 0 or -1: from all."""
     min_p: float = 0.0
     """Drop tokens less likely than this share of the likeliest one."""
     repetition_penalty: float = 1.0
@@ -132,7 +132,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    """Generate on after the end token."""
+    """Continue after the end token."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id -> number added to its logit; -inf forbids the token."""
     allowed_token_ids: tuple[int, ...] | None = None
@@ -144,7 +144,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for prompt tokens. Such a request does not read the prefix cache."""
     structured_outputs: StructuredOutputsParams | None = None
-    """What the answer has to look like; `LLM` turns it into an `open_constraint`."""
+    """The form that the answer must have; `LLM` turns it into an `open_constraint`."""
     open_constraint: Callable[[], TokenConstraint] | None = None
     """Makes the constraint of one continuation; None: any token may come."""
     skip_reading_prefix_cache: bool = False
@@ -228,7 +228,7 @@ class SamplingParams:
 
 
 def _not_ints(token_ids: tuple[int, ...]) -> Iterator[object]:
-    """Those of another type; fast for as many ids as a vocabulary has."""
+    """The elements of another type; fast even for as many ids as a vocabulary has."""
     if set(map(type, token_ids)) <= {int}:
         return iter(())
     return (token_id for token_id in token_ids if type(token_id) is not int)

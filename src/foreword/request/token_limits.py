@@ -1,7 +1,7 @@
-"""TokenLimits: which tokens an answer may go on with, as far as its parameters say.
+"""TokenLimits: the tokens that may come next in an answer, as far as its parameters decide.
 
-Knows token ids and masks over the vocabulary; knows nothing of logits, text or grammars' contents. Everything that
-can forbid a token is decided here, on the host, so that it can be told when nothing is left.
+Knows token ids and masks over the vocabulary; knows nothing of logits, text or grammars' contents. It decides
+everything that can forbid a token here, on the host, so that the engine notices when no token is left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class TokenLimits:
-    """What all answers to one prompt may be made of."""
+    """The tokens that all answers to one prompt may contain."""
 
     def __init__(
         self,
@@ -31,14 +31,14 @@ class TokenLimits:
         forbidden: Collection[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`end_token_ids` are the model's, for an answer that can only end; each bad word is a run of tokens."""
+        """`end_token_ids` are the model's, for an answer that can only end; each bad word is a sequence of tokens."""
         self._vocab_size = vocab_size
         self._stop = _ids(stop_token_ids)
         self._end = _ids(stop_token_ids or end_token_ids)
         self._allowed = None if allowed is None else _ids(allowed)
         self._forbidden = _ids([*forbidden, *(word[0] for word in bad_words if len(word) == 1)])
         self.bad_words = tuple(tuple(word) for word in bad_words if len(word) > 1)
-        """Those of several tokens: the last one may not follow the others."""
+        """Bad words of several tokens: the last token may not follow the others."""
 
     @classmethod
     def of(
@@ -50,7 +50,7 @@ class TokenLimits:
         end_token_ids: Collection[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
     ) -> TokenLimits | None:
-        """Limits of a request; None if a bias and `min_tokens` are all there is, which samplers need no mask for.
+        """The limits of a request; None if only a bias and `min_tokens` apply, for which samplers need no mask.
 
         Raises InvalidRequestError for parameters that allow no first token.
         """
@@ -88,7 +88,7 @@ class TokenLimits:
         return limits
 
     def _without_answer(self) -> BoolArray:
-        """What may come anywhere in an answer, [vocab]."""
+        """Tokens that may come anywhere in an answer, [vocab]."""
         allowed = np.ones(self._vocab_size, np.bool_)
         if self._allowed is not None:
             allowed[:] = False
@@ -97,9 +97,9 @@ class TokenLimits:
         return allowed
 
     def narrow(self, mask: BoolArray | None, answer: Sequence[int], *, needs_more: bool) -> BoolArray | None:
-        """What of `mask` (None: all) may follow an answer, [vocab]; None if nothing may.
+        """The tokens of `mask` (None: all) that may follow an answer, [vocab]; None if none may.
 
-        An answer that `needs_more` tokens does not end, unless only what ends it may follow.
+        An answer that `needs_more` tokens does not end, unless only ending tokens may follow.
         """
         allowed = self._without_answer()
         if mask is not None:
@@ -115,7 +115,7 @@ class TokenLimits:
         return allowed if allowed.any() else None
 
     def only_end(self) -> BoolArray:
-        """What is left for an answer that nothing may follow: end tokens, or any where the model has none, [vocab]."""
+        """The tokens for an answer that nothing may follow: end tokens, or any token if the model has none, [vocab]."""
         allowed = np.zeros(self._vocab_size, np.bool_)
         allowed[self._end if len(self._end) else slice(None)] = True
         return allowed

@@ -71,8 +71,8 @@ class ToolUse:
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """Inputs of the chat template. They include the tools even with tool_choice "none", so that the prefix stays
-        the same.
+        """Inputs of the chat template; tools are in them even with tool_choice "none", so that the prefix stays the
+        same.
         """
         return tools_for_template(self._tools)
 
