@@ -41,7 +41,7 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 HEAD_SIZES = (64, 80, 96, 128, 192, 256)
 KV_HEADS, GROUPS, BLOCK_SIZE = 8, 4, 16
 COMPILE_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
-FLOAT_POINTERS = ("stats", "mixtures", "sinks")
+FLOAT_POINTERS = ("stats", "mixtures", "sinks", "slopes")
 TYPED_POINTERS = ("output", "query", "keys", "values", "new_keys", "new_values")
 
 
@@ -56,13 +56,14 @@ class Variant:
 
     @property
     def options(self) -> AttentionOptions:
-        sinks = torch.zeros(KV_HEADS * GROUPS) if "sinks" in self.asks else None
+        sinks, slopes = (torch.zeros(KV_HEADS * GROUPS) if name in self.asks else None for name in ("sinks", "slopes"))
         return AttentionOptions(
             self.dim**-0.5,
             sliding_window=1024 if "window" in self.asks else None,
             softcap=50.0 if "cap" in self.asks else None,
             sinks=sinks,
             local_chunk=8192 if "chunk" in self.asks else None,
+            slopes=slopes,
         )
 
     def layer(self) -> LayerArguments:
@@ -100,7 +101,9 @@ def variants(quick: bool) -> Iterator[Variant]:
         for dim in (128,) if quick else HEAD_SIZES:
             if not quick or dtype == torch.bfloat16:
                 yield from (Variant(kernel, dtype, dim) for kernel in ("prefill", "decode", "merge", "write"))
-    asks = ("window cap sinks",) if quick else ("window", "chunk", "cap", "sinks", "window cap sinks")
+    asks = (
+        ("window cap sinks", "slopes") if quick else ("window", "chunk", "cap", "sinks", "slopes", "window cap sinks")
+    )
     for ask in asks:
         yield from (Variant(kernel, torch.bfloat16, 64, ask) for kernel in ("prefill", "decode", "merge"))
     if quick:

@@ -91,6 +91,8 @@ class Case:
         plan = kernel.plan(self.batch, len(self.key_blocks) - 1, self.shape.block_size, device)
         if options.sinks is not None:
             options = replace(options, sinks=options.sinks.to(device))
+        if options.slopes is not None:
+            options = replace(options, slopes=options.slopes.to(device))
         tensors = (tensor.to(device) for tensor in (torch.cat((query, padding)), self.key_blocks, self.value_blocks))
         return kernel.attend(*tensors, plan, options).cpu()
 
@@ -134,6 +136,8 @@ class Case:
         scores = keys[seen[0] : seen[1], kv_head].double() @ query[head].double() * options.scale
         if options.softcap is not None:
             scores = options.softcap * torch.tanh(scores / options.softcap)
+        if options.slopes is not None:  # keys seen end with the query's own
+            scores += options.slopes[head].double() * torch.arange(1 - len(scores), 1)
         if options.sinks is not None:
             scores = torch.cat((scores, options.sinks[head].double()[None]))
         weights = scores.softmax(0)[: seen[1] - seen[0]]

@@ -44,6 +44,33 @@ Position = TypeVar("Position", int, Tensor)
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreModifier:
+    """The one step between the product of a query and a key and the softmax:
+
+        score = cap * tanh(scale * product / cap) + slope * (key's position - query's position)
+
+    The bias is computed from the distance, not from the key's position, which differs from it by a constant per row:
+    so it is small where weights are large, and depends on nothing else in the batch.
+    """
+
+    scale: float
+    cap: float | None
+    slopes: Tensor | None
+    """[heads]"""
+
+    def apply(self, scores: Tensor, distances: Tensor | None) -> None:
+        """Cap and bias, in place, scores [requests, kv_heads, queries, groups, keys] that are scaled already.
+
+        `distances` [requests, queries, keys] is read where there are slopes.
+        """
+        if self.cap is not None:
+            scores.div_(self.cap).tanh_().mul_(self.cap)
+        if self.slopes is not None and distances is not None:
+            slopes = self.slopes.float().view(1, scores.shape[1], 1, -1, 1)
+            scores.add_(slopes * distances[:, None, :, None].float())
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionOptions:
     """What a layer asks of attention besides the causal mask."""
 
@@ -56,6 +83,13 @@ class AttentionOptions:
     """[heads]: one more score per head that takes weight but has no value."""
     local_chunk: int | None = None
     """A query at position p sees positions p // local_chunk * local_chunk to p. Not together with a window."""
+    slopes: Tensor | None = None
+    """[heads]: a score is raised by slope * (key's position - query's position), as in ALiBi (arXiv 2108.12409)."""
+
+    @property
+    def score(self) -> ScoreModifier:
+        """What kernels do to a product of a query and a key."""
+        return ScoreModifier(self.scale, self.softcap, self.slopes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +253,11 @@ def _attend_tile(
         if start + chunk - 1 > tile.shortest or start < _first_seen(tile.last_position, options):
             _zero_unseen(values, tile, start, options)
         scores = _products(rows, keys.transpose(1, 2))
-        if options.softcap is not None:
-            scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)
+        # [requests, kv_heads, queries, groups, chunk]; padding rows stay as they are
+        view = scores.view(num_requests, num_kv_heads, num_rows + padding, chunk)[:, :, :num_rows]
+        view = torch.unflatten(view, 2, (num_queries, num_groups))
+        options.score.apply(view, None if options.slopes is None else _distances(tile, start, chunk))
         if hidden is not None:
-            # [requests, queries, chunk] -> the rows of every head; padding rows stay as they are
-            view = scores.view(num_requests, num_kv_heads, num_rows + padding, chunk)[:, :, :num_rows]
-            view = torch.unflatten(view, 2, (num_queries, num_groups))
             view.masked_fill_(hidden[:, None, :, None, :], -torch.inf)
 
         # The chunk's partial result m, n, o. A row that may see nothing of the chunk has n = 0, o = 0 and
@@ -279,6 +312,11 @@ def _first_seen(position: Position, options: AttentionOptions) -> Position:
     if options.local_chunk is not None:
         return position // options.local_chunk * options.local_chunk
     return 0 * position
+
+
+def _distances(tile: Tile, start: int, chunk: int) -> Tensor:
+    """Positions of a chunk's keys less those of the queries, [requests, queries, chunk]."""
+    return torch.arange(start, start + chunk, device=tile.positions.device) - tile.positions[..., None]
 
 
 def _hidden(tile: Tile, start: int, chunk: int, options: AttentionOptions) -> Tensor | None:

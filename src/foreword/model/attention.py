@@ -45,7 +45,7 @@ class ForwardContext:
     """Attention group -> its step."""
 
 
-_KNOWN_TENSORS = ("s_aux", "position_ids")
+_KNOWN_TENSORS = ("s_aux", "alibi_slopes", "position_ids")
 """What a layer may hand to attention besides query, key and value; positions are known anyway."""
 
 _SEEN = "foreword_seen"
@@ -165,6 +165,7 @@ def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Write this step's KV into its slots, then attend over everything in the block tables.
@@ -184,6 +185,7 @@ def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
         softcap=softcap,
         sinks=s_aux,
         local_chunk=storage.layout.attention[layer].local_chunk,
+        slopes=alibi_slopes,
     )
     output = step.kernel.attend(
         query[0].transpose(0, 1), storage.keys[layer], storage.values[layer], step.plan, options

@@ -111,6 +111,13 @@ def test_huge_scores_neither_overflow_nor_vanish(device: torch.device) -> None:
     torch.testing.assert_close(result, case.expected(options), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_rise_towards_the_query(dtype: torch.dtype, softcap: float | None, device: torch.device) -> None:
+    case = Case(Shape(4, 2, 16, 16, 16, dtype), [(256, 300), (290, 291), (0, 3)], np.random.default_rng(18))
+    check(case, AttentionOptions(0.25, softcap=softcap, slopes=torch.tensor([0.9, 0.25, 2**-4, 2**-8])), device)
+
+
 def test_a_sink_of_great_weight_takes_everything(device: torch.device) -> None:
     case = Case(Shape(2, 1, 16, 16, 4), [(0, 40), (9, 10)], np.random.default_rng(9))
     sinks = torch.tensor([200.0, -200.0])
@@ -162,10 +169,12 @@ def ask(whole: Case, options: AttentionOptions, device: torch.device, spans: Spa
     return beside.run(TritonAttention(), options, device=device)[sum(end - start for start, end in others) :]
 
 
-def check_equal_bits(shape: Shape, seed: int, device: torch.device, longest: int) -> None:
+def check_equal_bits(
+    shape: Shape, seed: int, device: torch.device, longest: int, options: AttentionOptions | None = None
+) -> None:
     """One request whole, behind a hit, and one query at a time, alone and among others."""
     rng = np.random.default_rng(200 + seed)
-    options = random_options(rng, shape)
+    options = options or random_options(rng, shape)
     length = int(rng.integers(258, longest))
     whole = Case(shape, [(0, length)], rng)
     expected = whole.run(TritonAttention(), options, device=device)
@@ -180,6 +189,11 @@ def check_equal_bits(shape: Shape, seed: int, device: torch.device, longest: int
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_query_has_the_same_bits_in_every_batch(dtype: torch.dtype, device: torch.device) -> None:
     check_equal_bits(Shape(3, 1, 20, 24, 16, dtype), 0, device, longest=290)
+
+
+def test_so_it_has_with_slopes(device: torch.device) -> None:
+    options = AttentionOptions(0.2, slopes=torch.tensor([0.5, 0.06, 0.004], device=device))
+    check_equal_bits(Shape(3, 1, 20, 24, 16, torch.bfloat16), 0, device, 290, options)
 
 
 @SLOW

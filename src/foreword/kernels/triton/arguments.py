@@ -49,9 +49,10 @@ class LayerArguments:
         return self.options.sinks is not None
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Positional: query, keys, values."""
-        return self.query, self.keys, self.values
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Positional: query, keys, values, and slopes in units of log 2; without slopes any tensor in their place."""
+        slopes = self.options.score.slopes
+        return self.query, self.keys, self.values, self.query if slopes is None else slopes.float() * LOG2_E
 
     @property
     def numbers(self) -> tuple[int | float, ...]:
@@ -60,7 +61,7 @@ class LayerArguments:
         Scores are in units of log 2, so that weights are powers of 2. With a soft-cap the cap is in those units, and
         what is capped is score / cap.
         """
-        scale, cap = self.options.scale, self.options.softcap
+        scale, cap = self.options.score.scale, self.options.score.cap
         factors = (scale * LOG2_E, 0.0) if cap is None else (scale / cap, cap * LOG2_E)
         return (*self.query.stride()[:2], *self.keys.stride()[:3], *self.values.stride()[:3], *factors)
 
@@ -73,7 +74,8 @@ class LayerArguments:
             "KEY_DIM": self.key_dim,
             "VALUE_DIM": self.value_dim,
             "BLOCK_SIZE": self.keys.shape[1],
-            "HAS_CAP": self.options.softcap is not None,
+            "HAS_CAP": self.options.score.cap is not None,
+            "HAS_SLOPES": self.options.score.slopes is not None,
             **self.merge_constants,
         }
 

@@ -25,6 +25,7 @@ def attend_items(
     query,  # [tokens, heads, KEY_DIM]
     keys,  # [blocks, BLOCK_SIZE, kv_heads, KEY_DIM]
     values,  # [blocks, BLOCK_SIZE, kv_heads, VALUE_DIM]
+    slopes,  # float32 [heads], in units of log 2
     metadata,
     query_token_stride,
     query_head_stride,
@@ -44,6 +45,7 @@ def attend_items(
     WINDOW: tl.constexpr,
     LOCAL_CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     WIDEN: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -69,6 +71,7 @@ def attend_items(
             slot = (tl.load(entry + 2, mask=valid, other=0) + chunk).to(tl.int64) * NUM_KV_HEADS * GROUPS + head
             row_low = tl.where(valid, first_seen(position, WINDOW, LOCAL_CHUNK), chunk * CHUNK + CHUNK)
             row_high = position + 1
+            slope = tl.load(slopes + head) if HAS_SLOPES else position
             low = tl.maximum(tl.min(row_low, 0), chunk * CHUNK)
             high = tl.minimum(tl.max(row_high, 0), chunk * CHUNK + CHUNK)
 
@@ -99,10 +102,12 @@ def attend_items(
                     row_high,
                     factor,
                     cap,
+                    slope,
                     TOKENS,
                     BLOCK_SIZE,
                     WINDOW + LOCAL_CHUNK > 0,
                     HAS_CAP,
+                    HAS_SLOPES,
                     WIDEN,
                 )
             tl.store(stats + 2 * slot, peak, mask=valid)

@@ -20,6 +20,7 @@ def attend_folds(
     query,  # [tokens, heads, KEY_DIM]
     keys,  # [blocks, BLOCK_SIZE, kv_heads, KEY_DIM]
     values,  # [blocks, BLOCK_SIZE, kv_heads, VALUE_DIM]
+    slopes,  # float32 [heads], in units of log 2
     sinks,  # float32 [heads], in units of log 2
     metadata,
     query_token_stride,
@@ -40,6 +41,7 @@ def attend_folds(
     WINDOW: tl.constexpr,
     LOCAL_CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     WIDEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -69,6 +71,7 @@ def attend_folds(
     row_position = position + row // GROUPS
     row_low = first_seen(row_position, WINDOW, LOCAL_CHUNK)
     row_high = tl.where(valid, row_position + 1, 0)
+    slope = tl.load(slopes + head) if HAS_SLOPES else row_position
     low = first_seen(position + first_row // GROUPS, WINDOW, LOCAL_CHUNK)
     high = position + (tl.minimum(first_row + ROWS, num_rows) - 1) // GROUPS + 1
 
@@ -106,10 +109,12 @@ def attend_folds(
                 row_high,
                 factor,
                 cap,
+                slope,
                 TOKENS,
                 BLOCK_SIZE,
                 WINDOW + LOCAL_CHUNK > 0,
                 HAS_CAP,
+                HAS_SLOPES,
                 WIDEN,
             )
         peak, total, mixed = merge(peak, total, mixed, chunk_peak, chunk_total, chunk_mixed)

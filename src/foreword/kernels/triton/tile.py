@@ -65,6 +65,20 @@ def capped(scores, cap):
 
 
 @triton.jit
+def modified(products, factor, cap, slope, distance, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr):
+    """Scores [ROWS, TOKENS] in units of log 2: the step that `reference.ScoreModifier` describes.
+
+    `slope` [ROWS]; `distance` [ROWS, TOKENS]: positions of keys less those of queries.
+    """
+    scores = products * factor
+    if HAS_CAP:
+        scores = capped(scores, cap)
+    if HAS_SLOPES:
+        scores = tl.fma(tl.broadcast_to(slope[:, None], scores.shape), distance.to(tl.float32), scores)
+    return scores
+
+
+@triton.jit
 def attend_step(
     query,  # [ROWS, KEY_WIDTH]
     peak,  # [ROWS]
@@ -80,13 +94,15 @@ def attend_step(
     start,  # position of the first token
     seen,  # positions that some row sees: from the first to the second
     row_low,  # [ROWS]: what a row sees
-    row_high,
+    row_high,  # its position + 1, or 0
     factor,
     cap,
+    slope,  # [ROWS]
     TOKENS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_LOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """TOKENS tokens of KV: the tile's peak, total and mixed with them."""
@@ -105,9 +121,9 @@ def attend_step(
         other=0.0,
     )
     nothing = tl.zeros([query.shape[0], TOKENS], tl.float32)
-    scores = product(query, tl.trans(key), nothing, WIDEN) * factor
-    if HAS_CAP:
-        scores = capped(scores, cap)
+    products = product(query, tl.trans(key), nothing, WIDEN)
+    distance = token[None, :] - (row_high - 1)[:, None]
+    scores = modified(products, factor, cap, slope, distance, HAS_CAP, HAS_SLOPES)
     visible = token[None, :] < row_high[:, None]
     if HAS_LOW:
         visible = visible & (token[None, :] >= row_low[:, None])
