@@ -22,7 +22,7 @@ import numpy as np
 
 from eviction_traffic import HELD_OUT, TUNED_ON, make_requests
 from foreword.cache import EvictionPolicy, FreeKVCacheBlockQueue, KVCacheManager, RadixIndex, TokenSequence
-from foreword.cache.eviction.free_queue import BlockIds
+from foreword.cache.block_ids import BlockIds
 from foreword.cache.eviction.safe_value import SafeValuePolicy
 from foreword.cache.eviction.value import ValuePolicy
 from foreword.replay.caches import LruCache, ManagerCache

@@ -32,20 +32,20 @@ from foreword.cache import (
     HashFunction,
     HashIndex,
     KVCacheManager,
+    MambaSpec,
     MediaItem,
     PinnedPolicy,
     PrefixHit,
     PrefixMirror,
     PriorityPolicy,
     RadixIndex,
-    RecurrentSpec,
     SinkFullSpec,
     SlidingWindowSpec,
     TokenSequence,
     make_policy,
     sha256,
 )
-from foreword.cache.eviction.eviction import POLICIES
+from foreword.cache.eviction.choose import POLICIES
 from foreword.errors import CacheBusyError
 
 Numbers = npt.NDArray[np.int64]
@@ -82,12 +82,12 @@ COLLIDING = HashFunction("one byte", _OneByte)
 GROUPS: dict[str, tuple[GroupSpec, ...]] = {
     "window": (SlidingWindowSpec(5, 2),),
     "chunks": (ChunkedLocalSpec(6, 4),),
-    "recurrent": (RecurrentSpec(3),),
+    "recurrent": (MambaSpec(3),),
     "full and window": (FullAttentionSpec(2), SlidingWindowSpec(6, 4)),
     "full and chunks": (FullAttentionSpec(4), ChunkedLocalSpec(7, 2)),
-    "full and recurrent": (FullAttentionSpec(2), RecurrentSpec(4)),
+    "full and recurrent": (FullAttentionSpec(2), MambaSpec(4)),
     "sinks and window": (SinkFullSpec(3, 2), SlidingWindowSpec(3, 2)),
-    "all types": (FullAttentionSpec(2), SlidingWindowSpec(5, 2), ChunkedLocalSpec(6, 2), RecurrentSpec(2)),
+    "all types": (FullAttentionSpec(2), SlidingWindowSpec(5, 2), ChunkedLocalSpec(6, 2), MambaSpec(2)),
 }
 KINDS = ("hash", "radix", "verified", "off", *GROUPS)
 """What finds prefixes: an index over one group, nothing, or hash keys over several groups."""
@@ -270,7 +270,7 @@ class World:
                     continue
                 end = (number + 1) * spec.block_size
                 stored = self._planned[block_id, : spec.block_size].tolist()
-                if isinstance(spec, RecurrentSpec):
+                if isinstance(spec, MambaSpec):
                     assert self._memory[block_id, 0] == marks[end - 1], "a hit on a wrong state"
                 else:
                     assert stored == marks[end - spec.block_size : end], "a hit on a wrong block"
@@ -362,7 +362,7 @@ class World:
         self._copy()
         batch = [request for request in self.running if request.end is not None]
         for group, spec in enumerate(self.groups):
-            if isinstance(spec, RecurrentSpec):
+            if isinstance(spec, MambaSpec):
                 self._move_states(batch, group, spec)
             else:
                 self._write(self._memory, batch, group, spec)
@@ -397,7 +397,7 @@ class World:
     def _plan(self, request: Running, end: int) -> None:
         request.end = end
         for group, spec in enumerate(self.groups):
-            if not isinstance(spec, RecurrentSpec):
+            if not isinstance(spec, MambaSpec):
                 self._write(self._planned, [request], group, spec)
 
     def _copy(self) -> None:
@@ -429,7 +429,7 @@ class World:
             stored = self._memory[block_ids, positions % spec.block_size]
             assert stored.tolist() == request.marks[first : request.end], "what is read is not what was computed"
 
-    def _move_states(self, batch: Sequence[Running], group: int, spec: RecurrentSpec) -> None:
+    def _move_states(self, batch: Sequence[Running], group: int, spec: MambaSpec) -> None:
         """All states are read before any is written: a state of the same step must not be counted on."""
         size = spec.block_size
         for request in batch:

@@ -334,7 +334,7 @@ def a_block_that_is_still_needed_leaves_the_table(manager):
         if new_ids is not None:
             table = coordinator.tables.groups[-1].row(row)
             if len(table) > 1 and table[-1] != NULL_BLOCK:
-                coordinator._pool.free_blocks(table[-1:].copy())
+                coordinator.pool.free_blocks(table[-1:].copy())
                 table[-1] = NULL_BLOCK
         return new_ids
 

@@ -15,9 +15,9 @@ from foreword.cache import (
     HashFunction,
     HashIndex,
     KVCacheManager,
+    MambaSpec,
     MediaItem,
     MissReason,
-    RecurrentSpec,
     SlidingWindowSpec,
     TokenSequence,
     make_index,
@@ -253,7 +253,7 @@ def test_a_sliding_window_that_lost_its_blocks_is_evicted_though_the_full_group_
 
 
 def test_a_state_that_was_not_saved_is_told_apart_from_tokens_that_were_never_seen():
-    groups = [FullAttentionSpec(4), RecurrentSpec(4, interval_tokens=8)]
+    groups = [FullAttentionSpec(4), MambaSpec(4, interval_tokens=8)]
     manager = KVCacheManager(40, groups=groups, ledger=CacheLedger(40))
     seq = sequence("a", range(14))
     manager.allocate_slots(seq, 8, manager.get_computed_blocks(seq))

@@ -21,7 +21,7 @@ from foreword.cache import (
     ChunkedLocalSpec,
     FullAttentionSpec,
     GroupSpec,
-    RecurrentSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from foreword.engine import Engine
@@ -176,7 +176,7 @@ def first_read(spec: GroupSpec, position: int) -> int:
 
 def needed_blocks(spec: GroupSpec, length: int) -> set[int]:
     """Numbers of the blocks that a hit of `length` tokens needs."""
-    if isinstance(spec, RecurrentSpec):
+    if isinstance(spec, MambaSpec):
         return {length // spec.block_size - 1} if length else set()
     return {position // spec.block_size for position in range(first_read(spec, length), length)}
 
@@ -222,7 +222,7 @@ class OracleRunner(ModelRunner):
             size = spec.block_size
             table = tables[row, : -(-entry.end // size)].tolist()
             held = {number for number, block_id in enumerate(table) if block_id != NULL_BLOCK}
-            if isinstance(spec, RecurrentSpec):
+            if isinstance(spec, MambaSpec):
                 writes, reads = (entry.end - 1) // size, (entry.start - 1) // size
                 assert writes in held
                 assert held <= {writes, reads}
@@ -235,7 +235,7 @@ class OracleRunner(ModelRunner):
                 assert held == {p // size for p in range(first_read(spec, entry.start), entry.end)}
                 full = [number for number in held if entry.start < (number + 1) * size <= min(entry.end, most)]
                 new = {number for number in held if number * size >= entry.start}
-            for number in new | {n for n in held if isinstance(spec, RecurrentSpec) and n == (entry.end - 1) // size}:
+            for number in new | {n for n in held if isinstance(spec, MambaSpec) and n == (entry.end - 1) // size}:
                 self.content.pop(table[number], None)
             for number in full:
                 self.content[table[number]] = (group, tokens[: (number + 1) * size])
@@ -372,7 +372,7 @@ def test_no_state_of_an_answer_is_kept(model: LoadedModel) -> None:
     prompt = random_tokens(np.random.default_rng(12), 10)
     engine = build_engine(model, block_size=4, num_blocks=256, state_interval=512)
     [output] = complete(engine, [prompt], greedy(40), name="first")
-    states = [g for g, spec in enumerate(engine.manager.groups) if isinstance(spec, RecurrentSpec)]
+    states = [g for g, spec in enumerate(engine.manager.groups) if isinstance(spec, MambaSpec)]
     counts = engine.manager._coordinator.num_indexed_by_group()
     assert [counts[group] for group in states] == [1] * len(states)  # after 8 tokens
     second = prompt + output.outputs[0].token_ids + [7, 8, 9]

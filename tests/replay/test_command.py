@@ -7,7 +7,7 @@ import xml.etree.ElementTree
 
 import pytest
 
-from foreword.cache.eviction.eviction import POLICIES
+from foreword.cache.eviction.choose import POLICIES
 from foreword.cli import main
 from foreword.errors import ConfigError, ModelLoadError
 from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity

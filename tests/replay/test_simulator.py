@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foreword.cache.eviction.eviction import POLICIES
+from foreword.cache.eviction.choose import POLICIES
 from foreword.errors import ConfigError
 from foreword.replay import one_pass
 from foreword.replay.caches import LruCache, ManagerCache

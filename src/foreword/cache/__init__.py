@@ -15,8 +15,9 @@ from foreword.cache.account.events import (
 )
 from foreword.cache.account.ledger import CacheLedger, Eviction, EvictionCause, MissReason
 from foreword.cache.account.stats import CachingMetrics, PrefixCacheStats
+from foreword.cache.block_ids import NULL_BLOCK, BlockIds
 from foreword.cache.blocks.block_allocator import PrefixCachingBlock, PrefixCachingBlockAllocator
-from foreword.cache.blocks.block_pool import BlockIds, BlockPool, FreeKVCacheBlockQueue
+from foreword.cache.blocks.block_pool import BlockPool, KVCacheBlock
 from foreword.cache.blocks.block_table import BlockTable, MultiGroupBlockTable
 from foreword.cache.blocks.group_index import (
     BlockHashWithGroupId,
@@ -25,35 +26,34 @@ from foreword.cache.blocks.group_index import (
     get_group_id,
     make_block_hash_with_group_id,
 )
-from foreword.cache.blocks.kv_cache_block import KVCacheBlock
-from foreword.cache.eviction.eviction import EvictionPolicy, make_policy
+from foreword.cache.eviction.choose import make_policy
+from foreword.cache.eviction.free_queue import FreeKVCacheBlockQueue
 from foreword.cache.eviction.pins import PinnedPolicy
 from foreword.cache.eviction.policies import PriorityPolicy
+from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.explain import LookupExplanation
 from foreword.cache.groups.checkpoints import StateCheckpoints
-from foreword.cache.groups.coordinator import (
-    KVCacheCoordinatorNoPrefixCache,
-    PrefixHit,
-)
+from foreword.cache.groups.choose import KVCacheCoordinatorNoPrefixCache
+from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit
 from foreword.cache.groups.group_specs import (
     ChunkedLocalSpec,
     FullAttentionSpec,
     GroupSpec,
-    RecurrentSpec,
+    MambaSpec,
     SinkFullSpec,
     SlidingWindowSpec,
 )
-from foreword.cache.groups.groups import (
-    NULL_BLOCK,
+from foreword.cache.groups.hybrid import HybridKVCacheCoordinator
+from foreword.cache.groups.managers import (
     ChunkedLocalAttentionManager,
     FullAttentionManager,
     MambaManager,
     SinkFullAttentionManager,
     SlidingWindowManager,
 )
-from foreword.cache.groups.hybrid import HybridKVCacheCoordinator
 from foreword.cache.groups.unitary import UnitaryKVCacheCoordinator
-from foreword.cache.index.index import Divergence, HashIndex, PartialBlock, PrefixIndex, PrefixMatch
+from foreword.cache.index.hash_index import HashIndex
+from foreword.cache.index.prefix_index import Divergence, PartialBlock, PrefixIndex, PrefixMatch
 from foreword.cache.index.radix import RadixIndex, make_index
 from foreword.cache.index.tree_view import PrefixNode
 from foreword.cache.keys.hashing import (
@@ -103,11 +103,13 @@ __all__ = [
     "HashIndex",
     "HybridKVCacheCoordinator",
     "KVCacheBlock",
+    "KVCacheCoordinator",
     "KVCacheCoordinatorNoPrefixCache",
     "KVCacheEvent",
     "KVCacheManager",
     "LookupExplanation",
     "MambaManager",
+    "MambaSpec",
     "MediaItem",
     "MissReason",
     "MultiGroupBlockTable",
@@ -124,7 +126,6 @@ __all__ = [
     "PrefixNode",
     "PriorityPolicy",
     "RadixIndex",
-    "RecurrentSpec",
     "SinkFullAttentionManager",
     "SinkFullSpec",
     "SlidingWindowManager",

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from foreword.cache.account.ledger import Eviction, MissReason
-from foreword.cache.groups.coordinator import KVCacheCoordinatorNoPrefixCache, PrefixHit
-from foreword.cache.index.index import Divergence
+from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit
+from foreword.cache.index.prefix_index import Divergence
 from foreword.cache.keys.sequence import TokenSequence
 
 MAX_CONTINUATION_TOKENS = 16
@@ -63,7 +63,7 @@ class LookupExplanation:
 def explain_lookup(
     sequence: TokenSequence,
     hit: PrefixHit,
-    coordinator: KVCacheCoordinatorNoPrefixCache,
+    coordinator: KVCacheCoordinator,
     others: Iterable[TokenSequence],
 ) -> LookupExplanation:
     """Tell the lookup of `sequence` that gave `hit`; `others` are the sequences that hold blocks just now."""

@@ -30,15 +30,16 @@ import numpy.typing as npt
 
 from foreword.cache.account.ledger import CacheLedger, EvictionCause
 from foreword.cache.account.stats import CachingMetrics, PrefixCacheStats
-from foreword.cache.blocks.block_pool import BlockIds, BlockPool, as_block_ids
-from foreword.cache.eviction.eviction import EvictionPolicy, make_policy
+from foreword.cache.block_ids import NULL_BLOCK, BlockIds, Int64Array, as_block_ids
+from foreword.cache.eviction.choose import make_policy
 from foreword.cache.eviction.pins import PinnedPolicy
+from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.explain import LookupExplanation, explain_lookup
+from foreword.cache.groups.choose import get_kv_cache_coordinator, is_one_full_group
 from foreword.cache.groups.coordinator import PrefixHit
-from foreword.cache.groups.coordinators import get_kv_cache_coordinator, is_one_full_group
 from foreword.cache.groups.group_specs import FullAttentionSpec, GroupSpec
-from foreword.cache.groups.groups import NULL_BLOCK, IntArray, MambaManager, Position
-from foreword.cache.index.index import PrefixIndex
+from foreword.cache.groups.managers import MambaManager, Position
+from foreword.cache.index.prefix_index import PrefixIndex
 from foreword.cache.index.tree_view import PrefixNode
 from foreword.cache.keys.sequence import TokenSequence
 from foreword.errors import AllocationError, CacheBusyError, ConfigError, InvalidRequestError
@@ -96,34 +97,39 @@ class KVCacheManager:
         self.groups = tuple(groups) if groups else (FullAttentionSpec(block_size),)
         self.enable_prefix_caching = enable_prefix_caching
         self.ledger = ledger if enable_prefix_caching else None
-        self.stats = PrefixCacheStats()
         self.recent = CachingMetrics()
         policy = make_policy(eviction_policy, num_blocks) if isinstance(eviction_policy, str) else eviction_policy
         self._pins = policy if isinstance(policy, PinnedPolicy) else None
-        self._pool = BlockPool(num_blocks, on_reuse=self._forget_reused, policy=policy)
         self._coordinator = get_kv_cache_coordinator(
             self.groups,
-            self._pool,
+            num_blocks,
+            policy,
             block_size,
             enable_prefix_caching=enable_prefix_caching,
             index=index,
             ledger=self.ledger,
             deduplicate=deduplicate,
         )
+        self._pool = self._coordinator.pool
         self._not_looked_up = replace(self._coordinator.nothing, skipped=True)
         self._coordinator.reserve()
         self._row_of: dict[str, int] = {}
         self._explanations: dict[str, LookupExplanation] = {}
         self._sequences: dict[int, TokenSequence] = {}
-        self._num_slots: IntArray = np.zeros(16, np.int64)
+        self._num_slots: Int64Array = np.zeros(16, np.int64)
         """Row -> tokens that it has room for."""
-        self._quiet_until: IntArray = np.zeros(16, np.int64)
+        self._quiet_until: Int64Array = np.zeros(16, np.int64)
         """Row -> tokens up to which it grows without taking, giving up or filling a block."""
         self._uncomputed_from: dict[int, int] = {}
         """Row -> tokens that are computed, where that is fewer than it has room for because a step failed."""
         self._copied: dict[int, tuple[int, int]] = {}
         """Row that began with a copy -> tokens in shared blocks, and tokens with those that were to be copied."""
         self._copies: list[tuple[int, int]] = []
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        """What was looked up, found and evicted since the last `reset_prefix_cache`."""
+        return self._coordinator.stats
 
     @property
     def has_one_full_group(self) -> bool:
@@ -244,11 +250,11 @@ class KVCacheManager:
         self._coordinator.cache_blocks(row, sequence, num_tokens)
         return new_ids
 
-    def handles(self, request_ids: Iterable[str]) -> IntArray:
+    def handles(self, request_ids: Iterable[str]) -> Int64Array:
         """Numbers that stand for held requests, each valid until it is freed; small, as they are given again."""
         return np.fromiter(map(self._row_of.__getitem__, request_ids), np.int64)
 
-    def allocate_running_slots(self, handles: IntArray, num_tokens: IntArray) -> int:
+    def allocate_running_slots(self, handles: Int64Array, num_tokens: Int64Array) -> int:
         """`allocate_slots` for many distinct held requests, in their order, up to the first that is short.
 
         Request `handles[i]` gets room for `num_tokens[i]` tokens: no fewer than it has room for, and at most one more
@@ -272,7 +278,7 @@ class KVCacheManager:
                 self._uncomputed_from.pop(row, None)
         return served
 
-    def _refuse_to_shrink(self, rows: IntArray, num_tokens: IntArray) -> NoReturn:
+    def _refuse_to_shrink(self, rows: Int64Array, num_tokens: Int64Array) -> NoReturn:
         at = int((num_tokens < self._num_slots[rows]).argmax())
         row = int(rows[at])
         raise AllocationError(
@@ -280,11 +286,11 @@ class KVCacheManager:
             f"{self._sequences[row].request_id!r} has room for; tables only grow, so free it and admit it again"
         )
 
-    def num_quiet_tokens(self, handles: IntArray) -> int:
+    def num_quiet_tokens(self, handles: Int64Array) -> int:
         """By how many tokens all these requests can grow without taking, giving up or filling a block."""
         return max(0, int((self._quiet_until[handles] - self._num_slots[handles]).min()))
 
-    def _allocate_busy(self, rows: IntArray, ends: IntArray) -> int:
+    def _allocate_busy(self, rows: Int64Array, ends: Int64Array) -> int:
         """Take, give up and index blocks for the first rows for which there are enough; returns their number."""
         starts = self._num_slots[rows]
         served = self._coordinator.grow_each(rows, starts, ends)
@@ -297,7 +303,7 @@ class KVCacheManager:
                 self._cache_filled(rows[filled], ends[filled])
         return served
 
-    def _cache_filled(self, rows: IntArray, ends: IntArray) -> None:
+    def _cache_filled(self, rows: Int64Array, ends: Int64Array) -> None:
         """Index what these rows fill, but not a block whose last token is not known yet."""
         known = [len(self._sequences[row]) >= end for row, end in zip(rows.tolist(), ends.tolist(), strict=True)]
         if not any(known):
@@ -306,7 +312,7 @@ class KVCacheManager:
             rows, ends = rows[known], ends[known]
         self._coordinator.cache_blocks_each(rows, self._sequences.__getitem__, ends)
 
-    def has_blocks_for(self, handles: IntArray, num_tokens: IntArray) -> bool:
+    def has_blocks_for(self, handles: Int64Array, num_tokens: Int64Array) -> bool:
         """Whether `allocate_running_slots` would surely serve all, whatever blocks they give up."""
         starts = self._num_slots[handles]
         sizes = (group.block_size for group in self.groups)
@@ -324,7 +330,7 @@ class KVCacheManager:
         end: Position = -(-num_tokens // self.block_size) * self.block_size
         return end - (end != num_tokens)  # type: ignore[no-any-return]  # int or array, as it came
 
-    def allocate_decode_slots(self, handles: IntArray) -> int:
+    def allocate_decode_slots(self, handles: Int64Array) -> int:
         """`allocate_running_slots` for requests that all have grown by one token since their last call."""
         return self.allocate_running_slots(handles, self._num_slots[handles] + 1)
 
@@ -367,7 +373,7 @@ class KVCacheManager:
             stats.missed_tokens[explanation.reason] += explanation.num_missed_tokens
             stats.ghost_hits += explanation.num_ghost_tokens
 
-    def cache_known_blocks(self, handles: IntArray) -> None:
+    def cache_known_blocks(self, handles: Int64Array) -> None:
         """Index the blocks of these requests whose slots were allocated when their last token was expected."""
         self._coordinator.cache_blocks_each(handles, self._sequences.__getitem__, self._num_slots[handles])
 
@@ -450,7 +456,7 @@ class KVCacheManager:
         if self._pins is not None:
             self._pins.expire(now)
 
-    def _found(self, sequence: TokenSequence) -> tuple[BlockIds, IntArray]:
+    def _found(self, sequence: TokenSequence) -> tuple[BlockIds, Int64Array]:
         """Cached blocks of a sequence in all groups, and where its tokens in them end; in that order."""
         tables = self._coordinator.find_longest_cache_hit(sequence).tables
         sizes = self._coordinator.block_sizes
@@ -478,13 +484,7 @@ class KVCacheManager:
                 f"(first: {next(iter(self._row_of))!r}); wait for them or abort them"
             )
         self._coordinator.clear()
-        self.stats = PrefixCacheStats()
         self.recent.reset()
-
-    def _forget_reused(self, block_ids: BlockIds) -> None:
-        num_tails = self._coordinator.num_tails
-        self.stats.evictions += self._coordinator.forget(block_ids, EvictionCause.REUSED)
-        self.stats.tail_evictions += num_tails - self._coordinator.num_tails
 
     # -------------------------------------------------------------------- view
 
@@ -499,7 +499,7 @@ class KVCacheManager:
         """
         return self._coordinator.tables.groups[group_id].gather(self.handles(request_ids))
 
-    def group_block_tables(self, handles: IntArray) -> list[tuple[BlockIds, npt.NDArray[np.int32]]]:
+    def group_block_tables(self, handles: Int64Array) -> list[tuple[BlockIds, npt.NDArray[np.int32]]]:
         """`block_tables` of every group."""
         return [tables.gather(handles) for tables in self._coordinator.tables.groups]
 

@@ -99,7 +99,7 @@ class CacheConfig:
     prefix_index: IndexName = "radix"
     """How prefixes are found: "radix" compares tokens and matches to the token, "hash" compares block keys."""
     eviction_policy: EvictionName = "value"
-    """Which cached block is evicted when memory is short; `foreword.cache.eviction.eviction` describes the orders."""
+    """Which cached block is evicted when memory is short; `foreword.cache.eviction` describes the orders."""
     num_gpu_blocks_override: int | None = None
     """Number of blocks in the pool, on any device. None: as many as the memory for KV holds."""
     keep_all_kv: bool = False

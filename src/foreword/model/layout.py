@@ -2,7 +2,7 @@
 
 Knows shapes, bytes and attention types; knows neither tensors' contents nor requests.
 
-Layers that need the same past form groups with one block table each (`cache/groups/groups.py`). All groups take
+Layers that need the same past form groups with one block table each (`cache/groups/managers.py`). All groups take
 their blocks from one pool, so every group's block must take the same memory. A block is a number of pages,
 one per slot; an attention group has at most one layer in each slot, and large types are cut into several
 groups. A model with one full layer (f) after two sliding ones (s), twelve layers in all, four slots:
@@ -31,7 +31,7 @@ from foreword.cache import (
     ChunkedLocalSpec,
     FullAttentionSpec,
     GroupSpec,
-    RecurrentSpec,
+    MambaSpec,
     SinkFullSpec,
     SlidingWindowSpec,
 )
@@ -220,7 +220,7 @@ def plan_layout(
         )  # fmt: skip
         layers = list(states)
         groups += [
-            GroupLayout(RecurrentSpec(state_block, interval), tuple(layers[start : start + per_group]))
+            GroupLayout(MambaSpec(state_block, interval), tuple(layers[start : start + per_group]))
             for start in range(0, len(layers), per_group)
         ]
     return CacheLayout(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foreword.batch import NO_ENTRIES, Batch, BatchResult
-from foreword.cache import RecurrentSpec
+from foreword.cache import MambaSpec
 from foreword.kernels.device_attention import DeviceAttention
 from foreword.kernels.select import AttentionKernel, ReferenceAttention
 from foreword.model.attention import ForwardContext, GroupStep
@@ -212,7 +212,7 @@ class ModelRunner:
         runs: dict[int, list[StateRun]] = {}
         slots = []
         for group_id, spec in enumerate(storage.layout.specs):
-            if isinstance(spec, RecurrentSpec):
+            if isinstance(spec, MambaSpec):
                 runs[group_id] = plan_state_runs(batch, group_id, spec.block_size)
             else:
                 groups[group_id] = self._plan_attention(batch, group_id)

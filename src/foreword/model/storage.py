@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foreword.batch import Batch, IntArray
-from foreword.cache import RecurrentSpec
+from foreword.cache import MambaSpec
 from foreword.errors import ConfigError
 from foreword.kernels.runtime import huge_pages
 from foreword.kernels.select import BlockKernels, make_block_kernels, writes_with_triton
@@ -76,7 +76,7 @@ class KVStorage:
         """Recurrent layer -> its group."""
         self._pieces: dict[int, list[_Piece]] = {}
         for group_id, group in enumerate(layout.groups):
-            if isinstance(group.spec, RecurrentSpec):
+            if isinstance(group.spec, MambaSpec):
                 self._place_states(group_id, group)
             else:
                 self._place_attention(group_id, group)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreword.cache.account.ledger import MissReason
-from foreword.cache.eviction.eviction import POLICIES
+from foreword.cache.eviction.choose import POLICIES
 from foreword.errors import ConfigError
 from foreword.replay.caches import HitCount, ManagerCache, SimulatedCache
 from foreword.replay.capacity import Capacity

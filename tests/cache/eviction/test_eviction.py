@@ -16,7 +16,7 @@ from foreword.cache import (
     TokenSequence,
     make_policy,
 )
-from foreword.cache.eviction.eviction import POLICIES
+from foreword.cache.eviction.choose import POLICIES
 from foreword.cache.eviction.free_queue import KeyedBlockQueue
 from foreword.cache.eviction.policies import FifoPolicy, LastAccessedPolicy, LfuPolicy, LruPolicy, SlruPolicy
 from foreword.cache.eviction.value import ValuePolicy

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from foreword.cache import BlockPool, KVCacheManager, PinnedPolicy, TokenSequence, make_policy
-from foreword.cache.eviction.eviction import POLICIES
+from foreword.cache.eviction.choose import POLICIES
 from foreword.errors import ConfigError
 
 NAMES = list(POLICIES)

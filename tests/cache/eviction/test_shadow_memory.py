@@ -27,14 +27,14 @@ from foreword.cache import (
     FullAttentionSpec,
     HashIndex,
     KVCacheManager,
+    MambaSpec,
     MediaItem,
     RadixIndex,
-    RecurrentSpec,
     SlidingWindowSpec,
     TokenSequence,
     sha256_cbor,
 )
-from foreword.cache.eviction.eviction import POLICIES
+from foreword.cache.eviction.choose import POLICIES
 
 MAX_TOKENS = 30
 NUM_BLOCKS = 40
@@ -98,7 +98,7 @@ class Shadow:
         groups = {
             "full and window": (FullAttentionSpec(2), SlidingWindowSpec(6, 4)),
             "full and chunks": (FullAttentionSpec(4), ChunkedLocalSpec(7, 2)),
-            "full and recurrent": (FullAttentionSpec(2), RecurrentSpec(4)),
+            "full and recurrent": (FullAttentionSpec(2), MambaSpec(4)),
         }.get(kind)
         index = None
         if groups is None:
@@ -193,7 +193,7 @@ class Shadow:
         held = held_by(request.sequence)
         for group, spec in enumerate(self.manager.groups):
             table = self.manager.block_ids(request.sequence.request_id, group)
-            if isinstance(spec, RecurrentSpec):
+            if isinstance(spec, MambaSpec):
                 self.memory[int(table[(end - 1) // spec.block_size]), 0] = held[end - 1]
                 continue
             for position in range(request.num_written, end):
@@ -214,7 +214,7 @@ class Shadow:
                     continue
                 slots = (
                     [((number + 1) * size - 1, 0)]
-                    if isinstance(spec, RecurrentSpec)
+                    if isinstance(spec, MambaSpec)
                     else [(number * size + slot, slot) for slot in range(size)]
                 )
                 for position, slot in slots:

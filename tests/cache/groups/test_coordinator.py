@@ -20,12 +20,13 @@ from foreword.cache import (
     HashIndex,
     HybridKVCacheCoordinator,
     KVCacheManager,
+    MambaSpec,
     RadixIndex,
-    RecurrentSpec,
     SinkFullSpec,
     SlidingWindowSpec,
     TokenSequence,
 )
+from foreword.cache.eviction.choose import make_policy
 from foreword.errors import ConfigError
 
 # ------------------------------------------------------------------------------------------ oracle
@@ -44,7 +45,7 @@ def first_read(spec, position):
 
 def needed_blocks(spec, length):
     """Numbers of the blocks that a hit of `length` tokens needs."""
-    if isinstance(spec, RecurrentSpec):
+    if isinstance(spec, MambaSpec):
         return {length // spec.block_size - 1} if length else set()
     return {position // spec.block_size for position in range(first_read(spec, length), length)}
 
@@ -62,7 +63,7 @@ def longest_agreed(specs, num_tokens, is_cached):
 
 def num_findable(specs, sequence):
     """Leading tokens that others may find: beside a recurrent group, what fills cells of the prompt."""
-    cells = [spec.block_size for spec in specs if isinstance(spec, RecurrentSpec)]
+    cells = [spec.block_size for spec in specs if isinstance(spec, MambaSpec)]
     return sequence.num_prompt_tokens // math.lcm(*cells) * math.lcm(*cells) if cells else len(sequence)
 
 
@@ -71,7 +72,7 @@ any_spec = st.one_of(
     st.builds(FullAttentionSpec, sizes),
     st.builds(SlidingWindowSpec, st.integers(1, 20), sizes),
     st.builds(ChunkedLocalSpec, st.integers(1, 20), sizes),
-    st.builds(RecurrentSpec, sizes),
+    st.builds(MambaSpec, sizes),
 )
 
 
@@ -79,8 +80,7 @@ any_spec = st.one_of(
 @given(st.lists(any_spec, min_size=1, max_size=4), st.integers(1, 80), st.data())
 def test_the_fixed_point_is_the_longest_length_on_which_all_groups_agree(specs, num_tokens, data):
     key_size = math.gcd(*(spec.block_size for spec in specs))
-    manager = KVCacheManager(512, groups=specs, block_size=key_size)
-    coordinator = HybridKVCacheCoordinator(specs, manager._pool, key_size)
+    coordinator = HybridKVCacheCoordinator(specs, 512, make_policy("lru", 512), key_size)
     sequence = TokenSequence("r", range(num_tokens), block_size=key_size)
     cached, next_id = {}, 0
     for group, spec in enumerate(specs):
@@ -148,7 +148,7 @@ class Life:
         end = self.choose_end(hit.num_tokens, len(tokens))
 
         new = sum(
-            1 if isinstance(spec, RecurrentSpec) else -(-end // spec.block_size) - hit.num_tokens // spec.block_size
+            1 if isinstance(spec, MambaSpec) else -(-end // spec.block_size) - hit.num_tokens // spec.block_size
             for spec in self.specs
         )
         counts = manager._pool.ref_counts()
@@ -206,7 +206,7 @@ class Life:
         """Blocks that computing `start` to `end` takes, and those that it no longer reads."""
         new, leaving = 0, []
         for spec, table in zip(self.specs, tables, strict=True):
-            if isinstance(spec, RecurrentSpec):
+            if isinstance(spec, MambaSpec):
                 read = (start - 1) // spec.block_size
                 new += self.is_saved(sequence, spec, start)
             else:
@@ -227,7 +227,7 @@ class Life:
             size = spec.block_size
             assert len(table) == -(-end // size)
             held = {number for number, block_id in enumerate(table) if block_id != NULL_BLOCK}
-            if isinstance(spec, RecurrentSpec):
+            if isinstance(spec, MambaSpec):
                 writes, reads = (end - 1) // size, (start - 1) // size
                 assert writes in held
                 assert held <= {writes, reads}
@@ -275,12 +275,12 @@ MIXES = {
     "full and narrow windows": [FullAttentionSpec(2), SlidingWindowSpec(1, 2), SlidingWindowSpec(5, 4)],
     "full and chunks": [FullAttentionSpec(4), ChunkedLocalSpec(8, 4)],
     "chunks that end inside blocks": [ChunkedLocalSpec(7, 4), FullAttentionSpec(2)],
-    "full and recurrent": [FullAttentionSpec(2), RecurrentSpec(4)],
-    "recurrent with an interval": [RecurrentSpec(2, interval_tokens=6), FullAttentionSpec(1)],
-    "all types": [SlidingWindowSpec(9, 2), FullAttentionSpec(4), ChunkedLocalSpec(6, 2), RecurrentSpec(4)],
+    "full and recurrent": [FullAttentionSpec(2), MambaSpec(4)],
+    "recurrent with an interval": [MambaSpec(2, interval_tokens=6), FullAttentionSpec(1)],
+    "all types": [SlidingWindowSpec(9, 2), FullAttentionSpec(4), ChunkedLocalSpec(6, 2), MambaSpec(4)],
     "window alone": [SlidingWindowSpec(7, 3)],
     "chunks alone": [ChunkedLocalSpec(5, 2)],
-    "recurrent alone": [RecurrentSpec(3)],
+    "recurrent alone": [MambaSpec(3)],
     "sinks and window": [SinkFullSpec(5, 4), SlidingWindowSpec(8, 4)],
 }
 
@@ -306,7 +306,7 @@ def test_random_mixes_of_groups_live_without_a_leak():
                         FullAttentionSpec(size),
                         SlidingWindowSpec(rng.randint(1, 15), size),
                         ChunkedLocalSpec(rng.randint(1, 15), size),
-                        RecurrentSpec(size),
+                        MambaSpec(size),
                     ]
                 )
             )
@@ -366,7 +366,7 @@ def test_the_same_prefix_in_two_groups_never_shares_a_block():
 
 
 def test_a_hybrid_hit_leaves_the_last_block_to_compute_when_it_ends_the_prompt():
-    manager = KVCacheManager(60, groups=[FullAttentionSpec(4), RecurrentSpec(4)])
+    manager = KVCacheManager(60, groups=[FullAttentionSpec(4), MambaSpec(4)])
     admitted(manager, "a", range(8), end=4)
     manager.begin_step()
     assert manager.get_computed_blocks(TokenSequence("b", range(8), block_size=4)).num_tokens == 4
@@ -405,7 +405,7 @@ def test_caching_off_still_frees_what_leaves_the_window():
 
 
 def test_forgetting_a_failed_step_reaches_every_group():
-    manager = KVCacheManager(40, groups=[FullAttentionSpec(2), SlidingWindowSpec(4, 4), RecurrentSpec(4)])
+    manager = KVCacheManager(40, groups=[FullAttentionSpec(2), SlidingWindowSpec(4, 4), MambaSpec(4)])
     sequence, _ = admitted(manager, "a", range(17), end=8)
     manager.begin_step()
     manager.allocate_slots(sequence, 16)
@@ -416,7 +416,7 @@ def test_forgetting_a_failed_step_reaches_every_group():
 
 
 def test_blocks_of_a_batch_member_are_hit_at_once_but_its_states_one_step_later():
-    for spec, length in ((SlidingWindowSpec(4, 4), 8), (RecurrentSpec(4), 0)):
+    for spec, length in ((SlidingWindowSpec(4, 4), 8), (MambaSpec(4), 0)):
         manager = KVCacheManager(40, groups=[FullAttentionSpec(4), spec])
         admitted(manager, "a", range(8))
         longer = TokenSequence("b", range(9), block_size=4)

@@ -8,7 +8,7 @@ from foreword.cache import (
     ChunkedLocalSpec,
     FullAttentionSpec,
     KVCacheManager,
-    RecurrentSpec,
+    MambaSpec,
     SinkFullSpec,
     SlidingWindowSpec,
     TokenSequence,
@@ -129,7 +129,7 @@ def test_a_hit_at_the_beginning_of_a_chunk_needs_no_block():
 
 def test_a_request_moves_one_state_block_along_its_table():
     # The worked example of MambaManager, one interval for every 8 tokens of the prompt.
-    manager, sequence = started(RecurrentSpec(4, interval_tokens=8), range(13), end=6)
+    manager, sequence = started(MambaSpec(4, interval_tokens=8), range(13), end=6)
     assert manager.block_ids("a").tolist() == [N, 0]
     assert step(manager, sequence, 8) == [N, 0]
     assert manager.get_num_cached_blocks() == 1
@@ -141,7 +141,7 @@ def test_a_request_moves_one_state_block_along_its_table():
 
 
 def test_only_the_last_saved_state_is_needed():
-    manager, sequence = started(RecurrentSpec(4), range(12), end=4)
+    manager, sequence = started(MambaSpec(4), range(12), end=4)
     first = manager.block_ids("a")[0]
     for end in (8, 12):
         step(manager, sequence, end)
@@ -153,7 +153,7 @@ def test_only_the_last_saved_state_is_needed():
 
 
 def test_a_hit_state_is_read_but_never_overwritten():
-    manager, _ = started(RecurrentSpec(4), range(4))
+    manager, _ = started(MambaSpec(4), range(4))
     manager.begin_step()
     other = TokenSequence("b", range(7), block_size=4)
     assert manager.allocate_slots(other, 7, manager.get_computed_blocks(other)) is not None
@@ -162,7 +162,7 @@ def test_a_hit_state_is_read_but_never_overwritten():
 
 
 def test_states_are_saved_where_a_request_asks_for_them():
-    manager, sequence = started(RecurrentSpec(4, interval_tokens=1000), range(16), end=4)
+    manager, sequence = started(MambaSpec(4, interval_tokens=1000), range(16), end=4)
     manager.save_states_at("a", [8, 13])
     for end in (8, 12, 16):
         step(manager, sequence, end)
@@ -171,7 +171,7 @@ def test_states_are_saved_where_a_request_asks_for_them():
 
 
 def test_no_state_after_generated_tokens_is_found():
-    manager, sequence = started(RecurrentSpec(4), range(8))
+    manager, sequence = started(MambaSpec(4), range(8))
     for end in range(9, 17):
         step(manager, sequence, end)
     assert manager.get_num_cached_blocks() == 1
@@ -179,7 +179,7 @@ def test_no_state_after_generated_tokens_is_found():
 
 
 def test_a_recurrent_request_of_any_length_fits_into_two_blocks():
-    manager, sequence = started(RecurrentSpec(2), range(5), num_blocks=2)
+    manager, sequence = started(MambaSpec(2), range(5), num_blocks=2)
     assert manager.can_ever_hold(10**6, 10**6)
     for end in range(6, 60):
         step(manager, sequence, end)
@@ -219,7 +219,7 @@ def test_sinks_do_not_change_what_full_attention_hits():
         (lambda: SlidingWindowSpec(0), "window=0"),
         (lambda: ChunkedLocalSpec(-1), "chunk=-1"),
         (lambda: SinkFullSpec(0), "num_sink_tokens=0"),
-        (lambda: RecurrentSpec(4, interval_tokens=6), "multiple of block_size=4"),
+        (lambda: MambaSpec(4, interval_tokens=6), "multiple of block_size=4"),
     ],
 )
 def test_impossible_specs_are_refused(make, message):

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from foreword.cache.account.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from foreword.cache.account.tails import TailAccount
-from foreword.cache.blocks.block_pool import BlockIds
+from foreword.cache.block_ids import BlockIds
 from foreword.cache.keys.hashing import NO_EXTRA_KEYS, BlockHash, ExtraKeys
 from foreword.cache.keys.sequence import TokenSequence
 

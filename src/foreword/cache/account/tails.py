@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.blocks.block_pool import BlockIds
+from foreword.cache.block_ids import BlockIds
 from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 

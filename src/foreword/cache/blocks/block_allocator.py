@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from foreword.cache.block_ids import BlockIds
 from foreword.cache.blocks.block_pool import BlockPool
-from foreword.cache.eviction.free_queue import BlockIds
 from foreword.cache.eviction.policies import AccessTimePolicy
 from foreword.cache.keys.hashing import BlockHash, HashFunction, hash_block_tokens, sha256
 from foreword.errors import AllocationError

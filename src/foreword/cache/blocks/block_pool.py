@@ -1,7 +1,7 @@
 """The blocks of the KV memory: who holds them, and which are free.
 
 Knows block ids and counts, and leaves to a policy which free block goes next. What a block holds is known to an
-observer, who is told before it is overwritten: a KVCacheManager with an index of its own, or, in a pool that is used
+observer, who is told before it is overwritten: a coordinator with an index of its own, or, in a pool that is used
 alone, an index of keys.
 
 All state is in numpy arrays indexed by block id, and every operation takes many blocks at once.
@@ -10,43 +10,29 @@ All state is in numpy arrays indexed by block id, and every operation takes many
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from foreword.cache.block_ids import BlockIds, as_block_ids
 from foreword.cache.blocks.group_index import BlockHashWithGroupId, GroupedHashIndex, make_block_hash_with_group_id
-from foreword.cache.blocks.kv_cache_block import KVCacheBlock
-from foreword.cache.eviction.eviction import EvictionPolicy
-from foreword.cache.eviction.free_queue import BlockIds, FreeKVCacheBlockQueue
+from foreword.cache.eviction.free_queue import FreeKVCacheBlockQueue
 from foreword.cache.eviction.policies import LruPolicy
-from foreword.cache.eviction.value import KeyedPolicy
+from foreword.cache.eviction.policy import EvictionPolicy, KeyedPolicy
 from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 from foreword.errors import AllocationError, CacheBusyError, ConfigError
-
-__all__ = ["BlockIds", "BlockPool", "FreeKVCacheBlockQueue"]
-
-
-def as_block_ids(block_ids: Iterable[int], num_blocks: int) -> BlockIds:
-    """The blocks among these table entries, each once, in their order; entries below 0 stand for none.
-
-    Raises AllocationError for ids that no block of the pool has.
-    """
-    distinct = dict.fromkeys(map(int, block_ids))
-    beyond = max(distinct, default=0)
-    if beyond >= num_blocks:
-        raise AllocationError(f"block {beyond} is not in this pool; its {num_blocks} blocks are 0 to {num_blocks - 1}")
-    return np.array([block_id for block_id in distinct if block_id >= 0], np.int32)
 
 
 class BlockPool:
     """A fixed number of blocks with a reference count each.
 
-    A block is free exactly when its count is 0. Free blocks keep their content, and may be taken back
-    with `touch`, until `get_new_blocks` gives them to someone else; `on_reuse` is called with the block
-    ids just before that. Which go first is up to the policy (default: `lru`), but for tails: they go after blocks that
-    hold nothing and before all others that hold something, least recently used first. The policy knows nothing of
-    them; to it they are held.
+    A block is free exactly when its count is 0. Free blocks keep their content, and may be taken back with `touch`
+    until `get_new_blocks` gives them to someone else. Just before that `on_reuse` is called with the ids; it may return
+    them with others that cannot be found any more without them, and the pool then tells its policy. The policy decides
+    which block goes first (default: `lru`), except for tails: they go after blocks that hold nothing and before all
+    others that hold something, least recently used first. The policy knows nothing of tails; to it they are held.
 
     Without `on_reuse` the pool itself remembers what `cache_full_blocks` says that its blocks hold.
     """
@@ -54,14 +40,14 @@ class BlockPool:
     def __init__(
         self,
         num_blocks: int,
-        on_reuse: Callable[[BlockIds], None] | None = None,
+        on_reuse: Callable[[BlockIds], BlockIds | None] | None = None,
         policy: EvictionPolicy | None = None,
         *,
         num_groups: int = 1,
     ) -> None:
         self.num_blocks = num_blocks
         self._index = GroupedHashIndex(num_blocks, num_groups) if on_reuse is None else None
-        self._on_reuse: Callable[[BlockIds], object] = on_reuse if on_reuse is not None else self._forget
+        self._on_reuse = on_reuse if on_reuse is not None else self._forget
         self._ref_counts: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
         self._free: EvictionPolicy = policy if policy is not None else LruPolicy(num_blocks)
         self._tails = FreeKVCacheBlockQueue.empty(num_blocks)
@@ -98,7 +84,9 @@ class BlockPool:
             )
         block_ids = self._take_with_tails(count) if len(self._tails) else self._free.popleft(count)
         if count:
-            self._on_reuse(block_ids)
+            forgotten = self._on_reuse(block_ids)
+            if forgotten is not None and len(forgotten) > count:  # the policy knows of those that it gave away
+                self.note_forgotten(forgotten)
             self._ref_counts[block_ids] = 1
         return block_ids
 
@@ -283,3 +271,29 @@ class BlockPool:
         assert np.array_equal(np.sort(queued), np.flatnonzero(self._ref_counts == 0)), (
             "the free queue is not the set of blocks without holder"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheBlock:
+    """One block as an object, for engines that are written around such objects. Two views of one block are equal.
+
+    It has no state of its own, so it always tells what the pool tells now.
+    """
+
+    pool: BlockPool
+    block_id: int
+
+    @property
+    def ref_cnt(self) -> int:
+        """Number of holders; 0: the block is free, and may still be found."""
+        return 0 if self.is_null else self.pool.ref_count(self.block_id)
+
+    @property
+    def block_hash(self) -> BlockHashWithGroupId | None:
+        """Under what it is found; None: it is not."""
+        return None if self.is_null else self.pool.block_hash(self.block_id)
+
+    @property
+    def is_null(self) -> bool:
+        """Whether it stands for no block, where a group needs none."""
+        return self.block_id < 0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.blocks.block_pool import BlockIds
+from foreword.cache.block_ids import BlockIds
 
 
 class BlockTable:

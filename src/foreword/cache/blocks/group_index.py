@@ -23,7 +23,7 @@ from typing import NewType
 
 import numpy as np
 
-from foreword.cache.eviction.free_queue import BlockIds
+from foreword.cache.block_ids import BlockIds
 from foreword.cache.keys.hashing import BlockHash
 
 BlockHashWithGroupId = NewType("BlockHashWithGroupId", bytes)

@@ -15,9 +15,9 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-BlockIds = npt.NDArray[np.int32]
+from foreword.cache.block_ids import NO_BLOCKS, BlockIds
+
 NOT_QUEUED = -1
-NO_BLOCKS: BlockIds = np.empty(0, np.int32)
 WINDOW = 64
 """The least number of entries to examine together: a numpy call costs as much for 64 as for one."""
 

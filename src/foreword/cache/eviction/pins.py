@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.eviction.eviction import EvictionPolicy
-from foreword.cache.eviction.free_queue import BlockIds, FreeKVCacheBlockQueue
-from foreword.cache.eviction.value import KeyedPolicy
+from foreword.cache.block_ids import BlockIds
+from foreword.cache.eviction.free_queue import FreeKVCacheBlockQueue
+from foreword.cache.eviction.policy import EvictionPolicy, KeyedPolicy
 from foreword.cache.keys.hashing import BlockHash
 from foreword.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Eviction policies that look at what free blocks hold; `foreword.cache.eviction.eviction` chooses among them.
+"""Eviction policies that look at what free blocks hold; `choose.py` has their names.
 
 Know block ids, how deep in its prefix a block lies and how often it was hit; know neither keys nor
 tokens, requests or time. Each implements `EvictionPolicy`.
@@ -7,12 +7,13 @@ tokens, requests or time. Each implements `EvictionPolicy`.
 from __future__ import annotations
 
 import heapq
-from abc import ABC, abstractmethod
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.eviction.free_queue import NO_BLOCKS, BlockIds, FreeKVCacheBlockQueue, KeyedBlockQueue
+from foreword.cache.block_ids import BlockIds
+from foreword.cache.eviction.empty_first import EmptyFirstPolicy
+from foreword.cache.eviction.free_queue import FreeKVCacheBlockQueue, KeyedBlockQueue
 
 
 class LruPolicy(FreeKVCacheBlockQueue):
@@ -69,124 +70,7 @@ class LruPolicy(FreeKVCacheBlockQueue):
         assert self.num_empty == np.count_nonzero(~cached), "the blocks that hold nothing are miscounted"
 
 
-class _EmptyFirst(ABC):
-    """Blocks that hold nothing, the last freed first; then cached ones, as the subclass orders them.
-
-    The subclass keeps the free cached blocks (`_add`, `_discard`, `_take`, `_kept`), and whatever it
-    wants to know of the content of all cached blocks (`_learn`, `note_hit`, `_unlearn`).
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self._empty = FreeKVCacheBlockQueue(num_blocks)
-        self._is_free: npt.NDArray[np.bool_] = np.ones(num_blocks, np.bool_)
-        self._is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
-        self._num_free = num_blocks
-
-    @abstractmethod
-    def _add(self, block_ids: BlockIds) -> None:
-        """These cached blocks became free, in the order given."""
-
-    @abstractmethod
-    def _discard(self, block_ids: BlockIds) -> None:
-        """These are no longer free, or no longer cached."""
-
-    @abstractmethod
-    def _take(self, count: int) -> BlockIds:
-        """Discard and return the first `count` blocks."""
-
-    @abstractmethod
-    def _kept(self) -> BlockIds:
-        """Free cached blocks in their order."""
-
-    @abstractmethod
-    def _check_kept(self) -> None:
-        """Raise AssertionError if the subclass's own state contradicts itself."""
-
-    def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
-        """These blocks are cached from now on."""
-        return
-
-    def _unlearn(self, block_ids: BlockIds) -> None:
-        """These blocks, which are not kept (any more), are not cached any more."""
-        return
-
-    def __len__(self) -> int:
-        return self._num_free
-
-    @property
-    def num_empty(self) -> int:
-        return len(self._empty)
-
-    def __contains__(self, block_id: int) -> bool:
-        return bool(self._is_free[block_id])
-
-    def append(self, block_ids: BlockIds) -> None:
-        cached, empty = self._divide(block_ids)
-        self._empty.appendleft(empty)
-        self._add(cached)
-        self._is_free[block_ids] = True
-        self._num_free += len(block_ids)
-
-    def remove(self, block_ids: BlockIds) -> None:
-        cached, empty = self._divide(block_ids)
-        self._empty.remove(empty)
-        self._discard(cached)
-        self._is_free[block_ids] = False
-        self._num_free -= len(block_ids)
-
-    def popleft(self, count: int) -> BlockIds:
-        assert count <= self._num_free
-        block_ids = self._empty.popleft(min(count, len(self._empty)))
-        missing = count - len(block_ids)
-        if missing:
-            evicted = self._take(missing)
-            self._is_cached[evicted] = False
-            self._unlearn(evicted)
-            block_ids = np.concatenate((block_ids, evicted))
-        self._is_free[block_ids] = False
-        self._num_free -= count
-        return block_ids
-
-    def in_order(self) -> BlockIds:
-        return np.concatenate((self._empty.in_order(), self._kept()))
-
-    def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
-        assert not (self._is_cached[block_ids] | self._is_free[block_ids]).any(), "a block was cached twice, or free"
-        self._is_cached[block_ids] = True
-        self._learn(block_ids, depths)
-
-    def note_hit(self, block_ids: BlockIds) -> None:
-        return
-
-    def note_forgotten(self, block_ids: BlockIds) -> None:
-        block_ids = block_ids[self._is_cached[block_ids]]
-        freed = block_ids[self._is_free[block_ids]]
-        self._discard(freed)
-        self._is_cached[block_ids] = False
-        self._unlearn(block_ids)
-        self._empty.appendleft(freed)
-
-    def check_integrity(self) -> None:
-        self._empty.check_integrity()
-        self._check_kept()
-        empty, kept = self._empty.in_order(), self._kept()
-        assert len(empty) + len(kept) == self._num_free, "the eviction policy miscounts its free blocks"
-        assert np.array_equal(np.sort(empty), np.flatnonzero(self._is_free & ~self._is_cached)), (
-            "the blocks to go first are not the free blocks that hold nothing"
-        )
-        assert np.array_equal(np.sort(kept), np.flatnonzero(self._is_free & self._is_cached)), (
-            "the blocks to go later are not the free blocks that are cached"
-        )
-
-    def _divide(self, block_ids: BlockIds) -> tuple[BlockIds, BlockIds]:
-        """Those that are cached, and those that hold nothing."""
-        cached = self._is_cached.take(block_ids)
-        if cached.all():
-            return block_ids, NO_BLOCKS
-        return block_ids.compress(cached), block_ids.compress(~cached)
-
-
-class LfuPolicy(_EmptyFirst):
+class LfuPolicy(EmptyFirstPolicy):
     """Fewest hits first; among equals the least recently freed first.
 
     Hits are counted from the moment at which the content was cached. Whoever hits a tail hits its head
@@ -223,7 +107,7 @@ class LfuPolicy(_EmptyFirst):
         assert (np.diff(hits) >= 0).all(), "a block with more hits goes before one with fewer"
 
 
-class SlruPolicy(_EmptyFirst):
+class SlruPolicy(EmptyFirstPolicy):
     """Segmented LRU: blocks never hit first (probation), then those that were (protected); each LRU.
 
     A flood of prompts that nobody repeats passes through probation and leaves the reused prefixes
@@ -278,7 +162,7 @@ class SlruPolicy(_EmptyFirst):
         assert len(self._protected) <= self._max_protected, "too many blocks are protected"
 
 
-class FifoPolicy(_EmptyFirst):
+class FifoPolicy(EmptyFirstPolicy):
     """Longest cached first, whether it was hit or not; of blocks cached in one call the deepest first.
 
     It is the yardstick that ignores use: compare other policies with it, or choose it where prefixes
@@ -351,7 +235,7 @@ class FifoPolicy(_EmptyFirst):
         assert found[self._kept()].all(), "a free cached block would never be given away"
 
 
-class LastAccessedPolicy(_EmptyFirst):
+class LastAccessedPolicy(EmptyFirstPolicy):
     """Least recently accessed first; among equals the one that ends the longer prefix: vLLM v0's evictor.
 
     A request accesses its blocks until it frees them, all in one call and so at one time. Hence tail
@@ -382,7 +266,7 @@ class LastAccessedPolicy(_EmptyFirst):
         self._queue.check_integrity()
 
 
-class AccessTimePolicy(_EmptyFirst):
+class AccessTimePolicy(EmptyFirstPolicy):
     """Least recently accessed first, by the caller's clock; among equals, the block that ends the longer prefix.
 
     The order of vLLM v0's evictor for blocks that are freed one by one (`block_allocator.py`). O(log k) a block among
@@ -443,7 +327,7 @@ class AccessTimePolicy(_EmptyFirst):
         assert len(self._alive()) == np.count_nonzero(self._is_free & self._is_cached), "a free block is not listed"
 
 
-class PriorityPolicy(_EmptyFirst):
+class PriorityPolicy(EmptyFirstPolicy):
     """Lowest priority number first, so a higher number stays longer; among equals least recently freed first.
 
     Numbers are given to blocks, by `set_priority`, and last as long as the content; without one it is 0.

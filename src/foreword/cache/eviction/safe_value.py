@@ -16,8 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.eviction.free_queue import BlockIds, FreeKVCacheBlockQueue
-from foreword.cache.eviction.policies import LruPolicy, _EmptyFirst
+from foreword.cache.block_ids import BlockIds
+from foreword.cache.eviction.empty_first import EmptyFirstPolicy
+from foreword.cache.eviction.free_queue import FreeKVCacheBlockQueue
+from foreword.cache.eviction.policies import LruPolicy
 from foreword.cache.eviction.shadow_pool import NO_KEY, Keys, ShadowPool
 from foreword.cache.eviction.value import ValuePolicy, key_numbers
 from foreword.cache.keys.hashing import BlockHash
@@ -33,7 +35,7 @@ LEAD_IN_REQUESTS = 4
 first few decide nothing, and `ValuePolicy` has yet to learn."""
 
 
-class SafeValuePolicy(_EmptyFirst):
+class SafeValuePolicy(EmptyFirstPolicy):
     """What the better of `lru` and the hazards' order does not hold first, least recently freed first; then its order.
 
     Needs no setting, and blocks' keys (`note_keys`). Costs both policies and O(1) a block on top; some 300 bytes for

@@ -14,16 +14,12 @@ A request holds in the shadow what it holds in the real pool, so the shadow alwa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.eviction.free_queue import NO_BLOCKS, BlockIds
+from foreword.cache.block_ids import NO_BLOCKS, BlockIds
+from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.eviction.value import ValuePolicy
-
-if TYPE_CHECKING:
-    from foreword.cache.eviction.eviction import EvictionPolicy
 
 Keys = npt.NDArray[np.uint64]
 NO_KEY = 0

@@ -23,16 +23,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.eviction.free_queue import NO_BLOCKS, BlockIds
-from foreword.cache.eviction.policies import _EmptyFirst
+from foreword.cache.block_ids import NO_BLOCKS, BlockIds, Int64Array
+from foreword.cache.eviction.empty_first import EmptyFirstPolicy
 from foreword.cache.keys.hashing import BlockHash
 
-IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 USE_CLASS = np.array([0, 1, 2, 3, 4, 4, 5], np.int16)
@@ -65,18 +64,6 @@ BATCH_SHARE = 32
 """The policy sorts the next 1/32 of the free blocks at a time: amortised O(log n) a block."""
 
 
-@runtime_checkable
-class KeyedPolicy(Protocol):
-    """A policy that wants to know blocks again after they were evicted."""
-
-    @property
-    def wants_keys(self) -> bool:
-        """Whether to call `note_keys`: keys cost a hash per block."""
-
-    def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
-        """The keys of the blocks of the last `note_cached`, in the same order."""
-
-
 def key_numbers(keys: Sequence[BlockHash]) -> npt.NDArray[np.uint64]:
     """A nonzero number for each key, from its first and its last bytes; the last may be the number of a group."""
     mixed = (int.from_bytes(key[:8], "little") ^ (int.from_bytes(key[-4:], "big") << 32) for key in keys)
@@ -106,7 +93,7 @@ class _History:
 
     def add(
         self, keys: npt.NDArray[np.uint64], classes: npt.NDArray[np.int16], times: npt.NDArray[np.int8]
-    ) -> IntArray:
+    ) -> Int64Array:
         """Record uses of blocks; returns the numbers of these uses. Key 0 means no key."""
         count = len(keys)
         while self.num_uses + count > len(self._key) < self.max_uses:
@@ -125,25 +112,25 @@ class _History:
         self._entry_of.update(zip(keys[count - count_kept :][known].tolist(), kept[known].tolist(), strict=True))
         return entries
 
-    def find(self, keys: Sequence[int]) -> IntArray:
+    def find(self, keys: Sequence[int]) -> Int64Array:
         """The number of each key's last use; -1 if it is not in the ring."""
         entry_of = self._entry_of
         return np.array([entry_of.get(key, -1) for key in keys], np.int64)
 
-    def is_latest(self, entries: IntArray) -> npt.NDArray[np.bool_]:
+    def is_latest(self, entries: Int64Array) -> npt.NDArray[np.bool_]:
         """Whether each of these uses is in the ring, without a later use of the same block."""
         remembered = entries >= self.oldest
         remembered[remembered] = self._latest[entries[remembered] % len(self._key)]
         return remembered
 
-    def is_followed(self, entries: IntArray) -> None:
+    def is_followed(self, entries: Int64Array) -> None:
         """Record that these uses are no longer the latest of their blocks."""
         self._latest[entries % len(self._key)] = False
 
-    def classes(self, entries: IntArray) -> npt.NDArray[np.int16]:
+    def classes(self, entries: Int64Array) -> npt.NDArray[np.int16]:
         return self._class[entries % len(self._key)]
 
-    def times(self, entries: IntArray) -> npt.NDArray[np.int8]:
+    def times(self, entries: Int64Array) -> npt.NDArray[np.int8]:
         """The number of uses of each block before that use."""
         return self._times[entries % len(self._key)]
 
@@ -158,7 +145,7 @@ class _History:
     def _columns(self) -> list[npt.NDArray[Any]]:
         return [self._key, self._class, self._times, self._latest]
 
-    def _forget(self, keys: npt.NDArray[np.uint64], entries: IntArray) -> None:
+    def _forget(self, keys: npt.NDArray[np.uint64], entries: Int64Array) -> None:
         if entries[-1] < 0:
             return
         entry_of = self._entry_of
@@ -191,16 +178,16 @@ class _Hazards:
         self.widths: FloatArray = np.append(np.diff(self.edges), self.edges[-1] or 1.0)
         self.reached: FloatArray = np.zeros((NUM_CLASSES, len(edges)))
         self.hit: FloatArray = np.zeros((NUM_CLASSES, len(edges)))
-        self.counted_to: IntArray = np.zeros(len(edges), np.int64)
+        self.counted_to: Int64Array = np.zeros(len(edges), np.int64)
         """For each edge, the first use that has not been counted there."""
         self._value: FloatArray = np.empty_like(self.reached)
         self.settle()
 
-    def bins(self, ages: IntArray) -> IntArray:
-        bins: IntArray = np.searchsorted(self.edges, ages, side="right") - 1
+    def bins(self, ages: Int64Array) -> Int64Array:
+        bins: Int64Array = np.searchsorted(self.edges, ages, side="right") - 1
         return bins
 
-    def note_hits(self, classes: npt.NDArray[np.int16], entries: IntArray, now: int) -> None:
+    def note_hits(self, classes: npt.NDArray[np.int16], entries: Int64Array, now: int) -> None:
         """Record that blocks of these classes, last used at `entries`, are used again now."""
         ages = now - entries
         np.add.at(self.hit, (classes, self.bins(ages)), 1.0)
@@ -270,7 +257,7 @@ def _with_neighbours(counts: FloatArray) -> FloatArray:
     return total.reshape(counts.shape)
 
 
-class ValuePolicy(_EmptyFirst):
+class ValuePolicy(EmptyFirstPolicy):
     """Evicts the block with the fewest expected hits per memory and time first; among equals, least recently freed.
 
     Learns while it runs and needs no settings; until it has evidence, the order is that of `lru`. A flood
@@ -291,10 +278,10 @@ class ValuePolicy(_EmptyFirst):
         self._times: npt.NDArray[np.int8] = np.zeros(num_blocks, np.int8)
         """The number of earlier uses, as far as `USE_CLASS` distinguishes it."""
         self._class: npt.NDArray[np.int16] = np.zeros(num_blocks, np.int16)
-        self._entry: IntArray = np.full(num_blocks, -1, np.int64)
+        self._entry: Int64Array = np.full(num_blocks, -1, np.int64)
         """The block's last use; -1 if there is none since it was cached."""
         self._ranking: BlockIds = NO_BLOCKS
-        self._ranked_entries: IntArray = np.empty(0, np.int64)
+        self._ranked_entries: Int64Array = np.empty(0, np.int64)
         self._place = self._batch_end = 0
         """The ranking's next block, and the end of the batch that stays valid although other blocks were used since."""
         self._next_count = self._next_fade = 0

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from foreword.cache.groups.group_specs import GroupSpec, RecurrentSpec
+from foreword.cache.groups.group_specs import GroupSpec, MambaSpec
 from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 
@@ -44,7 +44,7 @@ class StateCheckpoints:
     @classmethod
     def for_groups(cls, groups: Sequence[GroupSpec]) -> StateCheckpoints | None:
         """None if no group is recurrent."""
-        recurrent = [group for group in groups if isinstance(group, RecurrentSpec)]
+        recurrent = [group for group in groups if isinstance(group, MambaSpec)]
         if not recurrent:
             return None
         alignment = math.lcm(*(group.block_size for group in groups))

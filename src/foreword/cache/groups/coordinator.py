@@ -1,9 +1,9 @@
-"""Coordinators: the groups' tables over one pool, and the hits on which all groups agree.
+"""KVCacheCoordinator: the groups' tables over one pool, and the hits on which all groups agree.
 
-Know groups, keys and rows of tables; know nothing of request ids, statistics or steps' contents. A
-coordinator belongs to one KVCacheManager, which numbers the rows' requests. As in vLLM v1:
+Knows groups, keys and rows of tables; knows nothing of request ids or steps' contents. A coordinator belongs to one
+KVCacheManager. This class gives blocks to rows; what can be found is up to three siblings, as in vLLM v1:
 
-    KVCacheCoordinatorNoPrefixCache   any groups, nothing is found
+    KVCacheCoordinatorNoPrefixCache   any groups, nothing is found (choose.py)
     UnitaryKVCacheCoordinator         one group that needs all its blocks; any PrefixIndex (unitary.py)
     HybridKVCacheCoordinator          any groups; hash keys only (hybrid.py)
 """
@@ -11,22 +11,21 @@ coordinator belongs to one KVCacheManager, which numbers the rows' requests. As 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from foreword.cache.account.ledger import CacheLedger, Eviction, EvictionCause, MissReason
-from foreword.cache.blocks.block_pool import BlockIds, BlockPool
+from foreword.cache.account.stats import PrefixCacheStats
+from foreword.cache.block_ids import NO_BLOCKS, BlockIds, Int64Array, without_null
+from foreword.cache.blocks.block_pool import BlockPool
 from foreword.cache.blocks.block_table import MultiGroupBlockTable
+from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.groups.group_specs import GroupSpec
-from foreword.cache.groups.groups import (
-    NO_BLOCKS,
-    IntArray,
-    make_group_manager,
-    without_null,
-)
-from foreword.cache.index.index import Divergence, PartialBlock
+from foreword.cache.groups.managers import make_group_manager
+from foreword.cache.index.prefix_index import Divergence, PartialBlock
 from foreword.cache.index.tree_view import PrefixNode
 from foreword.cache.keys.sequence import TokenSequence
 
@@ -64,15 +63,19 @@ class PrefixHit:
         return self.tables[0]
 
 
-class KVCacheCoordinatorNoPrefixCache:
-    """Tables of any groups over one pool; remembers nothing. The other coordinators add an index."""
+class KVCacheCoordinator(ABC):
+    """Tables of any groups over one pool. Subclasses remember what the blocks hold."""
 
-    def __init__(self, groups: Sequence[GroupSpec], pool: BlockPool, ledger: CacheLedger | None = None) -> None:
+    def __init__(
+        self, groups: Sequence[GroupSpec], num_blocks: int, policy: EvictionPolicy, ledger: CacheLedger | None = None
+    ) -> None:
         self.specs = tuple(groups)
         self.block_sizes = tuple(spec.block_size for spec in groups)
         self.alignment = math.lcm(*self.block_sizes)
         """Hits are multiples of this many tokens, where the index cannot tell more."""
-        self._pool = pool
+        self.pool = BlockPool(num_blocks, on_reuse=self._forget_reused, policy=policy)
+        self.stats = PrefixCacheStats()
+        """Counts since the last `clear`: evictions here, lookups by the manager."""
         self._ledger = ledger
         self._indexed_now: set[int] = set()
         self._noted: list[BlockIds] = []
@@ -90,29 +93,72 @@ class KVCacheCoordinatorNoPrefixCache:
     # ------------------------------------------------------------------- index
 
     @property
+    @abstractmethod
     def num_indexed(self) -> int:
         """Blocks that can be found, duplicates included."""
-        return 0
 
+    @abstractmethod
     def indexed_block_ids(self) -> BlockIds:
         """Those blocks (a copy)."""
-        return NO_BLOCKS
-
-    def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
-        """`PrefixIndex.top`, where there is such an index."""
-        return None
 
     def num_indexed_by_group(self) -> list[int]:
         """`num_indexed` of each group."""
-        return [self.num_indexed] + [0] * (len(self.managers) - 1)
+        return [self.num_indexed] * len(self.managers)
 
+    @abstractmethod
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         """The longest beginning of `sequence` that every group holds. Changes nothing."""
-        return self.nothing
 
     def find_hit_of_next_step(self, sequence: TokenSequence) -> PrefixHit:
         """`find_longest_cache_hit`, when what this step fills has been computed."""
         return self.find_longest_cache_hit(sequence)
+
+    @abstractmethod
+    def holds(self, sequence: TokenSequence, block: int) -> bool:
+        """Whether the sequence's own full block number `block` is cached, given that those before it are."""
+
+    @abstractmethod
+    def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
+        """Index what the first `num_tokens` tokens fill and is not indexed yet."""
+
+    def cache_blocks_each(self, rows: Int64Array, sequence_of: SequenceOfRow, ends: Int64Array) -> None:
+        """`cache_blocks` for many rows, in their order."""
+        for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
+            self.cache_blocks(row, sequence_of(row), end)
+
+    @abstractmethod
+    def forget_from(self, row: int, num_tokens: int) -> None:
+        """Take back the indexing of the row's blocks that hold positions from `num_tokens` on."""
+
+    @abstractmethod
+    def _remove(self, block_ids: BlockIds) -> BlockIds:
+        """Have the index forget these blocks; returns them, or more that can no longer be found without them."""
+
+    def forget(self, block_ids: BlockIds, cause: EvictionCause) -> None:
+        """Forget what these blocks hold. Rows that hold them keep them."""
+        forgotten = self._remove(block_ids)
+        self.pool.note_forgotten(forgotten)
+        if self._ledger is not None:
+            self._ledger.removed(forgotten, cause, self.pool.get_usage())
+
+    def _forget_reused(self, block_ids: BlockIds) -> BlockIds:
+        """The pool gives these blocks away; returns all that cannot be found any more."""
+        num_indexed, num_tails = self.num_indexed, self.num_tails
+        forgotten = self._remove(block_ids)
+        self.stats.evictions += num_indexed - self.num_indexed
+        self.stats.tail_evictions += num_tails - self.num_tails
+        if self._ledger is not None:
+            self._ledger.removed(forgotten, EvictionCause.REUSED, self.pool.get_usage())
+        return forgotten
+
+    def clear(self) -> None:
+        """Forget everything, and begin to count anew."""
+        self.stats = PrefixCacheStats()
+        self.pool.note_forgotten(np.arange(self.pool.num_blocks, dtype=np.int32))
+        if self._ledger is not None:
+            self._ledger.cleared()
+
+    # --------------------------------------- tails and trees, which an index of one full group may have
 
     def partial_block(self, sequence: TokenSequence) -> PartialBlock | None:
         """What is cached after the last full block that is, even if this step fills it."""
@@ -127,51 +173,28 @@ class KVCacheCoordinatorNoPrefixCache:
         """Those blocks (a copy)."""
         return NO_BLOCKS
 
-    def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
+    def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:  # noqa: B027 - most have none
         """Index what the row's first tokens hold after their last full block; the row is closed next."""
 
-    def holds(self, sequence: TokenSequence, block: int) -> bool:
-        """Whether the sequence's own full block number `block` is cached, given that those before it are."""
-        return False
-
-    def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
-        """Index what the first `num_tokens` tokens fill and is not indexed yet."""
-
-    def cache_blocks_each(self, rows: IntArray, sequence_of: SequenceOfRow, ends: IntArray) -> None:
-        """`cache_blocks` for many rows, in their order."""
-        for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
-            self.cache_blocks(row, sequence_of(row), end)
-
-    def forget_from(self, row: int, num_tokens: int) -> None:
-        """Take back the indexing of the row's blocks that hold positions from `num_tokens` on."""
-
-    def forget(self, block_ids: BlockIds, cause: EvictionCause) -> int:
-        """Forget what these blocks hold; returns how many were indexed before and are not now."""
-        return 0
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._pool.note_forgotten(np.arange(self._pool.num_blocks, dtype=np.int32))
-        if self._ledger is not None:
-            self._ledger.cleared()
-
-    def _note_forgotten(self, block_ids: BlockIds, cause: EvictionCause) -> None:
-        """The index has forgotten these blocks."""
-        self._pool.note_forgotten(block_ids)
-        if self._ledger is not None:
-            self._ledger.removed(block_ids, cause, self._pool.get_usage())
-
-    def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
-        """Why the first full block after the hit was not found; needs a ledger."""
-        return MissReason.NEVER_SEEN, None
-
-    def num_ghost_tokens(self, sequence: TokenSequence, hit: PrefixHit) -> int:
-        """Tokens of the full blocks after the hit that a pool of twice the size would hold; needs a ledger."""
-        return 0
+    def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
+        """`PrefixIndex.top`, where there is such an index."""
+        return None
 
     def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
         """`PrefixIndex.diverges`, where there is such an index."""
         return None
+
+    # ------------------------------------------------- why something was not found; needs a ledger
+
+    @abstractmethod
+    def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
+        """Why the first full block after the hit was not found."""
+
+    @abstractmethod
+    def num_ghost_tokens(self, sequence: TokenSequence, hit: PrefixHit) -> int:
+        """Tokens of the full blocks after the hit that a pool of twice the size would hold."""
+
+    # -------------------------------------------------------------------- step
 
     def begin_step(self) -> None:
         """A new batch is being put together; what was indexed before has been computed."""
@@ -186,7 +209,7 @@ class KVCacheCoordinatorNoPrefixCache:
 
     def _note_indexed_each(self, block_ids: BlockIds, depths: BlockIds) -> None:
         """These blocks (a copy of the caller's), number `depths` of their prefixes, are filled by this step."""
-        self._pool.note_cached(block_ids, depths)
+        self.pool.note_cached(block_ids, depths)
         self._noted.append(block_ids)
         if len(self._noted) > MAX_NOTES:
             self._gather_notes()
@@ -205,7 +228,7 @@ class KVCacheCoordinatorNoPrefixCache:
 
     def num_required_blocks(self, hit: PrefixHit, num_tokens: int) -> int:
         """Free blocks that admitting a request takes: new ones, and those of the hit that nobody holds."""
-        return self._num_admission_blocks(hit, num_tokens) + self._pool.count_free(self._needed(hit.tables))
+        return self._num_admission_blocks(hit, num_tokens) + self.pool.count_free(self._needed(hit.tables))
 
     def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         """Most blocks that one request of `num_tokens` holds, in steps of at most `max_step_tokens`."""
@@ -214,7 +237,7 @@ class KVCacheCoordinatorNoPrefixCache:
     def reserve(self) -> None:
         """Take the blocks that no request can get (sinks); called once, before anything else."""
         for manager in self.managers:
-            manager.reserve(self._pool)
+            manager.reserve(self.pool)
 
     def held_for_ever(self) -> BlockIds:
         """What `reserve` took."""
@@ -239,12 +262,12 @@ class KVCacheCoordinatorNoPrefixCache:
         """
         hit_ids = self._needed(hit.tables)
         num_new = self._num_admission_blocks(hit, num_tokens)
-        num_taken = num_new + self._pool.count_free(hit_ids) if len(hit_ids) else num_new
-        if num_taken > self._pool.get_num_free_blocks():
+        num_taken = num_new + self.pool.count_free(hit_ids) if len(hit_ids) else num_new
+        if num_taken > self.pool.get_num_free_blocks():
             return None
         row = self.tables.open_row()
         if len(hit_ids):
-            self._pool.touch(hit_ids)
+            self.pool.touch(hit_ids)
             if self._ledger is not None:
                 self._ledger.note_hit(hit_ids)
         for manager, table in zip(self.managers, hit.tables, strict=True):
@@ -262,18 +285,18 @@ class KVCacheCoordinatorNoPrefixCache:
             num_new += manager.num_new_blocks(row, start, end)
         if self._releases:
             leaving = np.concatenate([manager.releasable(row, start) for manager in self.managers])
-            if num_new > self._pool.get_num_free_blocks() + self._pool.count_held_once(leaving):
+            if num_new > self.pool.get_num_free_blocks() + self.pool.count_held_once(leaving):
                 return None
             if len(leaving):
-                self._pool.free_blocks(leaving)
+                self.pool.free_blocks(leaving)
             for manager in self.managers:
                 manager.release(row, start)
-        elif num_new > self._pool.get_num_free_blocks():
+        elif num_new > self.pool.get_num_free_blocks():
             return None
         return self._extend(row, start, end, num_new)
 
     def _extend(self, row: int, start: int, end: int, num_new: int) -> BlockIds:
-        new_ids = self._pool.get_new_blocks(num_new) if num_new else NO_BLOCKS
+        new_ids = self.pool.get_new_blocks(num_new) if num_new else NO_BLOCKS
         if len(self.managers) == 1:
             self.managers[0].extend(row, start, end, new_ids)
             return new_ids
@@ -284,7 +307,7 @@ class KVCacheCoordinatorNoPrefixCache:
             at += count
         return new_ids
 
-    def grow_each(self, rows: IntArray, starts: IntArray, ends: IntArray) -> int:
+    def grow_each(self, rows: Int64Array, starts: Int64Array, ends: Int64Array) -> int:
         """`grow` for many rows, in their order, up to the first that is short; returns how many were served."""
         if not self._only_appends:
             return self._grow_one_by_one(rows, starts, ends)
@@ -293,17 +316,17 @@ class KVCacheCoordinatorNoPrefixCache:
             counts[:, group_id] = -(-ends // manager.block_size) - manager.tables.lengths(rows)
         np.maximum(counts, 0, out=counts)
         num_new = int(counts.sum())
-        if num_new > self._pool.get_num_free_blocks():
+        if num_new > self.pool.get_num_free_blocks():
             return self._grow_one_by_one(rows, starts, ends)
         # The same blocks as one by one: rows take from the queue's head, in their order, what was free
         # before this call, and what they give up joins its tail.
         if self._releases:
             self._release_each(rows, starts)
         if num_new:
-            self._append_each(rows, counts, self._pool.get_new_blocks(num_new))
+            self._append_each(rows, counts, self.pool.get_new_blocks(num_new))
         return len(rows)
 
-    def _grow_one_by_one(self, rows: IntArray, starts: IntArray, ends: IntArray) -> int:
+    def _grow_one_by_one(self, rows: Int64Array, starts: Int64Array, ends: Int64Array) -> int:
         changes = np.zeros(len(rows), np.bool_)
         for manager in self.managers:
             changes |= manager.changes(rows, starts, ends)
@@ -312,7 +335,7 @@ class KVCacheCoordinatorNoPrefixCache:
                 return int(at)
         return len(rows)
 
-    def _release_each(self, rows: IntArray, starts: IntArray) -> None:
+    def _release_each(self, rows: Int64Array, starts: Int64Array) -> None:
         """Free what the rows no longer need."""
         parts = [manager.release_each(rows, starts) for manager in self.managers if manager.releases_blocks]
         places = np.concatenate([place for place, _ in parts])
@@ -321,12 +344,12 @@ class KVCacheCoordinatorNoPrefixCache:
         order = np.argsort(places, kind="stable")
         places, block_ids = places[order], np.concatenate([ids for _, ids in parts])[order]
         if len(np.unique(block_ids)) == len(block_ids):
-            self._pool.free_blocks(block_ids)
+            self.pool.free_blocks(block_ids)
         else:  # two requests give up a block that they share
             for of_row in np.split(block_ids, np.flatnonzero(np.diff(places)) + 1):
-                self._pool.free_blocks(of_row)
+                self.pool.free_blocks(of_row)
 
-    def _append_each(self, rows: IntArray, counts: IntArray, new_ids: BlockIds) -> None:
+    def _append_each(self, rows: Int64Array, counts: Int64Array, new_ids: BlockIds) -> None:
         """Hand out new blocks, row by row and in a row group by group; `counts` [rows, groups]."""
         groups = self.tables.groups
         owners = np.repeat(np.tile(np.arange(len(groups)), len(rows)), counts.ravel()) if len(groups) > 1 else None
@@ -338,18 +361,18 @@ class KVCacheCoordinatorNoPrefixCache:
     def close(self, row: int) -> None:
         """Free a row's blocks, those that end last first, so that tails are evicted before heads."""
         if len(self.managers) == 1 and not self._releases:
-            self._pool.free_blocks(self.tables.groups[0].row(row)[::-1].copy())
+            self.pool.free_blocks(self.tables.groups[0].row(row)[::-1].copy())
         else:
-            self._pool.free_blocks(self.tables.held(row, self.block_sizes))
+            self.pool.free_blocks(self.tables.held(row, self.block_sizes))
         self.tables.close_row(row)
 
     # --------------------------------------------------------------- integrity
 
     def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
         """Raise AssertionError if counts, queue, tables and index contradict each other."""
-        counts = np.zeros(self._pool.num_blocks, np.int32)
+        counts = np.zeros(self.pool.num_blocks, np.int32)
         counts[self.held_for_ever()] += 1
-        owner = np.full(self._pool.num_blocks, -1)
+        owner = np.full(self.pool.num_blocks, -1)
         for group_id, manager in enumerate(self.managers):
             for row in rows:
                 manager.check_row(row)
@@ -360,4 +383,4 @@ class KVCacheCoordinatorNoPrefixCache:
                 counts[held] += 1
                 full = len(sequence_of(row)) // manager.block_size
                 assert manager.num_indexed[row] <= full, "a block was indexed too early"
-        self._pool.check_integrity(counts)
+        self.pool.check_integrity(counts)

@@ -58,8 +58,10 @@ class ChunkedLocalSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class RecurrentSpec:
-    """A state that each token changes; one block holds one state.
+class MambaSpec:
+    """A recurrent layer's state, which each token changes; one block holds one state.
+
+    Named as in vLLM, whatever the recurrence is: Mamba, gated delta rules, linear attention.
 
     A state can be saved after every `block_size` tokens, and is saved after every `interval_tokens`
     (None: `block_size`) and where the request asks for it.
@@ -77,7 +79,7 @@ class RecurrentSpec:
             )
 
 
-GroupSpec = FullAttentionSpec | SinkFullSpec | SlidingWindowSpec | ChunkedLocalSpec | RecurrentSpec
+GroupSpec = FullAttentionSpec | SinkFullSpec | SlidingWindowSpec | ChunkedLocalSpec | MambaSpec
 
 
 def _check_size(name: str, value: int) -> None:

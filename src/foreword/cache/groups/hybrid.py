@@ -9,16 +9,17 @@ import math
 from collections.abc import Sequence
 
 from foreword.cache.account.ledger import CacheLedger, Eviction, EvictionCause, MissReason
-from foreword.cache.blocks.block_pool import BlockIds, BlockPool
+from foreword.cache.block_ids import NULL_BLOCK, BlockIds, without_null
 from foreword.cache.blocks.group_index import GroupedHashIndex, make_block_hash_with_group_id
-from foreword.cache.groups.coordinator import KVCacheCoordinatorNoPrefixCache, PrefixHit, SequenceOfRow
-from foreword.cache.groups.group_specs import GroupSpec, RecurrentSpec
-from foreword.cache.groups.groups import NULL_BLOCK, BlockFinder, without_null
+from foreword.cache.eviction.policy import EvictionPolicy
+from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit, SequenceOfRow
+from foreword.cache.groups.group_specs import GroupSpec, MambaSpec
+from foreword.cache.groups.managers import BlockFinder
 from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 
 
-class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
+class HybridKVCacheCoordinator(KVCacheCoordinator):
     """Any groups, each with its own block size, over one pool, found by hash keys.
 
     Only hash keys will do: see `group_index`. A sequence's own block size divides every group's.
@@ -35,14 +36,20 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
     """
 
     def __init__(
-        self, groups: Sequence[GroupSpec], pool: BlockPool, key_block_size: int, *, ledger: CacheLedger | None = None
+        self,
+        groups: Sequence[GroupSpec],
+        num_blocks: int,
+        policy: EvictionPolicy,
+        key_block_size: int,
+        *,
+        ledger: CacheLedger | None = None,
     ) -> None:
-        super().__init__(groups, pool, ledger)
+        super().__init__(groups, num_blocks, policy, ledger)
         assert all(size % key_block_size == 0 for size in self.block_sizes), "a group's blocks end between keys"
-        cells = [spec.block_size for spec in groups if isinstance(spec, RecurrentSpec)]
+        cells = [spec.block_size for spec in groups if isinstance(spec, MambaSpec)]
         self._cell_tokens = math.lcm(*cells) if cells else None
         self._keys_per_block = tuple(size // key_block_size for size in self.block_sizes)
-        self._index = GroupedHashIndex(pool.num_blocks, len(self.managers))
+        self._index = GroupedHashIndex(num_blocks, len(self.managers))
         self._accounts = [ledger.open_group(width) for width in self._keys_per_block] if ledger is not None else []
         # Groups whose hits shrink to hits are asked first: they are looked up once and then only cut.
         self._order = sorted(range(len(self.managers)), key=lambda g: not self.managers[g].hits_every_prefix)
@@ -125,9 +132,9 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
             block_ids = manager.tables.row(row)[numbers.start : numbers.stop].copy()
             self._index.insert(group_id, self._keys(group_id, sequence, numbers.start, numbers.stop), block_ids)
             self._note_indexed(block_ids, numbers.start)
-            if self._pool.wants_keys:
+            if self.pool.wants_keys:
                 keys = self._keys(group_id, sequence, numbers.start, numbers.stop)
-                self._pool.note_keys(
+                self.pool.note_keys(
                     block_ids, [BlockHash(make_block_hash_with_group_id(key, group_id)) for key in keys]
                 )
             manager.set_indexed(row, numbers.stop)
@@ -142,10 +149,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
                 self.forget(without_null(block_ids), EvictionCause.FAILED)
                 manager.num_indexed[row] = num_full
 
-    def forget(self, block_ids: BlockIds, cause: EvictionCause) -> int:
-        forgotten = self._index.remove(block_ids)
-        self._note_forgotten(forgotten, cause)
-        return len(forgotten)
+    def _remove(self, block_ids: BlockIds) -> BlockIds:
+        return self._index.remove(block_ids)
 
     def clear(self) -> None:
         self._index.clear()

@@ -10,18 +10,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from foreword.cache.account.ledger import CacheLedger, Eviction, EvictionCause, MissReason
-from foreword.cache.blocks.block_pool import BlockIds, BlockPool
-from foreword.cache.groups.coordinator import KVCacheCoordinatorNoPrefixCache, PrefixHit, SequenceOfRow
+from foreword.cache.block_ids import BlockIds, Int64Array
+from foreword.cache.eviction.policy import EvictionPolicy
+from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit, SequenceOfRow
 from foreword.cache.groups.group_specs import GroupSpec
-from foreword.cache.groups.groups import (
-    IntArray,
-)
-from foreword.cache.index.index import NO_MATCH, Divergence, PartialBlock, PrefixIndex
+from foreword.cache.index.prefix_index import NO_MATCH, Divergence, PartialBlock, PrefixIndex
 from foreword.cache.index.tree_view import PrefixNode
 from foreword.cache.keys.sequence import TokenSequence
 
 
-class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
+class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     """One group that needs all its blocks: a hit is a prefix, whatever index finds it.
 
     With `deduplicate`, as in vLLM v0, a request does not keep a second copy of a block that is indexed: when
@@ -31,20 +29,21 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
     def __init__(
         self,
         group: GroupSpec,
-        pool: BlockPool,
+        num_blocks: int,
+        policy: EvictionPolicy,
         index: PrefixIndex,
         *,
         ledger: CacheLedger | None = None,
         deduplicate: bool = False,
     ) -> None:
-        super().__init__((group,), pool, ledger)
+        super().__init__((group,), num_blocks, policy, ledger)
         (self._manager,) = self.managers
         assert self._manager.hits_every_prefix, "groups that skip blocks need HybridKVCacheCoordinator"
         self._size = group.block_size
         self._index = index
         self._account = ledger.open_group() if ledger is not None else None
         self._deduplicates = deduplicate
-        self._reports = ledger is not None or deduplicate or pool.wants_keys
+        self._reports = ledger is not None or deduplicate or self.pool.wants_keys
         self._filled: list[tuple[int, int, BlockIds]] = []
         """Row, number of the first and ids of blocks that the current step fills; only to deduplicate them."""
 
@@ -111,14 +110,14 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
             return
         block_id = int(self._manager.tables.row(row)[number])
         tail = np.array([block_id], np.int32)
-        if not self._pool.count_held_once(tail) or not self._index.insert_tail(sequence, num_tokens, block_id):
+        if not self.pool.count_held_once(tail) or not self._index.insert_tail(sequence, num_tokens, block_id):
             return
         self._noted.append(tail)  # a step that still runs may be filling it: too late to copy it in this one
-        self._pool.note_tail(block_id)
+        self.pool.note_tail(block_id)
         if self._ledger is not None:
             self._ledger.tails.stored(sequence, num_tokens, block_id)
 
-    def cache_blocks_each(self, rows: IntArray, sequence_of: SequenceOfRow, ends: IntArray) -> None:
+    def cache_blocks_each(self, rows: Int64Array, sequence_of: SequenceOfRow, ends: Int64Array) -> None:
         """In one call, if each row has filled one block."""
         num_indexed = self._manager.num_indexed
         last = (ends // self._size - 1).astype(np.int32)
@@ -140,8 +139,8 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
 
     def _report(self, row: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
         """The row's blocks number `first` and on were indexed."""
-        if self._pool.wants_keys:
-            self._pool.note_keys(block_ids, sequence.block_hashes()[first : first + len(block_ids)])
+        if self.pool.wants_keys:
+            self.pool.note_keys(block_ids, sequence.block_hashes()[first : first + len(block_ids)])
         if self._account is not None:
             self._account.stored(sequence, range(first, first + len(block_ids)), block_ids)
         if self._deduplicates:
@@ -153,10 +152,8 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
             self.forget(self._manager.tables.row(row)[num_full:num_indexed], EvictionCause.FAILED)
             self._manager.num_indexed[row] = num_full
 
-    def forget(self, block_ids: BlockIds, cause: EvictionCause) -> int:
-        before = len(self._index)
-        self._note_forgotten(self._index.remove(block_ids), cause)
-        return before - len(self._index)
+    def _remove(self, block_ids: BlockIds) -> BlockIds:
+        return self._index.remove(block_ids)
 
     def clear(self) -> None:
         self._index.clear()
@@ -169,7 +166,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         self._filled.clear()
         superseded = self._index.superseded_tails()
         if len(superseded):  # one that was pinned stays
-            self.forget(superseded.compress(self._pool.is_tail(superseded)), EvictionCause.DUPLICATE)
+            self.forget(superseded.compress(self.pool.is_tail(superseded)), EvictionCause.DUPLICATE)
 
     def _deduplicate(self, row: int, first: int, block_ids: BlockIds) -> None:
         """Let the row's table take the indexed blocks in place of copies, and free the copies."""
@@ -179,9 +176,9 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
             if original is None or number >= len(table) or table[number] != block_id:
                 continue  # it is the only one, or its request has left
             self.forget(np.array([block_id], np.int32), EvictionCause.DUPLICATE)
-            self._pool.touch(np.array([original], np.int32))
+            self.pool.touch(np.array([original], np.int32))
             table[number] = original
-            self._pool.free_blocks(np.array([block_id], np.int32))
+            self.pool.free_blocks(np.array([block_id], np.int32))
 
     def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
         assert self._account is not None
@@ -206,7 +203,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinatorNoPrefixCache):
         self._index.check_integrity()
         for row in rows:
             self._index.check_table(sequence_of(row), self._manager.tables.row(row))
-        assert self._pool.tail_block_ids() <= set(self._index.tail_block_ids().tolist()), (
+        assert self.pool.tail_block_ids() <= set(self._index.tail_block_ids().tolist()), (
             "the pool keeps a tail that cannot be found"
         )
         if self._ledger is not None:

@@ -32,8 +32,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.blocks.block_pool import BlockIds
-from foreword.cache.index.index import Divergence, HashIndex, PartialBlock, PrefixIndex, PrefixMatch
+from foreword.cache.block_ids import BlockIds
+from foreword.cache.index.hash_index import HashIndex
+from foreword.cache.index.prefix_index import Divergence, PartialBlock, PrefixIndex, PrefixMatch
 from foreword.cache.index.radix_tree import NO_TAIL, NOT_INDEXED, Namespace, RadixNode, RadixTree, common_length
 from foreword.cache.index.tree_view import PrefixNode, top_nodes
 from foreword.cache.keys.hashing import ExtraKeys, TokenArray

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.blocks.block_pool import BlockIds
+from foreword.cache.block_ids import BlockIds
 from foreword.cache.keys.hashing import TokenArray
 
 Namespace = tuple[str | None, str | None, str | None]

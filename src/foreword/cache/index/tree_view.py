@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.blocks.block_pool import BlockIds
+from foreword.cache.block_ids import BlockIds
 from foreword.cache.keys.hashing import TokenArray
 
 MAX_SHOWN_TOKENS = 256

@@ -24,33 +24,23 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache.blocks.block_pool import BlockIds, BlockPool
+from foreword.cache.block_ids import NO_BLOCKS, NULL_BLOCK, BlockIds, Int64Array, without_null
+from foreword.cache.blocks.block_pool import BlockPool
 from foreword.cache.blocks.block_table import BlockTable
 from foreword.cache.groups.group_specs import (
     ChunkedLocalSpec,
     FullAttentionSpec,
     GroupSpec,
-    RecurrentSpec,
+    MambaSpec,
     SinkFullSpec,
     SlidingWindowSpec,
 )
 from foreword.cache.keys.hashing import BlockHash
 from foreword.errors import ConfigError
 
-NULL_BLOCK = -1
-"""Table entry of a block that is not needed; no block of the pool has this id."""
-NO_BLOCKS: BlockIds = np.empty(0, np.int32)
-
-IntArray = npt.NDArray[np.int64]
-Position = TypeVar("Position", int, IntArray)
+Position = TypeVar("Position", int, Int64Array)
 BlockFinder = Callable[[BlockHash], int | None]
 """Block that is cached under a key, or None."""
-
-
-def without_null(entries: BlockIds) -> BlockIds:
-    """The blocks among table entries (a copy)."""
-    block_ids: BlockIds = entries[entries != NULL_BLOCK]
-    return block_ids
 
 
 class SingleTypeKVCacheManager(ABC):
@@ -73,7 +63,7 @@ class SingleTypeKVCacheManager(ABC):
         self.tables = tables
         self.num_indexed: list[int] = []
         """Row -> number of leading blocks that have been offered to the index, or came from it."""
-        self._num_released: IntArray = np.zeros(0, np.int64)
+        self._num_released: Int64Array = np.zeros(0, np.int64)
 
     def reserve(self, pool: BlockPool) -> None:  # noqa: B027 - only sinks need any
         """Take the blocks that belong to no request and are never evicted; called once."""
@@ -133,7 +123,7 @@ class SingleTypeKVCacheManager(ABC):
         """Most blocks that a request of `num_tokens` holds at a time, in steps of `max_step_tokens` at most."""
         return -(-num_tokens // self.block_size)
 
-    def changes(self, rows: IntArray, starts: IntArray, ends: IntArray) -> npt.NDArray[np.bool_]:
+    def changes(self, rows: Int64Array, starts: Int64Array, ends: Int64Array) -> npt.NDArray[np.bool_]:
         """Which rows take or give up blocks when positions `starts` to `ends` are computed."""
         grows: npt.NDArray[np.bool_] = self.tables.lengths(rows) * self.block_size < ends
         if self.releases_blocks:
@@ -168,7 +158,7 @@ class SingleTypeKVCacheManager(ABC):
             self.tables.row(row)[released:end] = NULL_BLOCK
             self._num_released[row] = end
 
-    def release_each(self, rows: IntArray, starts: IntArray) -> tuple[IntArray, BlockIds]:
+    def release_each(self, rows: Int64Array, starts: Int64Array) -> tuple[Int64Array, BlockIds]:
         """`releasable` and `release` for many rows: which of them give up blocks (repeated), and the blocks."""
         released, ends = self._num_released[rows], self.first_needed_block(starts)
         leaving = np.flatnonzero(ends > released)
@@ -298,7 +288,7 @@ class MambaManager(SingleTypeKVCacheManager):
     only_appends = False
     readable_in_same_step = False
 
-    def __init__(self, spec: RecurrentSpec, tables: BlockTable, alignment: int) -> None:
+    def __init__(self, spec: MambaSpec, tables: BlockTable, alignment: int) -> None:
         super().__init__(spec.block_size, tables)
         self._interval = math.lcm(spec.interval_tokens or spec.block_size, alignment)
         self._alignment = alignment
@@ -375,5 +365,5 @@ def make_group_manager(spec: GroupSpec, tables: BlockTable, alignment: int) -> S
             return SlidingWindowManager(spec, tables)
         case ChunkedLocalSpec():
             return ChunkedLocalAttentionManager(spec, tables)
-        case RecurrentSpec():
+        case MambaSpec():
             return MambaManager(spec, tables, alignment)

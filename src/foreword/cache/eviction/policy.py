@@ -1,9 +1,8 @@
-"""Which free block is given away next, losing what it holds.
+"""What a pool asks of the policy that orders its free blocks.
 
-Knows what a pool tells its policy, and the policies' names; knows neither keys nor tokens, requests or
-time. `make_policy` takes the name that a user chose.
+Knows what a pool tells its policy; knows neither the policies nor keys, tokens, requests or time.
 
-A free block that holds nothing cached costs nothing to give away, so every policy gives those first, the last
+A free block that holds nothing cached costs nothing to give away, so every policy gives those away first, the last
 freed first: its memory is the likeliest to be in a processor's cache. All policies work on many blocks per call.
 
 Whatever the policy, a good order takes the tail of a prefix before its head: a head without its tail is
@@ -13,21 +12,11 @@ ties by the order of freeing do this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
-from foreword.cache.eviction.free_queue import BlockIds
-from foreword.cache.eviction.policies import (
-    FifoPolicy,
-    LastAccessedPolicy,
-    LfuPolicy,
-    LruPolicy,
-    PriorityPolicy,
-    SlruPolicy,
-)
-from foreword.cache.eviction.safe_value import SafeValuePolicy
-from foreword.errors import ConfigError
+from foreword.cache.block_ids import BlockIds
+from foreword.cache.keys.hashing import BlockHash
 
 
 class EvictionPolicy(Protocol):
@@ -85,22 +74,13 @@ class EvictionPolicy(Protocol):
         """Raise AssertionError if the policy contradicts itself."""
 
 
-POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
-    {
-        "lru": LruPolicy,
-        "lfu": LfuPolicy,
-        "slru": SlruPolicy,
-        "fifo": FifoPolicy,
-        "last_accessed": LastAccessedPolicy,
-        "priority": PriorityPolicy,
-        "value": SafeValuePolicy,
-    }
-)
-"""Policies by the name under which a user chooses them."""
+@runtime_checkable
+class KeyedPolicy(Protocol):
+    """A policy that wants to know blocks again after they were evicted."""
 
+    @property
+    def wants_keys(self) -> bool:
+        """Whether to call `note_keys`: keys cost a hash per block."""
 
-def make_policy(name: str, num_blocks: int) -> EvictionPolicy:
-    """The eviction policy that a user chose by name, for block ids below `num_blocks`."""
-    if name not in POLICIES:
-        raise ConfigError(f"eviction_policy={name!r} is unknown; use one of {', '.join(POLICIES)}")
-    return POLICIES[name](num_blocks)
+    def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
+        """The keys of the blocks of the last `note_cached`, in the same order."""

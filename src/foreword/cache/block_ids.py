@@ -1,0 +1,34 @@
+"""Blocks by their numbers, many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.errors import AllocationError
+
+BlockIds = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+NO_BLOCKS: BlockIds = np.empty(0, np.int32)
+NULL_BLOCK = -1
+"""Table entry of a block that is not needed; no block of the pool has this id."""
+
+
+def without_null(entries: BlockIds) -> BlockIds:
+    """The blocks among table entries (a copy)."""
+    block_ids: BlockIds = entries[entries != NULL_BLOCK]
+    return block_ids
+
+
+def as_block_ids(block_ids: Iterable[int], num_blocks: int) -> BlockIds:
+    """The blocks among these table entries, each once, in their order; entries below 0 stand for none.
+
+    Raises AllocationError for ids that no block of the pool has.
+    """
+    distinct = dict.fromkeys(map(int, block_ids))
+    beyond = max(distinct, default=0)
+    if beyond >= num_blocks:
+        raise AllocationError(f"block {beyond} is not in this pool; its {num_blocks} blocks are 0 to {num_blocks - 1}")
+    return np.array([block_id for block_id in distinct if block_id >= 0], np.int32)

@@ -1,0 +1,41 @@
+"""The eviction policies by name: `make_policy` takes the name that a user chose.
+
+Knows the policies; knows nothing of what they order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from foreword.cache.eviction.policies import (
+    FifoPolicy,
+    LastAccessedPolicy,
+    LfuPolicy,
+    LruPolicy,
+    PriorityPolicy,
+    SlruPolicy,
+)
+from foreword.cache.eviction.policy import EvictionPolicy
+from foreword.cache.eviction.safe_value import SafeValuePolicy
+from foreword.errors import ConfigError
+
+POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
+    {
+        "lru": LruPolicy,
+        "lfu": LfuPolicy,
+        "slru": SlruPolicy,
+        "fifo": FifoPolicy,
+        "last_accessed": LastAccessedPolicy,
+        "priority": PriorityPolicy,
+        "value": SafeValuePolicy,
+    }
+)
+"""Policies by the name under which a user chooses them."""
+
+
+def make_policy(name: str, num_blocks: int) -> EvictionPolicy:
+    """The eviction policy that a user chose by name, for block ids below `num_blocks`."""
+    if name not in POLICIES:
+        raise ConfigError(f"eviction_policy={name!r} is unknown; use one of {', '.join(POLICIES)}")
+    return POLICIES[name](num_blocks)

@@ -1,0 +1,91 @@
+"""The coordinator that serves some groups, and the one that serves any without remembering anything.
+
+Knows the three coordinators and what each of them can do; knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foreword.cache.account.ledger import CacheLedger, Eviction, MissReason
+from foreword.cache.block_ids import NO_BLOCKS, BlockIds
+from foreword.cache.eviction.policy import EvictionPolicy
+from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit
+from foreword.cache.groups.group_specs import FullAttentionSpec, GroupSpec, SinkFullSpec
+from foreword.cache.groups.hybrid import HybridKVCacheCoordinator
+from foreword.cache.groups.unitary import UnitaryKVCacheCoordinator
+from foreword.cache.index.hash_index import HashIndex
+from foreword.cache.index.prefix_index import PrefixIndex
+from foreword.cache.keys.sequence import TokenSequence
+from foreword.errors import ConfigError
+
+
+class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
+    """Any groups; remembers nothing, so nothing is found."""
+
+    num_indexed = 0
+
+    def indexed_block_ids(self) -> BlockIds:
+        return NO_BLOCKS
+
+    def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
+        return self.nothing
+
+    def holds(self, sequence: TokenSequence, block: int) -> bool:
+        return False
+
+    def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
+        return
+
+    def forget_from(self, row: int, num_tokens: int) -> None:
+        return
+
+    def _remove(self, block_ids: BlockIds) -> BlockIds:
+        return NO_BLOCKS
+
+    def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
+        return MissReason.NEVER_SEEN, None
+
+    def num_ghost_tokens(self, sequence: TokenSequence, hit: PrefixHit) -> int:
+        return 0
+
+
+def is_one_full_group(groups: Sequence[GroupSpec]) -> bool:
+    """Whether every layer needs every block, so that hits are prefixes."""
+    return len(groups) == 1 and isinstance(groups[0], (FullAttentionSpec, SinkFullSpec))
+
+
+def get_kv_cache_coordinator(
+    groups: Sequence[GroupSpec],
+    num_blocks: int,
+    policy: EvictionPolicy,
+    block_size: int,
+    *,
+    enable_prefix_caching: bool,
+    index: PrefixIndex | None = None,
+    ledger: CacheLedger | None = None,
+    deduplicate: bool = False,
+) -> KVCacheCoordinator:
+    """The coordinator for these groups. `block_size` is that of the sequences, in tokens.
+
+    Raises ConfigError for sizes and options that the groups cannot have.
+    """
+    for group in groups:
+        if group.block_size % block_size:
+            raise ConfigError(
+                f"block_size={block_size} does not divide the block_size of {group}; leave it out, or "
+                "choose a common divisor of all groups' sizes"
+            )
+    if not enable_prefix_caching:
+        return KVCacheCoordinatorNoPrefixCache(groups, num_blocks, policy)
+    if is_one_full_group(groups) and groups[0].block_size == block_size:
+        index = index if index is not None else HashIndex(num_blocks)
+        return UnitaryKVCacheCoordinator(groups[0], num_blocks, policy, index, ledger=ledger, deduplicate=deduplicate)
+    if index is not None:
+        raise ConfigError(
+            f"index={type(index).__name__} finds whole prefixes only, but these groups look up single blocks; "
+            "leave it out"
+        )
+    if deduplicate:
+        raise ConfigError("deduplicate=True needs one group of full attention; leave it out")
+    return HybridKVCacheCoordinator(groups, num_blocks, policy, block_size, ledger=ledger)
