@@ -90,7 +90,7 @@ BAD_PROMPTS: dict[str, tuple[Any, type[ForewordError], str]] = {
     "a text as token ids": ({"prompt_token_ids": "5 6 7"}, InvalidRequestError, "flat list of integers, not '5 6 7'"),
     "nothing as token ids": ({"prompt_token_ids": None}, InvalidRequestError, "flat list of integers, not 'None'"),
     "words as token ids": ({"prompt_token_ids": ["a", "b"]}, InvalidRequestError, "flat list of integers"),
-    "a number as text": ({"prompt": 5}, InvalidRequestError, "has to be a str, not int"),
+    "a number as text": ({"prompt": 5}, InvalidRequestError, "must be a str, not int"),
     "half a character": ("bad \ud800 text", InvalidRequestError, "not valid Unicode"),
     "both text and tokens": (
         {"prompt": "text", "prompt_token_ids": [5]},
@@ -289,7 +289,7 @@ def test_stop_strings_need_a_tokenizer(textless: LLM) -> None:
 def test_chat_needs_a_chat_template(tiny_models: TinyModels, tmp_path: Path) -> None:
     folder = save_tokenizer(Path(shutil.copytree(tiny_models.folder("llama"), tmp_path / "model")), chat_template=None)
     with open_llm(folder) as llm:
-        with pytest.raises(ChatTemplateError, match=r"no chat template\. Use generate\(\)"):
+        with pytest.raises(ChatTemplateError, match=r"no chat template; use generate\(\)"):
             llm.chat(USER, greedy(3))
         assert llm.generate("plain text is fine", greedy(3))[0].finished
         assert_still_answers(llm)
@@ -300,9 +300,9 @@ def test_chat_needs_a_chat_template(tiny_models: TinyModels, tmp_path: Path) -> 
     [
         ([], "no messages; give at least one"),
         ([[]], "conversation is empty; give at least one message"),
-        ([{"role": "user"}], "Message 0 needs a string 'content', but has None"),
-        ([{"content": "Hello"}], "Message 0 needs a string 'role'"),
-        ([{"role": "user", "content": 5}], "Message 0 needs a string 'content', but has 5"),
+        ([{"role": "user"}], "message 0 needs a string 'content', but has None"),
+        ([{"content": "Hello"}], "message 0 needs a string 'role'"),
+        ([{"role": "user", "content": 5}], "message 0 needs a string 'content', but has 5"),
     ],
     ids=str,
 )

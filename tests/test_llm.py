@@ -262,7 +262,7 @@ def test_text_parts_are_one_text(llm: LLM) -> None:
     ids=str,
 )
 def test_a_message_that_is_no_text_is_refused_by_name(llm: LLM, message: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"Message 0 .*{reason}"):
+    with pytest.raises(InvalidRequestError, match=f"message 0 .*{reason}"):
         llm.chat([message], greedy(1))
 
 
@@ -296,10 +296,10 @@ def test_chat_hands_tools_and_other_inputs_to_the_template(llm: LLM) -> None:
     ("rendering", "reason"),
     [
         ({"tools": TOOLS}, "takes no tools"),
-        ({"tools": "weather"}, "tools='weather' is no list"),
-        ({"chat_template_kwargs": ["x"]}, "is no mapping"),
-        ({"chat_template_kwargs": {"tokenize": False}}, "'tokenize' is no input"),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "'chat_template' is no input"),
+        ({"tools": "weather"}, "tools='weather' is not a list"),
+        ({"chat_template_kwargs": ["x"]}, "is not a mapping"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "'tokenize' is not an input"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "'chat_template' is not an input"),
         ({"toolz": TOOLS}, "unknown argument 'toolz'"),
     ],
     ids=str,

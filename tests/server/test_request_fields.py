@@ -202,7 +202,7 @@ def test_a_prompt_may_end_after_the_last_message(ask, server):
 @pytest.mark.parametrize(
     ("messages", "fields", "message"),
     [
-        (BEGUN, {"continue_final_message": True, "add_generation_prompt": True}, "cannot be had together"),
+        (BEGUN, {"continue_final_message": True, "add_generation_prompt": True}, "cannot be combined"),
         ([*FALCON, {"role": "assistant", "content": " "}], {"continue_final_message": True}, "last message with text"),
     ],
 )

@@ -326,9 +326,9 @@ def test_a_broken_template_is_a_template_error(tmp_path: Path) -> None:
         ([], "empty"),
         ("Hello", "list of messages"),
         ({"role": "user", "content": "Hello"}, "list of messages"),
-        (["Hello"], "Message 0 is a str"),
+        (["Hello"], "message 0 is a str"),
         ([{"content": "Hello"}], "'role'"),
-        ([{"role": "user", "content": "Hi"}, {"role": "user"}], "Message 1 needs a string 'content'"),
+        ([{"role": "user", "content": "Hi"}, {"role": "user"}], "message 1 needs a string 'content'"),
         ([{"role": "user", "content": None}], "'content'"),
     ],
 )

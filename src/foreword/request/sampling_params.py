@@ -162,7 +162,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.structured_outputs is not None and self.open_constraint is not None:
-            raise InvalidRequestError("structured_outputs and open_constraint cannot be had together; leave one out")
+            raise InvalidRequestError("structured_outputs and open_constraint cannot be combined; leave one out")
         self._check_types()
         _check("n", self.n, self.n >= 1, "use 1 or more")
         _check(

@@ -1,4 +1,4 @@
-"""Text: tokenizers, chat templates, streaming detokenization and stop strings. Knows no request and no cache."""
+"""Text: tokenizers, chat templates, streaming detokenization, stop strings. Knows nothing of requests or the cache."""
 
 from foreword.text.stream import TextStream
 from foreword.text.tokenizer import Tokenizer

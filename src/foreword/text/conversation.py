@@ -1,6 +1,6 @@
-"""Conversations: messages as users write them and as chat templates know them, and the keywords of `LLM.chat(...)`.
+"""Conversations: messages from users, in the form that chat templates take, and the keywords of `LLM.chat(...)`.
 
-Knows roles, text parts and tool calls; knows no template.
+Knows roles, text parts and tool calls; knows no templates.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     """
     if isinstance(messages, str | Mapping):
         raise InvalidRequestError(
-            'A conversation is a list of messages such as {"role": "user", "content": "Hello"}, '
-            f"not a {type(messages).__name__}."
+            'a conversation is a list of messages such as {"role": "user", "content": "Hello"}, '
+            f"not a {type(messages).__name__}"
         )
     if not messages:
-        raise InvalidRequestError("The conversation is empty; give at least one message.")
+        raise InvalidRequestError("the conversation is empty; give at least one message")
     return [_plain_message(message, index) for index, message in enumerate(messages)]
 
 
 def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise InvalidRequestError(
-            f"Message {index} is a {type(message).__name__}, not a mapping with role and content."
-        )
+        raise InvalidRequestError(f"message {index} is a {type(message).__name__}, not a mapping with role and content")
     plain = dict(message)
     if isinstance(plain.get("content"), Sequence) and not isinstance(plain["content"], str):
         plain["content"] = "".join(_text_of(part, index) for part in plain["content"])
@@ -41,7 +39,7 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         plain["tool_calls"] = [_plain_call(call, index) for call in plain["tool_calls"]]
     for key in ("role", "content"):
         if not isinstance(plain.get(key), str):
-            raise InvalidRequestError(f"Message {index} needs a string {key!r}, but has {plain.get(key)!r} there.")
+            raise InvalidRequestError(f"message {index} needs a string {key!r}, but has {plain.get(key)!r} there")
     return plain
 
 
@@ -53,44 +51,44 @@ def _text_of(part: Any, index: int) -> str:
         return text
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise InvalidRequestError(
-        f"Message {index} has a part of type {kind!r}; models are given text alone, as "
-        '{"type": "text", "text": "..."}.'
+        f"message {index} has a part of type {kind!r}; this engine takes only text, as "
+        '{"type": "text", "text": "..."}'
     )
 
 
 def _plain_call(call: Any, index: int) -> dict[str, Any]:
-    """A tool call with arguments as a mapping: templates write them down as JSON themselves."""
+    """A tool call with its arguments as a mapping: templates write the JSON themselves."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError(f"Message {index} has a tool call without a function's name: {call!r:.80}.")
+        raise InvalidRequestError(f"message {index} has a tool call without a function's name: {call!r:.80}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
             raise InvalidRequestError(
-                f"Message {index} calls {function['name']!r} with arguments that are not JSON: {arguments!r:.80}."
+                f"message {index} calls {function['name']!r} with arguments that are not JSON: {arguments!r:.80}"
             ) from error
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 class ChatKeywords(TypedDict, total=False):
-    """How a conversation is laid out."""
+    """How a conversation becomes a prompt."""
 
     tools: Sequence[Mapping[str, Any]] | None
     """Functions in OpenAI's form."""
     chat_template: str | None
     """Jinja template in place of the tokenizer's."""
     chat_template_kwargs: Mapping[str, Any] | None
-    """What else the template may use."""
+    """Further inputs of the template."""
     add_generation_prompt: bool
     """Whether the prompt ends where an answer begins (the default), or after the last message."""
     continue_final_message: bool
-    """Have the model go on with the last message, instead of beginning one."""
+    """Let the model continue the last message instead of starting a new one."""
 
 
 def template_inputs(rendering: ChatKeywords) -> dict[str, Any]:
-    """What a chat template is given besides the messages. Raises InvalidRequestError for unknown or wrong keywords."""
+    """Inputs of the chat template besides the messages. Raises InvalidRequestError for unknown or wrong keywords."""
     unknown = sorted(set(rendering) - set(ChatKeywords.__annotations__))
     if unknown:
         raise InvalidRequestError(
@@ -98,9 +96,9 @@ def template_inputs(rendering: ChatKeywords) -> dict[str, Any]:
         )
     inputs, tools = rendering.get("chat_template_kwargs") or {}, rendering.get("tools")
     if not isinstance(inputs, Mapping):
-        raise InvalidRequestError(f"chat_template_kwargs={inputs!r:.60} is no mapping; use such as {{'name': value}}")
+        raise InvalidRequestError(f"chat_template_kwargs={inputs!r:.60} is not a mapping such as {{'name': value}}")
     if not tools:
         return dict(inputs)
     if isinstance(tools, str | Mapping) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise InvalidRequestError(f"tools={tools!r:.60} is no list of tools in OpenAI's form")
+        raise InvalidRequestError(f"tools={tools!r:.60} is not a list of tools in OpenAI's form")
     return {**inputs, "tools": [dict(tool) for tool in tools]}

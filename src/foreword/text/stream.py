@@ -1,6 +1,6 @@
-"""The text of one output while its tokens arrive: whole characters, and no part of a stop string.
+"""The text of one output as its tokens arrive: whole characters, and no part of a stop string.
 
-Knows token ids and a function that decodes them. Knows no tokenizer, and nothing of when a token is computed.
+Knows token ids and a function that decodes them. Knows nothing of tokenizers, or of when tokens are computed.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 REPLACEMENT = "\ufffd"
-"""What decoders write for bytes that are not, or not yet, a character."""
+"""The character that decoders write for bytes that are not, or not yet, a character."""
 
 _MAX_INCOMPLETE = 3
-"""Most replacement characters that bytes still to come can turn into one character (UTF-8: 4 bytes)."""
+"""Most replacement characters that later bytes can turn into one character (UTF-8: 4 bytes)."""
 
 _WINDOW_TOKENS = 12
-"""A detokenizer's window is shortened when it reaches this length..."""
+"""Length at which a detokenizer's window is shortened..."""
 
 _KEPT_TOKENS = 6
 """...to this one: enough bytes (one or more per token) to hold any incomplete character."""
 
 _MAX_WINDOW_TOKENS = 256
-"""A window that could not be shortened until now is shortened regardless."""
+"""Length at which a window is shortened even if its text changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamStep:
-    """What one `TextStream.push` brought."""
+    """The result of one `TextStream.push`."""
 
     new_text: str
     """Text released by it; may be empty."""
@@ -101,7 +101,7 @@ class TextStream:
         return text
 
     def _release(self, piece: str) -> str:
-        """The part of the held text + `piece` that may be shown; sets `_stop`, keeps the rest in `_held`.
+        """The part of the held text + `piece` that may be shown; sets `_stop`, and keeps the rest in `_held`.
 
         held + piece:  |------- shown -------|-- stop string --|~~ dropped ~~|
                    or  |------- shown -------|-- beginning of a stop string --|
@@ -139,7 +139,7 @@ class Detokenizer:
         self._max_tokens = _WINDOW_TOKENS
 
     def push(self, token_id: int) -> str:
-        """The text that is now certain."""
+        """The text that is certain now."""
         if token_id in self._skipped_ids:
             return ""
         self._window.append(token_id)
@@ -160,7 +160,7 @@ class Detokenizer:
         return piece
 
     def _text(self) -> str:
-        """The window's text, which begins with what was released of it."""
+        """The window's text; it begins with `_released`."""
         text = self._decode(self._window)
         if not text.startswith(self._released):
             # The decoder changed its mind about text already released, as byte fallback does when a
@@ -179,7 +179,7 @@ class Detokenizer:
         window = self._window[-_KEPT_TOKENS:]
         new_text = self._decode(window)
         num_pending = len(text) - len(self._released)
-        num_compared = num_pending + 1  # the pending text, and a character to lean on
+        num_compared = num_pending + 1  # the pending text, and one character before it
         agrees = len(new_text) >= num_compared and text.endswith(new_text[-num_compared:])
         if not agrees and len(self._window) < _MAX_WINDOW_TOKENS:
             self._max_tokens = 2 * len(self._window)  # tried rarely: the cost per token stays constant
@@ -191,14 +191,14 @@ class Detokenizer:
 
 
 def _num_incomplete(text: str) -> int:
-    """The number of characters at the end of `text` that may yet become another character."""
+    """Number of characters at the end of `text` that later bytes may turn into another character."""
     return len(text) - len(text[-_MAX_INCOMPLETE:].rstrip(REPLACEMENT)) - len(text[:-_MAX_INCOMPLETE])
 
 
 def _first_match(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
-    """Start and string of the stop string that is complete first, the longest of several.
+    """Position and text of the stop string that is complete first; of several, the longest.
 
-    "Complete first" makes the answer independent of how the text was cut into tokens.
+    "Complete first" makes the answer independent of how tokens cut the text.
     """
     found = [(start + len(stop), start, stop) for stop in stops if (start := text.find(stop)) >= 0]
     if not found:
@@ -208,7 +208,7 @@ def _first_match(text: str, stops: tuple[str, ...]) -> tuple[int, str] | None:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, without being all of it."""
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,7 +1,7 @@
-"""Text at the two ends of a request: tokenizing and chat templates.
+"""Tokenizers and chat templates: text to tokens and back.
 
-Knows what a model's tokenizer does with strings and token ids. Knows nothing of tensors, of when a
-token is computed, or of what is cached. transformers is imported when a tokenizer is loaded.
+Knows what a model's tokenizer does with strings and token ids. Knows nothing of tensors, of when tokens are computed,
+or of the cache. transformers is imported when a tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_INPUTS = frozenset(
     "conversation chat_template add_generation_prompt tokenize padding truncation max_length return_tensors "
     "return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
-"""Arguments of transformers' rendering that are no inputs of a template."""
+"""Arguments of transformers' rendering that are not inputs of a template."""
 
 _MIN_TOKEN_CHARACTERS = 16
 """Least value of `max_token_characters`: some tokenizers drop characters, or have one token for all unknown words."""
@@ -36,7 +36,7 @@ MOST_MESSAGE_ENDS = 64
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer, fast or slow, as the rest of foreword sees it.
+    """A Hugging Face tokenizer, fast or slow, as the rest of foreword uses it.
 
     Text is decoded without special tokens and exactly as the tokens spell it: transformers' optional
     clean-up of spaces, which takes back characters already written, is never applied.
@@ -47,9 +47,9 @@ class Tokenizer:
         self._hf = hf_tokenizer
         eos_token_id: int | None = hf_tokenizer.eos_token_id
         self.eos_token_ids: frozenset[int] = frozenset() if eos_token_id is None else frozenset({eos_token_id})
-        """What the tokenizer alone calls the end; a model's generation config may name more."""
+        """End token of the tokenizer alone; a model's generation config may name more."""
         self.vocab_size: int = len(hf_tokenizer)
-        """Tokens the tokenizer knows, added ones included; a model's logits may be padded beyond."""
+        """Number of tokens that the tokenizer knows, with added ones; a model's logits may be wider."""
         self._decode = _backend_decode(hf_tokenizer)
         candidates = {*hf_tokenizer.added_tokens_decoder, *hf_tokenizer.all_special_ids}
         self._skipped_ids = frozenset(i for i in candidates if not self.decode([i]))
@@ -58,7 +58,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Tokenizer | None:
-        """Loads the tokenizer of a local folder or a hub id; None when the model comes without one.
+        """Loads the tokenizer of a local folder or a hub id; None if the model comes without one.
 
         Raises `ModelLoadError` when the folder is missing, the hub cannot be asked, or the files
         are damaged.
@@ -74,20 +74,20 @@ class Tokenizer:
             )
         except Exception as error:  # tokenizers raises bare Exception for damaged files
             raise ModelLoadError(
-                f"The tokenizer of {model!r} cannot be loaded: {one_line(error)} Check its tokenizer files, "
-                "or delete them to work with token ids alone."
+                f"the tokenizer of {model!r} cannot be loaded: {one_line(error)}; check its tokenizer files, "
+                "or delete them to work with token ids alone"
             ) from error
-        # transformers makes an empty tokenizer when the vocabulary file is missing.
+        # transformers makes an empty tokenizer if the vocabulary file is missing.
         if len(hf_tokenizer) <= len(hf_tokenizer.added_tokens_decoder):
             raise ModelLoadError(
-                f"The tokenizer of {model!r} has no vocabulary. Add its vocabulary (usually tokenizer.json), "
-                "or delete its other tokenizer files to work with token ids alone."
+                f"the tokenizer of {model!r} has no vocabulary; add its vocabulary (usually tokenizer.json), "
+                "or delete its other tokenizer files to work with token ids alone"
             )
         return cls(hf_tokenizer)
 
     @functools.cached_property
     def max_token_characters(self) -> int:
-        """Characters of the longest token in the vocabulary. A text of n tokens has at most n times as many."""
+        """Characters of the longest token in the vocabulary. A text of n tokens has at most n times this many."""
         return max(_MIN_TOKEN_CHARACTERS, *map(len, self._hf.get_vocab()))
 
     @property
@@ -97,14 +97,14 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The template's source; None if there is none, or if it is one of several by name."""
+        """The template's source; None if there is none, or if there are several with names."""
         template = self._hf.chat_template
         return template if isinstance(template, str) else None
 
     def set_chat_template(self, template: str) -> None:
-        """Lay conversations out by another template: its source, or the path of a file that holds it.
+        """Use another chat template: its source, or the path of its file.
 
-        Raises ConfigError for a file that cannot be read, or a source that is no template.
+        Raises ConfigError for a file that cannot be read, or a source that is not a template.
         """
         source = template
         if "\n" not in template and "{" not in template:
@@ -117,31 +117,31 @@ class Tokenizer:
         try:
             Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
         except TemplateSyntaxError as error:
-            if "generation" not in str(error):  # transformers has a block of that name
+            if "generation" not in str(error):  # transformers adds a block of this name
                 raise ConfigError(f"chat_template={template!r:.60} is not a Jinja template: {error}") from error
         self._hf.chat_template = source
 
     def definition(self) -> str | None:
-        """The contents of a `tokenizer.json` that defines it; None for a slow tokenizer, which has no such form."""
+        """The contents of the `tokenizer.json` that defines it; None for a slow tokenizer, which has none."""
         backend = getattr(self._hf, "backend_tokenizer", None)
         return None if backend is None else str(backend.to_str())
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Token ids of `text`, with the special tokens that the tokenizer adds by default."""
         if not isinstance(text, str):
-            raise InvalidRequestError(f"A prompt's text has to be a str, not {type(text).__name__}.")
+            raise InvalidRequestError(f"a prompt's text must be a str, not {type(text).__name__}")
         try:
             token_ids = self._hf.encode(text, verbose=False)
         except (TypeError, UnicodeError) as error:
             raise InvalidRequestError(
-                'The text is not valid Unicode (it holds half of a surrogate pair); decode it with errors="replace".'
+                'the text is not valid Unicode (it holds half of a surrogate pair); decode it with errors="replace"'
             ) from error
         return np.array(token_ids, dtype=np.int32)
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
-        """Token ids of a word alone and after a space, without special tokens; one where both are the same.
+        """Token ids of a word alone and after a space, without special tokens; one list if both are equal.
 
-        The last ones are remembered.
+        The most recent words are remembered.
         """
         return list(self._spelt(word))
 
@@ -149,7 +149,7 @@ class Tokenizer:
         try:
             both = [self._hf.encode(text, add_special_tokens=False) for text in (word.lstrip(), f" {word.lstrip()}")]
         except (TypeError, UnicodeError) as error:
-            raise InvalidRequestError(f"The word {word!r:.60} is not valid Unicode; leave it out.") from error
+            raise InvalidRequestError(f"the word {word!r:.60} is not valid Unicode; leave it out") from error
         return tuple(dict.fromkeys(tuple(token_ids) for token_ids in both))
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -157,7 +157,7 @@ class Tokenizer:
         return self._decode([int(token_id) for token_id in token_ids])
 
     def spell(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids` with special tokens by name: for people who look at prompts."""
+        """Text of `token_ids` with special tokens by name: for people who read prompts."""
         text: str = self._hf.decode(
             [int(token_id) for token_id in token_ids],
             skip_special_tokens=False,
@@ -166,13 +166,13 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """One token as it reads in the middle of a text: with its leading space, special tokens by name.
+        """Text of one token in the middle of a text: with its leading space, special tokens by name.
 
-        A token that is only part of a character reads as U+FFFD.
+        A token that is only part of a character gives U+FFFD.
         """
         text = self._token_texts.get(token_id)
         if text is None:
-            # Decoders drop the space before the first word, so the token is read as its own successor.
+            # Decoders drop the space before the first word, so decode the token after a copy of itself.
             once, twice = (
                 self._hf.decode([int(token_id)] * n, skip_special_tokens=False, clean_up_tokenization_spaces=False)
                 for n in (1, 2)
@@ -190,7 +190,7 @@ class Tokenizer:
         template_inputs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> npt.NDArray[np.int32]:
-        """Token ids of a conversation, laid out by the tokenizer's chat template, or by the one given.
+        """Token ids of a conversation, with the tokenizer's chat template or the given one.
 
         `messages` are mappings with at least `role` and `content`, a text or a list of text parts. `template_inputs`
         are further values for the template, such as `tools` or `reasoning_effort`; it ignores those that it
@@ -204,11 +204,11 @@ class Tokenizer:
             _check_continued(conversation, add_generation_prompt)
         wrong = sorted(_NO_INPUTS & set(template_inputs or ()))
         if wrong:
-            raise InvalidRequestError(f"{wrong[0]!r} is no input of a chat template; leave it out.")
+            raise InvalidRequestError(f"{wrong[0]!r} is not an input of a chat template; leave it out")
         if not chat_template and not self._hf.chat_template:
             raise ChatTemplateError(
-                "The tokenizer has no chat template. Use generate() with a prompt written out in full, or "
-                "add a chat_template.jinja file to the model's folder."
+                "the tokenizer has no chat template; use generate() with a prompt written out in full, or "
+                "add a chat_template.jinja file to the model's folder"
             )
         try:
             token_ids = self._hf.apply_chat_template(
@@ -222,7 +222,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program: it may fail in any way
             raise ChatTemplateError(
-                f"The chat template does not accept these messages (roles: "
+                f"the chat template does not accept these messages (roles: "
                 f"{', '.join(str(message['role']) for message in conversation)}): {one_line(error)}"
             ) from error
         return np.array(token_ids, dtype=np.int32)
@@ -267,15 +267,15 @@ class Tokenizer:
         if isinstance(stop, str):
             stop = (stop,)
         if not all(stop):
-            raise InvalidRequestError("A stop string is empty; leave it out.")
+            raise InvalidRequestError("a stop string is empty; leave it out")
         detokenizer = Detokenizer(self._decode, self._skipped_ids)
         return TextStream(detokenizer, tuple(stop), include_stop=include_stop, min_tokens=min_tokens)
 
 
 def _backend_decode(hf_tokenizer: Any) -> Callable[[list[int]], str]:
-    """A function that decodes as a transformers tokenizer does, without special tokens and clean-up.
+    """A function that decodes like a transformers tokenizer, without special tokens and clean-up.
 
-    If no class overrides `decode`, it calls the tokenizer in Rust directly, which takes half the time.
+    If no class overrides `decode`, the function calls the tokenizer in Rust directly, which takes half the time.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -284,13 +284,13 @@ def _backend_decode(hf_tokenizer: Any) -> Callable[[list[int]], str]:
     if issubclass(own, plain) and own.decode is plain.decode and own._decode is plain._decode:
         return functools.partial(hf_tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
     decode = functools.partial(hf_tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return lambda token_ids: decode(list(token_ids))  # foreign code may change what it is given
+    return lambda token_ids: decode(list(token_ids))  # foreign code may change the list that it gets
 
 
 def _check_continued(conversation: Sequence[Mapping[str, Any]], add_generation_prompt: bool | None) -> None:
     if add_generation_prompt:
         raise InvalidRequestError(
-            "continue_final_message=True and add_generation_prompt=True cannot be had together; leave one out."
+            "continue_final_message=True and add_generation_prompt=True cannot be combined; leave one out"
         )
     if not conversation[-1]["content"].strip():
-        raise InvalidRequestError("continue_final_message=True needs a last message with text, to go on from.")
+        raise InvalidRequestError("continue_final_message=True needs a last message with text to continue")

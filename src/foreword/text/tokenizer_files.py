@@ -1,6 +1,6 @@
-"""Where a model's tokenizer is: in a folder, on the hub, or nowhere.
+"""Finds a model's tokenizer: in a folder, on the hub, or nowhere.
 
-Knows file names and the hub's client, which is imported when a model is not a folder.
+Knows file names and the hub's client, which is imported if a model is not a folder.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _TOKENIZER_FILES = (
     "tekken.json",
     "tiktoken.model",
 )
-"""A model that has none of these has no tokenizer."""
+"""A model without any of these files has no tokenizer."""
 
 
 def find_tokenizer_files(model: str, revision: str | None) -> str | None:
-    """The folder or hub id to load from; None when it is there, but has no tokenizer."""
+    """The folder or hub id to load from; None if it exists but has no tokenizer."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return str(folder) if _holds_tokenizer(folder) else None
     if folder.suffix == ".gguf":
         raise UnsupportedModelError(
             f"{str(model)!r} is a GGUF file, which cannot be loaded; name the folder of a Hugging Face checkpoint "
-            "(safetensors: unquantized, FP8 or MXFP4)."
+            "(safetensors: unquantized, FP8 or MXFP4)"
         )
     if folder.exists():
-        raise ModelLoadError(f"{model!r} is a file; name the folder that holds the model.")
+        raise ModelLoadError(f"{model!r} is a file; name the folder that holds the model")
     if folder.is_absolute() or model.startswith(".") or len(folder.parts) > 2:
-        raise ModelLoadError(f"There is no folder {model!r}; give a model's folder or a hub id (owner/name).")
+        raise ModelLoadError(f"there is no folder {model!r}; give a model's folder or a hub id (owner/name)")
     from huggingface_hub import snapshot_download
 
     try:
@@ -53,5 +53,5 @@ def _holds_tokenizer(folder: Path) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """An error's message, fit to stand inside another's."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """An error's message in a form that fits inside another message."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -61,9 +61,7 @@ async def chat_completions(
     params = replace(params, stop=(*params.stop, *tool_use.stop))
     if forced is not None:
         if params.open_constraint is not None:
-            raise bad_request(
-                "structured outputs cannot be had together with a forced tool_choice", param="tool_choice"
-            )
+            raise bad_request("structured outputs cannot be combined with a forced tool_choice", param="tool_choice")
         params = replace(params, open_constraint=await service.open_lark(forced))
     prompt = await service.conversation(messages, inputs, ending_of(body))
     prompt = service.fit(prompt, params)

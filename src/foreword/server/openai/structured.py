@@ -36,7 +36,7 @@ def structured_outputs(body: Any, response_format: ResponseFormat | None) -> Str
             given: dict[str, Any] = {kind: tuple(value) if isinstance(value, list) else value}
             asked[f"guided_{kind}"] = StructuredOutputsParams(**given)
     if len(asked) > 1:
-        raise bad_request(f"{' and '.join(asked)} cannot be had together; give one of them", param=list(asked)[1])
+        raise bad_request(f"{' and '.join(asked)} cannot be combined; give one of them", param=list(asked)[1])
     return next(iter(asked.values()), None)
 
 

@@ -67,7 +67,7 @@ class ToolUse:
                 param="tool_choice",
             )
         if self._forced() and body.response_format is not None and body.response_format.type != "text":
-            raise bad_request("response_format cannot be had together with a forced tool_choice", param="tool_choice")
+            raise bad_request("response_format cannot be combined with a forced tool_choice", param="tool_choice")
 
     @property
     def for_template(self) -> dict[str, Any]:
