@@ -8,11 +8,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -27,7 +26,7 @@ from foreword.cache import (
 )
 from foreword.config import EngineConfig, engine_options
 from foreword.config.keywords import EngineKeywords
-from foreword.engine import Engine, Prompt
+from foreword.engine import CacheReport, Engine, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
 from foreword.model.cpu.head_start import head_start
 from foreword.model.loading_log import LoadingLog
@@ -46,55 +45,6 @@ logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...}; a content is a text, or a list of {"type": "text", "text": ...}."""
 PromptInput = str | Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheReport:
-    """What the prefix cache did so far."""
-
-    hit_rate: float
-    """Share of the queried tokens that were found, 0.0 to 1.0."""
-    total_cached_tokens: int
-    """Tokens whose KV is in the cache now."""
-    cache_utilization: float
-    """Share of the blocks that hold cached KV, 0.0 to 1.0."""
-    requests: int
-    """Prompts that were looked up; several answers to one (`n`) count once."""
-    queried_tokens: int
-    hit_tokens: int
-    recent_hit_rate: float
-    """The same as `hit_rate`, over the last 1,000 requests."""
-    hit_granularity: int
-    """Hits end at multiples of this many tokens; 1: anywhere."""
-    state_interval: int | None
-    """Tokens between saved recurrent states (also saved: ends of prompts and messages); None: no such layers."""
-    preemptions: int
-    evictions: int
-    """Cached blocks whose memory was given to other content."""
-    hit_rate_with_twice_the_blocks: float
-    """What `hit_rate` would have been with twice the memory, estimated by what was evicted last.
-
-    The same as `hit_rate` without `explain_misses`.
-    """
-    misses: dict[str, int]
-    """Requests that missed something, by reason; empty without `explain_misses`."""
-    missed_tokens: dict[str, int]
-    """Their tokens that were not found, by reason."""
-    preempted_requests: int
-    """Lookups of requests that resumed after preemption; they are in none of the counts above."""
-    preempted_queried_tokens: int
-    preempted_hit_tokens: int
-    tail_hit_tokens: int
-    """Of `hit_tokens`, those that were found in tails, the partly filled last blocks of earlier requests."""
-    tails: int
-    """Blocks that hold tails now; `total_cached_tokens` and `cache_utilization` count full blocks only."""
-    tail_evictions: int
-    """Tails whose memory was given to other content; not among `evictions`."""
-
-    @property
-    def prefix_cache_hit_rate(self) -> float:
-        """`hit_rate`, by the name that vLLM's users know."""
-        return self.hit_rate
 
 
 class LLM:
@@ -200,6 +150,11 @@ class LLM:
         conversations: Sequence[Any] = messages if several else [messages]
         prompts = [self._chat_prompt(conversation, rendering) for conversation in conversations]
         return self._run(prompts, sampling_params, show_progress if use_tqdm is None else bool(use_tqdm))
+
+    def add_request(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> RequestOutput:
+        """Queue one prompt; `engine.step()` runs it together with others, and fills the output that is returned."""
+        params = self._constrained(sampling_params or SamplingParams())
+        return self.engine.add_request(self._next_id(), self._prompt(prompt), params)
 
     def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Continue one prompt, yielding its output (one object, which grows) after every token.
@@ -311,7 +266,7 @@ class LLM:
             template_inputs=inputs,
             chat_template=template,
         )
-        if self.engine.scheduler.states is None:
+        if self.engine.state_interval is None:
             return Prompt(token_ids)
         ends = tokenizer.message_ends(messages, token_ids, template_inputs=inputs, chat_template=template)
         return Prompt(token_ids, message_ends=ends)
@@ -348,32 +303,10 @@ class LLM:
 
     def get_prefix_cache_stats(self) -> CacheReport:
         """Counters since the start or the last `reset_prefix_cache()`."""
-        manager = self.engine.manager
-        cached = manager.get_num_cached_blocks()
-        states = self.engine.scheduler.states
-        to_the_token = self.config.cache.prefix_index == "radix" and manager.has_one_full_group
-        return CacheReport(
-            hit_rate=manager.stats.hit_rate,
-            total_cached_tokens=manager.num_cached_tokens(),
-            cache_utilization=cached / manager.num_blocks,
-            requests=manager.stats.requests,
-            queried_tokens=manager.stats.queries,
-            hit_tokens=manager.stats.hits,
-            recent_hit_rate=manager.recent.hit_rate,
-            hit_granularity=1 if to_the_token else math.lcm(*(group.block_size for group in manager.groups)),
-            state_interval=None if states is None else states.interval,
-            preemptions=self.engine.scheduler.num_preemptions,
-            evictions=manager.stats.evictions,
-            hit_rate_with_twice_the_blocks=manager.stats.hit_rate_with_twice_the_blocks,
-            misses={str(reason): count for reason, count in manager.stats.misses.items()},
-            missed_tokens={str(reason): count for reason, count in manager.stats.missed_tokens.items()},
-            preempted_requests=manager.stats.preempted_requests,
-            preempted_queried_tokens=manager.stats.preempted_queries,
-            preempted_hit_tokens=manager.stats.preempted_hits,
-            tail_hit_tokens=manager.stats.tail_hits,
-            tails=manager.get_num_tails(),
-            tail_evictions=manager.stats.tail_evictions,
-        )
+        engine = self.engine
+        to_the_token = self.config.cache.prefix_index == "radix" and self.layout.is_one_full_group
+        granularity = 1 if to_the_token else self.layout.hit_granularity
+        return CacheReport.of(engine.snapshot(), hit_granularity=granularity, state_interval=engine.state_interval)
 
     def explain_attention(self) -> str:
         """For a person: which KV attention read once for several requests, and what that is estimated to save."""
@@ -384,20 +317,17 @@ class LLM:
 
         Raises InvalidRequestError for an impossible prompt, ConfigError without `explain_misses` or caching.
         """
-        if self.engine.manager.ledger is None:
+        if not self.engine.snapshot().has_ledger:
             raise ConfigError("no account is kept of what was cached; leave explain_misses and prefix caching on")
         return self.engine.explain(self._prompt(prompt))
 
     def take_cache_events(self) -> list[NumberedEvent]:
         """What the cache stored and removed since the last call. Raises ConfigError without `cache_events`."""
-        ledger = self.engine.manager.ledger
-        if ledger is None or ledger.events is None:
-            raise ConfigError("no cache events are recorded; give cache_events=True (and leave prefix caching on)")
-        return ledger.events.take()
+        return self.engine.take_cache_events()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Raises CacheBusyError while requests run."""
-        self.engine.manager.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
 
     def pin_prefix(self, prompt: PromptInput, *, ttl_s: float = 300.0) -> int:
         """Keep a prompt cached for `ttl_s` seconds, computing it first if it is not; returns how many tokens are.
@@ -414,7 +344,7 @@ class LLM:
         checked, engine = self._prompt(prompt), self.engine
         engine.pin_prefix(checked, ttl_s)  # bad times are refused before anything is computed
         length = len(checked.token_ids)
-        if engine.num_cached_tokens(checked) < min(length - 1, length - length % engine.manager.block_size):
+        if engine.num_cached_tokens(checked) < min(length - 1, length - length % self.layout.block_size):
             self._run([checked], SamplingParams(max_tokens=1, temperature=0.0), show_progress=False)
         return engine.pin_prefix(checked, ttl_s)
 

@@ -1,6 +1,6 @@
 """`foreword bench trace`: the engine under recorded traffic, held against what the recording allows.
 
-Knows recordings and the engine's door; knows nothing of how blocks are found or evicted.
+Knows recordings and `LLM`; knows nothing of how blocks are found or evicted.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from foreword.config.option import options_of
 from foreword.errors import ConfigError, PromptTooLongError, RequestTooLargeError
 
 if TYPE_CHECKING:
-    from foreword.engine import Engine
-    from foreword.request import RequestOutput
+    from foreword import LLM, RequestOutput
 
-HIT_SHARE = 0.5
-"""A request counts as a hit when at least this share of its prompt was reused."""
+MOSTLY_FOUND = 0.5
+"""The share of a prompt from which on its request counts among the hits of the report."""
 
 DEFINITIONS = (
     "Closed loop: a request is added when another has ended; the trace's arrival times are not simulated. "
@@ -142,7 +141,7 @@ def run_trace(options: TraceBenchOptions, console: Console) -> TraceReport:
 
     Raises TraceError for a malformed trace, before a model is loaded, and what LLM raises.
     """
-    from foreword.llm import LLM
+    from foreword import LLM
 
     requests = read_trace(options.file, max_requests=options.max_requests, max_output_tokens=options.max_output_tokens)
     with (
@@ -157,9 +156,9 @@ def run_trace(options: TraceBenchOptions, console: Console) -> TraceReport:
         ) as llm,
     ):
         started = time.monotonic()
-        served = _drive(llm.engine, requests, options, console)
+        served = _drive(llm, requests, options, console)
         wall_s = time.monotonic() - started
-        return _report(options, llm.engine, served, len(requests) - len(served), wall_s)
+        return _report(options, llm, served, len(requests) - len(served), wall_s)
 
 
 Served = list[tuple[TraceRequest, "RequestOutput"]]
@@ -177,35 +176,33 @@ def _model(options: TraceBenchOptions) -> Iterator[str]:
         yield folder
 
 
-def _drive(engine: Engine, requests: list[TraceRequest], options: TraceBenchOptions, console: Console) -> Served:
+def _drive(llm: LLM, requests: list[TraceRequest], options: TraceBenchOptions, console: Console) -> Served:
     """Serve the requests in order, as many at a time as `max_in_flight`; those that can never fit are left out."""
-    from foreword.engine import Prompt
-    from foreword.request import SamplingParams
+    from foreword import SamplingParams
 
     served: Served = []
-    upcoming = iter(enumerate(requests))
+    upcoming = iter(requests)
     in_flight = 0
     with _progress_bar(console) as bar:
         task = bar.add_task("requests", total=len(requests))
         while True:
             while in_flight < options.max_in_flight and (following := next(upcoming, None)) is not None:
-                number, request = following
-                prompt = Prompt(prompt_token_ids(request, engine.limits.vocab_size, options.seed))
-                params = SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0, ignore_eos=True)
+                token_ids = prompt_token_ids(following, llm.engine.limits.vocab_size, options.seed)
+                params = SamplingParams(max_tokens=following.num_output_tokens, temperature=0.0, ignore_eos=True)
                 try:
-                    served.append((request, engine.add_request(f"trace-{number}", prompt, params)))
+                    served.append((following, llm.add_request({"prompt_token_ids": token_ids}, params)))
                     in_flight += 1
                 except (PromptTooLongError, RequestTooLargeError):
                     bar.advance(task)
-            if not engine.has_unfinished_requests():
+            if not llm.engine.has_unfinished_requests():
                 return served
-            num_ended = sum(output.finished for output in engine.step())
+            num_ended = sum(output.finished for output in llm.engine.step())
             in_flight -= num_ended
             bar.advance(task, num_ended)
 
 
-def _report(options: TraceBenchOptions, engine: Engine, served: Served, num_skipped: int, wall_s: float) -> TraceReport:
-    unlimited = UnlimitedCache()
+def _report(options: TraceBenchOptions, llm: LLM, served: Served, num_skipped: int, wall_s: float) -> TraceReport:
+    unlimited, after = UnlimitedCache(), llm.engine.snapshot()
     in_order = sorted(served, key=lambda pair: pair[1].metrics.first_scheduled_time or 0.0)
     outputs = [output for _, output in served]
     reusable = [unlimited.admit(request) for request, _ in in_order]
@@ -215,10 +212,11 @@ def _report(options: TraceBenchOptions, engine: Engine, served: Served, num_skip
     generated = sum(len(output.outputs[0].token_ids) for output in outputs)
     most_beyond = BLOCK_TOKENS - 1 if options.prefix_index == "radix" else 0
     # A request's last generated token is not fed back into the model.
-    computed_once = engine.num_computed_tokens == prompt_tokens - reused + generated - len(served)
+    computed_once = after.num_computed_tokens == prompt_tokens - reused + generated - len(served)
     equal = computed_once and all(0 <= tokens <= most_beyond for tokens in beyond)
-    hits = [output for output in outputs if output.num_cached_tokens >= HIT_SHARE * len(output.prompt_token_ids)]
-    misses = [output for output in outputs if output.num_cached_tokens < HIT_SHARE * len(output.prompt_token_ids)]
+    found: dict[bool, list[RequestOutput]] = {True: [], False: []}
+    for output in outputs:
+        found[output.num_cached_tokens >= MOSTLY_FOUND * len(output.prompt_token_ids)].append(output)
     return TraceReport(
         file=options.file.name,
         model="random weights, 0.1B parameters" if options.model is None else options.model,
@@ -228,14 +226,14 @@ def _report(options: TraceBenchOptions, engine: Engine, served: Served, num_skip
         tokens_reused=reused,
         tokens_reused_beyond=sum(max(0, tokens) for tokens in beyond),
         tokens_reusable=sum(reusable),
-        tokens_computed=engine.num_computed_tokens,
+        tokens_computed=after.num_computed_tokens,
         equal=equal,
-        evictions=engine.manager.stats.evictions,
-        preemptions=engine.scheduler.num_preemptions,
-        explanation="" if equal else _explain(engine),
+        evictions=after.stats.evictions,
+        preemptions=after.num_preemptions,
+        explanation="" if equal else _explain(options, after.stats.evictions, after.num_preemptions),
         hit_rate=reused / prompt_tokens if prompt_tokens else 0.0,
-        ttft_hits=Latency.of(hits),
-        ttft_misses=Latency.of(misses),
+        ttft_hits=Latency.of(found[True]),
+        ttft_misses=Latency.of(found[False]),
         generated_tokens=generated,
         wall_s=round(wall_s, 3),
         generated_tokens_per_s=round(generated / wall_s, 2),
@@ -245,15 +243,15 @@ def _report(options: TraceBenchOptions, engine: Engine, served: Served, num_skip
     )
 
 
-def _explain(engine: Engine) -> str:
+def _explain(options: TraceBenchOptions, num_evictions: int, num_preemptions: int) -> str:
     """What made reuse differ from what the trace allows; empty if nothing is known that could."""
     reasons = []
-    if not engine.manager.enable_prefix_caching:
+    if not options.enable_prefix_caching:
         reasons.append("prefix caching is off")
-    if engine.manager.stats.evictions:
-        reasons.append(f"{engine.manager.stats.evictions} cached blocks were evicted for want of memory")
-    if engine.scheduler.num_preemptions:
-        reasons.append(f"{engine.scheduler.num_preemptions} requests were preempted and computed tokens again")
+    if num_evictions:
+        reasons.append(f"{num_evictions} cached blocks were evicted for want of memory")
+    if num_preemptions:
+        reasons.append(f"{num_preemptions} requests were preempted and computed tokens again")
     return "; ".join(reasons)
 
 

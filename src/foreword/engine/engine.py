@@ -32,6 +32,9 @@ from foreword.cache import (
     ExtraKeys,
     HashFunction,
     LookupExplanation,
+    NumberedEvent,
+    PrefixCacheStats,
+    PrefixNode,
     TokenSequence,
     chain_root,
     sha256,
@@ -39,7 +42,9 @@ from foreword.cache import (
 from foreword.engine.outputs import OpenTextStream, Outputs
 from foreword.engine.runner import Computed, LaunchingRunner, PendingStep, Runner
 from foreword.engine.scheduler import Scheduler
+from foreword.engine.snapshot import Snapshot
 from foreword.errors import (
+    ConfigError,
     EngineError,
     InvalidRequestError,
     PromptTooLongError,
@@ -116,6 +121,8 @@ class Engine:
         self._num_added = 0
         self.num_computed_tokens = 0
         """Tokens that went through the model since the engine started."""
+        self._counted_before = PrefixCacheStats()
+        """The cache's counters up to its last reset."""
 
     # ------------------------------------------------------------------ intake
 
@@ -330,7 +337,7 @@ class Engine:
                 self._outputs.collect(self._settle())
             finally:
                 self._outputs.collect(self.scheduler.give_up())
-                self.manager.reset_prefix_cache()  # a request may have left with a token that nobody will compute
+                self.reset_prefix_cache()  # a request may have left with a token that nobody will compute
             raise
 
     def _launch(self, batch: Batch) -> None:
@@ -378,7 +385,7 @@ class Engine:
             with suppress(Exception):
                 self._in_flight.popleft()[1].result()
         self._outputs.collect(self.scheduler.give_up())
-        self.manager.reset_prefix_cache()
+        self.reset_prefix_cache()
 
     def _give_up(self, batch: Batch, error: BaseException) -> NoReturn:
         """End the requests of a batch that failed, and raise why."""
@@ -419,6 +426,41 @@ class Engine:
         }
         assert len(self.scheduler) == len(unfinished), "scheduler and engine disagree on what is unfinished"
         assert all(request_id in self.scheduler for request_id in unfinished)
+
+    # ------------------------------------------------------------------- cache
+
+    def snapshot(self) -> Snapshot:
+        """Statistics, states of blocks and lengths of queues, as they are now."""
+        return Snapshot.of(self.scheduler, self._counted_before, self.num_computed_tokens)
+
+    @property
+    def state_interval(self) -> int | None:
+        """Tokens between recurrent states that are saved in any case; None without recurrent layers."""
+        return None if self.scheduler.states is None else self.scheduler.states.interval
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Raises CacheBusyError while requests hold blocks."""
+        counted = self.manager.stats
+        self.manager.reset_prefix_cache()
+        self._counted_before += counted
+
+    def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
+        """The cached prefixes that were reused most; see `KVCacheManager.top_prefixes`."""
+        return self.manager.top_prefixes(limit, under_salt)
+
+    def shrink_namespace(self, salt: str, max_blocks: int) -> None:
+        """Evict free blocks under `salt` until `max_blocks` are left, in the order of eviction."""
+        ledger = self.manager.ledger
+        excess = 0 if ledger is None else ledger.num_under_salt(salt) - max_blocks
+        if ledger is not None and excess > 0:
+            self.manager.evict_blocks(ledger.blocks_under_salt(salt, self.manager.free_block_ids())[:excess])
+
+    def take_cache_events(self) -> list[NumberedEvent]:
+        """What the cache stored and removed since the last call. Raises ConfigError if no events are recorded."""
+        ledger = self.manager.ledger
+        if ledger is None or ledger.events is None:
+            raise ConfigError("no cache events are recorded; give cache_events=True (and leave prefix caching on)")
+        return ledger.events.take()
 
 
 def _continuation_ids(request_id: str, n: int) -> list[str]:

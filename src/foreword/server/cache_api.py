@@ -6,12 +6,14 @@ Knows their fields, and what of the cache may be shown to whom: operators see ev
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from foreword.cache import BlockState, PrefixNode
+from foreword.cache import BlockState, MissReason, PrefixNode
+from foreword.engine import Snapshot
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.off_loop import off_loop
@@ -20,7 +22,6 @@ from foreword.server.dialect import ExplainRequest
 from foreword.server.http import authorized, json_response, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.observe.explanations import cache_report, most_similar, text_of
-from foreword.server.observe.insight import Look
 from foreword.server.records import RequestRecord, TenantStats
 from foreword.server.service import Caller, Service
 from foreword.text import Tokenizer
@@ -106,7 +107,7 @@ async def metrics(request: Request) -> Response:
 # -------------------------------------------------------------------- contents
 
 
-def statistics(look: Look, service: Service) -> dict[str, Any]:
+def statistics(look: Snapshot, service: Service) -> dict[str, Any]:
     """The whole cache, since its last reset."""
     stats, size = look.stats, look.block_size
     return {
@@ -123,10 +124,11 @@ def statistics(look: Look, service: Service) -> dict[str, Any]:
             "hit_tokens": stats.preempted_hits,
         },
         "recent_hit_rate": look.recent_hit_rate,
+        "counters": {name: _plain(getattr(stats, name)) for name in stats.meanings()},
         "hit_rate_with_twice_the_blocks": stats.hit_rate_with_twice_the_blocks,
-        "more_memory": more_memory(look, service),
-        "misses": {str(reason): count for reason, count in stats.misses.items()},
-        "missed_tokens": {str(reason): count for reason, count in stats.missed_tokens.items()},
+        "more_memory": more_memory(service),
+        "misses": _plain(stats.misses),
+        "missed_tokens": _plain(stats.missed_tokens),
         "evictions": {str(cause): count for cause, count in look.evictions.items()},
         "tails": look.num_tails,
         "tail_evictions": stats.tail_evictions,
@@ -142,9 +144,14 @@ def statistics(look: Look, service: Service) -> dict[str, Any]:
     }
 
 
-def more_memory(look: Look, service: Service) -> dict[str, Any] | None:
+def _plain(counted: int | Mapping[MissReason, int]) -> int | dict[str, int]:
+    """A counter for JSON."""
+    return {str(reason): count for reason, count in counted.items()} if isinstance(counted, Mapping) else counted
+
+
+def more_memory(service: Service) -> dict[str, Any] | None:
     """Estimated hit rates of larger caches; None where they cannot be told."""
-    sampling_rate = service.more_memory.sampling_rate
+    sampling_rate, curve = service.more_memory.sampling_rate, service.insight.curve
     if sampling_rate is None:
         return None
     return {
@@ -152,13 +159,13 @@ def more_memory(look: Look, service: Service) -> dict[str, Any] | None:
         "sampling_rate": sampling_rate,
         "curve": [
             {
-                "factor": round(point.num_blocks / look.more_memory[0].num_blocks, 2),
+                "factor": round(point.num_blocks / curve[0].num_blocks, 2),
                 "blocks": point.num_blocks,
                 "bytes": point.num_blocks * service.llm.kv_block_bytes,
                 "hit_rate": point.hit_rate,
                 "standard_error": point.standard_error,
             }
-            for point in look.more_memory
+            for point in curve
         ],
     }
 
@@ -186,7 +193,7 @@ async def _of_tenant(service: Service, tenant: Tenant, limit: int) -> dict[str, 
     if service.config.keys_file is None:
         return body  # everybody is one tenant here, and a tree would show each what all others have sent
     own = service.tenants.namespace_of_all(tenant)
-    found = await service.thread.call(lambda engine: engine.manager.top_prefixes(limit, own))
+    found = await service.thread.call(lambda engine: engine.top_prefixes(limit, own))
     if found is not None:
         mine = {node.node_id for node in found}
         body["tree"] = [

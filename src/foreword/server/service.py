@@ -118,16 +118,18 @@ class Service:
         self.model_name = model_name
         self.created = int(time.time())
         self.records = Records()
-        manager = llm.engine.manager
+        now = llm.engine.snapshot()
+        options = llm.config.cache
         self.tenants = Tenants(
             api_key=config.api_key,
             keys_file=config.keys_file,
             server_secret=config.server_secret,
-            quotas_work=manager.ledger is not None or not manager.enable_prefix_caching,
+            quotas_work=now.has_ledger or not options.enable_prefix_caching,
         )
         self.unknown_fields = UnknownFields(ignored=config.ignore_unknown_fields)
-        self.quotas = Quotas(manager, self.tenants)
-        self.more_memory = MoreMemory(manager)
+        self.quotas = Quotas(llm.engine, self.tenants)
+        has_curve = options.enable_prefix_caching and llm.layout.is_one_full_group
+        self.more_memory = MoreMemory(now.num_blocks - now.num_sink_blocks if has_curve else None, now.block_size)
         self._after_step = (
             Listener("quotas", self.quotas.enforce),
             Listener("more_memory", self.more_memory.note),
@@ -259,7 +261,7 @@ class Service:
     ) -> Tokens:
         """A conversation to be answered. Where its messages end is found out only for models with recurrent layers."""
         token_ids = await self.render_chat(messages, ending=ending, template_inputs=template_inputs)
-        if self.llm.engine.scheduler.states is None:
+        if self.llm.engine.state_interval is None:
             return Tokens(token_ids)
         self.check_length(len(token_ids))
         ends = await asyncio.to_thread(

@@ -41,7 +41,7 @@ def log_model(llm: LLM, model_name: str) -> None:
             }
         },
     )
-    num_blocks, block_size = engine.manager.num_blocks, engine.manager.block_size
+    num_blocks, block_size = engine.snapshot().num_blocks, layout.block_size
     num_bytes = num_blocks * llm.kv_block_bytes
     caching = f"prefix caching with the policy {options.cache.eviction_policy}"
     logger.info(

@@ -11,9 +11,15 @@ from dataclasses import dataclass, field, fields
 from foreword.cache.account.ledger import MissReason
 
 
+def _counter(meaning: str) -> int:
+    """A field whose total everybody may see: /metrics and the cache's API show it by its own name."""
+    counter: int = field(default=0, metadata={"meaning": meaning})
+    return counter
+
+
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Totals since the last reset.
+    """Totals since the last reset. A new one is a field here and a line where it is counted; readers go by the fields.
 
     `requests`, `queries` and `hits` count each prompt once, when it is first admitted: they say what earlier traffic
     left in the cache. Two kinds of lookups find what the same prompt has put there, and are counted apart:
@@ -24,38 +30,45 @@ class PrefixCacheStats:
 
     requests: int = 0
     """Prompts admitted."""
-    queries: int = 0
-    """Their tokens."""
-    hits: int = 0
-    """Of these, tokens whose KV was found in the cache."""
-    tail_hits: int = 0
-    """Of these, tokens that were found in tails, the partly filled last blocks of earlier requests."""
-    preempted_requests: int = 0
-    preempted_queries: int = 0
-    preempted_hits: int = 0
+    queries: int = _counter("Prompt tokens that were looked up.")
+    hits: int = _counter("Prompt tokens that were found: prefill saved.")
+    tail_hits: int = _counter("Of the found tokens, those found in tails.")
+    """A tail is the partly filled last block of an earlier request."""
+    preempted_requests: int = _counter("Lookups of requests that resumed.")
+    preempted_queries: int = _counter("Tokens of those lookups.")
+    preempted_hits: int = _counter("Of these, tokens found.")
     forked_requests: int = 0
     forked_queries: int = 0
     forked_hits: int = 0
     evictions: int = 0
     """Full cached blocks whose memory was given to other content."""
-    tail_evictions: int = 0
-    """Tails whose memory was given to other content."""
+    tail_evictions: int = _counter("Tails whose memory was given to other content.")
 
-    ghost_hits: int = 0
-    """Tokens that were missed, but that a pool with twice the blocks would have held. Needs a ledger."""
-    misses: Counter[MissReason] = field(default_factory=Counter)
-    """Requests that missed something, by reason. Needs a ledger."""
-    missed_tokens: Counter[MissReason] = field(default_factory=Counter)
-    """Their tokens that were not found, by reason."""
+    # Those below need a ledger.
+    ghost_hits: int = _counter("Missed tokens that twice the blocks would have found.")
+    misses: Counter[MissReason] = field(
+        default_factory=Counter, metadata={"meaning": "Requests that missed something."}
+    )
+    missed_tokens: Counter[MissReason] = field(
+        default_factory=Counter, metadata={"meaning": "Their tokens that were not found."}
+    )
+
+    def __add__(self, other: PrefixCacheStats) -> PrefixCacheStats:
+        """The totals of both."""
+        return type(self)(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def __sub__(self, earlier: PrefixCacheStats) -> PrefixCacheStats:
+        """What was counted after `earlier`."""
+        return type(self)(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
+
+    def meanings(self) -> dict[str, str]:
+        """Field -> its meaning, of the fields that everybody may see."""
+        return {f.name: f.metadata["meaning"] for f in fields(self) if "meaning" in f.metadata}
 
     @property
     def hit_rate(self) -> float:
         """Share of the queried tokens that were hits, 0.0 when nothing was asked."""
         return self.hits / self.queries if self.queries else 0.0
-
-    def __add__(self, other: PrefixCacheStats) -> PrefixCacheStats:
-        """The totals of both."""
-        return PrefixCacheStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
     def hit_rate_with_twice_the_blocks(self) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foreword.cache import KVCacheManager
+from foreword.engine import Engine
 from foreword.server.access.tenants import Tenant, Tenants
 from foreword.server.engine_thread import Ended
 
@@ -19,8 +19,8 @@ class Quotas:
     no tenant.
     """
 
-    def __init__(self, manager: KVCacheManager, tenants: Tenants) -> None:
-        self._manager = manager
+    def __init__(self, engine: Engine, tenants: Tenants) -> None:
+        self._engine = engine
         self._tenants = tenants
         self._limits: dict[str, tuple[str, int]] = {}
 
@@ -36,14 +36,4 @@ class Quotas:
         for name in {request.job.record.tenant for request in ended}:
             limit = self._limits.get(name)
             if limit is not None:
-                self._shrink(*limit)
-
-    def _shrink(self, namespace: str, max_blocks: int) -> None:
-        """Evict the namespace's free blocks beyond `max_blocks`, in the order of eviction."""
-        ledger = self._manager.ledger
-        if ledger is None:  # no prefix cache at all: Tenants refuses quotas if only the account is missing
-            return
-        excess = ledger.num_under_salt(namespace) - max_blocks
-        if excess > 0:
-            own = ledger.blocks_under_salt(namespace, self._manager.free_block_ids())
-            self._manager.evict_blocks(own[:excess])
+                self._engine.shrink_namespace(*limit)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from foreword.cache import BlockState, EvictionCause, MissReason
 from foreword.server.observe.explanations import IN_WORDS, text_of
-from foreword.server.observe.metrics import is_hit
+from foreword.server.observe.metrics import mostly_found
 from foreword.server.records import RequestRecord
 from foreword.text import Tokenizer
 
@@ -99,7 +99,7 @@ def ttft_dots(records: Sequence[RequestRecord], now: float, window_s: float) -> 
         age = now - (record.finished_time or now)
         value = record.time_to_first_token
         if value is not None and 0 <= age < window_s:
-            dots.append((100 * (1 - age / window_s), max(value, 1e-4), is_hit(record)))
+            dots.append((100 * (1 - age / window_s), max(value, 1e-4), mostly_found(record)))
     values = [value for _, value, _ in dots] or [0.01, 0.1]
     low = math.floor(math.log10(min(values)))
     high = max(low + 1, math.ceil(math.log10(max(values))))

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from foreword.engine import Snapshot
 from foreword.replay.live_curve import CurvePoint
 from foreword.server.dashboard import drawings as draw
-from foreword.server.observe.insight import Look
 
 
-def memory_curve(look: Look, block_bytes: int, seconds_per_token: float) -> str:
+def memory_curve(look: Snapshot, curve: Sequence[CurvePoint], block_bytes: int, seconds_per_token: float) -> str:
     """The whole card, for blocks of `block_bytes`; a hit saves `seconds_per_token` of prefill for each token."""
-    if not look.more_memory and not look.stats.requests:
+    if not curve and not look.stats.requests:
         return '<div class="empty">No curve yet: it is drawn from requests that have ended.</div>'
-    return _curve(look.more_memory, block_bytes) + _of_ghosts(look, block_bytes, seconds_per_token)
+    return _curve(curve, block_bytes) + _of_ghosts(look, block_bytes, seconds_per_token)
 
 
 def _curve(points: Sequence[CurvePoint], block_bytes: int) -> str:
@@ -50,7 +50,7 @@ def _size(point: CurvePoint, own: CurvePoint, block_bytes: int) -> str:
     )
 
 
-def _of_ghosts(look: Look, block_bytes: int, seconds_per_token: float) -> str:
+def _of_ghosts(look: Snapshot, block_bytes: int, seconds_per_token: float) -> str:
     """What was computed again although twice the blocks would still have held it: counted, not estimated."""
     stats = look.stats
     note = "Estimated for the lru policy and whole blocks, from the requests since the last reset. "

@@ -14,7 +14,7 @@ from foreword.server.service import Service
 def model_card(service: Service, num_blocks: int) -> str:
     """The card's facts, for a pool of `num_blocks` blocks."""
     llm = service.llm
-    layout, block_size = llm.layout, llm.engine.manager.block_size
+    layout, block_size = llm.layout, llm.layout.block_size
     facts = {
         "model": service.model_name,
         "dtype": layout.kv_format.name,

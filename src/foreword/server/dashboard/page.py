@@ -15,6 +15,7 @@ import numpy as np
 from nicegui import events, ui
 
 from foreword.cache import BlockState
+from foreword.engine import Snapshot
 from foreword.errors import ForewordError
 from foreword.server.api_errors import APIError
 from foreword.server.dashboard import drawings as draw
@@ -24,8 +25,7 @@ from foreword.server.dashboard.memory_curve import memory_curve
 from foreword.server.dashboard.model_card import model_card
 from foreword.server.dashboard.prefixes import Prefixes
 from foreword.server.dashboard.style import ICON, STYLE
-from foreword.server.observe.insight import Look
-from foreword.server.observe.metrics import is_hit
+from foreword.server.observe.metrics import mostly_found
 from foreword.server.records import RequestRecord
 from foreword.server.service import Service
 
@@ -173,7 +173,7 @@ class _View:
         with_tenants = self._service.tenants.asks_for_keys
         return draw.request_rows(shown, self._service.llm.tokenizer, with_tenants=with_tenants)
 
-    def _show_overview(self, look: Look, records: Sequence[RequestRecord]) -> None:
+    def _show_overview(self, look: Snapshot, records: Sequence[RequestRecord]) -> None:
         now = time.monotonic()
         window_s = float(self._window.value)
         service = self._service
@@ -183,7 +183,7 @@ class _View:
         for part in self._traffic:
             part.set_visibility(has_traffic)
         self._model.show(model_card(service, look.num_blocks))
-        self._pool.show(draw.pool_map(look.states))
+        self._pool.show(draw.pool_map(look.block_states))
         if not has_traffic:
             return
         lately = [record for record in records if now - (record.finished_time or now) < window_s]
@@ -202,11 +202,12 @@ class _View:
                 {str(reason): requests for reason, requests in stats.misses.items()},
             )
         )
-        self._more.show(memory_curve(look, service.llm.kv_block_bytes, service.thread.prefill.seconds_per_token))
+        seconds_per_token = service.thread.prefill.seconds_per_token
+        self._more.show(memory_curve(look, service.insight.curve, service.llm.kv_block_bytes, seconds_per_token))
         self._latest.show(self._request_rows(records, 5))
 
     def _figure_texts(
-        self, look: Look, lately: Sequence[RequestRecord], recent: Sequence[RequestRecord], now: float
+        self, look: Snapshot, lately: Sequence[RequestRecord], recent: Sequence[RequestRecord], now: float
     ) -> tuple[str, str, str, str, str]:
         """A text for each of `_FIGURES`. `lately` are requests of the window, `recent` all that are known."""
         cached = look.num_in_state(BlockState.CACHED)
@@ -244,7 +245,7 @@ def tokens_per_second(records: Sequence[RequestRecord], now: float) -> tuple[flo
 
 def _first_token(records: Sequence[RequestRecord]) -> str:
     """Median and 95th percentile of the time to first token, and the medians of hits and misses."""
-    waits = [(wait, is_hit(record)) for record in records if (wait := record.time_to_first_token) is not None]
+    waits = [(wait, mostly_found(record)) for record in records if (wait := record.time_to_first_token) is not None]
     if not waits:
         return "- <small>no requests in this window</small>"
     p50, p95 = np.percentile([wait for wait, _ in waits], (50, 95)).tolist()

@@ -1,8 +1,8 @@
 """Metrics in Prometheus' text format, under vLLM's names where vLLM has them (docs/server.md lists all).
 
-Knows finished records and looks at the engine; knows nothing of HTTP. Counters never go back, also when the cache
-is reset. A request is a *hit* if at least half of its prompt was found: almost every prompt shares the few
-tokens with which a chat template begins.
+Knows finished records and snapshots of the engine; knows nothing of HTTP. Counters never go back, even when the cache
+is reset. Hits are tokens. The label `cache` sorts requests: "hit" if at least half of the prompt was found, because
+almost every prompt shares the few tokens with which a chat template begins.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from foreword.cache import BlockState, EvictionCause, MissReason
+from foreword.engine import Snapshot
 from foreword.server.listeners import ListenerHealth
-from foreword.server.observe.insight import Insight, Look
+from foreword.server.observe.insight import Insight
 from foreword.server.records import Records, RequestRecord
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -66,7 +67,7 @@ _LATENCY = (
 Metric = CounterMetricFamily | GaugeMetricFamily
 
 
-def is_hit(record: RequestRecord) -> bool:
+def mostly_found(record: RequestRecord) -> bool:
     """Whether at least half of the prompt was found."""
     return 2 * record.num_cached_tokens >= record.num_prompt_tokens
 
@@ -96,7 +97,7 @@ class Metrics:
         self._engine.observe(record)
         if record.first_scheduled_time is None or record.finished_time is None:
             return
-        hit = is_hit(record)
+        hit = mostly_found(record)
         self._queue[hit].observe(record.first_scheduled_time - record.arrival_time)
         self._e2e[hit].observe(record.finished_time - record.arrival_time)
         if record.time_to_first_token is not None:
@@ -105,7 +106,7 @@ class Metrics:
             self._inter_token[hit].observe(after - before)
 
     def write(
-        self, look: Look, records: Records, listeners: Sequence[ListenerHealth], kept_bytes: Mapping[str, int]
+        self, look: Snapshot, records: Records, listeners: Sequence[ListenerHealth], kept_bytes: Mapping[str, int]
     ) -> tuple[bytes, str]:
         """All metrics as text, and its media type."""
         self._engine.show(look, records, listeners, kept_bytes)
@@ -118,7 +119,7 @@ class _EngineCollector(Collector):
     def __init__(self, model_name: str, insight: Insight) -> None:
         self._model = model_name
         self._insight = insight
-        self._look: Look | None = None
+        self._look: Snapshot | None = None
         self._records: Records | None = None
         self._listeners: Sequence[ListenerHealth] = ()
         self._kept_bytes: Mapping[str, int] = {}
@@ -133,10 +134,10 @@ class _EngineCollector(Collector):
         self._output_tokens += record.num_output_tokens
         if record.first_scheduled_time is not None:
             self._prompt_tokens += record.num_prompt_tokens
-            self._requests["hit" if is_hit(record) else "miss"] += 1
+            self._requests["hit" if mostly_found(record) else "miss"] += 1
 
     def show(
-        self, look: Look, records: Records, listeners: Sequence[ListenerHealth], kept_bytes: Mapping[str, int]
+        self, look: Snapshot, records: Records, listeners: Sequence[ListenerHealth], kept_bytes: Mapping[str, int]
     ) -> None:
         """From now on report this."""
         self._look, self._records, self._listeners, self._kept_bytes = look, records, listeners, kept_bytes
@@ -154,7 +155,7 @@ class _EngineCollector(Collector):
         yield from self._tenants(self._records)
         yield from self._of_listeners()
 
-    def _requests_and_queue(self, look: Look) -> Iterator[Metric]:
+    def _requests_and_queue(self, look: Snapshot) -> Iterator[Metric]:
         yield self._gauge("num_requests_running", "Requests that hold blocks.", look.num_running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", look.num_waiting)
         yield self._counter("num_preemptions", "Requests put back because blocks were short.", look.num_preemptions)
@@ -163,44 +164,33 @@ class _EngineCollector(Collector):
         yield self._counter("generation_tokens", "Tokens that were generated.", self._output_tokens)
         yield self._counter("computed_tokens", "Tokens that went through the model.", look.num_computed_tokens)
 
-    def _prefix_cache(self, look: Look) -> Iterator[Metric]:
+    def _prefix_cache(self, look: Snapshot) -> Iterator[Metric]:
         totals = look.totals
-        yield self._counter("prefix_cache_queries", "Prompt tokens that were looked up.", totals.queries)
-        yield self._counter("prefix_cache_hits", "Prompt tokens that were found: prefill saved.", totals.hits)
+        for name, meaning in totals.meanings().items():
+            counted = getattr(totals, name)
+            if isinstance(counted, Mapping):
+                reasons = {str(reason): counted[reason] for reason in MissReason}
+                yield self._counters(f"prefix_cache_{name}", meaning, "reason", reasons)
+            else:
+                yield self._counter(f"prefix_cache_{name}", meaning, counted)
         yield self._counter(
             "prefix_cache_computed_tokens", "Prompt tokens that were not found.", totals.queries - totals.hits
         )
-        yield self._counter("prefix_cache_tail_hits", "Of the found tokens, those found in tails.", totals.tail_hits)
         yield self._gauge(
             "prefix_cache_hit_rate",
             "Share of the looked-up tokens that were found since the last reset, 0 to 1.",
             look.stats.hit_rate,
         )
-        yield self._counter(
-            "prefix_cache_preempted_requests", "Lookups of requests that resumed.", totals.preempted_requests
-        )
-        yield self._counter("prefix_cache_preempted_queries", "Tokens of those lookups.", totals.preempted_queries)
-        yield self._counter("prefix_cache_preempted_hits", "Of these, tokens found.", totals.preempted_hits)
         yield self._counters("prefix_cache_requests", "Requests that were looked up.", "cache", self._requests)
         yield self._counter(
             "prefix_cache_prefill_seconds_saved",
             "Found tokens, times the mean seconds of a computed one.",
             self._insight.num_saved_seconds,
         )
-        yield self._counter(
-            "prefix_cache_ghost_hits", "Missed tokens that twice the blocks would have found.", totals.ghost_hits
-        )
-        misses = {str(reason): totals.misses[reason] for reason in MissReason}
-        yield self._counters("prefix_cache_misses", "Requests that missed something.", "reason", misses)
-        missed = {str(reason): totals.missed_tokens[reason] for reason in MissReason}
-        yield self._counters("prefix_cache_missed_tokens", "Their tokens that were not found.", "reason", missed)
         evictions = {str(cause): look.evictions[cause] for cause in EvictionCause}
         yield self._counters("prefix_cache_evictions", "Cached blocks that were forgotten.", "cause", evictions)
-        yield self._counter(
-            "prefix_cache_tail_evictions", "Tails whose memory was given to other content.", totals.tail_evictions
-        )
 
-    def _pool(self, look: Look) -> Iterator[Metric]:
+    def _pool(self, look: Snapshot) -> Iterator[Metric]:
         yield self._gauge("kv_cache_usage_perc", "Share of the blocks that requests hold, 0 to 1.", look.usage)
         states = {state.name.lower(): look.num_in_state(state) for state in BlockState}
         blocks = GaugeMetricFamily("foreword_kv_cache_blocks", "Blocks by state.", labels=("model_name", "state"))

@@ -11,7 +11,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from foreword.cache import KVCacheManager
 from foreword.engine import Prompt
 from foreword.replay.keys import PrefixKeys, chain, content_ids_of_tokens
 from foreword.replay.live_curve import CurvePoint, LiveLruCurve
@@ -27,12 +26,12 @@ class MoreMemory:
     The estimate assumes LRU, whatever policy evicts here, and requests one after the other, each when it ends.
     """
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    def __init__(self, num_blocks: int | None, block_tokens: int) -> None:
+        """`num_blocks` is the pool's size; None: no curve describes this cache."""
         self._curve: LiveLruCurve | None = None
-        if manager.enable_prefix_caching and manager.has_one_full_group:
-            usable = manager.num_blocks - len(manager.sink_block_ids())
-            capacities = [max(1, int(usable * factor)) for factor in FACTORS]
-            self._curve = LiveLruCurve(capacities, block_tokens=manager.block_size)
+        if num_blocks is not None:
+            capacities = [max(1, int(num_blocks * factor)) for factor in FACTORS]
+            self._curve = LiveLruCurve(capacities, block_tokens=block_tokens)
             self._curve.admit(np.empty(0, np.uint64), 0)  # compiles the loops before any request waits for the engine
 
     @property

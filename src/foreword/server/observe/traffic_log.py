@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreword.cache import BlockState
+from foreword.engine import Snapshot
 from foreword.server.listeners import ListenerHealth
-from foreword.server.observe.insight import Insight, Look
+from foreword.server.observe.insight import Insight
 from foreword.server.records import Records, RequestRecord, TenantStats
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class TrafficLog:
                 self._health.worked()
 
 
-def _log_traffic(traffic: Traffic, look: Look) -> None:
+def _log_traffic(traffic: Traffic, look: Snapshot) -> None:
     prompt_rate = traffic.prompt_tokens / traffic.seconds
     generation_rate = traffic.generated_tokens / traffic.seconds
     cached = look.num_in_state(BlockState.CACHED) / look.num_blocks

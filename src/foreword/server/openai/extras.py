@@ -42,7 +42,7 @@ class Extras:
             fields["foreword"] = {"cache": reports[0] if len(reports) == 1 else reports}
         if self._compare_with is not None:
             earlier = self._service.records.of_response(self._compare_with, self._tenant.name)
-            block_size = self._service.llm.engine.manager.block_size
+            block_size = self._service.llm.layout.block_size
             fields["prompt_cache_diagnostics"] = diagnose(records[0], earlier, block_size)
             fields["prompt_cache_options"] = {
                 "mode": "implicit",

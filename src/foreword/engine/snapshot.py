@@ -1,0 +1,90 @@
+"""One moment of an engine: the statistics of its cache, the states of its blocks, the lengths of its queues.
+
+Knows what the scheduler and the cache's manager count; knows no request and no prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache import BlockState, EvictionCause, PrefixCacheStats
+
+if TYPE_CHECKING:
+    from foreword.engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """An engine between two steps. `Engine.snapshot()` takes it; whoever shows statistics reads them here.
+
+    It is a copy: later steps do not change it. A new counter is a field of `PrefixCacheStats` alone.
+    """
+
+    stats: PrefixCacheStats
+    """Counters since the last reset of the cache."""
+    totals: PrefixCacheStats
+    """Counters since the engine started: a reset does not lower them."""
+    recent_hit_rate: float
+    """Share of the tokens that were hits, over the last 1,000 requests."""
+    evictions: Counter[EvictionCause]
+    """Cached blocks that were forgotten since the engine started; empty without a ledger."""
+    block_states: npt.NDArray[np.uint8]
+    """[blocks]: a `BlockState` each."""
+    block_size: int
+    """Tokens per block."""
+    num_cached_blocks: int
+    """Full blocks that hold a cached prefix, whether requests hold them or not."""
+    num_cached_tokens: int
+    """Their tokens."""
+    num_tails: int
+    """Cached blocks that are only partly filled."""
+    num_sink_blocks: int
+    """Blocks that hold attention sinks for ever."""
+    usage: float
+    """Share of the blocks that requests hold, 0.0 to 1.0."""
+    has_ledger: bool
+    """Whether the cache can say why it missed."""
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_computed_tokens: int
+    """Tokens that went through the model since the engine started."""
+    taken: float = field(default_factory=time.monotonic)
+    """Seconds of the monotonic clock."""
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, before: PrefixCacheStats, num_computed_tokens: int) -> Snapshot:
+        """The present moment. `before` are the counters of the time before the last reset."""
+        manager = scheduler.manager
+        return cls(
+            stats=PrefixCacheStats() + manager.stats,
+            totals=before + manager.stats,
+            recent_hit_rate=manager.recent.hit_rate,
+            evictions=Counter() if manager.ledger is None else manager.ledger.evictions.copy(),
+            block_states=manager.block_states(),
+            block_size=manager.block_size,
+            num_cached_blocks=manager.get_num_cached_blocks(),
+            num_cached_tokens=manager.num_cached_tokens(),
+            num_tails=manager.get_num_tails(),
+            num_sink_blocks=len(manager.sink_block_ids()),
+            usage=manager.get_usage(),
+            has_ledger=manager.ledger is not None,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_preemptions=scheduler.num_preemptions,
+            num_computed_tokens=num_computed_tokens,
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_states)
+
+    def num_in_state(self, state: BlockState) -> int:
+        """Blocks in one state."""
+        return int(np.count_nonzero(self.block_states == state))
