@@ -1,1 +1,1 @@
-"""What the cache would do for recorded traffic, worked out without a model."""
+"""Replay: simulates the cache on recorded traffic, without a model."""

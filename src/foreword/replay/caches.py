@@ -1,8 +1,8 @@
 """Caches that take one request after the other, and return the part of each prompt that they held.
 
-Know the requests' prefix keys; know no file, clock or model. Outputs are not cached, and a request is over
-before the next one comes: what is left is the order of arrival, the capacity and the policy. A request that
-would not fit into the whole cache is refused, and counts as missed.
+They know the requests' prefix keys; they know no files, clocks or models. Outputs are not cached, and a request ends
+before the next one comes: only the order of arrival, the capacity and the policy matter. A request that would not fit
+into the whole cache is refused, and counts as missed.
 
 `ManagerCache` is the engine's own `KVCacheManager`; `LruCache` gives the same answers as it does under `lru`,
 faster. (`foreword.replay.one_pass` is faster still, where every request fits.)
@@ -28,20 +28,20 @@ PIECES = 2
 
 
 class SimulatedCache(Protocol):
-    """What requests are replayed on."""
+    """A cache on which requests are replayed."""
 
     def admit(self, request: RecordedRequest) -> int:
-        """Number of the next request's leading blocks that were held when it came."""
+        """Number of the next request's leading blocks that the cache held when it came."""
 
 
 @dataclass(slots=True)
 class HitCount:
-    """What a cache found of a recording."""
+    """The part of a recording that a cache found."""
 
     blocks: int = 0
     tokens: int = 0
     refused_blocks: int = 0
-    """Of requests with more blocks than the cache has."""
+    """Blocks of requests that have more blocks than the cache."""
 
     def note(self, request: RecordedRequest, num_held: int, capacity: int) -> None:
         """Note that a cache of this capacity held the first `num_held` blocks of the request."""
@@ -52,10 +52,10 @@ class HitCount:
 
 
 class LruCache:
-    """Evicts what was used longest ago, of one request the tail before the head. About 0.3 us a block."""
+    """Evicts the least recently used blocks, the tail of a request before its head. About 0.3 us a block."""
 
     def __init__(self, capacity: int, held: PrefixKeys = NO_KEYS) -> None:
-        """Holds the blocks `held` from the beginning, at most `capacity` of them, the one used last at the end."""
+        """Hold the first `held` blocks, at most `capacity`, the most recently used one at the end."""
         _check_capacity(capacity)
         assert len(held) <= capacity
         self.capacity = capacity
@@ -70,7 +70,7 @@ class LruCache:
         move = blocks.move_to_end
         num_evicted = len(blocks) + len(keys) - held - self.capacity
         if num_evicted > 0:
-            deque(map(move, keys[:held]), maxlen=0)  # the request holds them while others go
+            deque(map(move, keys[:held]), maxlen=0)  # the request holds them while others are evicted
             for _ in range(num_evicted):
                 blocks.popitem(last=False)
         keys.reverse()
@@ -81,7 +81,7 @@ class LruCache:
 
 
 class ManagerCache:
-    """The engine's manager and radix index, with a policy by name or of one's own."""
+    """The engine's manager and radix index, with a named policy or a given one."""
 
     def __init__(self, capacity: int, eviction_policy: str | EvictionPolicy) -> None:
         _check_capacity(capacity)
@@ -106,9 +106,9 @@ class ManagerCache:
 
 
 def as_token_ids(request: RecordedRequest) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Token ids that stand for the request's blocks, two each, and one more, [2 * blocks + 1].
+    """Token ids that stand for the request's blocks, two per block, and one more, [2 * blocks + 1].
 
-    The last is what the engine always computes: without it, the last block could not be hit.
+    The last token stands for the one that the engine always computes: without it, the last block could not be hit.
     """
     tokens = np.zeros(PIECES * len(request.keys) + 1, np.int32)
     mask = np.uint64((1 << int(PIECE_BITS)) - 1)
@@ -120,7 +120,7 @@ def as_token_ids(request: RecordedRequest) -> np.ndarray[tuple[int], np.dtype[np
 def _num_leading(keys: list[int], held: OrderedDict[int, None]) -> int:
     if not keys or keys[0] not in held:
         return 0
-    if keys[-1] in held:  # then all before it are
+    if keys[-1] in held:  # then all earlier ones are, too
         return len(keys)
     low, high = 0, len(keys) - 1  # keys[low] is held, keys[high] is not
     while high - low > 1:

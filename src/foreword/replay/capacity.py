@@ -1,6 +1,6 @@
-"""How much a cache holds: blocks of a recording, or bytes of a model's KV.
+"""Capacities of a cache: blocks of a recording, or bytes of a model's KV.
 
-Knows units and what a model's config.json says of its KV; loads no model.
+Knows units and the facts about KV in a model's config.json; loads no model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from foreword.config.sizes import parse_bytes
 from foreword.errors import ConfigError, ModelLoadError
 
 MAX_BLOCKS = 2**31 - 1
-"""Numbers of blocks have 32 bits."""
+"""Block numbers have 32 bits."""
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
@@ -24,7 +24,7 @@ class Capacity:
     """One capacity that a user asked for."""
 
     name: str
-    """As it was written."""
+    """The capacity as the user wrote it."""
     num_blocks: int
 
 
@@ -49,7 +49,7 @@ def parse_capacity(text: str, block_tokens: int, kv_bytes_per_token: int | None)
 
 
 def parse_with_unit(text: str) -> int:
-    """`4GB` as a number of bytes, but not `4`: a unit was forgotten. Raises ConfigError."""
+    """Parse `4GB` to a number of bytes; refuse `4`, which lacks a unit. Raises ConfigError."""
     if not text.strip().upper().endswith("B"):
         raise ConfigError(f"{text!r} is no number of bytes; write it as 4GB or 512MiB")
     return parse_bytes(text)
@@ -74,7 +74,7 @@ def read_model_config(model: str) -> dict[str, Any]:
 def kv_bytes_per_token(config: dict[str, Any]) -> int:
     """Bytes of keys and values of one token in all layers, as if all of them attended to everything.
 
-    Raises ModelLoadError if the configuration does not tell.
+    Raises ModelLoadError if the configuration does not say.
     """
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     size = DTYPE_BYTES.get(dtype, 2)

@@ -1,6 +1,6 @@
 """`foreword replay TRACE`: arguments in, tables, pictures and JSON out.
 
-Knows the terminal; what is computed is in the other modules of this room.
+Knows the terminal; the other modules of this room do the computing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from foreword.replay.trace import TraceReader
 
 DEFAULT_POLICIES = "lru,value,optimum"
 SATURATED = 0.95
-"""Share of its time above which a replica has no room for bursts."""
+"""Busy share of a replica's time above which it has no room for bursts."""
 DEFAULT_CAPACITIES = "1000,3000,10000,30000,100000"
 
 
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run with parsed arguments. What they say is checked before the trace is opened."""
+    """Run with parsed arguments. Checks them before it opens the trace."""
     console = Console(stderr=args.json)
     for file in args.picture:
         check_format(file)
@@ -122,7 +122,7 @@ def _tell_malformed(reader: TraceReader, console: Console) -> None:
 
 
 def _step_cost(args: argparse.Namespace) -> StepCost | None:
-    """None without --flops."""
+    """The simulated times; None without --flops."""
     if args.flops is None:
         return None
     if args.model is None:

@@ -1,6 +1,6 @@
 """Loops over single blocks and digits, compiled by numba when first called, once per machine.
 
-Know arrays alone; what they mean is told by those who call them (`stack`, `trace`), who import this late.
+Knows only arrays; their meaning belongs to the callers (`stack`, `trace`), which import this module late.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Counts = npt.NDArray[np.int32]
 
 MAX_DIGITS = 19
-"""Of numbers that certainly fit into 64 bits."""
+"""Most digits of numbers that certainly fit into 64 bits."""
 
 COMMA, SPACE, ZERO, NINE = 44, 32, 48, 57
 
@@ -26,10 +26,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(function: Function) -> Function:
-    """Compile it when it is first called, and keep that for the next run where a cache can be written."""
+    """Compile a function on its first call, and cache it for the next run if possible."""
     try:
         kept: Function = njit(cache=True)(function)
-    except RuntimeError:  # a file system that is read only
+    except RuntimeError:  # the file system is read-only
         kept = njit(function)
     return kept
 
@@ -77,7 +77,7 @@ def use_blocks(
     num_blocks: int,
     next_stamp: int,
 ) -> tuple[int, int]:
-    """Requests laid end to end use their blocks; number of blocks and next stamp afterwards.
+    """Let requests, laid end to end, use their blocks; returns the number of blocks and the next stamp.
 
     Changes `tables`, which have room for them, and `uses`.
     """
@@ -101,7 +101,7 @@ def use_blocks(
             stamp = stamp_of[block]
             if stamp < 0:
                 continue
-            if stamp == stamp_before - 1:  # they came one after the other in an earlier request, too
+            if stamp == stamp_before - 1:  # they were neighbours in an earlier request, too
                 distance += 1
             else:
                 distance = num_stamps - _count_before(counts, stamp)
@@ -114,7 +114,7 @@ def use_blocks(
                 stamp_of[blocks[at]] = -1
         for at in range(end - 1, start - 1, -1):
             block = blocks[at]
-            if stamp_of[block] < 0:  # else the request has it twice
+            if stamp_of[block] < 0:  # else the block occurs twice in the request
                 stamp_of[block] = next_stamp
                 last_use[block] = times[request]
                 block_of_stamp[next_stamp] = block
@@ -135,7 +135,7 @@ def _find(slots: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], key: np.
 
 @compiled
 def _count_before(counts: Counts, stamp: int) -> int:
-    """Stamps in use before this one."""
+    """Number of stamps in use before this one."""
     count = 0
     while stamp > 0:
         count += counts[stamp]

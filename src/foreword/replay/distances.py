@@ -19,11 +19,11 @@ from foreword.replay.tables import Uses
 IntArray = npt.NDArray[np.int64]
 
 NUM_GROUPS = 16
-"""Parts of the sample whose disagreement gives the error."""
+"""Parts of the sample; the error is estimated from the differences between them."""
 
 
 class LruCurve:
-    """Hit ratio of LRU over capacity, of the requests it was told.
+    """LRU hit ratio over capacity, for the requests that it followed.
 
     With `sampling_rate` below 1 it follows that share of the blocks, chosen by key, and scales distances up.
     """
@@ -41,11 +41,11 @@ class LruCurve:
         """[groups, distances]: accesses; column 0: of blocks never seen."""
 
     def admit(self, keys: PrefixKeys) -> None:
-        """The next request."""
+        """Follow the next request."""
         self.admit_each(keys, [len(keys)], [0.0])
 
     def admit_each(self, keys: PrefixKeys, lengths: Sequence[int], times: Sequence[float]) -> Uses:
-        """The next requests as in `LruStack.admit_each` -> what the stack knew of the blocks followed."""
+        """Follow the next requests, as in `LruStack.admit_each`; returns the stack's facts about the followed blocks."""
         self.num_accesses += len(keys)
         groups = np.zeros(1, np.int64)
         if self.sampling_rate < 1.0:
@@ -63,19 +63,19 @@ class LruCurve:
         return uses
 
     def latest(self, count: int) -> PrefixKeys:
-        """Keys of the `count` blocks used last, or of all followed, the latest last."""
+        """Keys of the `count` most recently used blocks, or of all followed ones, the latest last."""
         return self._stack.latest(count)
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks, estimated if sampled."""
+        """Number of different blocks, estimated if sampled."""
         return round(len(self._stack) / self.sampling_rate)
 
     def hit_ratios(self, capacities: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Share of all block accesses that LRU would find, for each capacity in blocks.
 
-        A sample has seldom just its share of the accesses; what it has too many or too few are taken as hits at
-        any capacity, as popular blocks are (SHARDS-adj).
+        A sample seldom has exactly its share of the accesses; the difference is counted as hits at every capacity,
+        because popular blocks cause it (SHARDS-adj).
         """
         hits = np.sum([self._hits(group, capacities) for group in range(self._num_groups)], axis=0)
         if self.sampling_rate < 1.0:
@@ -85,7 +85,7 @@ class LruCurve:
         return ratios
 
     def standard_errors(self, capacities: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Of `hit_ratios`, from how much parts of the sample disagree; zeros if all blocks were followed."""
+        """Standard errors of `hit_ratios`, from the differences between parts of the sample; zeros without sampling."""
         capacities = np.asarray(capacities)
         if self.sampling_rate == 1.0:
             return np.zeros(capacities.shape)

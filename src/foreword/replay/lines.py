@@ -1,4 +1,4 @@
-"""What one line of a recording says of a request.
+"""Reads one line of a recording as a request.
 
 Knows JSON values and formats; knows no file. A line's keys tell its format:
 
@@ -25,7 +25,7 @@ MOONCAKE_BLOCK_TOKENS = 512
 TOKEN_BLOCK_TOKENS = 16
 DEFAULT_OUTPUT_TOKENS = 1
 MAX_TIME = 2.0**63
-"""A float, also in other units."""
+"""Largest time that stays a finite float in other units, too."""
 MAX_BLOCK_TOKENS = 2**31 - 1
 _DECODER = json.JSONDecoder()
 _IDS_BEGIN = (b'"hash_ids": [', b'"hash_ids":[')
@@ -45,13 +45,13 @@ class MooncakeRecord(NamedTuple):
     input_length: int
     output_length: int
     hash_ids: list[int]
-    """One per block; a partial last block may have none."""
+    """One id per block; a partial last block may have none."""
     block_tokens: int
     """Prompt tokens per block."""
 
 
 def parse_json_line(line: str, where: str) -> Any:
-    """The value on a line; `where` names the line. Raises TraceError."""
+    """The JSON value of a line; `where` names the line. Raises TraceError."""
     line = line.rstrip(" \t\r\n")
     try:
         if line[:1] in "{[":  # half the time of `loads`, which looks for white space by regular expressions
@@ -65,7 +65,7 @@ def parse_json_line(line: str, where: str) -> Any:
 
 
 def parse_mooncake_record(record: object, where: str) -> MooncakeRecord:
-    """Check what a line of Mooncake's format says. Raises TraceError, naming the value."""
+    """Check a line in Mooncake's format. Raises TraceError, naming the wrong value."""
     if not isinstance(record, dict):
         raise TraceError(f"{where} is {json.dumps(record)[:40]!r}; each line must be one JSON object")
     ids = record.get("hash_ids")
@@ -96,7 +96,7 @@ def _times_and_lengths(record: dict[str, Any], num_ids: int, where: str, block_t
 
 
 class ParsedLine(NamedTuple):
-    """A request whose prefix keys are not worked out yet."""
+    """A request whose prefix keys are not computed yet."""
 
     timestamp_ms: float | None
     content_ids: PrefixKeys
@@ -106,13 +106,13 @@ class ParsedLine(NamedTuple):
 
 
 class SkimmedLine(NamedTuple):
-    """A line of Mooncake's format of which all is known but that its ids are numbers."""
+    """A line in Mooncake's format that is fully known, except that its ids may not be numbers."""
 
     request: ParsedLine
-    """Without its content ids."""
+    """The request without its content ids."""
     num_ids: int
     ids: bytes
-    """As the line has them, without the brackets."""
+    """The ids as in the line, without the brackets."""
     line: bytes
     where: str
 
@@ -125,7 +125,7 @@ class LineParser:
     tokenizer: PromptEncoder | None
 
     def skim(self, line: bytes, where: str) -> SkimmedLine | None:
-        """A line that is simple enough; it is as if the line had no ids, and they are yet to be read."""
+        """Read a simple line as if it had no ids; the ids are read later."""
         for mark in _IDS_BEGIN:
             before, found, rest = line.partition(mark)
             if found:
@@ -140,11 +140,11 @@ class LineParser:
                 return None
             request = self._of_counted_ids(record, num_ids, NO_KEYS, where)
         except (UnicodeDecodeError, TraceError):
-            return None  # `parse` tells what is wrong
+            return None  # `parse` reports the error
         return SkimmedLine(request, num_ids, ids, line, where)
 
     def parse(self, line: bytes, where: str) -> ParsedLine | TraceError:
-        """A line's request, or what is wrong with it."""
+        """The request of a line, or the error in it."""
         try:
             return self._of_value(parse_json_line(line.decode(), where), where)
         except UnicodeDecodeError as error:
@@ -240,7 +240,7 @@ def _number(record: Mapping[str, Any], name: str, least: int, where: str) -> int
 
 
 def _timestamp_ms(record: Mapping[str, Any], where: str) -> float | None:
-    """`timestamp` is in ms, as in Mooncake's format; `created` in s, as in OpenAI's."""
+    """`timestamp` is in ms, as in Mooncake's format; `created` in s, as in OpenAI's format."""
     for name, scale in (("timestamp", 1.0), ("created", 1000.0)):
         value = record.get(name)
         if value is None:

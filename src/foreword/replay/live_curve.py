@@ -1,4 +1,4 @@
-"""LRU at a few capacities at once, of traffic as it comes and for as long as it comes.
+"""LRU at a few capacities at once, for traffic that keeps coming.
 
 Knows prefix keys. Where `distances.LruCurve` keeps every block of a recording that ends, this keeps a sample of fixed
 size: what lies beyond the largest capacity can be a hit at none of them, so it is forgotten.
@@ -19,25 +19,25 @@ from foreword.replay.keys import PrefixKeys
 from foreword.replay.stack import LruStack
 
 MAX_SAMPLED_BLOCKS = 32_768
-"""About 3 MB. Caches of which the largest capacity is no more are followed block by block, without an error."""
+"""Size of the sample, about 3 MB. Caches with no larger capacity are followed block by block, without an error."""
 
 WINDOW_BLOCKS = 2**22
-"""Prompt blocks after which what was counted counts half: old traffic fades."""
+"""Number of prompt blocks after which older counts are halved: old traffic fades."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """One capacity."""
+    """The estimate for one capacity."""
 
     num_blocks: int
     hit_rate: float
-    """Share of the prompts' tokens that LRU would have found, in whole blocks."""
+    """Share of the prompt tokens that LRU would have found, in whole blocks."""
     standard_error: float
-    """Of the sampling alone; 0.0 where all blocks are followed."""
+    """Standard error of the sampling; 0.0 if all blocks are followed."""
 
 
 class LiveLruCurve:
-    """Hit rate over capacity of the requests it was told.
+    """Hit rate over capacity, for the requests that it followed.
 
     Follows the blocks whose key falls under a threshold, and scales their distances up by what that leaves out. A
     request costs a few array operations over its blocks.
@@ -79,11 +79,11 @@ class LiveLruCurve:
 
     @property
     def num_followed(self) -> int:
-        """Blocks in the sample just now."""
+        """Number of blocks in the sample now."""
         return len(self._stack)
 
     def admit(self, keys: PrefixKeys, num_prompt_tokens: int) -> None:
-        """The next request: keys of its full blocks, of which the first are its prompt's.
+        """Follow the next request: keys of its full blocks, the prompt's first.
 
         Those after the prompt hold its answer: later prompts can find them, but this one did not look for them.
         """

@@ -1,6 +1,6 @@
 """One pass over a trace: LRU at every capacity asked for, unlimited memory, and when blocks come again.
 
-Knows requests and stack distances. Requests are gathered first: arrays of some ten thousand blocks cost little each.
+Knows requests and stack distances. Requests are collected first: long arrays (ten thousand blocks) cost less per block.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ BATCH_BLOCKS = 2**15
 
 @dataclass(slots=True)
 class ReuseIntervals:
-    """How long after its last use a block is used again, by doubling of the interval."""
+    """Time from a block's last use to its next use, in intervals that double."""
 
     unit: str = "requests"
-    """requests, or s where the recording has times."""
+    """"requests", or "s" if the recording has times."""
     counts: dict[int, int] = field(default_factory=dict)
     """Reuses by interval: key k counts those from 2**k up to 2**(k + 1) units; below 1 unit: key -1."""
 
     def note(self, intervals: FloatArray) -> None:
-        """Some reuses."""
+        """Count some reuses."""
         doublings = np.where(intervals >= 1, np.frexp(intervals)[1] - 1, -1)
         for doubling, count in zip(*np.unique(doublings, return_counts=True), strict=True):
             self.counts[int(doubling)] = self.counts.get(int(doubling), 0) + int(count)
 
 
 class _Batch:
-    """Requests laid end to end."""
+    """Several requests laid end to end."""
 
     def __init__(self, requests: Sequence[RecordedRequest]) -> None:
         self.requests = requests
@@ -93,7 +93,7 @@ class OnePass:
         return followed.count
 
     def admit(self, request: RecordedRequest) -> None:
-        """The next request."""
+        """Take the next request."""
         time: float = self._num_requests
         if request.timestamp_ms is not None:
             self.intervals.unit, time = "s", request.timestamp_ms / 1000
@@ -105,7 +105,7 @@ class OnePass:
             self.flush()
 
     def flush(self) -> None:
-        """Count what was only gathered."""
+        """Count the requests that were only collected."""
         if not self._waiting:
             return
         batch = _Batch(self._waiting)

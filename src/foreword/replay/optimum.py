@@ -1,4 +1,4 @@
-"""The best that any eviction policy could do, told the future: Belady's rule on prefixes.
+"""The best that any eviction policy could do if it knew the future: Belady's rule on prefixes.
 
 Knows the prefix keys of all requests, in order. After each request, of what is held and what it brought,
 the blocks needed soonest stay; a block that is never needed again is not kept at all (bypass). A head is needed
@@ -33,7 +33,7 @@ class Optimum:
         self._next_use = _next_uses(self._ids, np.repeat(np.arange(len(requests)), lengths), len(requests))
 
     def hits(self, capacity: int) -> IntArray:
-        """Leading blocks of each request that were held when it came, [requests]."""
+        """Number of leading blocks that were held when each request came, [requests]."""
         num_requests = len(self._starts) - 1
         needed_at = [-1] * self._num_blocks  # the request that needs it next; -1: not held
         latest: list[tuple[int, int, int]] = []  # heap of (-needed at, -depth, id); stale if it is needed earlier
@@ -60,7 +60,7 @@ class Optimum:
 
 
 def _next_uses(ids: IntArray, request_of: IntArray, never: int) -> IntArray:
-    """The request in which each access's block comes again, or `never`."""
+    """For each access, the request in which its block is used next, or `never`."""
     order = np.lexsort((request_of, ids))
     again = np.full(len(ids), never, np.int64)
     same = ids[order[1:]] == ids[order[:-1]]

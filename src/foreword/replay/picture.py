@@ -1,7 +1,7 @@
 """The curves of a replay as SVG or PNG, and as an HTML page that needs nothing else.
 
-Knows results and drawing; writes files only where it is told to. PNG is made from the SVG by resvg, an
-optional dependency; it takes its letters from the fonts of the machine.
+Knows results and drawing; writes only the files that it is given. resvg, an optional dependency, makes PNG from the
+SVG; it takes the letters from the machine's fonts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDTH, HEIGHT = 860, 460
 LEFT, RIGHT, TOP, BOTTOM = 64, 150, 40, 64
 COLOURS = ("#1f5fbf", "#c2410c", "#15803d", "#7e22ce", "#0e7490", "#a16207", "#be123c")
 FONTS = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', 'Noto Sans', sans-serif"
-"""Of several systems: resvg takes the first that is there, and none for `sans-serif` alone."""
+"""Fonts of several systems: resvg takes the first one that exists, and none for `sans-serif` alone."""
 PNG_ZOOM = 2
 
 
@@ -40,7 +40,7 @@ def write_picture(result: ReplayResult, file: Path, title: str, kv_bytes_per_tok
 
 
 def check_format(file: Path) -> None:
-    """Raise ConfigError unless the file's name chooses a format that can be written, in a folder that is there."""
+    """Raise ConfigError unless the file's name has a format that can be written, and its folder exists."""
     if file.suffix not in (".svg", ".png", ".html"):
         raise ConfigError(f"picture {str(file)!r} has an unknown format; use a name that ends in .svg, .png or .html")
     if not file.parent.is_dir():
@@ -202,7 +202,7 @@ td:has(i) {{ text-align: left; }} i {{ display: inline-block; height: 0.7rem; ba
 
 
 def _table(headings: list[str], rows: list[list[str]]) -> str:
-    """Cells as they are: what comes from a user is escaped before."""
+    """Cells that need no escaping: values from users are escaped before."""
     head = "".join(f"<th>{heading}</th>" for heading in headings)
     body = "\n".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{head}</tr>\n{body}\n</table>"

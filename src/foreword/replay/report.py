@@ -1,6 +1,6 @@
-"""What a replay found, as a table, a sentence of advice and a JSON value.
+"""A replay's results as tables, a few sentences of advice, and a JSON value.
 
-Knows results; knows nothing of how they came about.
+Knows results; knows nothing of how they were computed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from foreword.cache.account.ledger import MissReason
 from foreword.replay.simulator import OPTIMUM, ReplayResult
 
 LITTLE_REUSE = 0.3
-"""Share of blocks seen before, below which the prompts themselves are worth a look."""
+"""Share of blocks seen before; below it, the advice is to look at the prompts themselves."""
 NOTABLE = 0.005
-"""Shares of the blocks that differ by less are not worth a sentence."""
+"""Smallest difference, as a share of the blocks, that the advice mentions."""
 
 
 def knee(result: ReplayResult) -> int:
@@ -47,7 +47,7 @@ def capacity_for(result: ReplayResult, share: float) -> int:
 
 
 def advice(result: ReplayResult, kv_bytes_per_token: int | None = None) -> str:
-    """What an operator might do about it, in plain words."""
+    """Advice for an operator, in plain words."""
     limit = result.block_ratio(result.unlimited)
     if limit < 0.01:
         return "Hardly any prompt begins like an earlier one: no cache of prefixes, however large, will help here."
@@ -75,7 +75,7 @@ def _on_memory(result: ReplayResult, kv_bytes_per_token: int | None) -> list[str
 
 
 def _on_policies(result: ReplayResult) -> list[str]:
-    """Where another policy than LRU pays most, and what evictions cost at the largest capacity asked for."""
+    """The capacity at which another policy beats LRU most, and the cost of evictions at the largest capacity."""
     online = {policy: hits for policy, hits in result.hits.items() if policy != OPTIMUM}
     if not online or not result.capacities:
         return []

@@ -1,6 +1,6 @@
 """One recording against several policies and capacities at once.
 
-Knows requests, caches and counts; knows no file and nothing of how results are shown.
+Knows requests, caches and counts; knows no files, and nothing of how results are shown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from foreword.replay.trace import RecordedRequest
 OPTIMUM = "optimum"
 NUM_CURVE_POINTS = 96
 MAX_TABLE_BLOCKS = 50_000_000
-"""The engine's own tables take 34 bytes a block when empty."""
+"""Largest cache: the engine's own tables take 34 bytes per block even when empty."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class ReplayResult:
     block_tokens: int
     unlimited: HitCount
     hits: dict[str, dict[str, HitCount]]
-    """By policy, by capacity's name."""
+    """Hits by policy, then by capacity's name."""
     capacities: list[Capacity]
     curve_capacities: list[int]
     """Capacities of the LRU curve, in blocks."""
@@ -61,7 +61,7 @@ class ReplayResult:
         }
 
     def misses(self, count: HitCount) -> dict[str, int]:
-        """Missed blocks by reason. Never seen: unlimited memory misses them too."""
+        """Missed blocks by reason. `never_seen` ones are missed with unlimited memory, too."""
         never_seen = self.num_blocks - self.unlimited.blocks
         return {
             MissReason.NEVER_SEEN.value: never_seen,
@@ -110,7 +110,7 @@ class Simulation:
                     self._caches.append((count, capacity.num_blocks, _make_cache(policy, capacity.num_blocks)))
 
     def admit(self, request: RecordedRequest) -> None:
-        """The next request of the recording."""
+        """Replay the next request of the recording."""
         self._block_tokens = request.block_tokens
         self.num_requests += 1
         self._num_blocks += len(request.keys)
@@ -123,7 +123,7 @@ class Simulation:
             self._kept_lengths.append(request.num_prompt_tokens)
 
     def result(self) -> ReplayResult:
-        """What the caches found until now."""
+        """The results so far."""
         if OPTIMUM in self._policies:
             self._find_optimum()
         self._pass.flush()
@@ -131,7 +131,7 @@ class Simulation:
         most = max(2, curve.num_blocks)
         asked = [capacity.num_blocks for capacity in self._capacities if capacity.num_blocks < most]
         spread = np.rint(np.geomspace(1, most, NUM_CURVE_POINTS)).astype(np.int64)
-        points = np.unique([*spread.tolist(), *asked])  # the dots of LRU lie on its curve
+        points = np.unique([*spread.tolist(), *asked])  # so that the dots of LRU lie on its curve
         ratios = curve.hit_ratios(points)
         if self._samples:
             unlimited = HitCount(round(float(ratios[-1]) * self._num_blocks))

@@ -43,7 +43,7 @@ class LruStack:
         )
 
     def __len__(self) -> int:
-        """Different blocks seen."""
+        """Number of different blocks seen."""
         return self._num_blocks
 
     def admit(self, keys: PrefixKeys) -> IntArray:
@@ -66,20 +66,20 @@ class LruStack:
         return uses
 
     def latest(self, count: int) -> PrefixKeys:
-        """Keys of the `count` blocks used last, or of all, the latest last."""
+        """Keys of the `count` most recently used blocks, or of all, the latest last."""
         return self._tables.key_of[self._in_order()[-count:]]
 
     def keep_latest(self, count: int) -> None:
-        """Forget all blocks but the `count` used last; the others, when they come again, count as never seen.
+        """Forget all but the `count` most recently used blocks; the others count as never seen when they come again.
 
-        When they were used is forgotten, too.
+        The times of use are forgotten, too.
         """
         kept = self.latest(count)
         self._forget()
         self.admit(kept[::-1])
 
     def _in_order(self) -> npt.NDArray[np.int32]:
-        """Numbers of all blocks by their last use."""
+        """Numbers of all blocks in the order of their last use."""
         blocks = self._tables.block_of_stamp[: self._next_stamp]
         in_order: npt.NDArray[np.int32] = blocks[self._tables.stamp_of[blocks] == np.arange(self._next_stamp)]
         return in_order
@@ -102,7 +102,7 @@ class LruStack:
             self._renumber(num_new)
 
     def _renumber(self, num_new: int) -> None:
-        """Close the gaps between stamps in use, and make room for as many again."""
+        """Close the gaps between used stamps, and make room for as many again."""
         in_order = self._in_order()
         count = len(in_order)
         self._tables.stamp_of[in_order] = np.arange(count)

@@ -1,8 +1,8 @@
 """Requests in simulated time: the engine's scheduler and cache, a runner that only takes time, a clock that jumps.
 
-Knows arrivals, replicas and what a step costs; computes no token. Every decision (what runs in which step,
-what is hit, evicted, preempted) is made by the same `Scheduler` and `KVCacheManager` as in the engine.
-Sampled tokens are made up, so an answer is never part of a later prompt's hit.
+Knows arrivals, replicas and the cost of a step; computes no tokens. The same `Scheduler` and `KVCacheManager` as in the
+engine make every decision (what runs in which step, what is hit, evicted, preempted). Sampled tokens are made up, so an
+answer is never part of a later prompt's hit.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class StepCost:
     flops_per_s: float
     bytes_per_s: float
     flops_per_token: float
-    """Twice the weights that a token passes through."""
+    """Twice the number of weights that a token passes through."""
     flops_per_pair: float
-    """Of attention, for each pair of a query and a position that it sees, in all layers."""
+    """Operations of attention for each pair of a query and a position that it sees, in all layers."""
     weight_bytes: float
     kv_bytes_per_token: float
     overhead_s: float = 0.0
@@ -46,11 +46,11 @@ class StepCost:
     def of_model(
         cls, config: dict[str, Any], *, flops_per_s: float, bytes_per_s: float, overhead_s: float = 0.002
     ) -> StepCost:
-        """From a model's configuration (dense layers, gated MLP), given what the device reaches."""
+        """The cost from a model's configuration (dense layers, gated MLP) and the device's speeds."""
         for name, value in (("flops_per_s", flops_per_s), ("bytes_per_s", bytes_per_s)):
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{name}={value} is no rate; use a number above 0")
-        kv_bytes = kv_bytes_per_token(config)  # raises if the configuration does not tell
+        kv_bytes = kv_bytes_per_token(config)  # raises ModelLoadError if the configuration does not say
         width, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
         heads = int(config["num_attention_heads"])
         head = int(config.get("head_dim") or width // heads)
@@ -68,13 +68,13 @@ class StepCost:
         )
 
     def seconds(self, entries: Entries) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         lengths = entries.ends - entries.starts
         pairs = lengths * (entries.starts + entries.ends + 1) // 2
         return float(self._seconds(int(lengths.sum()), entries.ends.sum(), pairs.sum()))
 
     def seconds_of_decoding(self, num_computed: Int64Array, num_steps: int) -> Seconds:
-        """Of consecutive steps that compute one token of each request, [num_steps]."""
+        """Seconds of consecutive steps that compute one token of each request, [num_steps]."""
         num_seen = int(num_computed.sum()) + len(num_computed) * np.arange(1, num_steps + 1)
         return self._seconds(len(num_computed), num_seen, num_seen)
 
@@ -86,7 +86,7 @@ class StepCost:
 
 
 class SimulatedRunner:
-    """Runs steps that take no time but on its own clock."""
+    """A runner whose steps take time only on its own clock."""
 
     def __init__(self, cost: StepCost) -> None:
         self.cost = cost
@@ -95,7 +95,7 @@ class SimulatedRunner:
         self.busy_s = 0.0
 
     def run(self, entries: Entries) -> BatchResult:
-        """What a model would sample; always the same token."""
+        """The token that a model would sample; always the same."""
         seconds = self.cost.seconds(entries)
         self.now += seconds
         self.busy_s += seconds
@@ -129,26 +129,26 @@ class Replica:
         self.scheduler = Scheduler(self.manager, config)
         self.runner = SimulatedRunner(cost)
         self.started: dict[str, float] = {}
-        """When each request was first run."""
+        """Time at which each request first ran."""
         self.first_token: dict[str, float] = {}
         self.num_waiting_tokens = 0
-        """Prompt tokens of requests without a first token yet."""
+        """Prompt tokens of requests that have no first token yet."""
         self.num_generated = 0
 
     def add(self, request: Request, now: float) -> None:
-        """A request arrives. An idle replica's clock is moved on to that moment."""
+        """Add a request. An idle replica's clock moves on to its arrival."""
         if not len(self.scheduler):
             self.runner.now = max(self.runner.now, now)
         self.num_waiting_tokens += request.num_prompt_tokens
         self.scheduler.add(request)
 
     def run_until(self, moment: float) -> None:
-        """Run steps until the clock has reached `moment`, or nothing is left to do."""
+        """Run steps until the clock reaches `moment`, or nothing is left to do."""
         while self.runner.now < moment and (self._skip(moment) or self.step()):
             pass
 
     def _skip(self, moment: float) -> bool:
-        """Many steps at once, where nothing is decided; False, and no change, if the next one must be planned."""
+        """Run many steps at once if they need no decision; False, and no change, if the next one must be planned."""
         most = self.scheduler.num_steady_steps()
         if most < 1:
             return False
@@ -158,11 +158,11 @@ class Replica:
         return True
 
     def step(self) -> bool:
-        """One step; False, and no change, if there is nothing to do."""
+        """Run one step; False, and no change, if there is nothing to do."""
         entries = self.scheduler.schedule_entries()
         if not len(entries):
             return False
-        self.manager.take_copies()  # nothing is there to be copied
+        self.manager.take_copies()  # there is nothing to copy
         began = self.runner.now
         self.scheduler.commit(entries, self.runner.run(entries))
         self.num_generated += int(entries.samples.sum())
@@ -179,10 +179,10 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class TimingOptions:
-    """Which replicas serve the recording, and how."""
+    """The replicas that serve the recording."""
 
     num_blocks: int
-    """KV blocks of each replica, of as many tokens as the recording's."""
+    """KV blocks of each replica, each with as many tokens as the recording's blocks."""
     cost: StepCost
     num_replicas: int = 1
     routing: Routing = "prefix_aware"
@@ -190,7 +190,7 @@ class TimingOptions:
     computed before this request's first token, what is cached there taken off."""
     eviction_policy: str = "lru"
     max_output_tokens: int | None = None
-    """Longer answers are cut to this."""
+    """Longest answer; longer ones are cut."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
@@ -202,11 +202,11 @@ class TimingOptions:
 
 @dataclass(frozen=True, slots=True)
 class TimingReport:
-    """How requests fared."""
+    """Results for the requests."""
 
     requests: int
     requests_refused: int
-    """Too large for a replica's cache."""
+    """Number of requests that are too large for a replica's cache."""
     ttft_ms: dict[str, float]
     """Arrival to first token: p50, p90, p99."""
     queue_ms: dict[str, float]
@@ -216,9 +216,9 @@ class TimingReport:
     generated_tokens_per_s: float
     prompt_tokens_per_s: float
     seconds: float
-    """Simulated, first arrival to last token."""
+    """Simulated seconds from the first arrival to the last token."""
     busy_share: float
-    """Of the replicas' time."""
+    """Share of the replicas' time in which they computed."""
 
 
 def simulate_time(requests: Iterable[RecordedRequest], options: TimingOptions) -> TimingReport:
@@ -274,7 +274,7 @@ def make_request(recorded: RecordedRequest, number: int, max_output_tokens: int 
     """A request whose prompt shares with others what the recorded one shared; nothing beyond whole blocks."""
     of_block = ((recorded.keys >> np.uint64(33)) & np.uint64(2**31 - 1)).astype(np.int32)
     tokens: npt.NDArray[np.int32] = np.repeat(of_block, recorded.block_tokens)[: recorded.num_prompt_tokens]
-    tail = np.full(recorded.num_prompt_tokens - len(tokens), number, np.int32)  # tokens of a block that has no key
+    tail = np.full(recorded.num_prompt_tokens - len(tokens), number, np.int32)  # tokens of a block without a key
     tokens = np.concatenate((tokens, tail))
     num_output = max(1, recorded.num_output_tokens)
     request = Request(

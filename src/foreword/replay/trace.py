@@ -1,4 +1,4 @@
-"""Recorded traffic: reading it, whatever its format, and writing it without its text.
+"""Recorded traffic: reads it in any known format, and writes it without its text.
 
 Knows files; `lines` knows what a line says, and nobody here knows of caches. One JSON value a line, gzip or plain.
 A few hundred lines are in memory at a time, however large the file.
@@ -42,7 +42,7 @@ class RecordedRequest(NamedTuple):
     """One request of a recording."""
 
     timestamp_ms: float | None
-    """Arrival; None where the recording does not tell."""
+    """Time of arrival; None if the recording has no times."""
     keys: PrefixKeys
     """[blocks]: one number for each block of the prompt, equal for equal prefixes. A recording may leave out a partial
     last block, so a short prompt may have none."""
@@ -91,10 +91,10 @@ class TraceReader:
         self._parser = LineParser(block_tokens, tokenizer)
         self._max_requests = max_requests
         self.num_requests = 0
-        """Of the last iteration, as the next two."""
+        """Counts of the last iteration, like the next two."""
         self.num_malformed = 0
         self.malformed: list[str] = []
-        """The first `MAX_REPORTED_LINES` malformed lines, each with its number and what is wrong."""
+        """The first `MAX_REPORTED_LINES` malformed lines, each with its number and error."""
 
     def __iter__(self) -> Iterator[RecordedRequest]:
         self.num_requests = self.num_malformed = 0
@@ -139,7 +139,7 @@ class TraceReader:
                 self._note_malformed(line)
 
     def _with_ids(self, lines: list[SkimmedLine | ParsedLine | TraceError]) -> list[ParsedLine | TraceError]:
-        """Read the ids of the lines that were only skimmed; if they are not all numbers, read these lines again."""
+        """Read the ids of the skimmed lines; if they are not all numbers, read these lines again."""
         skimmed = [line for line in lines if isinstance(line, SkimmedLine)]
         ids = _read_numbers(b",".join([line.ids for line in skimmed]), sum(line.num_ids for line in skimmed))
         read: list[ParsedLine | TraceError] = []
@@ -155,7 +155,7 @@ class TraceReader:
         return read
 
     def _lines(self) -> Iterator[SkimmedLine | ParsedLine | TraceError]:
-        """The lines that are not empty, or what is wrong with them; an error in the file is the last of them."""
+        """The non-empty lines, or their errors; an error of the file itself comes last."""
         number, of_trace = 0, f"of trace {str(self.file)!r}"
         try:
             with self._open() as (raw, lines):
@@ -209,7 +209,7 @@ def _keys_of(lines: list[ParsedLine]) -> list[PrefixKeys]:
 
 
 class _OpenTrace:
-    """The file itself, to know the place in it, and its lines, unpacked."""
+    """The file itself, for the position in it, and its unpacked lines."""
 
     def __init__(self, file: Path) -> None:
         self._raw = file.open("rb")
@@ -237,7 +237,7 @@ class TraceWriter:
     """
 
     def __init__(self, file: Path, *, block_tokens: int = TOKEN_BLOCK_TOKENS, secret: bytes | None = None) -> None:
-        """Begins `file` anew, gzipped if its name ends in .gz; `secret` joins several files (16 to 64 bytes)."""
+        """Start `file` from empty, gzipped if its name ends in .gz; `secret` joins several files (16 to 64 bytes)."""
         if block_tokens < 1:
             raise ConfigError(f"block_tokens={block_tokens} is too small; use at least 1")
         if secret is not None and not 16 <= len(secret) <= 64:
