@@ -45,7 +45,7 @@ class LruCurve:
         self.admit_each(keys, [len(keys)], [0.0])
 
     def admit_each(self, keys: PrefixKeys, lengths: Sequence[int], times: Sequence[float]) -> Uses:
-        """Follow the next requests, as in `LruStack.admit_each`; returns the stack's facts about the followed blocks."""
+        """Follow the next requests, as in `LruStack.admit_each`; returns facts about the followed blocks."""
         self.num_accesses += len(keys)
         groups = np.zeros(1, np.int64)
         if self.sampling_rate < 1.0:

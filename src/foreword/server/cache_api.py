@@ -39,7 +39,7 @@ async def explain(
     request: Request,
     tenant: Annotated[Tenant, Depends(authorized)],
 ) -> Response:
-    """What the cache holds of a prompt now, and why not more. Runs nothing and counts nothing."""
+    """The part of a prompt that is cached now, and why not more. Runs nothing and counts nothing."""
     service = service_of(request)
     service.check_model(body.model)
     token_ids = await service.read_prompt(await with_body(request, lambda: given_prompt(body)))
@@ -57,7 +57,7 @@ async def explain(
 
 @router.get("/v1/cache")
 async def cache(request: Request, nodes: int = DEFAULT_TREE_NODES) -> Response:
-    """Statistics of the cache and its most reused prefixes: all of it for operators, a tenant's own for tenants."""
+    """Statistics of the cache and its most reused prefixes: for operators of all tenants, for a tenant its own."""
     service = service_of(request)
     if not 0 <= nodes <= MAX_TREE_NODES:
         raise bad_request(f"nodes={nodes} is out of range; use 0 to {MAX_TREE_NODES}", param="nodes")
@@ -90,9 +90,9 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus text. There is no prompt's text in it, so `api_key` does not close it; tenants' names are.
+    """Prometheus text. It has no prompt's text, so `api_key` does not close it, but it has tenants' names:
 
-    It is the operators' where there is a keys file or an operator's key.
+    with a keys file or an operator's key it is for operators only.
     """
     service = service_of(request)
     if service.config.keys_file is not None or service.operators.have_a_key:
@@ -108,7 +108,7 @@ async def metrics(request: Request) -> Response:
 
 
 def statistics(look: Snapshot, service: Service) -> dict[str, Any]:
-    """The whole cache, since its last reset."""
+    """The whole cache since its last reset."""
     stats, size = look.stats, look.block_size
     return {
         "requests": stats.requests,
@@ -150,7 +150,7 @@ def _plain(counted: int | Mapping[MissReason, int]) -> int | dict[str, int]:
 
 
 def more_memory(service: Service) -> dict[str, Any] | None:
-    """Estimated hit rates of larger caches; None where they cannot be told."""
+    """Estimated hit rates of larger caches; None if there is no estimate."""
     sampling_rate, curve = service.more_memory.sampling_rate, service.insight.curve
     if sampling_rate is None:
         return None
@@ -187,17 +187,17 @@ def node_report(node: PrefixNode, tokenizer: Tokenizer | None, tenant: str | Non
 
 
 async def _of_tenant(service: Service, tenant: Tenant, limit: int) -> dict[str, Any]:
-    """What a tenant may know of the cache: its own requests, and the prefixes under its own salts."""
+    """The cache as a tenant may see it: its own requests, and the prefixes under its own salts."""
     stats = service.records.tenants().get(tenant.name, TenantStats())
     body: dict[str, Any] = {"object": "cache", "statistics": _tenant_stats(stats)}
     if service.config.keys_file is None:
-        return body  # everybody is one tenant here, and a tree would show each what all others have sent
+        return body  # all clients are one tenant here, and a tree would show each of them the prompts of all others
     own = service.tenants.namespace_of_all(tenant)
     found = await service.thread.call(lambda engine: engine.top_prefixes(limit, own))
     if found is not None:
         mine = {node.node_id for node in found}
         body["tree"] = [
-            # Above a tenant's first node are public prefixes, which others use as well.
+            # Above a tenant's first node are public prefixes, which others use too.
             node_report(node, service.llm.tokenizer, tenant.name)
             | {"parent": node.parent_id if node.parent_id in mine else None}
             for node in found
@@ -216,7 +216,7 @@ def _tenant_stats(stats: TenantStats) -> dict[str, Any]:
 
 
 async def listed_prompts(service: Service, limit: int) -> list[dict[str, Any]]:
-    """Recent prompts and what is cached of each now: a list in place of a tree, for indexes that know keys only."""
+    """Recent prompts and their cached tokens now: a list instead of a tree, for indexes that know only keys."""
     distinct: dict[tuple[str | None, bytes], RequestRecord] = {}
     uses: dict[tuple[str | None, bytes], int] = {}
     for record in service.records.recent(10 * limit):

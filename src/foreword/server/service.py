@@ -1,4 +1,4 @@
-"""Service: what all endpoints share, from an authorised request to a running answer.
+"""Service: the work that all endpoints share, from an authorised request to a running answer.
 
 Knows prompts, tenants, limits and the engine's thread; knows nothing of HTTP, nor of the fields of any dialect.
 """
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CONTINUATIONS = ("", "a", " a", "A", "1", ".", "\n", "\n\n")
-"""What may follow a public text: enough that its last tokens show whether they depend on it."""
+"""Texts that may follow a public text: enough to show whether its last tokens depend on them."""
 
 LONG_TEXT = 4_000
 """Length in characters from which texts are tokenized in a thread, not on the event loop."""
@@ -65,7 +65,7 @@ MANY_MESSAGES = 32
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """On whose behalf a request runs, and what it says of caching."""
+    """The caller of a request, and its wishes for caching."""
 
     tenant: Tenant
     endpoint: str
@@ -74,14 +74,14 @@ class Caller:
     trace_parent: str | None = None
     """W3C `traceparent` header of the call."""
     template_digests: Mapping[str, str] = field(default_factory=dict)
-    """Digests of what the chat template is given besides the messages."""
+    """Digests of the chat template's inputs besides the messages."""
     priority: int = 0
-    """Lower goes first under the "priority" policy."""
+    """Priority under the "priority" policy; lower goes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A prompt as it goes to the engine."""
+    """A prompt in the form that the engine takes."""
 
     token_ids: npt.NDArray[np.int32]
     message_ends: tuple[int, ...] = ()
@@ -90,17 +90,17 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Where the prompt of a conversation ends."""
+    """The end of a conversation's prompt."""
 
     add_generation_prompt: bool | None = None
     """True or None: where the assistant's answer begins; False: after the last message."""
     continue_final_message: bool = False
-    """Inside the last message."""
+    """Whether the prompt ends inside the last message."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenPrompt:
-    """A prompt as clients give it: one of the first two."""
+    """A prompt as clients give it: one of the first two fields."""
 
     prompt: str | Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -109,10 +109,10 @@ class GivenPrompt:
 
 
 class Service:
-    """One engine behind HTTP. Belongs to the event loop, except where a method says otherwise."""
+    """One engine that serves HTTP. Belongs to the event loop, unless a method says otherwise."""
 
     def __init__(self, llm: LLM, config: ServerConfig, model_name: str) -> None:
-        """Raises ConfigError for files that cannot be read or prefixes that cannot be shared."""
+        """Raises ConfigError for files that cannot be read and prefixes that cannot be shared."""
         self.llm = llm
         self.config = config
         self.model_name = model_name
@@ -162,7 +162,7 @@ class Service:
             vocab_size=llm.engine.limits.vocab_size,
             max_token_characters=1 if llm.tokenizer is None else llm.tokenizer.max_token_characters,
         )
-        scan_json(b"{}")  # compiles it before requests wait
+        scan_json(b"{}")  # compiles it before requests wait for it
         self.kept_responses = KeptResponses()
         self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
         self._grammar_lock = asyncio.Lock()
@@ -187,7 +187,7 @@ class Service:
     # ------------------------------------------------------------------ intake
 
     def authorize(self, headers: Mapping[str, str]) -> Tenant:
-        """Whose request this is. Raises APIError 401 for nobody's."""
+        """The tenant of a request. Raises APIError 401 if there is none."""
         tenant = self.tenants.tenant_of(shown_key(headers))
         if tenant is None:
             raise wrong_key()
@@ -195,12 +195,12 @@ class Service:
         return tenant
 
     def check_model(self, name: str | None) -> None:
-        """Raises APIError 404 for a model that is not the one served."""
+        """Raises APIError 404 unless this model is served."""
         if name is not None and name != self.model_name:
             raise unknown_model(name)
 
     def kept_bytes(self) -> dict[str, int]:
-        """Memory of what requests leave behind, roughly, by what it is. All of it is bounded."""
+        """Estimated memory that ended requests leave in use, by kind. All of it is bounded."""
         return {
             "records": self.records.num_finished_bytes,
             "responses": self.kept_responses.num_bytes,
@@ -209,14 +209,14 @@ class Service:
         }
 
     def listeners(self) -> list[ListenerHealth]:
-        """How those do that are told what happened to requests."""
+        """Health of all listeners to requests."""
         found = [*(listener.health for listener in self._after_step), *self.records.listeners()]
         found += [sender.health for sender in (self.recorder, self.tracing) if sender is not None]
         return found
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises APIError 400 where the model has none."""
+        """Raises APIError 400 if the model has none."""
         if self.llm.tokenizer is None:
             raise bad_request("The model has no tokenizer; use /v1/completions with token ids.")
         return self.llm.tokenizer
@@ -259,14 +259,14 @@ class Service:
         template_inputs: Mapping[str, Any] | None = None,
         ending: Ending = Ending(),
     ) -> Tokens:
-        """A conversation to be answered. Where its messages end is found out only for models with recurrent layers."""
+        """The prompt of a conversation. It finds the ends of messages only for models with recurrent layers."""
         token_ids = await self.render_chat(messages, ending=ending, template_inputs=template_inputs)
         if self.llm.engine.state_interval is None:
             return Tokens(token_ids)
         self.check_length(len(token_ids))
         ends = await asyncio.to_thread(
             self.tokenizer.message_ends, messages, token_ids, template_inputs=template_inputs
-        )  # each beginning is rendered for itself
+        )  # each beginning is rendered separately
         return Tokens(token_ids, ends)
 
     async def read_prompt(self, given: GivenPrompt) -> npt.NDArray[np.int32]:
@@ -284,21 +284,21 @@ class Service:
         return np.array(given.prompt, np.int32)
 
     async def spell(self, words: Sequence[str]) -> None:
-        """Have the tokenizer remember how it spells these, so that the engine need not wait for it."""
+        """Have the tokenizer remember the spelling of these words, so that the engine need not wait for it."""
         await asyncio.to_thread(lambda: [self.tokenizer.spellings(word) for word in words])
 
     async def open_structured(self, wanted: StructuredOutputsParams) -> Callable[[], TokenConstraint]:
-        """Constraints to what an answer has to look like. Raises InvalidRequestError."""
+        """Constraints on the form of an answer. Raises InvalidRequestError."""
         return await self._compile(lambda grammars: grammars.open(wanted))
 
     async def open_lark(self, grammar: str) -> Callable[[], TokenConstraint]:
-        """Constraints to a Lark grammar. Raises InvalidRequestError."""
+        """Constraints from a Lark grammar. Raises InvalidRequestError."""
         return await self._compile(lambda grammars: grammars.lark(grammar))
 
     async def _compile(
         self, make: Callable[[Grammars], Callable[[], TokenConstraint]]
     ) -> Callable[[], TokenConstraint]:
-        """A large schema takes a second to compile, so that is not done on the event loop."""
+        """A large schema takes a second to compile, so a thread does it, not the event loop."""
 
         def compile_it() -> Callable[[], TokenConstraint]:
             return make(self.llm.grammars)
@@ -317,9 +317,9 @@ class Service:
         *,
         stream: bool,
     ) -> AnswerStream:
-        """Have prompts continued; returns when the engine has queued them.
+        """Have prompts continued; returns once the engine has queued them.
 
-        Raises APIError: 400 for what it refuses, 429 when the queue is full, 503 when it does not work.
+        Raises APIError: 400 if the prompt is refused, 429 if the queue is full, 503 if the engine has failed.
         """
         self.llm.check_priority(caller.priority)
         num_choices = params.n * len(prompts)
@@ -369,12 +369,12 @@ class Service:
         return answer
 
     def fit(self, tokens: Tokens, params: SamplingParams) -> Tokens:
-        """What `truncate_prompt_tokens` keeps of a prompt."""
+        """The part of a prompt that `truncate_prompt_tokens` keeps."""
         kept = self.llm.engine.truncate(Prompt(tokens.token_ids, message_ends=tokens.message_ends), params)
         return Tokens(kept.token_ids, kept.message_ends)
 
     def check_length(self, num_tokens: int) -> None:
-        """Raises APIError 400 for a prompt that is longer than this server takes."""
+        """Raises APIError 400 if a prompt is longer than the server takes."""
         most = self.config.max_prompt_tokens
         if most is not None and num_tokens > most:
             raise bad_request(
@@ -388,13 +388,13 @@ class Service:
         return ExtraKeys(salt=salt, salt_offset=self.shared_prefixes.num_shared(prompt))
 
     def prompt_of(self, caller: Caller, token_ids: npt.NDArray[np.int32]) -> Prompt:
-        """A prompt in its caller's namespace, to be looked up or run."""
+        """A prompt in its caller's namespace, for a lookup or a run."""
         return Prompt(
             token_ids, None, self._extra_keys(token_ids, self.tenants.namespace(caller.tenant, caller.cache_salt))
         )
 
     def prompt_of_record(self, record: RequestRecord) -> Prompt:
-        """A prompt that ran before, to be looked up again."""
+        """A prompt that ran before, for another lookup."""
         return Prompt(record.prompt_token_ids, None, self._extra_keys(record.prompt_token_ids, record.salt))
 
     def owner_of(self, salt: str | None) -> str | None:
@@ -406,7 +406,7 @@ class Service:
         return next((name for name in names if self.tenants.namespace_of_all(Tenant(name)) == own), None)
 
     def _seconds_until_free(self) -> int:
-        """How long a recent request took: by then, some of those in the queue are done."""
+        """Seconds that a recent request took: after this time some of the queued requests are done."""
         times = [
             record.finished_time - record.arrival_time
             for record in self.records.recent(32)
@@ -416,7 +416,7 @@ class Service:
 
 
 def digests(inputs: Mapping[str, Any]) -> dict[str, str]:
-    """What stands for a template's inputs in records: equal for equal ones, and short."""
+    """A short digest of a template's inputs for records: equal for equal inputs."""
     return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest() for name, value in inputs.items()}
 
 

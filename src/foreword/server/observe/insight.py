@@ -39,7 +39,7 @@ class Insight:
         """Estimated hit rates at several capacities, ascending from the pool's own, at the last look; empty if there
         are none (yet)."""
         self.num_saved_seconds = 0.0
-        """Seconds of prefill that hits saved, by the mean time of a computed token at that moment."""
+        """Seconds of prefill that hits saved, by the mean time per computed token at that moment."""
         records.on_finished(Listener("saved_seconds", self._count_saved))
 
     async def look(self, max_age_s: float = 0.0) -> Snapshot:
@@ -67,11 +67,11 @@ class Insight:
         self._last = None
 
     async def top_prefixes(self, limit: int) -> list[PrefixNode] | None:
-        """The cached prefixes that were reused most; None without a radix index."""
+        """The most reused cached prefixes; None without a radix index."""
         return await self._thread.call(lambda engine: engine.top_prefixes(limit))
 
     def similar(self, record: RequestRecord) -> Divergence | None:
-        """Where a prompt leaves an earlier one of its namespace, for indexes that cannot tell."""
+        """Where a prompt differs from an earlier one of its namespace, for indexes that do not know it."""
         earlier = (other for other in self._records.recent(200, record.tenant) if other is not record)
         return most_similar(record.prompt_token_ids, record.salt, earlier)
 

@@ -73,7 +73,7 @@ def mostly_found(record: RequestRecord) -> bool:
 
 
 class Metrics:
-    """One server's registry. Histograms are filled on the engine's thread, the rest when it is asked for."""
+    """One server's registry. The engine's thread fills histograms; the rest is computed on demand."""
 
     def __init__(self, model_name: str, insight: Insight) -> None:
         self._insight = insight
@@ -93,7 +93,7 @@ class Metrics:
         self._queue = histogram("foreword_request_queue_time_seconds", "Arrival to first step.", _LATENCY)
 
     def observe(self, record: RequestRecord) -> None:
-        """A request ended. Called on the engine's thread."""
+        """Count a request that has ended."""
         self._engine.observe(record)
         if record.first_scheduled_time is None or record.finished_time is None:
             return
@@ -114,7 +114,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """What is read from the engine and counted by request."""
+    """Values that are read from the engine, and counts by request."""
 
     def __init__(self, model_name: str, insight: Insight) -> None:
         self._model = model_name
@@ -129,7 +129,7 @@ class _EngineCollector(Collector):
         self._output_tokens = 0
 
     def observe(self, record: RequestRecord) -> None:
-        """A request ended."""
+        """Count a request that has ended."""
         self._outcomes[str(record.outcome)] = self._outcomes.get(str(record.outcome), 0) + 1
         self._output_tokens += record.num_output_tokens
         if record.first_scheduled_time is not None:
@@ -139,7 +139,7 @@ class _EngineCollector(Collector):
     def show(
         self, look: Snapshot, records: Records, listeners: Sequence[ListenerHealth], kept_bytes: Mapping[str, int]
     ) -> None:
-        """From now on report this."""
+        """Report this look from now on."""
         self._look, self._records, self._listeners, self._kept_bytes = look, records, listeners, kept_bytes
 
     def describe(self) -> Iterable[Metric]:
