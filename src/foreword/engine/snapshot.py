@@ -45,7 +45,7 @@ class Snapshot:
     num_tails: int
     """Cached blocks that are only partly filled."""
     num_sink_blocks: int
-    """Blocks that hold attention sinks for ever."""
+    """Blocks that hold attention sinks forever."""
     usage: float
     """Share of the blocks that requests hold, 0.0 to 1.0."""
     has_ledger: bool

@@ -90,9 +90,9 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus text. It has no prompt's text, so `api_key` does not close it, but it has tenants' names:
+    """Prometheus text. It has no prompt's text, so `api_key` does not close it, but it has tenants' names.
 
-    with a keys file or an operator's key it is for operators only.
+    With a keys file or an operator's key it is for operators only.
     """
     service = service_of(request)
     if service.config.keys_file is not None or service.operators.have_a_key:
