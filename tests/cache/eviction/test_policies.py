@@ -9,7 +9,7 @@ from foreword.cache import PriorityPolicy, make_policy
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_policy_gives_blocks_in_the_order_of_its_model(name):
-    for life in lives(name, 600, 1, 2, 5, 12, 40):
+    for life in lives(name, 600, 1, 2, 5, 12, 17, 40, 63):
         assert life.policy.in_order().tolist() == life.model.in_order()
 
 

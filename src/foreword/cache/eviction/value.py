@@ -199,7 +199,7 @@ class _Hazards:
         """Count the latest uses that reached an edge since the last call."""
         now, oldest = history.num_uses, history.oldest
         for number, edge in enumerate(self.edges.tolist()):
-            end = int(now - edge) + 1
+            end = now - math.ceil(edge) + 1
             start = max(int(self.counted_to[number]), oldest)
             if end > start:
                 entries = np.arange(start, min(end, now))
