@@ -1,15 +1,37 @@
-"""The command line, run as a user runs it: in a process of its own."""
+"""The command line: in a process of its own where the process matters, else by its entry point."""
 
+import gc
 import json
 import os
 import socket
 import subprocess
 import sys
 from importlib.resources import files
+from typing import NamedTuple
 
 import pytest
 
+from foreword import cli, llm
+
 MODEL = str(files("foreword.demo") / "weights")
+
+
+class Ran(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def foreword_here(capsys, monkeypatch):
+    """Run the command in this process, which has imported torch already."""
+
+    def run(*arguments, **environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return Ran(cli.main(list(arguments)), *capsys.readouterr())
+
+    return run
 
 
 def foreword(*arguments, **environment):
@@ -29,9 +51,9 @@ def test_generate_answers_a_chat_message_from_the_prompt():
     assert result.stdout == "4821\n"
 
 
-def test_generate_prints_one_json_line_per_prompt_and_reports_what_was_cached():
+def test_generate_prints_one_json_line_per_prompt_and_reports_what_was_cached(foreword_here):
     ids = ",".join(str(number) for number in range(5, 45))
-    result = foreword(
+    result = foreword_here(
         "generate", MODEL, "--json", "--max-tokens", "4", "--ignore-eos", "--prefix-index", "hash",
         "--eviction-policy", "lru", "--prompt-token-ids", ids,
         "--prompt-token-ids", ids,
@@ -42,9 +64,9 @@ def test_generate_prints_one_json_line_per_prompt_and_reports_what_was_cached():
     assert (first["num_cached_tokens"], second["num_cached_tokens"]) == (0, 32)
 
 
-def test_generate_explains_what_was_not_cached_and_where_prompts_part():
+def test_generate_explains_what_was_not_cached_and_where_prompts_part(foreword_here):
     shared = "The code of the amber falcon is 4821. The code of the blue heron is 1733. "
-    result = foreword(
+    result = foreword_here(
         "generate", MODEL, "--explain", "--max-tokens", "1", "--prompt", shared + "One more word and then the end.",
         "--prompt", shared + "Two more words and then the end.", "--max-num-seqs", "1",
     )  # fmt: skip
@@ -55,10 +77,10 @@ def test_generate_explains_what_was_not_cached_and_where_prompts_part():
     assert cached.startswith("    cached: 'One")
 
 
-def test_generate_reads_a_prompt_from_a_file(tmp_path):
+def test_generate_reads_a_prompt_from_a_file(tmp_path, foreword_here):
     path = tmp_path / "prompt.txt"
     path.write_text("The amber falcon", encoding="utf-8")
-    result = foreword("generate", MODEL, "--prompt-file", str(path), "--max-tokens", "2", "--json")
+    result = foreword_here("generate", MODEL, "--prompt-file", str(path), "--max-tokens", "2", "--json")
     assert json.loads(result.stdout)["num_prompt_tokens"] > 0
 
 
@@ -78,18 +100,26 @@ def test_generate_reads_a_prompt_from_a_file(tmp_path):
         (["bench", "trace", "no-such-trace.jsonl"], "no-such-trace.jsonl"),
     ],
 )
-def test_mistakes_are_named_on_one_line_without_a_traceback(arguments, message):
-    result = foreword(*arguments)
+def test_mistakes_are_named_on_one_line_without_a_traceback(arguments, message, foreword_here):
+    result = foreword_here(*arguments)
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_a_wrong_environment_variable_is_named():
-    result = foreword("generate", MODEL, "--prompt", "x", FOREWORD_NUM_THREADS="many")
+def test_a_wrong_environment_variable_is_named(foreword_here):
+    result = foreword_here("generate", MODEL, "--prompt", "x", FOREWORD_NUM_THREADS="many")
     assert result.returncode == 2
     assert "FOREWORD_NUM_THREADS='many'" in result.stderr
+
+
+def test_a_mistake_in_a_process_of_its_own_is_one_line_and_exit_code_2():
+    """Nothing that a library logs or warns of comes with it."""
+    result = foreword("generate", MODEL, "--prompt-token-ids", "99999999")
+    assert result.returncode == 2
+    assert "99999999" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_the_package_can_be_run_as_a_module_too():
@@ -107,8 +137,8 @@ def test_the_package_can_be_run_as_a_module_too():
         (["nowhere/at/all"], "nowhere/at/all"),
     ],
 )
-def test_serve_names_an_option_that_it_cannot_keep(arguments, message):
-    result = foreword("serve", *arguments)
+def test_serve_names_an_option_that_it_cannot_keep(arguments, message, foreword_here):
+    result = foreword_here("serve", *arguments)
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
@@ -123,31 +153,23 @@ def test_serve_names_a_port_that_another_server_has_before_it_loads_a_model():
     assert "loading" not in result.stderr
 
 
-WATCHED = """
-import gc, sys
-from foreword import cli, llm
-
-load = llm.LLM.__init__
-
-def watched(self, *arguments, **options):
-    print("loading", gc.isenabled())
-    load(self, *arguments, **options)
-
-llm.LLM.__init__ = watched
-print("left", cli.main(sys.argv[1:]), gc.isenabled())
-"""
-
-
 @pytest.mark.parametrize(
-    ("arguments", "left"),
+    ("arguments", "expected"),
     [
-        (["serve", "nowhere/at/all"], "left 2 True"),
-        (["generate", "nowhere/at/all", "--prompt", "x"], "left 2 True"),
-        (["generate", MODEL, "--prompt", "x", "--max-tokens", "1"], "left 0 True"),
+        (["serve", "nowhere/at/all"], 2),
+        (["generate", "nowhere/at/all", "--prompt", "x"], 2),
+        (["generate", MODEL, "--prompt", "x", "--max-tokens", "1"], 0),
     ],
 )
-def test_models_load_without_garbage_collection_which_then_goes_on(arguments, left):
-    command = [sys.executable, "-c", WATCHED, *arguments]
-    lines = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout.splitlines()
-    assert lines[0] == "loading False"
-    assert lines[-1] == left
+def test_models_load_without_garbage_collection_which_then_goes_on(arguments, expected, foreword_here, monkeypatch):
+    load, seen = llm.LLM.__init__, []
+
+    def watched(self, *arguments, **options):
+        seen.append(gc.isenabled())
+        load(self, *arguments, **options)
+
+    monkeypatch.setattr(llm.LLM, "__init__", watched)
+    assert foreword_here(*arguments).returncode == expected
+    assert seen == [False]
+    assert gc.isenabled()
+    gc.unfreeze()

@@ -37,6 +37,7 @@ def test_what_is_beyond_torch_is_taken_round_by_round() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_script_ends_with_one_json_line() -> None:
     model = str(files("foreword.demo") / "weights")
     output = subprocess.run(

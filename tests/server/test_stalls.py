@@ -12,7 +12,7 @@ import pytest
 
 from live_server import ServerProcess
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 KEY = {"Authorization": "Bearer sk-a"}
 MAX_STALL_S = 0.05
