@@ -19,11 +19,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from foreword.assembly import make_runner
 from foreword.cache import FullAttentionSpec, KVCacheManager
 from foreword.config import Dtype, ModelConfig, SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt
 from foreword.engine.scheduler import Scheduler
-from foreword.model.gpu.runner import RunnerLimits, make_runner
+from foreword.model.gpu.runner import RunnerLimits
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.runner import ModelRunner

@@ -34,8 +34,11 @@ from foreword.text import TextStream, Tokenizer
 
 if TYPE_CHECKING:
     from foreword.grammar import Grammars
+    from foreword.model.gpu.runner import RunnerLimits
     from foreword.model.layout import CacheLayout
     from foreword.model.loader import LoadedModel
+    from foreword.model.runner import ModelRunner
+    from foreword.model.storage import KVStorage
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +89,7 @@ def plan_layout(config: EngineConfig, model: LoadedModel) -> CacheLayout:
 def build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None) -> Engine:
     """Size the pool and join cache, scheduler and runner. Raises ConfigError for what does not fit."""
     from foreword.model.gpu.memory_use import measure_on_gpu
-    from foreword.model.gpu.runner import RunnerLimits, make_runner
+    from foreword.model.gpu.runner import RunnerLimits
     from foreword.model.memory import kv_cache_bytes
     from foreword.model.storage import KVStorage
 
@@ -146,6 +149,17 @@ def build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer 
         keys=_block_keys(config, model),
         seed=config.seed,
     )
+
+
+def make_runner(model: LoadedModel, storage: KVStorage, limits: RunnerLimits) -> ModelRunner:
+    """The runner for the device that the model is on."""
+    from foreword.model.gpu.device import CudaDevice
+    from foreword.model.gpu.runner import DeviceRunner
+    from foreword.model.runner import ModelRunner
+
+    if model.device.type == "cuda":
+        return DeviceRunner(model, storage, CudaDevice(model.device), limits)
+    return ModelRunner(model, storage)
 
 
 def load_grammars(tokenizer: Tokenizer | None, limits: ModelLimits) -> Grammars:

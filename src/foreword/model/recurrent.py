@@ -31,6 +31,7 @@ from foreword.batch import Batch
 from foreword.cache import NULL_BLOCK
 from foreword.model.layout import StateLayout
 from foreword.model.storage import KVStorage
+from foreword.model.trial import RandomInputs
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 """Names under which transformers' models and layers take their cache."""
@@ -263,10 +264,8 @@ def _continuation_error(module: nn.Module, layer: int, call: inspect.BoundArgume
     exact = copy.deepcopy(module).float()
     name = next(n for n in CACHE_ARGUMENTS if n in call.arguments)
     source = next(iter(call.signature.parameters))
-    generator = torch.Generator().manual_seed(0)
-    width = call.arguments[source].shape[-1]
-    device = call.arguments[source].device
-    hidden = torch.randn(1, 9, width, generator=generator).to(device)
+    given: Tensor = call.arguments[source]
+    hidden = RandomInputs().rows(1, 9, given.shape[-1]).to(given.device)
 
     def run(pieces: list[int]) -> Tensor:
         state = LinearAttentionLayer(number_of_states=8)

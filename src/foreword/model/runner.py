@@ -5,7 +5,6 @@ Knows batches, the model and its KV tensors; knows nothing of queues, prefixes o
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,51 +22,14 @@ from foreword.model.fusion.packed import has_unpacked_products
 from foreword.model.loader import LoadedModel
 from foreword.model.passes import split_batch
 from foreword.model.recurrent import StateRun, StepCache, plan_state_runs
+from foreword.model.row_padding import RowPadding
 from foreword.model.sampling.readout import Readout, Rows, logit_rows
 from foreword.model.storage import KVStorage
 
-FASTEST_PACKED_ROWS = 4
-"""Products of packed weights with fewer rows take longer (docs/decisions/0009-packed-weights.md)."""
 EXACT_ROWS = 256
 """Rows of every pass on a GPU that keeps equal bits: there the libraries choose how to compute by the number of rows.
 
 About as many as a product can have before arithmetic takes longer than reading its weights (docs/decisions/0014)."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowPadding:
-    """How many rows a forward pass must have so that each row's bits do not depend on the others.
-
-    Two things in the CPU's libraries look at the number of rows. A plain float32 matrix product of fewer than
-    16 rows takes another path, and so does a plain bfloat16 product of a single row that is long; of packed
-    weights only a float32 product of a single row does. And elementwise functions (silu, gelu, sigmoid) compute
-    the last few elements of each thread's share one by one, with another exponential than in vectors: the share
-    must be whole vectors. See docs/decisions/0002-exactness.md and 0009-packed-weights.md.
-    """
-
-    multiple: int
-    minimum: int
-
-    @classmethod
-    def for_model(cls, widths: list[int], dtype: torch.dtype, num_threads: int, *, packed: bool = False) -> RowPadding:
-        """`widths`: last sizes of all activations (their greatest common divisor is what counts).
-
-        `packed` says that all matrix products are of packed weights.
-        """
-        vector = 64 * num_threads  # two AVX-512 vectors of bfloat16, for every thread
-        multiple = math.lcm(num_threads, vector // math.gcd(vector, *widths))
-        if packed:
-            return cls(multiple, FASTEST_PACKED_ROWS)
-        return cls(multiple, 16 if dtype == torch.float32 else 2)
-
-    @classmethod
-    def fixed(cls, num_rows: int) -> RowPadding:
-        """Always this many rows, or a multiple."""
-        return cls(num_rows, num_rows)
-
-    def __call__(self, num_rows: int) -> int:
-        rows = max(num_rows, self.minimum)
-        return -(-rows // self.multiple) * self.multiple
 
 
 @dataclass(frozen=True, slots=True)

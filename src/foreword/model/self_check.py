@@ -16,6 +16,7 @@ from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
 from foreword.model.storage import KVStorage
+from foreword.model.trial import RandomInputs, same_bits
 
 NUM_TOKENS = 45
 BLOCK_SIZE = 4
@@ -35,7 +36,7 @@ def find_inexactness(model: LoadedModel) -> str | None:
     """
     num_tokens = min(NUM_TOKENS, model.max_positions)
     check = _Check(model, num_tokens)
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, num_tokens, dtype=np.int32)
+    tokens: IntArray = RandomInputs().integers(model.vocab_size, num_tokens).numpy().astype(np.int32)
     other = tokens[::-1].copy()
     num_hit = min(4, (num_tokens - 1) // BLOCK_SIZE) * BLOCK_SIZE
     if model.states and num_hit:  # the state behind the hit is kept only if a step ends there
@@ -48,13 +49,13 @@ def find_inexactness(model: LoadedModel) -> str | None:
         cuts = {0, *(cut // BLOCK_SIZE * BLOCK_SIZE for cut in cuts), num_tokens}
     for start, end in itertools.pairwise(sorted(cuts)):
         chunked = check.run((1, tokens, start, end))
-    if not torch.equal(whole, chunked):
+    if not same_bits(whole, chunked):
         return "logits depend on how prefill is chunked"
     check.share(0, 2, num_hit)
     num_other = min(7, num_tokens)
     beside = check.run((2, tokens, num_hit, num_tokens), (3, other, 0, num_other))
     decoded = check.run((2, tokens, num_tokens - 1, num_tokens), (3, other, num_other - 1, num_other))
-    if not torch.equal(whole, beside) or not (model.states or torch.equal(whole, decoded)):
+    if not same_bits(whole, beside) or not (model.states or same_bits(whole, decoded)):
         return "logits depend on cache hits or on the other requests of a batch"
     return _cell_inexactness(model, tokens) if model.states and num_tokens == NUM_TOKENS else None
 
@@ -74,13 +75,13 @@ def _cell_inexactness(model: LoadedModel, tokens: IntArray) -> str | None:
     cached.free(sequence)
     resumed = cached.compute(sequence)
     cached.free(sequence)
-    if not torch.equal(before, resumed):
+    if not same_bits(before, resumed):
         return "logits of a request depend on whether it was preempted"
     for name in ("longer", "again"):
         sequence = cached.sequence(name, tokens)
         hit = cached.compute(sequence)
         cached.free(sequence)
-    if not torch.equal(hit, _CachedRequests(model).compute(sequence)):
+    if not same_bits(hit, _CachedRequests(model).compute(sequence)):
         return "logits depend on what other requests left in the cache"
     return None
 

@@ -17,11 +17,13 @@ from torch import Tensor
 from foreword.config import KernelName, ModelConfig
 from foreword.kernels.cpu.attention import CpuAttention
 from foreword.kernels.select import ReferenceAttention
-from foreword.model import loader
 from foreword.model.cpu.layer_program import LayerChain, LayerOperations
 from foreword.model.cpu.product import ProductOperation, can_multiply
-from foreword.model.fusion.layers import FusedForward
+from foreword.model.flat_model import FlatModel
+from foreword.model.fusion import accelerate
+from foreword.model.fusion.fused_layer import FusedForward
 from foreword.model.loader import LoadedModel, load_model
+from foreword.model.probe import LayoutProbe
 from foreword.model.storage import KVStorage
 from tiny_models import Recipe, TinyModels, build_engine, complete, greedy, random_tokens, save_model
 
@@ -54,7 +56,7 @@ def answers(model: LoadedModel, lengths: Sequence[int] = LENGTHS) -> list[object
 def plain(folder: Path, kernel: KernelName = "auto") -> LoadedModel:
     """The model with its layers as transformers has them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "fuse_layers", lambda *_: 0)
+        patch.setattr(accelerate, "fuse_layers", lambda *_: 0)
         return load_model(ModelConfig(str(folder), dtype="bfloat16", attention_kernel=kernel))
 
 
@@ -132,14 +134,14 @@ def test_a_model_that_adds_something_between_its_layers_is_never_chained(
 ) -> None:
     """Seen at load, when layers are run without computing."""
     folder = str(tiny_models.folder("qwen3"))
-    fuse_layers = loader.fuse_layers
+    fuse_layers = accelerate.fuse_layers
 
     def fuse_and_hook(module: torch.nn.Module, *others: object) -> int:
         fused = fuse_layers(module, *others)  # type: ignore[arg-type]
         module.get_submodule("model.layers.2").register_forward_pre_hook(add_a_half)
         return fused
 
-    monkeypatch.setattr(loader, "fuse_layers", fuse_and_hook)
+    monkeypatch.setattr(accelerate, "fuse_layers", fuse_and_hook)
     model = load_model(ModelConfig(folder, dtype="bfloat16"))
     assert [len(chain.layers) for chain in chains(model)] == [2, 1]
     monkeypatch.undo()
@@ -151,15 +153,15 @@ def test_a_model_that_adds_something_between_its_layers_is_never_chained(
 def test_a_model_that_cannot_be_run_without_computing_has_a_program_for_each_layer(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader.LoadedModel, "run_two_tokens", _only_for_layouts(LoadedModel.run_two_tokens))
+    monkeypatch.setattr(FlatModel, "run_two_tokens", _only_for_layouts(FlatModel.run_two_tokens))
     model = load_model(ModelConfig(str(tiny_models.folder("qwen2")), dtype="bfloat16"))
     assert [len(chain.layers) for chain in chains(model)] == [1, 1, 1]
     assert answers(model) == answers(plain(tiny_models.folder("qwen2")))
 
 
 def _only_for_layouts(run: object) -> object:
-    def run_or_fail(self: LoadedModel, context: object, cache: object) -> None:
-        if not isinstance(context, loader.LayoutProbe):
+    def run_or_fail(self: FlatModel, context: object, cache: object) -> None:
+        if not isinstance(context, LayoutProbe):
             raise TypeError("no")
         run(self, context, cache)  # type: ignore[operator]
 
@@ -188,14 +190,14 @@ def test_a_layer_whose_result_is_needed_elsewhere_ends_its_chain(
         inner = module.get_submodule("model")
         inner.norm = KeptBehindTheLayers(inner.norm, inner.get_submodule(f"layers.{number}"), [])  # type: ignore[arg-type, assignment]
 
-    fuse_layers = loader.fuse_layers
+    fuse_layers = accelerate.fuse_layers
 
     def fuse_and_keep(module: torch.nn.Module, *others: object) -> int:
         fused = fuse_layers(module, *others)  # type: ignore[arg-type]
         keep(module)
         return fused
 
-    monkeypatch.setattr(loader, "fuse_layers", fuse_and_keep)
+    monkeypatch.setattr(accelerate, "fuse_layers", fuse_and_keep)
     model = load_model(ModelConfig(str(folder), dtype="bfloat16"))
     monkeypatch.undo()
     assert [len(chain.layers) for chain in chains(model)] == [number + 1, 2 - number]
@@ -267,7 +269,8 @@ def test_rows_with_gaps_between_them_are_kept_until_they_have_been_read(tiny_mod
     """What is made of them for the program is nobody else's."""
     model = load_model(ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16"))
     expected = answers(model)
-    (straight,) = model.straight
+    straight = model.straight
+    assert straight is not None
     embed, (chain,) = straight.embed, chains(model)
     run, junk = chain.program.run, []
 
@@ -277,8 +280,8 @@ def test_rows_with_gaps_between_them_are_kept_until_they_have_been_read(tiny_mod
         run(number)
 
     chain.program.run = run_late  # type: ignore[method-assign]
-    model.straight[0] = replace(straight, embed=lambda tokens: torch.stack((embed(tokens),) * 2, -1)[..., 0])
-    assert answers(model) == expected
+    gaps = replace(straight, embed=lambda tokens: torch.stack((embed(tokens),) * 2, -1)[..., 0])
+    assert answers(replace(model, straight=gaps)) == expected
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from foreword.config import ModelConfig
 from foreword.kernels.llvm.norms import ROUND_NORM
-from foreword.model import loader
 from foreword.model.cpu.rotary import HeadShapes, RotaryKernel
 from foreword.model.cpu.row_functions import Norm
-from foreword.model.fusion.layers import FusedForward, fuse_layers
+from foreword.model.fusion import accelerate
+from foreword.model.fusion.fused_layer import FusedForward
+from foreword.model.fusion.layers import fuse_layers
 from foreword.model.fusion.packed import can_pack
 from foreword.model.loader import load_model
 from tiny_models import TinyModels, build_engine, complete, greedy, random_tokens
@@ -49,7 +50,7 @@ def test_fused_layers_change_no_bit_of_an_answer(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch, name: str, dtype: Literal["bfloat16", "float32"]
 ) -> None:
     fused = tiny_models.loaded(name, dtype)
-    monkeypatch.setattr(loader, "fuse_layers", lambda *_: 0)
+    monkeypatch.setattr(accelerate, "fuse_layers", lambda *_: 0)
     plain = load_model(ModelConfig(str(tiny_models.folder(name)), dtype=dtype))
     assert num_fused(plain.module) == 0
     rng = np.random.default_rng(3)
@@ -68,7 +69,7 @@ def test_a_layer_that_gets_other_rows_than_it_was_handed_computes_their_norm(
     """As where a model adds something between its layers."""
     config = ModelConfig(str(tiny_models.folder("qwen3")), dtype="float32")
     models = [load_model(config)]
-    monkeypatch.setattr(loader, "fuse_layers", lambda *_: 0)
+    monkeypatch.setattr(accelerate, "fuse_layers", lambda *_: 0)
     models.append(load_model(config))
     answers = []
     for model in models:
@@ -80,7 +81,7 @@ def test_a_layer_that_gets_other_rows_than_it_was_handed_computes_their_norm(
 
 
 def test_a_layer_that_is_watched_stays_as_it_is(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "fuse_layers", lambda *_: 0)
+    monkeypatch.setattr(accelerate, "fuse_layers", lambda *_: 0)
     model = load_model(ModelConfig(str(tiny_models.folder("qwen2"))))
     attention = next(module for module in model.module.modules() if getattr(module, "layer_idx", None) == 1)
     attention.register_forward_hook(lambda *_: None)

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import DynamicCache
 
+from foreword.batch import NO_ENTRIES, Batch
 from foreword.config import ModelConfig
-from foreword.kernels.products.units import NUM_ROWS
-from foreword.kernels.runtime.threads import Program
 from foreword.model.cpu.layer_program import LayerChain
-from foreword.model.cpu.product import ProductOperation, can_multiply
-from foreword.model.fusion.layers import FusedForward
+from foreword.model.cpu.product import can_multiply
+from foreword.model.flat_model import FlatModel
+from foreword.model.fusion.fused_layer import FusedForward
 from foreword.model.fusion.straight_pass import StraightPass
+from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel, load_model
+from foreword.model.runner import ModelRunner
+from foreword.model.storage import KVStorage
 from tiny_models import Recipe, TinyModels, build_engine, complete, greedy, random_tokens, save_model
 
 pytestmark = pytest.mark.skipif(not can_multiply(), reason="this processor has no instructions for such products")
-Run = Callable[..., Tensor]
 
 
 def load(tiny_models: TinyModels, name: str = "qwen3") -> LoadedModel:
@@ -41,72 +44,85 @@ def answers(model: LoadedModel) -> list[object]:
     return [(one.outputs[0].token_ids, one.outputs[0].logprobs, one.prompt_logprobs) for one in outputs]
 
 
+def logits_of(model: LoadedModel, prompt: list[int], rows: list[int]) -> tuple[Tensor, Tensor]:
+    """Logits of some rows of a prompt, and then those of the token that follows it, over the KV that was kept."""
+    layout = model.plan_layout(LayoutOptions(block_size=4))
+    runner = ModelRunner(model, KVStorage(layout, 8, model.device))
+    tables = tuple(np.arange(8, dtype=np.int32)[None] for _ in layout.specs)
+
+    def run(start: int, token_ids: list[int], wanted: list[int]) -> Tensor:
+        batch = Batch(
+            entries=NO_ENTRIES,
+            token_ids=np.array(token_ids, np.int32),
+            positions=np.arange(start, start + len(token_ids), dtype=np.int32),
+            query_starts=np.array([0, len(token_ids)], np.int32),
+            group_tables=tables,
+            write_from=np.zeros(1, np.int32),
+            copies=np.empty((0, 2), np.int32),
+        )
+        return runner.forward(batch, np.array(wanted, np.int64))
+
+    return run(0, prompt, rows), run(len(prompt), [7], [0])
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral"])
-def test_a_straight_pass_gives_the_bits_of_the_models_own_code(
-    tiny_models: TinyModels, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_straight_pass_gives_the_bits_of_the_models_own_code(tiny_models: TinyModels, name: str) -> None:
     model = load(tiny_models, name)
-    assert len(model.straight) == 1
-    with monkeypatch.context() as patch:
-        patch.delattr(LoadedModel, "__call__")  # which runs the model's own code
-        found = answers(model)
-    model.straight.clear()
-    assert answers(model) == found
+    assert model.straight is not None
+    assert answers(model) == answers(replace(model, straight=None))
 
 
-def test_the_last_layer_computes_what_is_asked_for(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, run, seen = load(tiny_models), Program.run, []
-
-    def note(program: Program, number: int | None = None) -> None:
-        run(program, number)
-        gates = [one for one in program.operations if isinstance(one, ProductOperation)][2::4]
-        seen.append((number, int(gates[0].arguments[NUM_ROWS]), int(gates[-1].arguments[NUM_ROWS])))
-
-    engine = build_engine(model, num_blocks=96, max_num_batched_tokens=64)
-    layers = parts(model)[0].layers
-    monkeypatch.setattr(Program, "run", note)
-    complete(engine, [random_tokens(np.random.default_rng(0), 100)], greedy(1))
-    (without_logits, *_), (everything, first, last) = seen
-    assert without_logits == 10 * len(layers) - 7  # keys and values of the last layer, and nothing behind them
-    assert (everything, first, last) == (None, 36, 1)
+def test_no_step_runs_the_models_own_code(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(tiny_models)
+    monkeypatch.setattr(LoadedModel, "__call__", lambda *_: pytest.fail("a step ran the model's own code"))
+    assert len(answers(model)) == 6
 
 
-def parts(model: LoadedModel) -> tuple[LayerChain, Run]:
-    """What `StraightPass.find` is given."""
-    forwards = (module.forward for module in model.module.modules() if isinstance(module.forward, FusedForward))
-    chain = next(forward.chain for forward in forwards if forward.chain is not None)
+@pytest.mark.parametrize("keep", [[], [0], [11], [4, 5, 6], [0, 7]], ids=str)
+def test_logits_do_not_depend_on_which_others_are_wanted(tiny_models: TinyModels, keep: list[int]) -> None:
+    """The last layer computes only what is wanted: no bit of a wanted row changes, nor of the KV that is kept."""
+    model = load(tiny_models)
+    prompt = random_tokens(np.random.default_rng(0), 12)
+    every, after = logits_of(model, prompt, list(range(12)))
+    some, after_some = logits_of(model, prompt, keep)
+    assert torch.equal(some, every[keep])
+    assert torch.equal(after_some, after)
 
-    def run(context: object, tokens: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
-        with torch.inference_mode():
-            return model(tokens, positions, keep, context, DynamicCache())  # type: ignore[arg-type]
 
-    return chain, run
+class Changed(FlatModel):
+    """A model that does something else than its modules say."""
+
+    __slots__ = ("change",)
+
+    @classmethod
+    def of(cls, model: FlatModel, change: Callable[..., Tensor]) -> Changed:
+        changed = cls(model.module, model.cache_argument, model.device)
+        object.__setattr__(changed, "change", change)
+        return changed
+
+    def __call__(self, *given: Any) -> Tensor:
+        result: Tensor = self.change(super().__call__, *given)
+        return result
 
 
-CHANGES: dict[str, Callable[[Run], Run]] = {
-    "logits are scaled": lambda run: lambda *given: run(*given) * 1.5,
-    "one logit is another": lambda run: lambda *given: run(*given).index_fill(1, torch.tensor([3]), 0.25),
-    "logits are float32": lambda run: lambda *given: run(*given).float(),
-    "positions are moved": lambda run: (
-        lambda context, tokens, positions, keep: run(context, tokens, positions + 1, keep)
-    ),
-    "tokens are changed": lambda run: (
-        lambda context, tokens, positions, keep: run(context, tokens ^ 1, positions, keep)
-    ),
-    "other rows are kept": lambda run: (
-        lambda context, tokens, positions, keep: run(context, tokens, positions, keep - 1)
-    ),
+CHANGES: dict[str, Callable[..., Tensor]] = {
+    "nothing is changed": lambda run, *given: run(*given),
+    "logits are scaled": lambda run, *given: run(*given) * 1.5,
+    "one logit is another": lambda run, *given: run(*given).index_fill(1, torch.tensor([3]), 0.25),
+    "logits are float32": lambda run, *given: run(*given).float(),
+    "positions are moved": lambda run, tokens, positions, *others: run(tokens, positions + 1, *others),
+    "tokens are changed": lambda run, tokens, *others: run(tokens ^ 1, *others),
+    "other rows are kept": lambda run, tokens, positions, keep, *others: run(tokens, positions, keep - 1, *others),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_model_that_does_anything_else_runs_its_own_code(
-    tiny_models: TinyModels, change: Callable[[Run], Run]
-) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_does_anything_else_has_no_straight_pass(tiny_models: TinyModels, name: str) -> None:
     model = load(tiny_models)
-    chain, run = parts(model)
-    assert StraightPass.find(model.module, chain, run, model.vocab_size) is not None
-    assert StraightPass.find(model.module, chain, change(run), model.vocab_size) is None
+    assert model.straight is not None
+    changed = Changed.of(model, CHANGES[name])
+    found = StraightPass.find(changed, model.straight.chain, model.vocab_size)
+    assert (found is not None) == (name == "nothing is changed")
 
 
 @pytest.mark.parametrize("path", ["lm_head", "model.norm", "model.layers.1", "model.embed_tokens", "model", ""])
@@ -130,11 +146,10 @@ def test_a_module_that_is_hooked_later_has_its_say(tiny_models: TinyModels, path
 
 
 def test_a_kernel_without_a_program_is_served_by_the_models_own_code(tiny_models: TinyModels) -> None:
-    config = ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16", attention_kernel="reference")
-    model = load_model(config)
-    assert len(answers(model)) == 6
-    assert model.straight[0].chain._head is not None
-    assert not model.straight[0].chain._is_for_storage
+    options = ModelConfig(str(tiny_models.folder("qwen3")), dtype="bfloat16", attention_kernel="reference")
+    model = load_model(options)
+    assert model.straight is not None
+    assert answers(model) == answers(replace(model, straight=None))
 
 
 class Doubled(nn.Module):
@@ -151,13 +166,11 @@ class Doubled(nn.Module):
 
 @pytest.mark.parametrize("path", ["lm_head", "model.norm", "model.embed_tokens"])
 def test_a_module_that_is_put_in_anothers_place_later_has_its_say(tiny_models: TinyModels, path: str) -> None:
-    found, expected = load(tiny_models), load(tiny_models)
-    expected.straight.clear()
-    before = answers(found)
-    for model in (found, expected):
-        model.module.set_submodule(path, Doubled(model.module.get_submodule(path)))
-    assert answers(found) == answers(expected)
-    assert path == "model.norm" or answers(found) != before
+    model = load(tiny_models)
+    before = answers(model)
+    model.module.set_submodule(path, Doubled(model.module.get_submodule(path)))
+    assert answers(model) == answers(replace(model, straight=None))
+    assert path == "model.norm" or answers(model) != before
 
 
 @pytest.mark.parametrize("path", ["model.embed_tokens", "model.layers.1"])
@@ -167,6 +180,19 @@ def test_a_forward_that_is_replaced_later_has_its_say(tiny_models: TinyModels, p
     forward = module.forward
     module.forward = lambda rows, **others: forward(rows, **others) * 1.25  # type: ignore[method-assign]
     assert answers(model) != before
+
+
+def test_layers_that_were_handed_other_rows_run_one_by_one_from_then_on(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the hook that did it is gone: a step must not mix the program with layers of their own."""
+    model = load(tiny_models)
+    before = answers(model)
+    layer = model.module.get_submodule("model.layers.1")
+    with layer.register_forward_pre_hook(lambda module, given: (given[0].clone(), *given[1:])):
+        assert answers(model) == before
+    monkeypatch.setattr(LayerChain, "logits", lambda *_: pytest.fail("a straight pass"))
+    assert answers(model) == before
 
 
 def test_a_hook_of_all_modules_sees_those_of_a_step(tiny_models: TinyModels) -> None:
@@ -184,5 +210,5 @@ def test_a_model_of_which_one_layer_alone_is_fused_is_loaded(tmp_path: Path, rop
     folder = save_model(tmp_path, Recipe("smollm3", {"head_dim": 32, **layers}))
     model = load_model(ModelConfig(str(folder), dtype="bfloat16"))
     assert sum(isinstance(module.forward, FusedForward) for module in model.module.modules()) == 1
-    assert model.straight == []
+    assert model.straight is None
     assert len(answers(model)) == 6

@@ -38,8 +38,7 @@ def plain_model(tiny_models: TinyModels) -> Callable[[str], LoadedModel]:
     def load(family: str) -> LoadedModel:
         if family not in known:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("foreword.model.loader.fuse", lambda module: None)
-                patch.setattr("foreword.model.loader.pack_linears", lambda module: None)
+                patch.setattr("foreword.model.loader.accelerate", lambda *_: None)
                 options = ModelConfig(str(tiny_models.folder(family)), dtype="float32", attention_kernel="reference")
                 known[family] = load_model(options)
         return known[family]

@@ -23,13 +23,12 @@ from foreword.kernels.llvm.norms import ADD_ONE, ROUND_NORM
 from foreword.model.cpu.product import CompactProduct
 from foreword.model.cpu.row_functions import Norm, RowKernels
 from foreword.model.fusion.packed import PackedLinear, can_pack, stacked
+from foreword.model.trial import NUM_ROWS, RandomInputs, attempt, same_bits
 
 logger = logging.getLogger(__name__)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 """Linear layers of one parent that usually read the same input."""
-_NUM_ROWS = 3
-"""Rows of random numbers on which formulas are compared."""
 
 
 def fuse(module: nn.Module) -> None:
@@ -191,12 +190,12 @@ def _norm_form(module: nn.Module, weight: Tensor, epsilon: float) -> int | None:
 
     Its weight is random for the trial, since a weight of ones would make the formulas agree.
     """
-    x = _random(_NUM_ROWS, len(weight), weight.dtype)
-    kept = weight.clone()
+    inputs = RandomInputs()
+    x, kept = inputs.rows(NUM_ROWS, len(weight), dtype=weight.dtype), weight.clone()
     with torch.no_grad():
-        weight.copy_(_random(1, len(weight), weight.dtype)[0])
+        weight.copy_(inputs.rows(len(weight)))
         try:
-            output = _output(module, x)
+            output = attempt(lambda: module(x), "a module with one weight takes something else than rows")
             wide = x.float()
             norm = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
             formulas = {
@@ -206,30 +205,18 @@ def _norm_form(module: nn.Module, weight: Tensor, epsilon: float) -> int | None:
             }
         finally:
             weight.copy_(kept)
-    return next((form for form, expected in formulas.items() if _equal(output, expected)), None)
+    return next((form for form, expected in formulas.items() if same_bits(output, expected)), None)
 
 
 def _gate_order(module: nn.Module, linears: list[nn.Linear]) -> tuple[int, int] | None:
     """Which of the first two linear layers is the gate; None if the module computes something else."""
-    x = _random(_NUM_ROWS, linears[0].in_features, linears[0].weight.dtype)
+    x = RandomInputs().rows(NUM_ROWS, linears[0].in_features, dtype=linears[0].weight.dtype)
     with torch.no_grad():
-        output = _output(module, x)
+        output = attempt(lambda: module(x), "a module of three linear layers takes something else than rows")
         for gate, up in ((0, 1), (1, 0)):
-            if _equal(output, linears[2](nn.functional.silu(linears[gate](x)) * linears[up](x))):
+            if same_bits(output, linears[2](nn.functional.silu(linears[gate](x)) * linears[up](x))):
                 return gate, up
     return None
-
-
-def _output(module: Callable[[Tensor], Any], x: Tensor) -> Any:
-    """What the module makes of `x`; None if it wants something else."""
-    try:
-        return module(x)
-    except Exception:
-        return None
-
-
-def _equal(output: Any, expected: Tensor) -> bool:
-    return isinstance(output, Tensor) and output.dtype == expected.dtype and torch.equal(output, expected)
 
 
 def _merge_siblings(parent: nn.Module) -> None:
@@ -253,7 +240,3 @@ def _merge_siblings(parent: nn.Module) -> None:
 
 def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _random(rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -1,18 +1,21 @@
 """A pass through a whole model without the model's own Python: embedding, all layers as one program, norm, head.
 
-Knows what a decoder is made of; knows no model by name. What transformers' code does around the layers (masks that
-nobody needs, checks, a call for each layer) takes a millisecond, and a step of few rows is some twenty. A model is
-run this way only if, on random tokens, positions and rows, its own code gives the exact bits of this formula:
+Knows what a decoder is made of; knows no model by name. A model runs this way only if, on random tokens, positions and
+rows, its own code gives the exact bits of this formula:
 
     rows = embedding(tokens);  turns = rotary(rows, positions);  rows = layers(rows, turns);  logits = head(norm(rows))
 
-As soon as somebody hooks one of these modules or a layer, to watch it or to change what it gives, puts another in its
-place or gives it another `forward`, steps are the model's own again.
+transformers' code around the layers (masks that nobody needs, checks, a call for each layer) takes a millisecond of a
+step of some twenty, and it computes rows of the last layer that nobody asks for. On a Zen 4 or 5 processor of 2 cores a
+straight pass takes 0.92 of the time for one request that decodes, 0.98 for sixteen, and 0.95 for the first token after
+1024 (medians of pairs in turn, docs/decisions/0020-straight-pass.md).
+
+A step runs the model's own code again if somebody hooks, replaces or gives another `forward` to a layer or to a module
+outside the layers, to watch it or to change what it gives.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,24 +27,25 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
     register_module_forward_hook,
 )
+from transformers import DynamicCache
 
 from foreword.model.attention import ForwardContext
 from foreword.model.cpu.layer_program import LayerChain, LayerOperations
-from foreword.model.fusion.layers import FusedForward
+from foreword.model.flat_model import FlatModel
+from foreword.model.fusion.fused_layer import FusedForward
 from foreword.model.fusion.modules import FusedNorm
 from foreword.model.fusion.neighbours import Neighbours
 from foreword.model.fusion.packed import PackedLinear
-
-logger = logging.getLogger(__name__)
+from foreword.model.trial import RandomInputs, attempt, same_bits
 
 Turns = tuple[Tensor, Tensor]
 _TRIALS = ((5, (1, 4)), (2, (0, 1)))
-"""How many rows, and whose logits."""
+"""The number of rows of each trial, and the rows whose logits are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class StraightPass:
-    """What there is beside the layers."""
+    """The parts of a model around its layers, and the layers' program."""
 
     embed: Callable[[Tensor], Tensor]
     rotary: Callable[[Tensor, Tensor], Turns]
@@ -49,27 +53,21 @@ class StraightPass:
     head: PackedLinear
     chain: LayerChain
     hooks: tuple[Mapping[int, Any], ...]
-    """Of all modules but those inside layers, and those of every module."""
+    """Of each module outside layers and of each layer, and the global ones."""
     found: tuple[tuple[Mapping[str, Any], str, Any], ...]
-    """Children of modules outside layers, and what stands in place of a class's `forward`: where, its name, itself."""
+    """(where, name, value) of what must not change: children of modules outside layers, what stands in place of a
+    class's `forward`, and the program of the layers."""
 
     @classmethod
-    def find(cls, module: nn.Module, chain: LayerChain, run: Callable[..., Tensor], vocab: int) -> StraightPass | None:
-        """None if the model does anything else. `run(context, tokens, positions, keep)` returns the model's logits."""
+    def find(cls, model: FlatModel, chain: LayerChain, vocab_size: int) -> StraightPass | None:
+        """None if the model computes anything else than the formula."""
         found: StraightPass | None = None
         for seed, (num_rows, keep) in enumerate(_TRIALS):
-            generator = torch.Generator().manual_seed(seed)
-            tokens = torch.randint(vocab, (1, num_rows), generator=generator)
-            positions = torch.randint(64, (1, num_rows), generator=generator)
-            trial = _Trial(generator)
-            try:
-                with register_module_forward_hook(trial.note):
-                    expected = run(trial, tokens, positions, torch.tensor(keep))
-            except Exception:
-                logger.debug("the model does not run without a step, as where some layers are its own", exc_info=True)
+            trial = _Trial(RandomInputs(seed), vocab_size, num_rows, keep)
+            if not trial.run(model):
                 return None
-            found = cls._of(module, chain, trial) if found is None else found
-            if found is None or not found._agrees(trial, tokens, positions, torch.tensor(keep), expected):
+            found = cls._of(model.module, chain, trial) if found is None else found
+            if found is None or not found._agrees(trial):
                 return None
         assert found is not None
         assert found.head.compact is not None
@@ -92,22 +90,21 @@ class StraightPass:
         forwards = [(vars(one), "forward", vars(one).get("forward")) for one in outside]
         holders = [one for one in outside if one not in inside]
         children = [(one._modules, name, child) for one in holders for name, child in one._modules.items()]
-        return cls(embed.forward, rotary.forward, norm, head, chain, hooks, (*forwards, *children))
+        layer = next(one.forward for one in outside if isinstance(one.forward, FusedForward))
+        kept = (*forwards, *children, (vars(layer), "chain", chain))  # `unchain_layers` takes the chain away
+        return cls(embed.forward, rotary.forward, norm, head, chain, hooks, kept)
 
-    def _agrees(self, trial: _Trial, tokens: Tensor, positions: Tensor, keep: Tensor, expected: Tensor) -> bool:
-        """Whether the formula gives what the model has given to its layers and made of what they returned."""
-        assert trial.first is not None
-        assert trial.last is not None
-        assert trial.turns is not None
-        try:
-            rows = self.embed(tokens)
-            logits = self.head.forward(self.norm.forward(trial.last[0])[keep])
-            turns = self.rotary(rows, positions)
-            pairs = [(rows, trial.first), (logits, expected), *zip(turns, trial.turns, strict=True)]
-        except Exception:
-            logger.debug("the parts of the model want to be called in another way", exc_info=True)
-            return False
-        return all(one.dtype == two.dtype and torch.equal(one, two) for one, two in pairs)
+    def _agrees(self, trial: _Trial) -> bool:
+        """Whether the formula gives the layers what the model gave them, and makes of their rows what it made."""
+
+        def formula() -> tuple[object, ...]:
+            assert trial.last is not None
+            rows = self.embed(trial.tokens)
+            logits = self.head.forward(self.norm.forward(trial.last[0])[trial.keep])
+            return rows, logits, self.rotary(rows, trial.positions)
+
+        found = attempt(formula, "the parts of the model want to be called in another way")
+        return same_bits(found, (trial.first, trial.logits, trial.turns))
 
     def __call__(self, tokens: Tensor, positions: Tensor, keep: Tensor, context: ForwardContext) -> Tensor | None:
         """Logits [len(keep), vocab] of rows in ascending order, each once; None if this step needs the model's code."""
@@ -118,20 +115,33 @@ class StraightPass:
 
 
 class _Trial(Neighbours):
-    """Stands in for the context of a step: layers return random rows, and what is handed to them is noted."""
+    """Stands in for the context of a step: layers return random rows, and the trial notes what they are handed."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, inputs: RandomInputs, vocab_size: int, num_rows: int, keep: tuple[int, ...]) -> None:
         super().__init__()
-        self._generator = generator
+        self._inputs = inputs
+        self.tokens, self.positions = inputs.integers(vocab_size, 1, num_rows), inputs.integers(64, 1, num_rows)
+        self.keep = torch.tensor(keep)
+        self.logits: Tensor | None = None
+        """Of the rows `keep`, when the model has run."""
         self._pairs: list[tuple[nn.Module, Tensor]] = []
         """Modules that returned a pair of tensors, and the first of each."""
         self.norms: list[nn.Module] = []
-        """What was given the last layer's rows."""
+        """Modules that were given the last layer's rows."""
         self.first: Tensor | None = None
         self.last: Tensor | None = None
         """What the first layer was given, and what the last has returned, [1, rows, width]."""
         self.turns: Turns | None = None
         self.num_layers = 0
+
+    def run(self, model: FlatModel) -> bool:
+        """Run the model's own code; whether it ran, which a model does not if some layers are transformers' own."""
+        with torch.inference_mode(), register_module_forward_hook(self.note):
+            self.logits = attempt(
+                lambda: model(self.tokens, self.positions, self.keep, self, DynamicCache()),
+                "the model does not run without a step",
+            )
+        return self.logits is not None
 
     def observe(self, layer: LayerOperations | None, hidden_states: Tensor, turns: Turns) -> Tensor:
         """What the layer is to return."""
@@ -139,11 +149,11 @@ class _Trial(Neighbours):
         if self.first is None:
             self.first, self.turns = hidden_states, turns
         self.num_layers += 1
-        self.last = torch.randn(hidden_states.shape, generator=self._generator).to(hidden_states.dtype)
+        self.last = self._inputs.rows(*hidden_states.shape, dtype=hidden_states.dtype)
         return self.last
 
     def note(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        """A module has run."""
+        """Called after each module has run."""
         if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], Tensor):
             self._pairs.append((module, output[0]))
         if self.last is not None and any(argument is self.last for argument in arguments):
@@ -151,5 +161,5 @@ class _Trial(Neighbours):
 
     @property
     def rotaries(self) -> list[nn.Module]:
-        """What has made the layers' cosines and sines."""
+        """Modules that made the layers' cosines and sines."""
         return [module for module, cosines in self._pairs if self.turns is not None and cosines is self.turns[0]]

@@ -30,7 +30,7 @@ from foreword.batch import Batch, BatchResult
 from foreword.config import EngineConfig
 from foreword.kernels.device_attention import DeviceAttention
 from foreword.model.gpu.decode_graphs import DECODE_SIZES, DecodeGraphs, DecodeStep, why_not_recordable
-from foreword.model.gpu.device import CudaDevice, Device, Event
+from foreword.model.gpu.device import Device, Event
 from foreword.model.gpu.step_buffer import StepBuffer
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ForwardPass, GroupPlan, ModelRunner
@@ -256,10 +256,3 @@ class DeviceRunner(ModelRunner):
         if len(packed):
             self._accelerator.copy(host, packed)
         return PendingResult(self._accelerator.mark(), host, taken)
-
-
-def make_runner(model: LoadedModel, storage: KVStorage, limits: RunnerLimits) -> ModelRunner:
-    """The runner for the device that the model is on."""
-    if model.device.type == "cuda":
-        return DeviceRunner(model, storage, CudaDevice(model.device), limits)
-    return ModelRunner(model, storage)

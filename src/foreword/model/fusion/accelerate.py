@@ -1,0 +1,30 @@
+"""Making a plain model fast on a CPU: modules fused, weights packed, layers joined to programs.
+
+Knows the order: modules are fused while their weights are plain, and layers are tried as they will run. Each part
+replaces only what it has seen to give the same bits; the rest stays transformers' own.
+"""
+
+from __future__ import annotations
+
+from transformers import DynamicCache
+
+from foreword.model.flat_model import FlatModel
+from foreword.model.fusion.chains import chain_layers, unchain_layers
+from foreword.model.fusion.layers import fuse_layers
+from foreword.model.fusion.modules import fuse
+from foreword.model.fusion.packed import pack_linears
+from foreword.model.fusion.straight_pass import StraightPass
+from foreword.model.probe import Remembered
+
+
+def accelerate(model: FlatModel, remembered: Remembered, vocab_size: int) -> StraightPass | None:
+    """Replace parts of a model in place; returns the way through it without its own code, if there is one."""
+    module = model.module
+    fuse(module)
+    pack_linears(module)
+    fuse_layers(module, remembered.layers)
+    if remembered.states:
+        unchain_layers(module)
+        return None
+    chains = chain_layers(module, lambda context: model.run_two_tokens(context, DynamicCache()))
+    return StraightPass.find(model, chains[0], vocab_size) if len(chains) == 1 else None
