@@ -38,7 +38,6 @@ from foreword import SamplingParams
 from foreword.cache import KVCacheManager
 from foreword.config import ModelConfig, SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt
-from foreword.engine.scheduler import Scheduler
 from foreword.kernels.triton.attention import TritonAttention
 from foreword.model.gpu.decode_graphs import DecodeGraphs
 from foreword.model.gpu.device import DeviceMemory
@@ -111,11 +110,11 @@ def build(folder: str, batch: int, length: int) -> Engine:
     storage = KVStorage(layout, num_blocks, torch.device("cpu"))
     runner = PromptsForNothing(model, storage, IdleDevice(), RunnerLimits(MOST_TOKENS, batch))
     config = SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=8192)
-    return Engine(Scheduler(manager, config), runner, ModelLimits(model.vocab_size, length))
+    return Engine(manager, config, runner, ModelLimits(model.vocab_size, length))
 
 
 def watch_parts(clock: Clock, engine: Engine) -> None:
-    clock.watch("next step planned: requests, blocks, batch", engine.scheduler, "schedule_behind")
+    clock.watch("next step planned: requests, blocks, batch", engine.scheduler, "schedule_after")
     clock.watch("tokens recorded", engine.scheduler, "commit")
     clock.watch("outputs", engine._outputs, "collect")
     clock.watch("attention planned", DecodeGraphs, "_plans")

@@ -504,7 +504,9 @@ def test_block_keys_name_the_model_its_precision_and_the_deployment(chat_model: 
     def key_of(folder: Path, **options: Any) -> str:
         with open_llm(folder, prefix_index="hash", **options) as llm:
             llm.generate(token_prompt(prompt_of(16)), greedy(1))
-            key: str = llm.engine._sequence("r", Prompt(np.array(prompt_of(16), np.int32))).block_hashes()[0].hex()
+            key: str = (
+                llm.engine._intake.sequence("r", Prompt(np.array(prompt_of(16), np.int32))).block_hashes()[0].hex()
+            )
             assert llm.engine.num_cached_tokens(Prompt(np.array(prompt_of(16), np.int32))) == 15
             return key
 

@@ -23,7 +23,6 @@ from foreword.assembly import make_runner
 from foreword.cache import FullAttentionSpec, KVCacheManager
 from foreword.config import Dtype, ModelConfig, SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt
-from foreword.engine.scheduler import Scheduler
 from foreword.model.gpu.runner import RunnerLimits
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel, load_model
@@ -388,7 +387,7 @@ def build_engine(
     limits = ModelLimits(model.vocab_size, held, frozenset(model.eos_token_ids))
     steps = RunnerLimits(held, config.max_num_seqs)
     runner = runner_class(model, storage) if runner_class else make_runner(model, storage, steps)
-    return Engine(Scheduler(manager, config), runner, limits)
+    return Engine(manager, config, runner, limits)
 
 
 def longest_hit(engine: Engine, num_computed: int, length: int) -> int:

@@ -26,8 +26,7 @@ from foreword.cache import (
     make_policy,
 )
 from foreword.config import CacheConfig, EngineConfig, Environment, ModelConfig
-from foreword.engine import BlockKeys, Engine, ModelLimits
-from foreword.engine.scheduler import Scheduler
+from foreword.engine import BlockKeys, Engine, ModelLimits, TextTools
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
 from foreword.request import SamplingParams
 from foreword.text import TextStream, Tokenizer
@@ -141,11 +140,11 @@ def build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer 
     if config.cache.sink_token_ids:
         runner.fill_sinks(_sink_tokens(config, model.vocab_size), manager.sink_block_ids())
     return Engine(
-        Scheduler(manager, config.scheduler),
+        manager,
+        config.scheduler,
         runner,
         limits,
-        open_text_stream=open_text_stream if tokenizer else None,
-        spell=tokenizer.spellings if tokenizer else None,
+        text=TextTools(open_text_stream, tokenizer.spellings) if tokenizer else None,
         keys=_block_keys(config, model),
         seed=config.seed,
     )

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from foreword.batch import BatchResult
-from foreword.engine import Engine, ModelLimits, Prompt
-from foreword.engine.scheduler import Scheduler
+from foreword.engine import Engine, ModelLimits, Prompt, TextTools
 from foreword.errors import EngineError
 from foreword.request import SamplingParams
 from hash_runner import HashEngine, expected_answer
@@ -22,7 +21,7 @@ def late_engine(**options: object) -> tuple[HashEngine, LateRunner]:
     """A HashEngine whose results come late."""
     world = HashEngine.build(vocab_size=VOCAB_SIZE, **options)  # type: ignore[arg-type]
     runner = LateRunner(world.runner)
-    engine = Engine(world.scheduler, runner, world.engine.limits)
+    engine = Engine(world.manager, world.scheduler.config, runner, world.engine.limits)
     return HashEngine(engine, world.runner), runner
 
 
@@ -125,8 +124,9 @@ def test_a_stop_string_found_while_the_next_token_is_computed_ends_the_answer_th
 
     world = HashEngine.build(vocab_size=VOCAB_SIZE)
     runner = LateRunner(world.runner)
-    scheduler = Scheduler(world.manager, world.scheduler.config)
-    engine = Engine(scheduler, runner, ModelLimits(VOCAB_SIZE, 512), open_text_stream=lambda _: Letters())
+    engine = Engine(
+        world.manager, world.scheduler.config, runner, ModelLimits(VOCAB_SIZE, 512), text=TextTools(lambda _: Letters())
+    )
     output = engine.add_request(
         "one", prompt_of([1, 2, 3]), SamplingParams(max_tokens=9, seed=1, ignore_eos=True, stop=("xxx",))
     )
@@ -309,7 +309,7 @@ class StopAtThird:
 def stopping_engine() -> tuple[HashEngine, LateRunner]:
     world = HashEngine.build(vocab_size=VOCAB_SIZE)
     runner = LateRunner(world.runner)
-    engine = Engine(world.scheduler, runner, world.engine.limits, open_text_stream=StopAtThird)
+    engine = Engine(world.manager, world.scheduler.config, runner, world.engine.limits, text=TextTools(StopAtThird))
     return HashEngine(engine, world.runner), runner
 
 

@@ -8,8 +8,7 @@ import pytest
 from foreword.cache import KVCacheManager, RadixIndex
 from foreword.cli import main
 from foreword.config import SchedulerConfig
-from foreword.engine import Engine, ModelLimits, Prompt
-from foreword.engine.scheduler import Scheduler
+from foreword.engine import Engine, ModelLimits, Prompt, SimulatedScheduler
 from foreword.errors import ConfigError
 from foreword.replay.keys import as_content_ids, chain
 from foreword.replay.timing import Replica, SimulatedRunner, StepCost, TimingOptions, make_request, simulate_time
@@ -52,7 +51,7 @@ class RecordingRunner(SimulatedRunner):
 @pytest.mark.parametrize("policy", ["lru", "value"])
 @pytest.mark.parametrize("num_blocks", [60, 200, 2000])
 def test_every_step_decides_as_the_engine_does_on_the_same_requests(num_blocks, policy, monkeypatch):
-    monkeypatch.setattr(Scheduler, "num_steady_steps", lambda _: 0)
+    monkeypatch.setattr(SimulatedScheduler, "num_steady_steps", lambda _: 0)
     trace = recorded(chat(np.random.default_rng(1), 150), spacing_s=0.005)
     trace = [each for each in trace if len(each.keys) < 50]
 
@@ -60,7 +59,7 @@ def test_every_step_decides_as_the_engine_does_on_the_same_requests(num_blocks, 
     replica.runner = RecordingRunner(COST)
     manager = KVCacheManager(num_blocks, block_size=4, index=RadixIndex(num_blocks, 4), eviction_policy=policy)
     runner = RecordingRunner(COST)
-    engine = Engine(Scheduler(manager, SMALL), runner, ModelLimits(2**31 - 1, 10_000))
+    engine = Engine(manager, SMALL, runner, ModelLimits(2**31 - 1, 10_000))
     for number, each in enumerate(trace):
         at = each.timestamp_ms / 1000
         replica.run_until(at)
@@ -91,16 +90,16 @@ def test_steps_in_which_nothing_is_decided_can_be_taken_at_once(num_blocks, poli
     options = TimingOptions(num_blocks, COST, num_replicas=2, eviction_policy=policy, scheduler=SMALL)
     skipped = []
 
-    def skip(scheduler, num_steps, skip=Scheduler.skip):
+    def skip(scheduler, num_steps, skip=SimulatedScheduler.skip):
         skip(scheduler, num_steps)
         scheduler.check_integrity()
         skipped.append(num_steps)
 
-    monkeypatch.setattr(Scheduler, "skip", skip)
+    monkeypatch.setattr(SimulatedScheduler, "skip", skip)
     at_once = simulate_time(trace, options)
     assert sum(skipped) > 300
     assert max(skipped) > 5
-    monkeypatch.setattr(Scheduler, "num_steady_steps", lambda _: 0)
+    monkeypatch.setattr(SimulatedScheduler, "num_steady_steps", lambda _: 0)
     assert simulate_time(trace, options) == at_once
 
 

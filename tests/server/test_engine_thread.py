@@ -183,7 +183,7 @@ def test_an_answer_that_ended_while_the_next_launch_failed_is_told_as_it_is():
     """The runner refuses the step that is planned behind the one whose token ends the answer."""
     world = HashEngine.build(vocab_size=VOCAB_SIZE)
     runner = LateRunner(world.runner)
-    engine = Engine(world.scheduler, runner, world.engine.limits)
+    engine = Engine(world.manager, world.scheduler.config, runner, world.engine.limits)
     prompt = np.arange(1, 6, dtype=np.int32)
     tokens = continuation(prompt.tolist(), seed=7, vocab_size=VOCAB_SIZE)
     third = [next(tokens) for _ in range(3)][2]

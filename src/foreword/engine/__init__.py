@@ -4,7 +4,18 @@ Knows requests, blocks' counts and what it asks of a runner; knows neither tenso
 """
 
 from foreword.engine.cache_report import CacheReport
-from foreword.engine.engine import BlockKeys, Engine, ModelLimits, Prompt
+from foreword.engine.engine import Engine
+from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
+from foreword.engine.simulated import SimulatedScheduler
 from foreword.engine.snapshot import Snapshot
 
-__all__ = ["BlockKeys", "CacheReport", "Engine", "ModelLimits", "Prompt", "Snapshot"]
+__all__ = [
+    "BlockKeys",
+    "CacheReport",
+    "Engine",
+    "ModelLimits",
+    "Prompt",
+    "SimulatedScheduler",
+    "Snapshot",
+    "TextTools",
+]

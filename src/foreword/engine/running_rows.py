@@ -124,21 +124,6 @@ class RunningRows:
         progress["num_tokens"][rows] -= progress["source"][rows] >= 0
         progress["source"][rows] = -1
 
-    def num_steady_steps(self) -> int:
-        """How many next steps only add a token to each: all are in their answers, and none ends for its length."""
-        progress = self.progress.take(self.order)
-        if not len(progress) or (progress["is_new"] | (progress["num_tokens"] - progress["num_computed"] != 1)).any():
-            return 0
-        return int((self.facts["max_length"][self.order] - progress["num_tokens"]).min()) - 1
-
-    def skip(self, num_steps: int) -> None:
-        """Advance every row by `num_steps`, appending token 0."""
-        for name in ("num_tokens", "num_computed"):
-            self.progress[name][self.order] += num_steps
-        self.progress["last_token"][self.order] = 0
-        for answer in self._answers[self.order].tolist():
-            answer.extend([0] * num_steps)
-
     def record(self, rows: Int64Array, lengths: Int64Array, token_ids: Int64Array) -> BoolArray:
         """Append a token in each of these rows, which makes them so long; which of them are tokens to stop at."""
         progress = self.progress

@@ -99,16 +99,17 @@ class Scheduler:
 
         The batch must be answered with `commit` or `fail` before the next call.
         """
-        return self._batch(self.schedule_entries())
+        return self._batch(self._next_entries())
 
-    def schedule_behind(self, before: Entries) -> Batch | None:
-        """The step after one that is being computed, whose tokens are not known yet; None if they must be.
+    def schedule_after(self, launched: Batch) -> Batch | None:
+        """The step after one that is being computed, whose tokens are not known yet; None if they must be known.
 
-        Every request that may go on is planned as if it did: a token is expected, and the batch says where it will
-        come from. Those whose tokens turn out to end them have left when this batch is answered; `commit` of the step
-        before comes first. A step must be known when a request would be preempted, which throws away its token, when
-        sampling looks at the tokens before, and when recurrent states are saved at places that depend on them.
+        Plans each request that may go on as if it did: a token is expected, and the batch says where it will come
+        from. Requests that their tokens end have left when this batch is answered; `commit` of the step before comes
+        first. The tokens must be known if a request would be preempted, which throws its token away, if sampling looks
+        at earlier tokens, and if recurrent states are saved at places that depend on the tokens.
         """
+        before = launched.entries
         if self.states is not None or before.facts["samples_by_tokens"].any():
             return None
         self._running.expect(before)
@@ -128,12 +129,8 @@ class Scheduler:
         tables = self.manager.group_block_tables(entries.rows)
         return build_batch(entries, [own for own, _ in tables], self.manager.take_copies())
 
-    def schedule_entries(self) -> Entries:
-        """Who computes what in the next step; empty if there is nothing to do. Allocates the step's blocks.
-
-        For callers that run nothing, such as a simulation: `schedule` decides by this, and adds the arrays
-        of token ids and block tables. Blocks to copy are left for the manager's `take_copies`.
-        """
+    def _next_entries(self) -> Entries:
+        """The shares of the next step; empty if there is nothing to do. Allocates the step's blocks."""
         self.manager.begin_step()
         entries = self._serve(self._plan_running(self.config.max_num_batched_tokens))
         if not len(entries):
@@ -255,28 +252,6 @@ class Scheduler:
 
     def _num_computed_of(self, request: Request) -> int:
         return int(self._running.progress["num_computed"][self._row_of(request)])
-
-    # -------------------------------------------------------------- simulation
-
-    def num_steady_steps(self) -> int:
-        """How many next steps only add a token to each running request, if none arrives and no token ends one.
-
-        Nothing else changes: no request is admitted, and no block is taken or filled.
-        """
-        if self.states is not None or len(self._waiting) or len(self._running) > self.config.max_num_batched_tokens:
-            return 0
-        most = self._running.num_steady_steps()
-        return most and min(most, self.manager.num_quiet_tokens(self._running.order))
-
-    def num_computed_tokens(self) -> Int64Array:
-        """Of each running request, in service order."""
-        counts: Int64Array = self._running.progress["num_computed"][self._running.order]
-        return counts
-
-    def skip(self, num_steps: int) -> None:
-        """Do the work of `num_steps` of the `num_steady_steps`, with token 0 as each sample."""
-        self.manager.allocate_running_slots(self._running.order, self.num_computed_tokens() + num_steps)
-        self._running.skip(num_steps)
 
     # ------------------------------------------------------------------ commit
 

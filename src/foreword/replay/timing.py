@@ -17,7 +17,7 @@ import numpy.typing as npt
 from foreword.batch import BatchResult, Entries, Int64Array
 from foreword.cache import KVCacheManager, RadixIndex, TokenSequence
 from foreword.config import SchedulerConfig
-from foreword.engine.scheduler import Scheduler
+from foreword.engine import SimulatedScheduler
 from foreword.errors import ConfigError
 from foreword.replay.capacity import kv_bytes_per_token
 from foreword.replay.trace import RecordedRequest
@@ -126,7 +126,7 @@ class Replica:
             index=RadixIndex(num_blocks, block_tokens),
             eviction_policy=eviction_policy,
         )
-        self.scheduler = Scheduler(self.manager, config)
+        self.scheduler = SimulatedScheduler(self.manager, config)
         self.runner = SimulatedRunner(cost)
         self.started: dict[str, float] = {}
         """Time at which each request first ran."""
@@ -162,7 +162,6 @@ class Replica:
         entries = self.scheduler.schedule_entries()
         if not len(entries):
             return False
-        self.manager.take_copies()  # there is nothing to copy
         began = self.runner.now
         self.scheduler.commit(entries, self.runner.run(entries))
         self.num_generated += int(entries.samples.sum())

@@ -434,7 +434,7 @@ def test_at_most_two_steps_are_launched_and_not_read(plain_model: Callable[[str]
     first = setup.engine.scheduler.schedule()
     assert first is not None
     pending = setup.runner.launch(first)
-    second = setup.engine.scheduler.schedule_behind(first.entries)
+    second = setup.engine.scheduler.schedule_after(first)
     assert second is not None
     assert second.expected.tolist() == [[0, 0]]
     setup.runner.launch(second)

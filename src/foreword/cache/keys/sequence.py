@@ -5,6 +5,8 @@ Knows token ids and their block keys; knows neither text nor which physical bloc
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -96,6 +98,10 @@ class TokenSequence:
     def append(self, token_id: int) -> None:
         """Add one generated token."""
         self.generated.append(token_id)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Add generated tokens."""
+        self.generated.extend(token_ids)
 
     def block_hashes(self) -> list[BlockHash]:
         """Keys of all full blocks; only blocks that filled since the last call are hashed.

@@ -1,0 +1,167 @@
+"""Intake: prompts are checked, and become requests.
+
+Knows prompts, parameters and what fits; knows neither queues nor steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from foreword.cache import KVCacheManager, TokenSequence
+from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
+from foreword.errors import InvalidRequestError, PromptTooLongError, RequestTooLargeError
+from foreword.request import Request, SamplingParams, TokenLimits
+
+
+class Intake:
+    """Makes the requests of a prompt, or says why it can never be served."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        limits: ModelLimits,
+        text: TextTools | None,
+        keys: BlockKeys,
+        *,
+        max_step_tokens: int,
+        seed: int,
+    ) -> None:
+        """`max_step_tokens`: the most tokens that a step computes."""
+        self._manager = manager
+        self._limits = limits
+        self._text = text
+        self._keys = keys
+        self._max_step_tokens = max_step_tokens
+        self._seed = seed
+        self._num_added = 0
+
+    def requests(self, request_id: str, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        """The requests that continue a prompt, which meet in the prefix cache. Raises InvalidRequestError."""
+        max_tokens = self.check(prompt, params)
+        self._num_added += 1
+        seed = params.seed if params.seed is not None else self._seed + 0x9E3779B9 * self._num_added
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos or params.open_constraint is not None:  # the end of a grammar is the end
+            stop_ids |= self._limits.eos_token_ids
+        limits = TokenLimits.of(
+            params,
+            self._limits.vocab_size,
+            stop_ids,
+            end_token_ids=self._limits.eos_token_ids,
+            bad_words=self._spellings(params.bad_words),
+        )
+        requests = [
+            Request(
+                self.sequence(own_id, prompt),
+                params,
+                max_tokens=max_tokens,
+                stop_token_ids=stop_ids,
+                seed=seed + index,
+                priority=prompt.priority,
+                message_ends=prompt.message_ends,
+                limits=limits,
+            )
+            for index, own_id in enumerate(continuation_ids(request_id, params.n))
+        ]
+        for request in requests[1:]:
+            request.is_fork = True
+        return requests
+
+    def _spellings(self, words: Sequence[str]) -> list[Sequence[int]]:
+        """Tokens of words, each in every way that the tokenizer spells it. Raises InvalidRequestError."""
+        if not words:
+            return []
+        if self._text is None or self._text.spell is None:
+            raise InvalidRequestError(
+                f"bad_words={words!r:.60} need a tokenizer, and this model has none; leave them out"
+            )
+        found: list[Sequence[int]] = []
+        for word in words:
+            spellings = self._text.spell(word)
+            if not all(spellings) or not spellings:
+                raise InvalidRequestError(
+                    f"the bad word {word!r:.60} has no tokens in this model's vocabulary; leave it out"
+                )
+            found += spellings
+        return found
+
+    def truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
+        """The end of a prompt that `truncate_prompt_tokens` keeps."""
+        most = params.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        if most == -1:
+            most = max(1, self._limits.max_model_len - (params.max_tokens or 1))
+        num_dropped = max(0, len(prompt.token_ids) - most)
+        if not num_dropped:
+            return prompt
+        ends = tuple(end - num_dropped for end in prompt.message_ends if end > num_dropped)
+        return replace(prompt, token_ids=prompt.token_ids[num_dropped:], text=None, message_ends=ends)
+
+    def sequence(self, request_id: str, prompt: Prompt) -> TokenSequence:
+        return TokenSequence(
+            request_id,
+            prompt.token_ids,
+            block_size=self._manager.block_size,
+            extra_keys=prompt.extra_keys,
+            hash_fn=self._keys.hash_fn,
+            root=self._keys.root,
+        )
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> int:
+        """Most tokens to generate, all limits considered. Raises InvalidRequestError."""
+        length = len(prompt.token_ids)
+        if length == 0:
+            raise InvalidRequestError("the prompt is empty; give at least one token")
+        wrong = np.flatnonzero((prompt.token_ids < 0) | (prompt.token_ids >= self._limits.vocab_size))
+        if wrong.size:
+            raise InvalidRequestError(
+                f"prompt token {prompt.token_ids[wrong[0]]} at position {wrong[0]} is out of range; "
+                f"the model's ids are 0 to {self._limits.vocab_size - 1}"
+            )
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            token_ids = getattr(params, name) or (0,)
+            for token_id in (min(token_ids), max(token_ids)):
+                if not 0 <= token_id < self._limits.vocab_size:
+                    raise InvalidRequestError(
+                        f"token id {token_id} in {name} is out of range; the model's ids are 0 to "
+                        f"{self._limits.vocab_size - 1}"
+                    )
+        if params.structured_outputs is not None:
+            raise InvalidRequestError(
+                "structured_outputs are for LLM and the server; give the engine an open_constraint"
+            )
+        if params.stop and self._text is None:
+            raise InvalidRequestError(
+                f"stop={params.stop!r} needs a tokenizer, and this model has none; use stop_token_ids"
+            )
+        room = self._limits.max_model_len - length
+        if room < 1:
+            raise PromptTooLongError(
+                f"the prompt has {length} tokens, but max_model_len={self._limits.max_model_len} must hold prompt and "
+                "answer; shorten the prompt or raise max_model_len"
+            )
+        if params.min_tokens > room:
+            raise InvalidRequestError(
+                f"min_tokens={params.min_tokens} is more than the {room} tokens that max_model_len="
+                f"{self._limits.max_model_len} leaves after a prompt of {length}; lower min_tokens"
+            )
+        max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+        # The last token that is generated is never computed, so its KV needs no room.
+        most = length + max_tokens - 1
+        if not self._manager.can_ever_hold(most, self._max_step_tokens):
+            raise RequestTooLargeError(
+                f"the request needs {self._manager.max_num_blocks(most, self._max_step_tokens)} blocks of "
+                f"{' or '.join(sorted({str(group.block_size) for group in self._manager.groups}))} tokens for {length} "
+                f"prompt tokens and {max_tokens} generated, but the pool has {self._manager.num_blocks}; lower "
+                "max_tokens or give the cache more memory (kv_cache_memory_bytes)"
+            )
+        return max_tokens
+
+
+def continuation_ids(request_id: str, n: int) -> list[str]:
+    """Ids under which the scheduler knows a prompt's continuations."""
+    return [request_id] if n == 1 else [f"{request_id}#{index}" for index in range(n)]
