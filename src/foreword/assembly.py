@@ -9,6 +9,8 @@ import bisect
 import json
 import logging
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +30,8 @@ from foreword.cache import (
 from foreword.config import CacheConfig, EngineConfig, Environment, ModelConfig
 from foreword.engine import BlockKeys, Engine, ModelLimits, TextTools
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
+from foreword.model.cpu.head_start import head_start
+from foreword.model.loading_log import LoadingLog
 from foreword.request import SamplingParams
 from foreword.text import TextStream, Tokenizer
 
@@ -40,6 +44,41 @@ if TYPE_CHECKING:
     from foreword.model.storage import KVStorage
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A model that is ready to serve."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    layout: CacheLayout
+    inexactness: str | None
+    """What breaks the promise of equal bits on this machine; None if nothing was found (or looked for)."""
+    explain_attention: Callable[[], str]
+
+
+def assemble(config: EngineConfig) -> Assembled:
+    """Load a model and its tokenizer, check the model, and build an engine around it.
+
+    Raises ModelLoadError, UnsupportedModelError, or ConfigError for what does not fit together.
+    """
+    with LoadingLog(config.model.model) as log:
+        with head_start(config.model):
+            log.enter("reading the tokenizer")
+            tokenizer = load_tokenizer(config.model)
+            log.enter("reading the weights; the first start on a machine also compiles kernels")
+            model = load(config.model)
+        from foreword.model.self_check import find_inexactness  # imports torch: a model that is not there needs none
+
+        if config.model.self_check:
+            log.enter("checking that answers have the same bits with and without the cache")
+        inexactness = find_inexactness(model) if config.model.self_check else None
+        if inexactness:
+            logger.warning("results are not bit-exact with this model on this machine: %s", inexactness)
+        log.enter("making room for the KV cache")
+        engine = build_engine(config, model, tokenizer)
+    return Assembled(engine, tokenizer, plan_layout(config, model), inexactness, model.kernel.explain)
 
 
 def load(options: ModelConfig) -> LoadedModel:

@@ -29,8 +29,7 @@ from foreword.errors import ConfigError, ForewordError, InvalidRequestError
 from foreword.log_lines import JsonLines, LogConfig, PatientHandler, TextLines
 
 if TYPE_CHECKING:
-    from foreword.llm import LLM
-    from foreword.request import RequestOutput, SamplingParams
+    from foreword import LLM, RequestOutput, SamplingParams
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -142,7 +141,7 @@ SAMPLING_DEFAULTS = {"max_tokens": 128, "temperature": 0.0}
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    from foreword.request import SamplingParams
+    from foreword import SamplingParams
 
     parser.add_argument("given_model", metavar="MODEL", nargs="?", help="folder or hub id of a Hugging Face causal LM")
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be given several times")
@@ -210,7 +209,7 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
         config = ServerConfig(**server_options)
         check_address(config.host, config.port)
         with _without_garbage_collection():
-            from foreword.llm import LLM
+            from foreword import LLM
 
             llm = stack.enter_context(LLM(model, **options))
         serve(llm, config)
@@ -221,12 +220,12 @@ def _generate(args: argparse.Namespace, options: dict[str, Any]) -> int:
     model, prompts = _model(args, options), _prompts(args)
     if model is None:
         raise ConfigError("no model is given; name a folder or a hub id")
-    from foreword.request import SamplingParams
+    from foreword import SamplingParams
 
     given = {name: options.pop(name) for name in SAMPLING if name in options}
     params = SamplingParams(**{**SAMPLING_DEFAULTS, **given})
     with _without_garbage_collection():
-        from foreword.llm import LLM
+        from foreword import LLM
 
         llm = LLM(model, **options)
     with llm:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from foreword.assembly import build_engine, load, load_grammars, load_tokenizer, plan_layout
+from foreword.assembly import assemble, load_grammars
 from foreword.cache import (
     NO_EXTRA_KEYS,
     ExtraKeys,
@@ -28,8 +27,6 @@ from foreword.config import EngineConfig, engine_options
 from foreword.config.keywords import EngineKeywords
 from foreword.engine import CacheReport, Engine, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
-from foreword.model.cpu.head_start import head_start
-from foreword.model.loading_log import LoadingLog
 from foreword.request import RequestOutput, SamplingParams
 from foreword.text import Tokenizer
 from foreword.text.conversation import ChatKeywords, template_inputs
@@ -38,9 +35,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from foreword.grammar import Grammars  # llguidance, loaded when the first is asked for
-    from foreword.model.loader import LoadedModel
-
-logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...}; a content is a text, or a list of {"type": "text", "text": ...}."""
@@ -58,34 +52,18 @@ class LLM:
 
     def __init__(self, model: str, **options: Unpack[EngineKeywords]) -> None:
         self.config = EngineConfig.from_options(model, **options)
-        with LoadingLog(self.config.model.model) as log:
-            loaded = self._load(log)
-        self._kernel = loaded.kernel
-        self._request_numbers = itertools.count()
-        self._grammars: Grammars | None = None
-
-    def _load(self, log: LoadingLog) -> LoadedModel:
-        """Load what there is to load, and build the engine around it."""
-        with head_start(self.config.model):
-            log.enter("reading the tokenizer")
-            self.tokenizer = load_tokenizer(self.config.model)
-            log.enter("reading the weights; the first start on a machine also compiles kernels")
-            loaded = load(self.config.model)
-        from foreword.model.self_check import find_inexactness  # imports torch: a model that is not there needs none
-
-        if self.config.model.self_check:
-            log.enter("checking that answers have the same bits with and without the cache")
-        self.inexactness = find_inexactness(loaded) if self.config.model.self_check else None
+        parts = assemble(self.config)
+        self.tokenizer = parts.tokenizer
+        self.inexactness = parts.inexactness
         """What breaks the promise of equal bits on this machine; None if nothing was found (or looked for)."""
-        if self.inexactness:
-            logger.warning("results are not bit-exact with this model on this machine: %s", self.inexactness)
-        self.layout = plan_layout(self.config, loaded)
+        self.layout = parts.layout
         """What the model's layers remember, and how a block of the pool is laid out for them."""
         self.kv_block_bytes = self.layout.bytes_per_block
         """Memory of one block of the pool."""
-        log.enter("making room for the KV cache")
-        self._engine: Engine | None = build_engine(self.config, loaded, self.tokenizer)
-        return loaded
+        self._engine: Engine | None = parts.engine
+        self._explain_attention = parts.explain_attention
+        self._request_numbers = itertools.count()
+        self._grammars: Grammars | None = None
 
     @property
     def engine(self) -> Engine:
@@ -310,7 +288,7 @@ class LLM:
 
     def explain_attention(self) -> str:
         """For a person: which KV attention read once for several requests, and what that is estimated to save."""
-        return self._kernel.explain()
+        return self._explain_attention()
 
     def explain(self, prompt: PromptInput) -> LookupExplanation:
         """How much of this prompt the cache holds now, and why not more, without running it.

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 from rich.console import Console
 
+from foreword import SamplingParams
 from foreword.config import Dtype
 from foreword.errors import ConfigError
 from foreword.replay.capacity import read_model_config
 from foreword.replay.timing import StepCost
-from foreword.request import SamplingParams
 
 if TYPE_CHECKING:
-    from foreword.llm import LLM
+    from foreword import LLM
 
 DECODE_STEPS = 32
 DECODE_CONTEXT = 32
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run with parsed arguments."""
-    from foreword.llm import LLM
+    from foreword import LLM
 
     config = read_model_config(args.model)
     with LLM(args.model, dtype=args.dtype) as llm:

@@ -15,9 +15,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from foreword import LLM
 from foreword.demo.timing import TimingReport, time_shapes
 from foreword.demo.workloads import WorkloadReport, compare, make_workloads
-from foreword.llm import LLM
 
 EMBEDDED_KV_BYTES = 64 * 2**20
 TIMED_KV_BYTES = 512 * 2**20

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from foreword.llm import LLM
-from foreword.request import RequestOutput, SamplingParams
+from foreword import LLM, RequestOutput, SamplingParams
 
 SOURCES = ("argparse", "ast", "dataclasses", "difflib", "doctest", "inspect", "subprocess", "typing")
 """Modules whose source files serve as long documents."""

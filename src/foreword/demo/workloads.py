@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from random import Random
 from statistics import median
 
+from foreword import LLM, RequestOutput, SamplingParams
 from foreword.demo.recall import Document, Question, ask, make_document, num_facts_for, opening
-from foreword.llm import LLM
-from foreword.request import RequestOutput, SamplingParams
 
 MAX_ANSWER_TOKENS = 12
 

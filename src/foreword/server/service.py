@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,9 +47,6 @@ from foreword.server.options import ServerConfig
 from foreword.server.records import Records, RequestRecord
 from foreword.server.template_check import check_template, warn_of
 from foreword.text import Tokenizer
-
-if TYPE_CHECKING:
-    from foreword.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -289,22 +286,16 @@ class Service:
 
     async def open_structured(self, wanted: StructuredOutputsParams) -> Callable[[], TokenConstraint]:
         """Constraints on the form of an answer. Raises InvalidRequestError."""
-        return await self._compile(lambda grammars: grammars.open(wanted))
+        return await self._compile(lambda: self.llm.grammars.open(wanted))
 
     async def open_lark(self, grammar: str) -> Callable[[], TokenConstraint]:
         """Constraints from a Lark grammar. Raises InvalidRequestError."""
-        return await self._compile(lambda grammars: grammars.lark(grammar))
+        return await self._compile(lambda: self.llm.grammars.lark(grammar))
 
-    async def _compile(
-        self, make: Callable[[Grammars], Callable[[], TokenConstraint]]
-    ) -> Callable[[], TokenConstraint]:
-        """A large schema takes a second to compile, so a thread does it, not the event loop."""
-
-        def compile_it() -> Callable[[], TokenConstraint]:
-            return make(self.llm.grammars)
-
+    async def _compile(self, make: Callable[[], Callable[[], TokenConstraint]]) -> Callable[[], TokenConstraint]:
+        """Compile in a thread: a large schema takes a second, too long for the event loop."""
         async with self._grammar_lock:
-            return await asyncio.to_thread(compile_it)
+            return await asyncio.to_thread(make)
 
     # -------------------------------------------------------------------- run
 
