@@ -1,8 +1,9 @@
-"""What can begin before transformers is imported: that takes one to two seconds of one core, with Python's lock held.
+"""Memory for packed weights, made ready while transformers is imported: one to two seconds that keep one core busy.
 
-Knows a checkpoint's files; knows nothing of modules. A thread that seldom needs the lock touches the memory that
-packed weights will take. A wrong guess costs time of a core that had little to do. Native code of kernels, read from
-numba's cache in a thread of its own, takes as much from the import as it saves: tried, not done.
+Knows a checkpoint's files; knows nothing of modules. A thread that seldom needs Python's lock touches the memory that
+packed weights will take; a wrong guess wastes time of an idle core. On a virtual machine, which asks its host for each
+page, the first token of a new process comes after 0.87 of the time: 3.08 s beyond `import torch` instead of 3.95
+(as benchmarks/load.py, seven pairs in turn on 2 cores of a Zen processor; docs/decisions/0009-packed-weights.md).
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from pathlib import Path
 from foreword.config import ModelConfig
 
 MOST_BYTES = 1 << 30
-"""Touched ahead: more than can be in the time, and what is given back again does not crowd out others."""
+"""Touched ahead at most: a thread has no time for more, and the surplus must not crowd out others."""
 _MOST_HEADER_BYTES = 1 << 26
 
 
 @contextlib.contextmanager
 def head_start(options: ModelConfig) -> Iterator[None]:
-    """Make ready what loading a model will need, until the end at the latest."""
+    """Touch memory for a model's packed weights until the first of them is packed, or the context ends."""
     num_weights = _num_weights(Path(options.model)) if options.dtype in ("auto", "bfloat16") else 0
     if not num_weights or options.device != "cpu":
         yield
