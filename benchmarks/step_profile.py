@@ -36,19 +36,11 @@ from foreword import LLM, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.kernels.cpu import attention as cpu_attention
 from foreword.kernels.runtime.threads import Program
-from foreword.model import (
-    compact_product,
-    fused,
-    fused_layer,
-    loader,
-    packed,
-    readout,
-    rotary,
-    row_kernels,
-    runner,
-    storage,
-)
+from foreword.model import loader, runner, storage
+from foreword.model.cpu import product, rotary, row_functions
+from foreword.model.fusion import fused_layer, modules, packed
 from foreword.model.random_weights import QWEN2_0_5B, save_random_model
+from foreword.model.sampling import readout
 from foreword.text import TextStream
 from made_tokenizer import save_tokenizer
 from workloads import QUICK_SHAPE
@@ -108,11 +100,11 @@ def watch_parts(clock: Clock, llm: LLM) -> None:
     clock.watch("sampling", readout.Readout, "take")
     clock.watch("batch to tensors, logits to the sampler", runner.ModelRunner, "execute")
     clock.watch("products", packed.PackedLinear, "forward")
-    clock.watch("products", fused.ProductPart, "forward")
-    clock.watch("products", compact_product.CompactProduct, "__call__")
-    clock.watch("norms and gates", row_kernels.RowKernels, "rms_norm")
-    clock.watch("norms and gates", row_kernels.RowKernels, "silu_gate")
-    clock.watch("norms and gates", row_kernels.RowKernels, "add_norm")
+    clock.watch("products", modules.ProductPart, "forward")
+    clock.watch("products", product.CompactProduct, "__call__")
+    clock.watch("norms and gates", row_functions.RowKernels, "rms_norm")
+    clock.watch("norms and gates", row_functions.RowKernels, "silu_gate")
+    clock.watch("norms and gates", row_functions.RowKernels, "add_norm")
     clock.watch("heads turned, KV written", rotary.RotaryKernel, "__call__")
     clock.watch("attention", cpu_attention.CpuAttention, "attend")
     clock.watch("attention plan", cpu_attention.CpuAttention, "plan")
@@ -206,9 +198,9 @@ def main() -> int:
         table.add_column(name, justify="left" if name == "part" else "right")
     for part, own in sorted(report["parts_ms"].items(), key=lambda item: -item[1]):
         table.add_row(part, f"{own:.2f}", f"{own / report['step_ms']:.1%}")
-    modules = report["parts_ms"].get(AROUND, 0.0)
-    organising = sum(own for part, own in report["parts_ms"].items() if part not in COMPUTING) - modules
-    report |= {"organising_share": organising / report["step_ms"], "modules_share": modules / report["step_ms"]}
+    around = report["parts_ms"].get(AROUND, 0.0)
+    organising = sum(own for part, own in report["parts_ms"].items() if part not in COMPUTING) - around
+    report |= {"organising_share": organising / report["step_ms"], "modules_share": around / report["step_ms"]}
     console = Console(stderr=args.json)
     console.print(table)
     console.print(
