@@ -15,7 +15,7 @@ from foreword.server.access.shared_prefixes import SharedPrefixes, common_beginn
 from foreword.server.access.tenants import Tenant, Tenants, read_keys, shown_key
 from foreword.server.app import make_app
 from foreword.server.options import ServerConfig
-from live_server import FALCON, MODEL, ServerProcess, ServerThread, client, embedded_llm, post
+from live_server import FALCON, MODEL, ServerThread, client, embedded_llm, post
 
 KEYS = """
 [alice]
@@ -143,9 +143,9 @@ def guarded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("guarded")
     (folder / "keys.toml").write_text(KEYS)
     (folder / "public.txt").write_text(PUBLIC)
-    arguments = ("--keys-file", str(folder / "keys.toml"), "--share-prefix", str(folder / "public.txt"))
-    with ServerProcess(*arguments) as process:
-        yield process
+    config = ServerConfig(keys_file=folder / "keys.toml", share_prefix=(folder / "public.txt",))
+    with embedded_llm() as llm, ServerThread(llm, config) as server:
+        yield server
 
 
 def cached_tokens(url: str, key: str, prompt: str, **fields: object) -> int:
