@@ -93,6 +93,8 @@ class FakeDevice:
     num_copies_in: int = 0
     num_copies_out: int = 0
     num_captures: int = 0
+    num_bytes_out: list[int] = field(default_factory=list)
+    """Of each copy from the device to the host."""
     host_buffers: set[int] = field(default_factory=set)
     events: list[FakeEvent] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
@@ -118,6 +120,7 @@ class FakeDevice:
         self.num_copies_in += ours[1]
         self.log.append("out" if ours[0] else "in")
         if ours[0]:
+            self.num_bytes_out.append(source.nbytes)
             waiting = (host for event in self.events if not event.done for host, _ in event.copies_out)
             assert not any(host.data_ptr() == target.data_ptr() for host in waiting), "a result is overwritten unread"
             self._copies_out.append((target, source.clone()))

@@ -6,7 +6,7 @@ Knows the order of the acts, and what the engine must know of a model; knows no 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,15 +97,22 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+    plain = load_plain_model(options)
+    if plain.device.type != "cpu":
+        return plain
+    flat = FlatModel(plain.module, plain.cache_argument, plain.device)
+    return replace(plain, straight=accelerate(flat, plain.layers, bool(plain.states), plain.vocab_size))
+
+
+def load_plain_model(options: ModelConfig) -> LoadedModel:
+    """Read and probe a model, as a GPU runs it: nothing is replaced by this processor's own code."""
     checkpoint = read_checkpoint(options)
     module, device = checkpoint.module, checkpoint.device
     kernel = _kernel(options, device, checkpoint.dtype)
     flat = FlatModel(module, cache_argument(module), device)
-    vocab_size: int = module.get_output_embeddings().weight.shape[0]
     found = probe_layers(flat, checkpoint.config)
     for layer, part in found.recurrent.items():
         RecurrentForward.install(part, layer, found.states[layer])
-    straight = accelerate(flat, found, vocab_size) if device.type == "cpu" else None
     return LoadedModel(
         module=module,
         cache_argument=flat.cache_argument,
@@ -114,11 +121,11 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
         layers=found.layers,
         states=found.states,
         dtype=checkpoint.dtype,
-        vocab_size=vocab_size,
+        vocab_size=module.get_output_embeddings().weight.shape[0],
         max_positions=checkpoint.max_positions,
         eos_token_ids=checkpoint.eos_token_ids,
         kernel=kernel,
-        straight=straight,
+        straight=None,
         exact=options.exact,
     )
 

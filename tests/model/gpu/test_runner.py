@@ -1,4 +1,7 @@
-"""Batches on a device: graphs, padding, one copy in and one out. The device is a fake; what it computes is not."""
+"""Batches on a device: one copy in and one out, fixed shapes, steps that are planned before others are read.
+
+The device is a fake; what it computes is not.
+"""
 
 from __future__ import annotations
 
@@ -9,234 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
+from torch import nn
 
-from fake_device import FakeDevice
-from foreword.batch import Batch, BatchResult, Entries
-from foreword.config import ModelConfig
-from foreword.engine import Engine
-from foreword.model.gpu.decode_graphs import DECODE_SIZES, padded_size
-from foreword.model.gpu.runner import DeviceRunner, RunnerLimits
-from foreword.model.layout import LayoutOptions
-from foreword.model.loader import LoadedModel, load_model
+from foreword.batch import BatchResult
+from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
-from foreword.model.storage import KVStorage
 from foreword.request import SamplingParams
-from tiny_models import TinyModels, add, build_engine, drain, random_tokens
-
-FAMILIES = ["llama", "mistral", "gemma2", "gemma4_text", "odd_llama", "mqa_llama"]
-"""Full layers and windows, softcap, sizes that no vector divides, gaps between blocks, one KV head."""
-SIZES = (16, 32)
-MAX_TOKENS = 200
-
-
-@pytest.fixture(scope="module")
-def plain_model(tiny_models: TinyModels) -> Callable[[str], LoadedModel]:
-    """Models as they are loaded for a GPU: neither packed nor fused for this processor."""
-    known: dict[str, LoadedModel] = {}
-
-    def load(family: str) -> LoadedModel:
-        if family not in known:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("foreword.model.loader.accelerate", lambda *_: None)
-                options = ModelConfig(str(tiny_models.folder(family)), dtype="float32", attention_kernel="reference")
-                known[family] = load_model(options)
-        return known[family]
-
-    return load
-
-
-class Setup:
-    """An engine on a fake device."""
-
-    def __init__(self, model: LoadedModel, *, sizes: Sequence[int] = SIZES, **options: Any) -> None:
-        self.device = FakeDevice()
-        limits = RunnerLimits(MAX_TOKENS, 64, tuple(sizes))
-        pass_rows = options.pop("pass_rows", None)
-
-        def make(model: LoadedModel, storage: KVStorage) -> DeviceRunner:
-            self.runner = DeviceRunner(model, storage, self.device, limits, pass_rows=pass_rows)
-            return self.runner
-
-        self.engine = build_engine(model, runner_class=make, **{"block_size": 4, "num_blocks": 256, **options})
-
-    @property
-    def num_replays(self) -> int:
-        return 0 if self.runner.graphs is None else self.runner.graphs.num_replays
-
-
-def random_work(seed: int, num_requests: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts that partly share their beginnings, and parameters that use everything that sampling can."""
-    rng = np.random.default_rng(seed)
-    common = random_tokens(rng, 40)
-    work = []
-    for number in range(num_requests):
-        own = random_tokens(rng, int(rng.integers(1, 30)))
-        prompt = common[: int(rng.integers(0, 41))] + own
-        options: list[dict[str, Any]] = [
-            {"temperature": 0.0},
-            {"temperature": 0.9, "top_p": 0.9, "logprobs": 3},
-            {"temperature": 1.3, "top_k": 20, "presence_penalty": 0.4, "frequency_penalty": 0.2},
-            {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 0, "logit_bias": {5: 1.5}},
-            {"temperature": 0.7, "min_tokens": 4, "stop_token_ids": (7, 8, 9), "logprobs": 5},
-            {"temperature": 0.0, "prompt_logprobs": 2},
-            {"temperature": 1.2, "allowed_token_ids": (5, 6, 7, 9, 300), "min_tokens": 4, "stop_token_ids": (7,)},
-        ]
-        params = SamplingParams(
-            max_tokens=int(rng.integers(4, 12)), seed=number, ignore_eos=True, **options[number % len(options)]
-        )
-        work.append((prompt, params))
-    return work
-
-
-def answers(engine: Engine, work: Sequence[tuple[list[int], SamplingParams]]) -> list[Any]:
-    """Tokens and log probabilities, to the last bit."""
-    outputs = [add(engine, str(number), prompt, params) for number, (prompt, params) in enumerate(work)]
-    drain(engine)
-    return [
-        (out.outputs[0].token_ids, out.outputs[0].logprobs, out.prompt_logprobs, out.outputs[0].finish_reason)
-        for out in outputs
-    ]
-
-
-# ---------------------------------------------------------------------------------------------- graphs
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_answers_have_the_same_bits_with_graphs_without_and_on_the_plain_runner(
-    plain_model: Callable[[str], LoadedModel], family: str
-) -> None:
-    model, work = plain_model(family), random_work(1, 14)
-    with_graphs, without = Setup(model), Setup(model, sizes=())
-    expected = answers(build_engine(model, block_size=4, num_blocks=256), work)
-    assert answers(with_graphs.engine, work) == expected
-    assert answers(without.engine, work) == expected
-    assert with_graphs.num_replays > 5
-    assert without.num_replays == 0
-
-
-def test_decoding_is_replayed_for_batches_of_every_size(plain_model: Callable[[str], LoadedModel]) -> None:
-    """Requests end one by one, so that steps of 20 to 1 requests use both graphs."""
-    model = plain_model("llama")
-    rng = np.random.default_rng(2)
-    params = [SamplingParams(temperature=0.0, max_tokens=2 + number, ignore_eos=True) for number in range(20)]
-    work = [(random_tokens(rng, int(rng.integers(1, 60))), own) for own in params]
-    setup = Setup(model)
-    assert answers(setup.engine, work) == answers(build_engine(model, block_size=4, num_blocks=256), work)
-    assert setup.num_replays == 20, "every step but the first, which computes the prompts"
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "expected"), [(1, 1), (3, 4), (4, 4), (5, 8), (17, 24), (249, 256), (256, 256), (257, None)]
-)
-def test_batches_are_rounded_up_to_the_next_size(num_rows: int, expected: int | None) -> None:
-    assert padded_size(num_rows, DECODE_SIZES) == expected
-
-
-def test_sizes_are_recorded_up_to_the_first_that_holds_all_requests() -> None:
-    assert RunnerLimits(64, 10).sizes == [1, 2, 4, 8, 16]
-    assert RunnerLimits(64, 8).sizes == [1, 2, 4, 8]
-    assert RunnerLimits(64, 300).sizes == list(DECODE_SIZES)
-    assert RunnerLimits(64, 300, ()).sizes == []
-
-
-def test_more_requests_than_the_largest_graph_holds_are_computed_without_one(
-    plain_model: Callable[[str], LoadedModel],
-) -> None:
-    model = plain_model("llama")
-    rng = np.random.default_rng(3)
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    work = [(random_tokens(rng, 5), params) for _ in range(17)]
-    setup = Setup(model, sizes=(16,))
-    assert answers(setup.engine, work) == answers(build_engine(model, block_size=4, num_blocks=256), work)
-    assert setup.num_replays == 0
-
-
-def test_sequences_longer_than_the_graphs_were_made_for_are_computed_without_one(
-    plain_model: Callable[[str], LoadedModel],
-) -> None:
-    model = plain_model("llama")
-    work = [(random_tokens(np.random.default_rng(4), MAX_TOKENS - 3), SamplingParams(temperature=0.0, max_tokens=10))]
-    setup = Setup(model)
-    assert answers(setup.engine, work) == answers(build_engine(model, block_size=4, num_blocks=256), work)
-    assert setup.num_replays == 3
-
-
-def test_padding_writes_to_the_scrap_block_alone(plain_model: Callable[[str], LoadedModel]) -> None:
-    """One request decodes in a graph of 16 rows: in the whole pool, one slot of each layer changes."""
-    setup = Setup(plain_model("llama"))
-    storage: KVStorage = setup.runner._storage
-    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
-    add(setup.engine, "one", random_tokens(np.random.default_rng(5), 6), params)
-    setup.engine.step()
-    setup.engine.step()
-    tensors = (*storage.keys.values(), *storage.values.values())
-    for tensor in tensors:  # what earlier steps wrote would hide what this one writes
-        tensor.fill_(7.0)
-    num_replays = setup.num_replays
-    setup.engine.step()
-    assert setup.num_replays == num_replays + 1
-    for tensor in tensors:
-        written = (tensor != 7.0).flatten(2).any(-1)
-        assert int(written[: storage.scrap_block].sum()) == 1
-        assert int(written[storage.scrap_block].sum()) == 1
-
-
-def test_other_storage_is_recorded_anew(plain_model: Callable[[str], LoadedModel]) -> None:
-    model = plain_model("gemma2")
-    setup = Setup(model)
-    work = random_work(6, 8)
-    expected = answers(setup.engine, work)
-    before = setup.device.num_captures
-    old: KVStorage = setup.runner._storage
-    setup.engine.manager.reset_prefix_cache()
-    setup.runner.use_storage(KVStorage(old.layout, old.num_blocks, torch.device("cpu")))
-    for tensor in (*old.keys.values(), *old.values.values()):
-        tensor.fill_(torch.nan)  # whoever still reads it shows
-    assert setup.device.num_captures == 2 * before
-    assert answers(setup.engine, work) == expected
-
-
-@pytest.mark.parametrize("family", ["gpt_oss", "lfm2"])
-def test_models_that_cannot_be_recorded_run_without_graphs(
-    plain_model: Callable[[str], LoadedModel], family: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, work = plain_model(family), random_work(7, 6)
-    setup = Setup(model)
-    assert setup.runner.graphs is None
-    assert "not recorded" in caplog.text
-    assert answers(setup.engine, work) == answers(build_engine(model, block_size=4, num_blocks=256), work)
-
-
-def test_a_device_that_refuses_to_record_is_used_without_graphs(
-    plain_model: Callable[[str], LoadedModel], caplog: pytest.LogCaptureFixture
-) -> None:
-    model = plain_model("llama")
-    storage = KVStorage(model.plan_layout(LayoutOptions(4)), 8, model.device)
-    device = FakeDevice(cannot_capture="out of memory")
-    runner = DeviceRunner(model, storage, device, RunnerLimits(64, 16))
-    assert runner.graphs is None
-    assert "RuntimeError: out of memory" in caplog.text
-
-
-def test_what_reads_results_while_it_is_recorded_is_refused_as_by_cuda() -> None:
-    values = torch.arange(3.0)
-    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
-        FakeDevice().capture(lambda: print(values.sum().item()))
-
-
-def test_a_graph_reads_its_memory_and_not_what_the_host_had() -> None:
-    """What the fake device must do for the other tests to mean anything."""
-    source, target = torch.tensor([1.0, 2.0]), torch.zeros(2)
-
-    def work() -> None:
-        target.copy_((source * 10).view(1, 2)[0] + 1)
-
-    graph = FakeDevice().capture(work)
-    source.copy_(torch.tensor([5.0, 6.0]))
-    graph.replay()
-    assert target.tolist() == [51.0, 61.0]
-
+from model.gpu.device_case import Setup, answers, random_work
+from tiny_models import add, build_engine, random_tokens
 
 # ---------------------------------------------------------------------------------------------- copies
 
@@ -256,28 +39,9 @@ def test_each_step_takes_one_copy_in_and_one_out_whatever_it_holds(
         before = device.num_copies_in, device.num_copies_out
         engine.step()
         copied = device.num_copies_in - before[0], device.num_copies_out - before[1]
-        assert copied == ((1, 1) if engine._in_flight else (0, 0))
+        assert copied in ((1, 1), (0, 0)), "the last step only reads what was launched before"
+    assert device.num_copies_in == device.num_copies_out == len(device.events)
     assert setup.num_replays
-
-
-def test_a_step_that_outgrows_the_buffer_takes_more_copies_and_the_next_again_one(
-    plain_model: Callable[[str], LoadedModel],
-) -> None:
-    setup = Setup(plain_model("llama"), sizes=())
-    buffer = setup.runner._other_buffer  # whose turn is next
-    buffer._parts.clear()
-    buffer._used.clear()
-    buffer._grow(256)
-    work = random_work(9, 12)
-    copies = []
-    for number, (prompt, params) in enumerate(work):
-        add(setup.engine, str(number), prompt, params)
-    while setup.engine.has_unfinished_requests():
-        before = setup.device.num_copies_in
-        setup.engine.step()
-        copies.append(setup.device.num_copies_in - before)
-    assert copies[0] > 1
-    assert set(copies[1:-1]) == {1}
 
 
 def test_the_gpu_kernels_plans_travel_in_the_one_copy(plain_model: Callable[[str], LoadedModel]) -> None:
@@ -296,19 +60,10 @@ def test_the_gpu_kernels_plans_travel_in_the_one_copy(plain_model: Callable[[str
 def test_logits_never_leave_the_device(plain_model: Callable[[str], LoadedModel]) -> None:
     """What is copied out is a few numbers per request, not a number per word of the vocabulary."""
     setup = Setup(plain_model("llama"))
-    sizes = []
-    copy = setup.device.copy
-
-    def watch(target: torch.Tensor, source: torch.Tensor) -> None:
-        if target.untyped_storage().data_ptr() in setup.device.host_buffers:
-            sizes.append(source.numel())
-        copy(target, source)
-
-    setup.device.copy = watch  # type: ignore[method-assign]
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=5, logprobs=2, ignore_eos=True)
     answers(setup.engine, [([3, 4, 5], params), ([6, 7], replace(params, logprobs=None))])
     per_report = 3 + 2 * 2
-    assert sizes == [4 * (2 + per_report)] * 5
+    assert setup.device.num_bytes_out == [4 * (2 + per_report)] * 5
 
 
 # ---------------------------------------------------------------------------------------------- passes
@@ -323,22 +78,27 @@ def test_passes_of_a_fixed_number_of_rows_change_no_bit(
     expected = answers(build_engine(model, block_size=4, num_blocks=256), work)
     assert answers(Setup(model, pass_rows=pass_rows).engine, work) == expected
 
-    shapes = set()
+    num_rows = set()
+    hooks = [
+        part.register_forward_pre_hook(lambda _, inputs: num_rows.add(inputs[0].shape[:-1].numel()))
+        for part in model.module.modules()
+        if isinstance(part, nn.Linear)
+    ]
+    try:
+        engine = build_engine(
+            model,
+            runner_class=lambda model, storage: ModelRunner(model, storage, pass_rows=pass_rows),
+            block_size=4,
+            num_blocks=256,
+        )
+        assert answers(engine, work) == expected
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert num_rows == {pass_rows}, "every matrix product has the same number of rows"
 
-    class Watching(ModelRunner):
-        def _run(self, passes: list[Any]) -> torch.Tensor:
-            shapes.update(one.rows.shape[1] for one in passes)
-            shapes.update(len(one.keep) for one in passes if one.num_kept)
-            return super()._run(passes)
 
-    engine = build_engine(
-        model, runner_class=lambda m, s: Watching(m, s, pass_rows=pass_rows), block_size=4, num_blocks=256
-    )
-    assert answers(engine, work) == expected
-    assert shapes == {pass_rows}, "every matrix product has the same number of rows"
-
-
-# ------------------------------------------------------------------------------------------ steps behind
+# ------------------------------------------------------------------------------------------ two steps
 
 
 def plain_work(seed: int, num_requests: int) -> list[tuple[list[int], SamplingParams]]:
@@ -379,7 +139,7 @@ def plain_work(seed: int, num_requests: int) -> list[tuple[list[int], SamplingPa
         ("lfm2", {}),
     ],
 )
-def test_steps_planned_behind_others_give_the_answers_of_steps_one_by_one(
+def test_steps_planned_before_others_are_read_give_the_answers_of_steps_one_by_one(
     plain_model: Callable[[str], LoadedModel], family: str, options: dict[str, Any]
 ) -> None:
     """Requests come and go while others decode; some are aborted, and with few blocks some are preempted."""
@@ -413,18 +173,10 @@ def test_the_host_plans_and_queues_a_step_before_it_waits_for_the_one_before(
 ) -> None:
     """What the sampled tokens are is not asked before: the next step takes them where they are."""
     setup = Setup(plain_model("llama"))
-    log, scheduler = setup.device.log, setup.engine.scheduler
-    batch = scheduler._batch
-
-    def watched(entries: Entries) -> Batch | None:
-        log.extend(["schedule"] * (len(entries) > 0))
-        return batch(entries)
-
-    scheduler._batch = watched  # type: ignore[method-assign]
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     assert len(answers(setup.engine, [([3, 4, 5], params), ([6, 7, 8], params)])) == 2
-    queued = ["schedule", "in", "out"]
-    assert log == queued + [*queued, "wait"] * 3 + ["wait"]
+    queued = ["in", "out"]
+    assert setup.device.log == queued + [*queued, "wait"] * 3 + ["wait"]
 
 
 def test_at_most_two_steps_are_launched_and_not_read(plain_model: Callable[[str], LoadedModel]) -> None:

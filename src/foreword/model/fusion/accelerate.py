@@ -6,6 +6,8 @@ replaces only what it has seen to give the same bits; the rest stays transformer
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from transformers import DynamicCache
 
 from foreword.model.flat_model import FlatModel
@@ -14,16 +16,18 @@ from foreword.model.fusion.layers import fuse_layers
 from foreword.model.fusion.modules import fuse
 from foreword.model.fusion.packed import pack_linears
 from foreword.model.fusion.straight_pass import StraightPass
-from foreword.model.probe import Remembered
+from foreword.model.layout import LayerLayout
 
 
-def accelerate(model: FlatModel, remembered: Remembered, vocab_size: int) -> StraightPass | None:
+def accelerate(
+    model: FlatModel, layers: Mapping[int, LayerLayout], has_states: bool, vocab_size: int
+) -> StraightPass | None:
     """Replace parts of a model in place; returns the way through it without its own code, if there is one."""
     module = model.module
     fuse(module)
     pack_linears(module)
-    fuse_layers(module, remembered.layers)
-    if remembered.states:
+    fuse_layers(module, layers)
+    if has_states:
         unchain_layers(module)
         return None
     chains = chain_layers(module, lambda context: model.run_two_tokens(context, DynamicCache()))
