@@ -39,8 +39,8 @@ def test_requests_hand_inputs_to_the_servers_chat_template(own_template: ServerT
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"tokenize": False}, "'tokenize' is no input"),
-        ({"chat_template": "{{ 1 }}"}, "'chat_template' is no input"),
+        ({"tokenize": False}, "'tokenize' is not an input"),
+        ({"chat_template": "{{ 1 }}"}, "'chat_template' is not an input"),
         ({"deep": {"er": 1}}, "chat_template_kwargs"),
         ({"long": "x" * 513}, "chat_template_kwargs"),
         ({str(number): 1 for number in range(17)}, "chat_template_kwargs"),

@@ -97,7 +97,7 @@ import torch
 torch.set_num_threads(4)
 import sys
 sys.path[:0] = {path!r}
-from model.kernels.test_team import running_sums
+from kernels.runtime.test_threads import running_sums
 program, rows, _ = running_sums()
 program.run()
 assert (rows[-1] == 40).all()
