@@ -42,6 +42,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from foreword.batch import NO_ENTRIES, Batch
 from foreword.kernels.cpu.attention import CpuAttention, fastest_mode
 from foreword.kernels.cpu.layout import TILES
+from foreword.kernels.llvm import emit
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.select import AttentionKernel, ReferenceAttention
 
@@ -178,7 +179,7 @@ def inner_loop_rate(quick: bool) -> float:
     repeats = 20_000
     watch = Stopwatch(time.thread_time, 2 if quick else 9)
     took = watch({"loop": lambda: run(*addresses, repeats)})["loop"]
-    operations = 2 * num_rows * 64 * 32 * (2 if in_tiles or simd.HAS_BF16_DOT else 1)
+    operations = 2 * num_rows * 64 * 32 * (2 if in_tiles or emit.HAS_BF16_DOT else 1)
     return operations * repeats / took / 1e6
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-PAGES = ["docs/concepts/cache.md"]
+PAGES = ["docs/concepts/cache.md", "docs/concepts/compiled-kernels.md"]
 
 
 def blocks_of(page):

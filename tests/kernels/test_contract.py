@@ -18,7 +18,7 @@ from foreword.kernels import reference
 from foreword.kernels.cpu.attention import CpuAttention, fastest_mode
 from foreword.kernels.cpu.layout import PAIRS, TILES, WIDENED
 from foreword.kernels.cpu.leading_chunks import LeadingChunks, join_leading
-from foreword.kernels.llvm.simd import HAS_BF16_DOT
+from foreword.kernels.llvm.emit import HAS_BF16_DOT
 from foreword.kernels.reference import AttentionOptions, plan_tiles
 from foreword.kernels.runtime import threads as team
 from foreword.kernels.select import AttentionKernel, ReferenceAttention, make_kernel

@@ -12,7 +12,6 @@ from foreword.errors import ConfigError
 from foreword.replay import one_pass
 from foreword.replay.caches import LruCache, ManagerCache
 from foreword.replay.capacity import Capacity
-from foreword.replay.compiled import compiled
 from foreword.replay.distances import LruCurve
 from foreword.replay.keys import as_content_ids, chain
 from foreword.replay.optimum import Optimum
@@ -167,12 +166,6 @@ def test_intervals_are_those_between_uses_of_single_blocks():
                 expected[doubling] = expected.get(doubling, 0) + 1
             last[key] = now
     assert simulate(trace, [], []).reuse_intervals.counts == expected
-
-
-def test_loops_are_compiled_where_nothing_can_be_kept_for_the_next_run():
-    scope = {}
-    exec("def double(number): return 2 * number", scope)  # numba finds no file to keep it beside
-    assert compiled(scope["double"])(21) == 42
 
 
 def test_a_stack_can_forget_all_but_the_latest_blocks():

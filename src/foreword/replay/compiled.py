@@ -5,12 +5,12 @@ Knows only arrays; their meaning belongs to the callers (`stack`, `trace`), whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from foreword.kernels.runtime.compiled import cached
 
 if TYPE_CHECKING:
     from foreword.replay.tables import Tables, Uses
@@ -22,19 +22,8 @@ MAX_DIGITS = 19
 
 COMMA, SPACE, ZERO, NINE = 44, 32, 48, 57
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 
-
-def compiled(function: Function) -> Function:
-    """Compile a function on its first call, and cache it for the next run if possible."""
-    try:
-        kept: Function = njit(cache=True)(function)
-    except RuntimeError:  # the file system is read-only
-        kept = njit(function)
-    return kept
-
-
-@compiled
+@cached()
 def read_numbers(text: npt.NDArray[np.uint8], numbers: npt.NDArray[np.uint64]) -> bool:
     """Whether `text` is `1, 2,3`, as long as `numbers`, with at most `MAX_DIGITS` digits each. Changes `numbers`."""
     num_read = num_digits = 0
@@ -60,14 +49,14 @@ def read_numbers(text: npt.NDArray[np.uint8], numbers: npt.NDArray[np.uint64]) -
     return num_read == len(numbers)
 
 
-@compiled
+@cached()
 def place_blocks(slots: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], num_blocks: int) -> None:
     """Fill an empty hash table with blocks 0 to `num_blocks`."""
     for block in range(num_blocks):
         slots[_find(slots, key_of, key_of[block])] = block
 
 
-@compiled
+@cached()
 def use_blocks(
     tables: Tables,
     uses: Uses,
@@ -123,7 +112,7 @@ def use_blocks(
     return num_blocks, next_stamp
 
 
-@compiled
+@cached()
 def _find(slots: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], key: np.uint64) -> np.uint64:
     """The key's slot, or the empty one where it belongs."""
     mask = np.uint64(len(slots) - 1)
@@ -133,7 +122,7 @@ def _find(slots: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], key: np.
     return slot
 
 
-@compiled
+@cached()
 def _count_before(counts: Counts, stamp: int) -> int:
     """Number of stamps in use before this one."""
     count = 0
@@ -143,7 +132,7 @@ def _count_before(counts: Counts, stamp: int) -> int:
     return count
 
 
-@compiled
+@cached()
 def _add(counts: Counts, stamp: int, change: int) -> None:
     node = stamp + 1
     while node < len(counts):

@@ -7,9 +7,9 @@ import numpy.typing as npt
 import pytest
 from numba import njit
 
-from foreword.kernels.llvm import direct, simd
+from foreword.kernels.llvm import direct, emit, simd
 
-pytestmark = pytest.mark.skipif(not simd.HAS_BF16_DOT, reason="this processor multiplies no pairs of bfloat16")
+pytestmark = pytest.mark.skipif(not emit.HAS_BF16_DOT, reason="this processor multiplies no pairs of bfloat16")
 PANEL = 64
 
 

@@ -8,7 +8,7 @@ import pytest
 from numba import njit
 
 from foreword.kernels.llvm import softmax, tile_softmax
-from foreword.kernels.llvm.simd import HAS_BF16_DOT, LOWEST
+from foreword.kernels.llvm.emit import HAS_BF16_DOT, LOWEST
 from foreword.kernels.llvm.tile_softmax import HAS_FLOAT16, MARGIN, MOST_SUM
 
 Floats = npt.NDArray[np.float32]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from foreword.kernels.llvm import tiles
-from foreword.kernels.llvm.simd import HAS_BF16_DOT
+from foreword.kernels.llvm.emit import HAS_BF16_DOT
 from foreword.kernels.products import weights12 as compact
 from foreword.kernels.products.pair_worker import PAIR_WORKER
 from foreword.kernels.products.tile_worker import TILE_WORKER

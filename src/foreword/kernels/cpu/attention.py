@@ -16,7 +16,7 @@ from foreword.kernels.cpu import layout
 from foreword.kernels.cpu.chunk import compile_chunk
 from foreword.kernels.cpu.leading_chunks import JoinedItems, LeadingChunks
 from foreword.kernels.cpu.worker import compile_worker
-from foreword.kernels.llvm.simd import HAS_BF16_DOT
+from foreword.kernels.llvm.emit import HAS_BF16_DOT
 from foreword.kernels.llvm.tile_softmax import HAS_FLOAT16
 from foreword.kernels.llvm.tiles import has_tiles
 from foreword.kernels.reference import AttentionOptions
@@ -27,10 +27,18 @@ from foreword.kernels.step_plan import FOLD_QUERIES, Int64Array, StepPlan
 ALONE_UNITS, ALONE_PARTIALS = 4, 512
 """Fewer items of a chunk times KV heads, or partial results to merge, are left to the calling thread: some 20 us."""
 
-STEP_ARGUMENTS = [
-    *range(layout.TABLES, layout.NUM_MERGES + 1),
-    *range(layout.PARTIAL_STATS, layout.SCRATCH_BYTES + 1),
-]
+PLAN_ARGUMENTS = (
+    "tables",
+    "table_width",
+    "block_size",
+    "requests",
+    "items",
+    "num_items",
+    "members",
+    "merges",
+    "num_merges",
+)
+STEP_ARGUMENTS = *PLAN_ARGUMENTS, "partial_stats", "partial_mixed", "scratch", "scratch_bytes"
 """Arguments that change in every step: the plan, and memory."""
 
 
@@ -48,24 +56,18 @@ class CpuPlan:
     step: StepPlan
     joined: JoinedItems
     arguments: Int64Array
-    """TABLES to NUM_MERGES."""
+    """The numbers of PLAN_ARGUMENTS."""
 
 
 class AttentionOperations:
     """What a team does for one layer: items of work, and then the merging of partial results."""
 
     def __init__(self) -> None:
-        self.items, self.merges = (
-            Operation(compile_worker(), layout.NUM_ARGUMENTS + 1, layout.COUNTERS)  # the last: two floats
-            for _ in range(2)
-        )
+        self.items, self.merges = Operation(compile_worker()), Operation(compile_worker())
         self._chunk = compile_chunk()
-        self._floats = self.items.arguments[layout.NUM_ARGUMENTS :].view(np.float32)
         for phase, one in enumerate((self.items, self.merges)):
             a = one.arguments
-            a[layout.PHASE], a[layout.SELF] = phase, one.address
-            a[layout.FLOAT_OPTIONS] = self._floats.ctypes.data
-            a[layout.ATTEND_CHUNK] = self._chunk.address
+            a["phase"], a["arguments"], a["attend_chunk"] = phase, one.address, self._chunk.address
         self._sinks: Tensor | None = None
         self.token_bytes = 0
         """KV of a token."""
@@ -88,18 +90,22 @@ class AttentionOperations:
         self.shape = mode, num_heads // num_kv_heads, num_kv_heads, key_dim, value_dim
         self.token_bytes = num_kv_heads * (key_dim + value_dim) * keys.element_size()
         for a in (self.items.arguments, self.merges.arguments):
-            a[layout.KEYS], a[layout.VALUES] = keys.data_ptr(), values.data_ptr()
-            a[layout.MODE : layout.VALUE_DIM + 1] = self.shape
-            a[layout.SINKS] = 0 if sinks is None else sinks.data_ptr()
-            a[layout.WINDOW], a[layout.LOCAL_CHUNK] = options.sliding_window or 0, options.local_chunk or 0
-        self._floats[:2] = options.scale, options.softcap or 0.0
+            a["keys"], a["values"] = keys.data_ptr(), values.data_ptr()
+            a["mode"], a["num_groups"], a["num_kv_heads"], a["key_dim"], a["value_dim"] = self.shape
+            a["item_bytes"], a["key_words"] = keys.element_size(), layout.key_words(mode, key_dim)
+            a["value_width"] = layout.padded(value_dim, 32)
+            a["sinks"] = 0 if sinks is None else sinks.data_ptr()
+            a["window"], a["local_chunk"] = options.sliding_window or 0, options.local_chunk or 0
+            a["scale"], a["softcap"] = options.scale, options.softcap or 0.0
 
     def bind_rows(self, query: tuple[int, int, int], output: int) -> None:
         """`query`: address, bytes of a token, bytes of a head; `output`: address of [rows, heads, value_dim] in the
         blocks' type.
         """
         for one in (self.items, self.merges):
-            one.arguments[: layout.OUTPUT + 1] = *query, output
+            a = one.arguments
+            a["query"], a["query_token_bytes"], a["query_head_bytes"] = query
+            a["output"] = output
 
 
 class CpuAttention:
@@ -159,7 +165,8 @@ class CpuAttention:
         operations.bind_rows(place, output.data_ptr())
         numbers = self.step_numbers(operations.shape, operations.token_bytes, plan)
         for one in (operations.items, operations.merges):
-            one.arguments[STEP_ARGUMENTS] = numbers
+            for argument, number in zip(STEP_ARGUMENTS, numbers, strict=True):
+                one.arguments[argument] = number
         items_alone = step.num_folds == 0 and len(step.items) * key_blocks.shape[2] <= ALONE_UNITS
         if items_alone or not len(plan.joined.merges):
             operations.items.run(alone=items_alone)
@@ -203,9 +210,12 @@ class CpuAttention:
         key = (*shape, most, num_threads)
         if key not in self._scratch:
             token_bytes = num_kv_heads * max(key_dim, value_dim) * (4 if mode == layout.FLOATS else 2)
-            *offsets, end = layout.scratch_layout(mode, key_dim, value_dim, token_bytes, most)
-            memory = torch.zeros(num_threads, end // 8, dtype=torch.int64)  # torch aligns to whole vectors
-            scratch = memory.numpy()
-            scratch[:, layout.LAYOUT // 8 : layout.LAYOUT // 8 + len(offsets)] = offsets
-            self._scratch[key] = scratch, scratch.ctypes.data, scratch.strides[0]
+            offsets = layout.scratch_offsets(mode, key_dim, value_dim, token_bytes, most)
+            end = offsets.pop("end")
+            memory = torch.zeros(num_threads, end, dtype=torch.uint8).numpy()  # torch aligns to whole vectors
+            addresses = memory.ctypes.data + end * np.arange(num_threads)
+            parts = memory[:, : layout.SCRATCH.itemsize].view(layout.SCRATCH)[:, 0]
+            for name, offset in offsets.items():
+                parts[name] = addresses + offset
+            self._scratch[key] = memory, memory.ctypes.data, end
         return self._scratch[key][1:]

@@ -10,64 +10,53 @@ from __future__ import annotations
 
 from typing import Any
 
-from foreword.kernels.cpu.layout import (
-    KEY_DIM,
-    KEY_ROWS,
-    MODE,
-    PAIRS,
-    ROW_MIXED,
-    ROW_QUERIES,
-    ROW_SCORES,
-    SCORE_BYTES,
-    VALUE_DIM,
-    VALUE_ROWS,
-    inlined,
-    part,
-)
+from foreword.kernels.cpu.layout import PAIRS, SCORE_BYTES
 from foreword.kernels.cpu.row_weights import ask_for_keys, ask_for_values
 from foreword.kernels.llvm.direct import DIMS, add_values, score_keys
-from foreword.kernels.llvm.simd import LANES, ROWS, clear_bytes
+from foreword.kernels.llvm.emit import LANES
+from foreword.kernels.llvm.simd import ROWS, clear_bytes
+from foreword.kernels.runtime.compiled import inlined
 
 
 @inlined
 def are_few(a: Any, num_rows: int) -> Any:
     """Whether packing does not pay: two readings cost what packing does. Heads must be whole vectors of pairs."""
-    return a[MODE] == PAIRS and num_rows <= 2 * ROWS and a[KEY_DIM] % DIMS == 0 and a[VALUE_DIM] % DIMS == 0
+    return a.mode == PAIRS and num_rows <= 2 * ROWS and a.key_dim % DIMS == 0 and a.value_dim % DIMS == 0
 
 
 @inlined
 def multiply_keys_directly(
-    a: Any, scratch: int, kv_head: int, rows: tuple[int, int], seen: tuple[int, int], ask: int
+    a: Any, s: Any, kv_head: int, rows: tuple[int, int], seen: tuple[int, int], ask: int
 ) -> None:
     """Scores of some rows' queries and of whole vectors of tokens.
 
     `seen`: from where to where tokens may be seen; begins with a panel, as weights and packed memory do.
     `ask`: how many tokens of the next chunk are asked for with each row, times 2 ** 16.
     """
-    num_steps, key_bytes = -(-(seen[1] - seen[0]) // LANES), 2 * a[KEY_DIM]
-    queries, offset = part(scratch, ROW_QUERIES) + rows[0] * key_bytes, kv_head * key_bytes
+    num_steps, key_bytes = -(-(seen[1] - seen[0]) // LANES), 2 * a.key_dim
+    queries, offset = s.row_queries + rows[0] * key_bytes, kv_head * key_bytes
     for step in range(num_steps):
         first, last = _to_ask_for(ask, rows, step, num_steps)
-        ask_for_keys(a, scratch, first, last)
+        ask_for_keys(a, s, first, last)
         token = seen[0] + step * LANES
-        keys, scores = scratch + KEY_ROWS + 8 * token, part(scratch, ROW_SCORES) + 4 * token
+        keys, scores = s.key_rows + 8 * token, s.row_scores + 4 * token
         score_keys(rows[1] - rows[0], queries, key_bytes, keys, offset, key_bytes // 4, scores, SCORE_BYTES)
 
 
 @inlined
 def multiply_values_directly(
-    a: Any, scratch: int, kv_head: int, rows: tuple[int, int], seen: tuple[int, int], ask: int
+    a: Any, s: Any, kv_head: int, rows: tuple[int, int], seen: tuple[int, int], ask: int
 ) -> None:
     """Mixtures of values by the rows' weights."""
-    num_steps, value_bytes, mixed = -(-(seen[1] - seen[0]) // LANES), 2 * a[VALUE_DIM], part(scratch, ROW_MIXED)
+    num_steps, value_bytes, mixed = -(-(seen[1] - seen[0]) // LANES), 2 * a.value_dim, s.row_mixed
     clear_bytes(mixed, (rows[1] - rows[0]) * 2 * value_bytes)
     for step in range(num_steps):
         first, last = _to_ask_for(ask, rows, step, num_steps)
-        ask_for_values(a, scratch, first, last)
+        ask_for_values(a, s, first, last)
         token = seen[0] + step * LANES
         num_pairs = (min(LANES, seen[1] - token) + 1) // 2
-        weights, values = part(scratch, ROW_SCORES) + 2 * token, scratch + VALUE_ROWS + 8 * token
-        for dim in range(0, a[VALUE_DIM], DIMS):
+        weights, values = s.row_scores + 2 * token, s.value_rows + 8 * token
+        for dim in range(0, a.value_dim, DIMS):
             offset, target = kv_head * value_bytes + 2 * dim, mixed + 4 * dim
             add_values(rows[1] - rows[0], weights, SCORE_BYTES, values, offset, num_pairs, target, 2 * value_bytes)
 

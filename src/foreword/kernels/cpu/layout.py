@@ -5,14 +5,11 @@ Knows offsets and sizes; knows nothing of how they are used.
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
-from typing import Any
+import numpy as np
 
-from numba import njit
-
-from foreword.kernels.llvm.simd import load_int
-from foreword.kernels.llvm.tiles import CONFIG_BYTES, TILE_ROWS, has_tiles
+from foreword.kernels.llvm.emit import LANES
+from foreword.kernels.llvm.tiles import CONFIG_BYTES, TILE_ROWS
+from foreword.kernels.runtime.compiled import record, view
 from foreword.kernels.step_plan import CHUNK
 
 PANEL = 64
@@ -28,59 +25,92 @@ PANEL_BYTES, WEIGHT_BYTES = 4 * PANEL + 64, 2 * CHUNK + 64
 MOST_ROWS = 2 * TILE_ROWS
 """Rows that are multiplied at a time, at most: two tiles'; ROWS where there are no tiles."""
 
-# The arguments: int64 each. Strides and sizes ending in _BYTES; the others are counts or addresses.
-(
-    QUERY,
-    QUERY_TOKEN_BYTES,
-    QUERY_HEAD_BYTES,
-    OUTPUT,
-    KEYS,
-    VALUES,
-    MODE,
-    NUM_GROUPS,
-    NUM_KV_HEADS,
-    KEY_DIM,
-    VALUE_DIM,
-    SINKS,  # float32 per head; 0: none
-    WINDOW,  # 0: none
-    LOCAL_CHUNK,  # 0: none
-    TABLES,  # int32 [requests, TABLE_WIDTH]
-    TABLE_WIDTH,
-    BLOCK_SIZE,
-    REQUESTS,  # [requests, 5]: first row, queries, first position, chunks, first slot of partial results
-    ITEMS,  # [items, 4]
-    NUM_ITEMS,
-    MEMBERS,  # requests in the order that SHARED items speak of
-    MERGES,  # [queries of members, 3]: request, query, leading chunks that are merged already
-    NUM_MERGES,
-    PARTIAL_STATS,  # float32 [slots, heads, 2]: peak and sum
-    PARTIAL_MIXED,  # float32 [slots, heads, padded value dim]
-    SCRATCH,
-    SCRATCH_BYTES,  # per thread
-    COUNTERS,  # threads, units of work, merges: shared by the threads, 0 at the start
-    FLOAT_OPTIONS,  # float32: scale, soft-cap (0: none)
-    PHASE,  # 0: items; 1: merge partial results
-    SELF,  # address of the arguments
-    ATTEND_CHUNK,  # address of `cpu_chunk.py`'s function
-    NUM_ARGUMENTS,
-) = range(33)
+ATTENTION = record(
+    "query",
+    "query_token_bytes",
+    "query_head_bytes",
+    "output",
+    "keys",
+    "values",
+    "mode",
+    "num_groups",
+    "num_kv_heads",
+    "key_dim",
+    "value_dim",
+    "item_bytes",  # of an element of queries, keys and values
+    "key_words",  # of a packed key
+    "value_width",  # of a row's mixture of values: its dimensions, padded
+    "sinks",  # float32 per head; 0: none
+    "window",  # 0: none
+    "local_chunk",  # 0: none
+    "tables",  # int32 [requests, table_width]
+    "table_width",
+    "block_size",
+    "requests",  # address of an array of REQUEST
+    "items",  # of ITEM
+    "num_items",
+    "members",  # int64: requests in the order that SHARED items speak of
+    "merges",  # of MERGE
+    "num_merges",
+    "partial_stats",  # float32 [slots, heads, 2]: peak and sum
+    "partial_mixed",  # float32 [slots, heads, padded value dim]
+    "scratch",
+    "scratch_bytes",  # per thread
+    "counters",  # threads, units of work, merges: shared by the threads, 0 at the start
+    "phase",  # 0: items; 1: merge partial results
+    "arguments",  # address of this record
+    "attend_chunk",  # address of `chunk.py`'s function
+    scale=np.float32,
+    softcap=np.float32,  # 0: none
+)
+"""The arguments: addresses, counts, and strides and sizes in bytes whose names end in `_bytes`."""
 
-# Offsets in a thread's scratch memory, filled in by `scratch_layout`: the first six are constant.
-KEY_ROWS = 0
-VALUE_ROWS = KEY_ROWS + 8 * CHUNK
-STAGED_ROWS = VALUE_ROWS + 8 * CHUNK
-NEXT_KEY_ROWS = STAGED_ROWS + 8 * CHUNK  # of the next chunk, to be prefetched
-NEXT_VALUE_ROWS = NEXT_KEY_ROWS + 8 * CHUNK
-NEXT_LENGTH = NEXT_VALUE_ROWS + 8 * CHUNK  # how many tokens those are
-LAYOUT = NEXT_LENGTH + 8
-(ZEROS, STAGE, PACKED_KEYS, PACKED_VALUES, ROW_QUERIES, STAGED_QUERY, ROW_SCORES, ROW_STATS, ROW_MIXED) = range(9)
-(ROW_TABLE, FOLD_STATS, FOLD_MIXED, FOUND, TILE_CONFIG, ROW_FACTORS) = range(9, 15)
-(ROW_WEIGHTS, ROW_TOTALS, LAYOUT_SIZE) = range(15, 18)
-VARIABLE = LAYOUT + 8 * LAYOUT_SIZE + 8  # kept a multiple of 64 below
+REQUEST = record("first_row", "num_queries", "first_position", "num_chunks", "first_slot")
+"""What `StepPlan.requests` has of each request."""
+ITEM = record("kind", "number", "first", "last")
+"""An item of work. FOLD: request, first query, number of queries. SHARED: chunk, first member, last member + 1.
+LEADING: number of chunks, first member, last member + 1."""
+MERGE = record("request", "query", "num_leading")
+"""A query whose partial results are merged, and how many leading chunks are merged already."""
+ROW = record("low", "high", "target")
+"""A row of the row table: it sees the chunk's tokens from `low` to before `high`; `target` is its result's place."""
+STATS = record(peak=np.float32, total=np.float32)
+"""Of one row: the peak of its scores, in powers of two, and the sum of its weights."""
+FOUND = record("request", "chunk", "low", "high")
+"""Whose tokens lie at `key_rows` and `value_rows`."""
+ROW_BYTES, STATS_BYTES = ROW.itemsize, STATS.itemsize
 
-compiled = njit(error_model="numpy")
-inlined = njit(error_model="numpy", inline="always")
-"""Heavy functions with one caller: numba would otherwise optimise them again for every function that calls them."""
+SCRATCH = record(
+    "address",  # of this record, which a thread's memory begins with
+    "next_length",  # number of tokens at `next_key_rows`
+    "key_rows",  # addresses of the keys of a chunk's tokens, and so on
+    "value_rows",
+    "staged_rows",
+    "next_key_rows",  # of the next chunk, to be prefetched
+    "next_value_rows",
+    "zeros",  # a token that nobody sees
+    "stage",
+    "packed_keys",
+    "packed_values",
+    "row_queries",
+    "staged_query",
+    "row_scores",
+    "row_stats",
+    "row_mixed",
+    "row_table",  # ROW
+    "fold_stats",
+    "fold_mixed",
+    "found",  # FOUND
+    "tile_config",
+    "row_factors",
+    "row_weights",
+    "row_totals",
+)
+"""A thread's scratch memory: the addresses of its parts."""
+
+request_at, item_at, merge_at, row_at, stats_at, found_at, scratch_at = map(
+    view, (REQUEST, ITEM, MERGE, ROW, STATS, FOUND, SCRATCH)
+)
 
 
 def padded(size: int, multiple: int) -> int:
@@ -93,54 +123,39 @@ def key_words(mode: int, key_dim: int) -> int:
     return padded(key_dim, 32) // 2 if mode in IN_PAIRS else padded(key_dim, 16)
 
 
-def scratch_layout(mode: int, key_dim: int, value_dim: int, token_bytes: int, most_rows: int) -> list[int]:
-    """Offsets of the variable parts of a thread's scratch memory, and their end.
+def scratch_offsets(mode: int, key_dim: int, value_dim: int, token_bytes: int, most_rows: int) -> dict[str, int]:
+    """Where the parts of a thread's scratch memory lie in it, by their names in SCRATCH, and its `end`; in bytes.
 
     `token_bytes`: the larger of a token's keys and values over all heads; `most_rows`: of an item.
     """
     words, values = key_words(mode, key_dim), padded(value_dim, 32)
-    sizes = [
-        max(token_bytes, SCORE_BYTES) + 256,  # ZEROS: a token that nobody sees
-        CHUNK * 4 * (padded(max(key_dim, value_dim), 32) + 32),  # STAGE
-        CHUNK * 4 * words,
-        CHUNK * 4 * values,
-        most_rows * 4 * words,
-        4 * (words + 32),  # STAGED_QUERY
-        MOST_ROWS * SCORE_BYTES,
-        MOST_ROWS * 8,
-        MOST_ROWS * 4 * values,
-        most_rows * 24,  # ROW_TABLE: low, high, target
-        most_rows * 8 + 64,  # eight rows at a time
-        most_rows * 4 * values,
-        32,  # FOUND: request, chunk, from and to which token lie at KEY_ROWS
-        CONFIG_BYTES,
-        MOST_ROWS * 8,
-        MOST_ROWS * WEIGHT_BYTES,
-        MOST_ROWS * 64,  # ROW_TOTALS: 16 lanes of each
-    ]
-    offsets, end = [], padded(VARIABLE, 64)
-    for size in sizes:
-        offsets.append(end)
+    sizes = {
+        "address": SCRATCH.itemsize,
+        "key_rows": 8 * CHUNK,
+        "value_rows": 8 * CHUNK,
+        "staged_rows": 8 * CHUNK,
+        "next_key_rows": 8 * CHUNK,
+        "next_value_rows": 8 * CHUNK,
+        "zeros": max(token_bytes, SCORE_BYTES) + 256,
+        "stage": CHUNK * 4 * (padded(max(key_dim, value_dim), 32) + 32),
+        "packed_keys": CHUNK * 4 * words,
+        "packed_values": CHUNK * 4 * values,
+        "row_queries": most_rows * 4 * words,
+        "staged_query": 4 * (words + 32),
+        "row_scores": MOST_ROWS * SCORE_BYTES,
+        "row_stats": MOST_ROWS * STATS_BYTES,
+        "row_mixed": MOST_ROWS * 4 * values,
+        "row_table": most_rows * ROW_BYTES,
+        "fold_stats": most_rows * STATS_BYTES + 64,  # eight rows at a time
+        "fold_mixed": most_rows * 4 * values,
+        "found": FOUND.itemsize,
+        "tile_config": CONFIG_BYTES,
+        "row_factors": MOST_ROWS * 8,
+        "row_weights": MOST_ROWS * WEIGHT_BYTES,
+        "row_totals": MOST_ROWS * 4 * LANES,
+    }
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
         end += padded(size, 64)
-    return [*offsets, end]
-
-
-@compiled
-def part(scratch: int, number: int) -> Any:
-    """Address of a variable part of a thread's scratch memory."""
-    return scratch + load_int(scratch + LAYOUT + 8 * number)
-
-
-def source_digest() -> int:
-    """A number that changes with the source of any kernel, and with whether it may use tiles.
-
-    numba keeps compiled code beside a file and looks at that file's date only. A compiled function that mentions
-    this number is compiled anew when another file that takes part in it has changed.
-    """
-    digest = hashlib.sha256()
-    kernels = Path(__file__).parents[1]
-    for path in sorted(kernels.rglob("*.py")):
-        if "triton" not in path.relative_to(kernels).parts:
-            digest.update(path.read_bytes())
-    digest.update(bytes([has_tiles()]))
-    return int.from_bytes(digest.digest()[:6], "big")
+    return {**offsets, "end": end}

@@ -7,50 +7,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from foreword.kernels.cpu.layout import (
-    FLOAT_OPTIONS,
-    FLOATS,
-    FOLD_MIXED,
-    FOLD_STATS,
-    KEY_DIM,
-    MODE,
-    NEXT_KEY_ROWS,
-    NEXT_LENGTH,
-    NEXT_VALUE_ROWS,
-    PAIRS,
-    PARTIAL_MIXED,
-    PARTIAL_STATS,
-    ROW_FACTORS,
-    SCORE_BYTES,
-    VALUE_DIM,
-    ZEROS,
-    inlined,
-    part,
-)
-from foreword.kernels.llvm.simd import LOG2_E, LOWEST, copy_bytes, load_float, load_int, prefetch, store_float
+from foreword.kernels.cpu.layout import PAIRS, SCORE_BYTES, STATS_BYTES, row_at, stats_at
+from foreword.kernels.llvm.emit import LOG2_E, LOWEST
+from foreword.kernels.llvm.simd import copy_bytes, load_int, prefetch
 from foreword.kernels.llvm.softmax import add_mixture, find_peak, merge_stats, soft_cap, weigh, weigh_pairs
+from foreword.kernels.runtime.compiled import inlined
 from foreword.kernels.step_plan import CHUNK, FOLD
 
 
 @inlined
-def ask_ahead(a: Any, scratch: int, first: int, last: int) -> None:
+def ask_ahead(a: Any, s: Any, first: int, last: int) -> None:
     """Ask for the keys and values of some tokens of the next chunk, while this one is computed."""
-    ask_for_keys(a, scratch, first, last)
-    ask_for_values(a, scratch, first, last)
+    ask_for_keys(a, s, first, last)
+    ask_for_values(a, s, first, last)
 
 
 @inlined
-def ask_for_keys(a: Any, scratch: int, first: int, last: int) -> None:
+def ask_for_keys(a: Any, s: Any, first: int, last: int) -> None:
     """The keys alone."""
-    for token in range(first, min(last, load_int(scratch + NEXT_LENGTH))):
-        prefetch(load_int(scratch + NEXT_KEY_ROWS + 8 * token), a[KEY_DIM] * (4 if a[MODE] == FLOATS else 2))
+    for token in range(first, min(last, s.next_length)):
+        prefetch(load_int(s.next_key_rows + 8 * token), a.key_dim * a.item_bytes)
 
 
 @inlined
-def ask_for_values(a: Any, scratch: int, first: int, last: int) -> None:
+def ask_for_values(a: Any, s: Any, first: int, last: int) -> None:
     """The values alone."""
-    for token in range(first, min(last, load_int(scratch + NEXT_LENGTH))):
-        prefetch(load_int(scratch + NEXT_VALUE_ROWS + 8 * token), a[VALUE_DIM] * (4 if a[MODE] == FLOATS else 2))
+    for token in range(first, min(last, s.next_length)):
+        prefetch(load_int(s.next_value_rows + 8 * token), a.value_dim * a.item_bytes)
 
 
 @inlined
@@ -58,7 +41,7 @@ def find_bounds(table: int, num_rows: int) -> tuple[int, int, int, int]:
     """From where to where some row of the table sees tokens, and from where to where all rows do."""
     low, high, all_low, all_high = CHUNK, 0, 0, CHUNK
     for row in range(num_rows):
-        row_low, row_high = load_int(table + 24 * row), load_int(table + 24 * row + 8)
+        row_low, row_high = row_at(table, row).low, row_at(table, row).high
         if row_low < row_high:
             low, high = min(low, row_low), max(high, row_high)
         all_low, all_high = max(all_low, row_low), min(all_high, row_high)
@@ -68,30 +51,36 @@ def find_bounds(table: int, num_rows: int) -> tuple[int, int, int, int]:
 @inlined
 def cap_scores(a: Any, num_rows: int, scores: int, score_bytes: int, panels: tuple[int, int]) -> None:
     """Apply the soft-cap, if any, to scores of some tokens, with `score_bytes` bytes between rows."""
-    scale, cap = load_float(a[FLOAT_OPTIONS]), load_float(a[FLOAT_OPTIONS] + 4)
+    scale, cap = a.scale, a.softcap
     if cap > 0.0:
         for row in range(num_rows):
             soft_cap(scores + row * score_bytes, panels[0], panels[1], scale / cap, cap)
 
 
 @inlined
-def find_peaks(a: Any, table: int, num_rows: int, scores: int, stats: int, panels: tuple[int, int]) -> None:
-    """Peaks of the rows of a table, from their scores [rows, CHUNK]."""
-    for row in range(num_rows):
-        low, high = load_int(table + 24 * row), load_int(table + 24 * row + 8)
-        if low < high:
-            find_peak(scores + row * SCORE_BYTES, stats + 8 * row, panels[0], panels[1], low, high, factor(a))
-        else:
-            store_float(stats + 8 * row, LOWEST)
-            store_float(stats + 8 * row + 4, 0.0)
+def see_nothing(stats: int, row: int) -> None:
+    """The stats of a row that sees no token: the least peak, and no weight."""
+    own = stats_at(stats, row)
+    own.peak, own.total = LOWEST, 0.0
 
 
 @inlined
-def weigh_row(a: Any, scratch: int, entry: int, scores: int, stats: int, panels: tuple[int, int]) -> None:
-    """Weights of one row's scores, in their place, and their sum; `entry`: the row's place in the table."""
-    if load_int(entry) >= load_int(entry + 8):
-        copy_bytes(scores, part(scratch, ZEROS), SCORE_BYTES)
-    elif a[MODE] == PAIRS:
+def find_peaks(a: Any, table: int, num_rows: int, scores: int, stats: int, panels: tuple[int, int]) -> None:
+    """Peaks of the rows of a table, from their scores [rows, CHUNK]."""
+    for row in range(num_rows):
+        low, high = row_at(table, row).low, row_at(table, row).high
+        if low < high:
+            find_peak(scores + row * SCORE_BYTES, stats + STATS_BYTES * row, panels[0], panels[1], low, high, factor(a))
+        else:
+            see_nothing(stats, row)
+
+
+@inlined
+def weigh_row(a: Any, s: Any, row: Any, scores: int, stats: int, panels: tuple[int, int]) -> None:
+    """Weights of one row's scores, in their place, and their sum; `row`: its place in the table."""
+    if row.low >= row.high:
+        copy_bytes(scores, s.zeros, SCORE_BYTES)
+    elif a.mode == PAIRS:
         weigh_pairs(scores, stats, panels[0], panels[1], factor(a))
     else:
         weigh(scores, stats, panels[0], panels[1], factor(a))
@@ -100,21 +89,21 @@ def weigh_row(a: Any, scratch: int, entry: int, scores: int, stats: int, panels:
 @inlined
 def factor(a: Any) -> Any:
     """Of scores, which have been capped and scaled if there is a cap."""
-    return LOG2_E if load_float(a[FLOAT_OPTIONS] + 4) > 0.0 else load_float(a[FLOAT_OPTIONS]) * LOG2_E
+    return LOG2_E if a.softcap > 0.0 else a.scale * LOG2_E
 
 
 @inlined
-def keep_rows(a: Any, scratch: int, table: int, num_rows: int, stats: int, mixed: int, kind: int) -> None:
+def keep_rows(a: Any, s: Any, table: int, num_rows: int, stats: int, mixed: int, kind: int) -> None:
     """Merge rows' results into a fold's, or leave them as partial results."""
-    width, factors = (a[VALUE_DIM] + 31) // 32 * 32, part(scratch, ROW_FACTORS)
+    width, factors = a.value_width, s.row_factors
     if kind == FOLD:  # whose rows' targets follow each other
-        merge_stats(part(scratch, FOLD_STATS) + 8 * load_int(table + 16), stats, factors, num_rows)
+        merge_stats(s.fold_stats + STATS_BYTES * row_at(table, 0).target, stats, factors, num_rows)
     for row in range(num_rows):
-        if load_int(table + 24 * row) >= load_int(table + 24 * row + 8):
+        if row_at(table, row).low >= row_at(table, row).high:
             continue
-        own_mixed, target = mixed + row * 4 * width, load_int(table + 24 * row + 16)
+        own_mixed, target = mixed + row * 4 * width, row_at(table, row).target
         if kind == FOLD:
-            add_mixture(part(scratch, FOLD_MIXED) + target * 4 * width, own_mixed, factors + 8 * row, width)
+            add_mixture(s.fold_mixed + target * 4 * width, own_mixed, factors + 8 * row, width)
         else:
-            copy_bytes(a[PARTIAL_STATS] + 8 * target, stats + 8 * row, 8)
-            copy_bytes(a[PARTIAL_MIXED] + 4 * width * target, own_mixed, 4 * width)
+            copy_bytes(a.partial_stats + STATS_BYTES * target, stats + STATS_BYTES * row, STATS_BYTES)
+            copy_bytes(a.partial_mixed + 4 * width * target, own_mixed, 4 * width)

@@ -17,33 +17,18 @@ from typing import Any
 import numpy as np
 
 from foreword.kernels.cpu.layout import (
-    KEY_DIM,
-    PACKED_KEYS,
     PANEL,
     PANEL_BYTES,
-    ROW_QUERIES,
-    ROW_SCORES,
-    ROW_STATS,
-    ROW_TABLE,
-    ROW_TOTALS,
-    ROW_WEIGHTS,
+    ROW_BYTES,
     SCORE_BYTES,
-    STAGED_ROWS,
+    STATS_BYTES,
     WEIGHT_BYTES,
-    inlined,
-    part,
+    row_at,
+    stats_at,
 )
-from foreword.kernels.cpu.row_weights import ask_ahead, cap_scores, factor
-from foreword.kernels.llvm.simd import (
-    LANES,
-    LOWEST,
-    clear_bytes,
-    load_float,
-    load_int,
-    load_int32,
-    store_float,
-    store_int,
-)
+from foreword.kernels.cpu.row_weights import ask_ahead, cap_scores, factor, see_nothing
+from foreword.kernels.llvm.emit import LANES, LOWEST
+from foreword.kernels.llvm.simd import clear_bytes, load_int, load_int32, store_int
 from foreword.kernels.llvm.softmax import find_peak
 from foreword.kernels.llvm.tile_softmax import (
     LEAST_SUM,
@@ -58,33 +43,34 @@ from foreword.kernels.llvm.tile_softmax import (
     weigh_seen,
 )
 from foreword.kernels.llvm.tiles import TILE_ROWS, tile_product_64
+from foreword.kernels.runtime.compiled import inlined
 
 _GROUP = 8
 """Number of rows whose weights are computed between two requests to memory."""
 
 
 @inlined
-def weigh_in_tiles(a: Any, scratch: int, rows: tuple[int, int], bounds: tuple[int, int, int, int], ask: int) -> None:
+def weigh_in_tiles(a: Any, s: Any, rows: tuple[int, int], bounds: tuple[int, int, int, int], ask: int) -> None:
     """Weights of some rows of the row table, from `rows[0]` to before `rows[1]`, and their stats.
 
     `bounds`: from where to where some row sees tokens, and from where to where all do; `ask`: how many tokens of the
     next chunk are asked for with each row, times 2 ** 16.
     """
-    num_rows, totals = rows[1] - rows[0], part(scratch, ROW_TOTALS)
-    table, stats, scores = part(scratch, ROW_TABLE) + 24 * rows[0], part(scratch, ROW_STATS), part(scratch, ROW_SCORES)
+    num_rows, totals = rows[1] - rows[0], s.row_totals
+    table, stats, scores = s.row_table + ROW_BYTES * rows[0], s.row_stats, s.row_scores
     start, stop = bounds[0] // PANEL * PANEL, -(-bounds[1] // PANEL) * PANEL
     clear_bytes(totals, num_rows * 4 * LANES)
     num_panels, sound, finite = (stop - start) // PANEL, 1, 1
     turn, ask = num_panels * rows[0], ask // num_panels + 1
     few = num_rows <= TILE_ROWS  # whose scores of a chunk are near too: vectors need not wait for each panel's
     if few:
-        _multiply_keys(a, scratch, rows, (start, stop), scores, SCORE_BYTES)
+        _multiply_keys(a, s, rows, (start, stop), scores, SCORE_BYTES)
     score_bytes = SCORE_BYTES if few else PANEL_BYTES
     for panel in range(start, stop, PANEL):
         if few:
-            scores = part(scratch, ROW_SCORES) + 4 * panel
+            scores = s.row_scores + 4 * panel
         else:
-            _multiply_keys(a, scratch, rows, (panel, panel + PANEL), scores - 4 * panel, PANEL_BYTES)
+            _multiply_keys(a, s, rows, (panel, panel + PANEL), scores - 4 * panel, PANEL_BYTES)
         finite &= are_finite(scores)
         # do all rows see the same of this panel?
         seen_by_all = bounds[2] < panel + (panel == start) and panel + PANEL <= bounds[3]
@@ -95,27 +81,27 @@ def weigh_in_tiles(a: Any, scratch: int, rows: tuple[int, int], bounds: tuple[in
             if not alike:
                 end = _end_of_alike(table, row, end)
             own_scores = scores + row * score_bytes
-            _weigh_group(a, scratch, (rows[0] + row, row, end - row), panel, (own_scores, score_bytes), seen_by_all)
-            ask_ahead(a, scratch, ask * turn >> 16, ask * (turn + end - row) >> 16)
+            _weigh_group(a, s, (rows[0] + row, row, end - row), panel, (own_scores, score_bytes), seen_by_all)
+            ask_ahead(a, s, ask * turn >> 16, ask * (turn + end - row) >> 16)
             turn += end - row
             row = end
     for row in range(num_rows):
-        if load_int(table + 24 * row) < load_int(table + 24 * row + 8):
-            sum_lanes(totals + 4 * LANES * row, stats + 8 * row)
-            sound &= LEAST_SUM <= load_float(stats + 8 * row + 4) < MOST_SUM
+        if row_at(table, row).low < row_at(table, row).high:
+            sum_lanes(totals + 4 * LANES * row, stats + STATS_BYTES * row)
+            sound &= LEAST_SUM <= stats_at(stats, row).total < MOST_SUM
     if sound == 0 or finite == 0:
-        _weigh_again(a, scratch, rows, (start, stop), finite)
+        _weigh_again(a, s, rows, (start, stop), finite)
 
 
 @inlined
 def _multiply_keys(
-    a: Any, scratch: int, rows: tuple[int, int], panels: tuple[int, int], scores: int, score_bytes: int
+    a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int], scores: int, score_bytes: int
 ) -> None:
     """Scores of the tokens of some panels, `score_bytes` between rows; `scores`: where the chunk's first would be."""
-    num_rows, words = rows[1] - rows[0], (a[KEY_DIM] + 31) // 32 * 16
-    queries = part(scratch, ROW_QUERIES) + rows[0] * words * 4
+    num_rows, words = rows[1] - rows[0], a.key_words
+    queries = s.row_queries + rows[0] * words * 4
     for panel in range(panels[0], panels[1], PANEL):
-        keys = part(scratch, PACKED_KEYS) + panel * words * 4
+        keys = s.packed_keys + panel * words * 4
         tile_product_64(num_rows, queries, words * 4, keys, words // LANES, scores + 4 * panel, score_bytes)
     cap_scores(a, num_rows, scores, score_bytes, panels)
 
@@ -126,8 +112,8 @@ def _end_of_alike(table: int, row: int, end: int) -> Any:
     following = row + 1
     while (
         following < end
-        and load_int(table + 24 * following) == load_int(table + 24 * row)
-        and load_int(table + 24 * following + 8) == load_int(table + 24 * row + 8)
+        and row_at(table, following).low == row_at(table, row).low
+        and row_at(table, following).high == row_at(table, row).high
     ):
         following += 1
     return following
@@ -135,16 +121,16 @@ def _end_of_alike(table: int, row: int, end: int) -> Any:
 
 @inlined
 def _weigh_group(
-    a: Any, scratch: int, group: tuple[int, int, int], panel: int, scores: tuple[int, int], seen_by_all: bool
+    a: Any, s: Any, group: tuple[int, int, int], panel: int, scores: tuple[int, int], seen_by_all: bool
 ) -> None:
     """Peaks, if they see the first of their tokens here, and weights of rows that see the same.
 
     `group`: the first row's number in the table and in the part, and how many rows; `scores`: the first row's, and
     bytes between rows.
     """
-    entry, (_, row, count) = part(scratch, ROW_TABLE) + 24 * group[0], group
-    low, high, stats = load_int(entry) - panel, load_int(entry + 8) - panel, part(scratch, ROW_STATS) + 8 * row
-    weights, totals = part(scratch, ROW_WEIGHTS) + row * WEIGHT_BYTES + 2 * panel, part(scratch, ROW_TOTALS) + 64 * row
+    entry, (_, row, count) = row_at(s.row_table, group[0]), group
+    low, high, stats = entry.low - panel, entry.high - panel, s.row_stats + STATS_BYTES * row
+    weights, totals = s.row_weights + row * WEIGHT_BYTES + 2 * panel, s.row_totals + 64 * row
     if seen_by_all or (low < min(high, PANEL) and high > 0):
         if low >= 0:
             estimate_peaks(scores[0], scores[1], stats, count, low, high, factor(a))
@@ -156,54 +142,53 @@ def _weigh_group(
     for one in range(count):
         clear_bytes(weights + one * WEIGHT_BYTES, 2 * PANEL)
         if low >= high:
-            store_float(stats + 8 * one, LOWEST)
-            store_float(stats + 8 * one + 4, 0.0)
+            see_nothing(stats, one)
 
 
 @inlined
-def _weigh_again(a: Any, scratch: int, rows: tuple[int, int], panels: tuple[int, int], finite: int) -> None:
+def _weigh_again(a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int], finite: int) -> None:
     """The same if there may be keys that are not `finite`, or rows' scores are far from those in their first panel.
 
     What becomes of a row depends on keys that it sees and on its own scores, whatever was found in other rows.
     """
-    num_rows, scores = rows[1] - rows[0], part(scratch, ROW_SCORES)
-    _multiply_keys(a, scratch, rows, panels, scores, SCORE_BYTES)
+    num_rows, scores = rows[1] - rows[0], s.row_scores
+    _multiply_keys(a, s, rows, panels, scores, SCORE_BYTES)
     if finite == 0:
-        _count_infinite_keys(a, scratch, panels)
+        _count_infinite_keys(a, s, panels)
     for row in range(num_rows):
-        entry, stats = part(scratch, ROW_TABLE) + 24 * (rows[0] + row), part(scratch, ROW_STATS) + 8 * row
-        low, high, own = load_int(entry), load_int(entry + 8), scores + row * SCORE_BYTES
+        entry, stats = row_at(s.row_table, rows[0] + row), s.row_stats + STATS_BYTES * row
+        low, high, own, result = entry.low, entry.high, scores + row * SCORE_BYTES, stats_at(stats, 0)
         if low >= high:
             continue
-        counts = scratch + STAGED_ROWS - 8
+        counts = s.staged_rows - 8
         if finite == 0 and load_int(counts + 8 * high) > (load_int(counts + 8 * low) if low > panels[0] else 0):
-            store_float(stats + 4, np.nan)
-        elif not LEAST_SUM <= load_float(stats + 4) < MOST_SUM:
+            result.total = np.nan
+        elif not LEAST_SUM <= result.total < MOST_SUM:
             seen = low // PANEL * PANEL, -(-high // PANEL) * PANEL
             find_peak(own, stats, seen[0], seen[1], low, high, factor(a))  # and hides what is not seen
-            peak, total = load_float(stats), part(scratch, ROW_TOTALS) + 4 * LANES * row
+            peak, total = result.peak, s.row_totals + 4 * LANES * row
             is_number = are_below_infinity(own, seen[0], seen[1]) == 1 and peak > LOWEST * factor(a)
             lower(own, stats, seen[0], seen[1], factor(a))
             clear_bytes(total, 4 * LANES)
-            store_float(stats, MARGIN)
+            result.peak = MARGIN
             for panel in range(seen[0], seen[1], PANEL):
-                weights = part(scratch, ROW_WEIGHTS) + row * WEIGHT_BYTES + 2 * panel
+                weights = s.row_weights + row * WEIGHT_BYTES + 2 * panel
                 weigh_seen(own + 4 * panel, 0, weights, 0, stats, total, 1, low - panel, high - panel, np.float32(1.0))
             sum_lanes(total, stats)
-            store_float(stats, peak + MARGIN)
+            result.peak = peak + MARGIN
             if not is_number:
-                store_float(stats + 4, np.nan)
+                result.total = np.nan
 
 
 @inlined
-def _count_infinite_keys(a: Any, scratch: int, panels: tuple[int, int]) -> None:
+def _count_infinite_keys(a: Any, s: Any, panels: tuple[int, int]) -> None:
     """Up to each token, how many keys have a part that is infinite or no number; in place of staged rows."""
-    words, count = (a[KEY_DIM] + 31) // 32 * 16, 0
+    words, count = a.key_words, 0
     for token in range(panels[0], panels[1]):
-        key = part(scratch, PACKED_KEYS) + (token // PANEL * PANEL * words + token % PANEL) * 4
+        key = s.packed_keys + (token // PANEL * PANEL * words + token % PANEL) * 4
         is_finite = True
         for word in range(words):
             pair = load_int32(key + word * 4 * PANEL)
             is_finite &= pair & 0x7F80 != 0x7F80 and pair & 0x7F800000 != 0x7F800000
         count += 0 if is_finite else 1
-        store_int(scratch + STAGED_ROWS + 8 * token, count)
+        store_int(s.staged_rows + 8 * token, count)

@@ -30,83 +30,54 @@ from typing import Any
 from numba import carray
 
 from foreword.kernels.cpu.layout import (
-    ATTEND_CHUNK,
-    COUNTERS,
+    ATTENTION,
     FLOATS,
-    FOLD_MIXED,
-    FOLD_STATS,
-    FOUND,
-    IN_PAIRS,
-    ITEMS,
-    KEY_DIM,
-    MEMBERS,
-    MERGES,
-    MODE,
-    NEXT_LENGTH,
-    NUM_ARGUMENTS,
-    NUM_GROUPS,
-    NUM_ITEMS,
-    NUM_KV_HEADS,
-    NUM_MERGES,
-    OUTPUT,
-    PARTIAL_MIXED,
-    PARTIAL_STATS,
-    PHASE,
-    QUERY,
-    QUERY_HEAD_BYTES,
-    QUERY_TOKEN_BYTES,
-    REQUESTS,
-    ROW_MIXED,
-    ROW_QUERIES,
-    ROW_TABLE,
-    SCRATCH,
-    SCRATCH_BYTES,
-    SELF,
-    SINKS,
-    STAGED_QUERY,
-    VALUE_DIM,
+    STATS_BYTES,
     WIDENED,
-    ZEROS,
-    compiled,
-    part,
-    source_digest,
+    found_at,
+    item_at,
+    merge_at,
+    request_at,
+    row_at,
+    scratch_at,
 )
+from foreword.kernels.cpu.row_weights import see_nothing
 from foreword.kernels.cpu.tokens import find_tokens, first_seen, look_ahead
+from foreword.kernels.llvm.emit import LOG2_E, LOWEST
 from foreword.kernels.llvm.simd import (
-    LOG2_E,
-    LOWEST,
     call_chunk,
     clear_bytes,
     copy_bytes,
     fetch_add,
     load_float,
     load_int,
-    store_float,
-    store_int,
     widen,
 )
 from foreword.kernels.llvm.softmax import finish, merge
-from foreword.kernels.runtime.threads import native_worker
+from foreword.kernels.runtime.compiled import Worker, compiled, worker
 from foreword.kernels.step_plan import CHUNK, FOLD, SHARED
 
 
 @compiled
-def _take_unit(a: Any, scratch: int) -> Any:
+def member_of(a: Any, number: int) -> Any:
+    """The request that is a member, by its place among them."""
+    return load_int(a.members + 8 * number)
+
+
+@compiled
+def _take_unit(a: Any, s: Any) -> Any:
     """The next unit of work, whose first chunk is the next one; to be taken before the last chunk of another."""
-    unit = fetch_add(a[COUNTERS] + 64, 1)
-    number, kv_head = unit // a[NUM_KV_HEADS], unit % a[NUM_KV_HEADS]
-    store_int(scratch + NEXT_LENGTH, 0)
-    if number >= a[NUM_ITEMS]:
+    unit = fetch_add(a.counters + 64, 1)
+    number, kv_head = unit // a.num_kv_heads, unit % a.num_kv_heads
+    s.next_length = 0
+    if number >= a.num_items:
         return unit
-    item = a[ITEMS] + 32 * number
-    kind = load_int(item)
-    if kind == FOLD:
-        request = load_int(item + 8)
-        position = load_int(a[REQUESTS] + 40 * request + 16) + load_int(item + 16)
-        look_ahead(a, scratch, request, first_seen(a, position) // CHUNK, kv_head)
+    item = item_at(a.items, number)
+    if item.kind == FOLD:
+        position = request_at(a.requests, item.number).first_position + item.first
+        look_ahead(a, s, item.number, first_seen(a, position) // CHUNK, kv_head)
     else:
-        request = load_int(a[MEMBERS] + 8 * load_int(item + 16))
-        look_ahead(a, scratch, request, load_int(item + 8) if kind == SHARED else 0, kv_head)
+        look_ahead(a, s, member_of(a, item.first), item.number if item.kind == SHARED else 0, kv_head)
     return unit
 
 
@@ -114,18 +85,17 @@ def _take_unit(a: Any, scratch: int) -> Any:
 
 
 @compiled
-def _take_queries(a: Any, scratch: int, place: tuple[int, int, int], queries: tuple[int, int]) -> None:
+def _take_queries(a: Any, s: Any, place: tuple[int, int, int], queries: tuple[int, int]) -> None:
     """Some queries of one request as words, padded with zeros; `place`: request, KV head, rows so far."""
     request, kv_head, row = place
-    mode, dim = a[MODE], a[KEY_DIM]
-    num_bytes = dim * (4 if mode == FLOATS else 2)
-    num_words = (dim + 31) // 32 * 16 if mode in IN_PAIRS else (dim + 15) // 16 * 16
-    zeros, staged = part(scratch, ZEROS), part(scratch, STAGED_QUERY)
-    first_row = load_int(a[REQUESTS] + 40 * request)
+    mode, dim = a.mode, a.key_dim
+    num_bytes, num_words = dim * a.item_bytes, a.key_words
+    zeros, staged = s.zeros, s.staged_query
+    first_row = request_at(a.requests, request).first_row
     for query in range(queries[0], queries[1]):
-        for head in range(kv_head * a[NUM_GROUPS], (kv_head + 1) * a[NUM_GROUPS]):
-            source = a[QUERY] + (first_row + query) * a[QUERY_TOKEN_BYTES] + head * a[QUERY_HEAD_BYTES]
-            target = part(scratch, ROW_QUERIES) + row * num_words * 4
+        for head in range(kv_head * a.num_groups, (kv_head + 1) * a.num_groups):
+            source = a.query + (first_row + query) * a.query_token_bytes + head * a.query_head_bytes
+            target = s.row_queries + row * num_words * 4
             row += 1
             if mode == WIDENED:
                 copy_bytes(staged, source, num_bytes)
@@ -138,29 +108,24 @@ def _take_queries(a: Any, scratch: int, place: tuple[int, int, int], queries: tu
 
 @compiled
 def _add_rows(
-    a: Any, scratch: int, place: tuple[int, int, int], queries: tuple[int, int], chunk: int, kind: int
+    a: Any, s: Any, place: tuple[int, int, int], queries: tuple[int, int], chunk: int, kind: int
 ) -> tuple[int, int]:
     """Append the rows of some queries of one request; `place`: request, KV head, rows so far. What they see."""
     request, kv_head, count = place
-    num_groups, num_heads = a[NUM_GROUPS], a[NUM_GROUPS] * a[NUM_KV_HEADS]
-    about = a[REQUESTS] + 40 * request
-    first_position = load_int(about + 16)
-    num_chunks, first_slot = load_int(about + 24), load_int(about + 32)
-    table = part(scratch, ROW_TABLE)
+    num_groups, num_heads = a.num_groups, a.num_groups * a.num_kv_heads
+    about = request_at(a.requests, request)
     low, high = CHUNK, 0
     for query in range(queries[0], queries[1]):
-        position = first_position + query
+        position = about.first_position + query
         row_low = max(0, first_seen(a, position) - chunk * CHUNK)
         row_high = min(CHUNK, position + 1 - chunk * CHUNK)
         if row_low < row_high:
             low, high = min(low, row_low), max(high, row_high)
         for group in range(num_groups):
             head = kv_head * num_groups + group
-            row = table + 24 * count
-            store_int(row, row_low)
-            store_int(row + 8, row_high)
-            slot = (first_slot + query * num_chunks + chunk) * num_heads + head
-            store_int(row + 16, count if kind == FOLD else slot)
+            slot = (about.first_slot + query * about.num_chunks + chunk) * num_heads + head
+            row = row_at(s.row_table, count)
+            row.low, row.high, row.target = row_low, row_high, count if kind == FOLD else slot
             count += 1
     return low, high
 
@@ -169,184 +134,174 @@ def _add_rows(
 
 
 @compiled
-def _begin_rows(a: Any, scratch: int, num_rows: int) -> None:
+def _begin_rows(a: Any, s: Any, num_rows: int) -> None:
     """Rows that have seen nothing yet."""
-    width = (a[VALUE_DIM] + 31) // 32 * 32
-    stats, mixed = part(scratch, FOLD_STATS), part(scratch, FOLD_MIXED)
+    width = a.value_width
+    stats, mixed = s.fold_stats, s.fold_mixed
     for row in range(num_rows):
-        store_float(stats + 8 * row, LOWEST)
-        store_float(stats + 8 * row + 4, 0.0)
+        see_nothing(stats, row)
     clear_bytes(mixed, 4 * num_rows * width)
 
 
 @compiled
-def _fold(a: Any, scratch: int, item: int, kv_head: int) -> Any:
+def _fold(a: Any, s: Any, item: Any, kv_head: int) -> Any:
     """Some queries of one request from their first chunk to their last, and their results; returns the next unit."""
-    request, first, count = load_int(item + 8), load_int(item + 16), load_int(item + 24)
-    num_groups = a[NUM_GROUPS]
+    request, first, count = item.number, item.first, item.last
+    num_groups = a.num_groups
     num_rows = count * num_groups
-    width = (a[VALUE_DIM] + 31) // 32 * 32
-    stats, mixed = part(scratch, FOLD_STATS), part(scratch, FOLD_MIXED)
-    _begin_rows(a, scratch, num_rows)
-    first_row = load_int(a[REQUESTS] + 40 * request)
-    position = load_int(a[REQUESTS] + 40 * request + 16) + first
-    _take_queries(a, scratch, (request, kv_head, 0), (first, first + count))
+    width = a.value_width
+    stats, mixed = s.fold_stats, s.fold_mixed
+    _begin_rows(a, s, num_rows)
+    first_row = request_at(a.requests, request).first_row
+    position = request_at(a.requests, request).first_position + first
+    _take_queries(a, s, (request, kv_head, 0), (first, first + count))
     last_chunk, following = (position + count - 1) // CHUNK, 0
     for chunk in range(first_seen(a, position) // CHUNK, last_chunk + 1):
-        low, high = _add_rows(a, scratch, (request, kv_head, 0), (first, first + count), chunk, FOLD)
-        find_tokens(a, scratch, request, chunk, low, high)
+        low, high = _add_rows(a, s, (request, kv_head, 0), (first, first + count), chunk, FOLD)
+        find_tokens(a, s, request, chunk, low, high)
         if chunk < last_chunk:
-            look_ahead(a, scratch, request, chunk + 1, kv_head)
+            look_ahead(a, s, request, chunk + 1, kv_head)
         else:
-            following = _take_unit(a, scratch)
-        call_chunk(a[ATTEND_CHUNK], a[SELF], scratch, kv_head, num_rows, low, high, FOLD)
+            following = _take_unit(a, s)
+        call_chunk(a.attend_chunk, a.arguments, s.address, kv_head, num_rows, low, high, FOLD)
     for row in range(num_rows):
         query, head = first_row + first + row // num_groups, kv_head * num_groups + row % num_groups
-        _finish_row(a, scratch, stats + 8 * row, mixed + 4 * width * row, query, head)
+        _finish_row(a, s, stats + STATS_BYTES * row, mixed + 4 * width * row, query, head)
     return following
 
 
 @compiled
-def _finish_row(a: Any, scratch: int, stats: int, mixed: int, query: int, head: int) -> None:
+def _finish_row(a: Any, s: Any, stats: int, mixed: int, query: int, head: int) -> None:
     """Write one row's result."""
-    dim, item_bytes = a[VALUE_DIM], 4 if a[MODE] == FLOATS else 2
-    sink = load_float(a[SINKS] + 4 * head) * LOG2_E if a[SINKS] != 0 else LOWEST
-    target = a[OUTPUT] + (query * a[NUM_KV_HEADS] * a[NUM_GROUPS] + head) * dim * item_bytes
-    staged = part(scratch, ROW_MIXED)
-    finish(stats, mixed, sink, staged, (dim + 31) // 32 * 32, 0 if a[MODE] == FLOATS else 1)
+    dim, item_bytes = a.value_dim, a.item_bytes
+    sink = load_float(a.sinks + 4 * head) * LOG2_E if a.sinks != 0 else LOWEST
+    target = a.output + (query * a.num_kv_heads * a.num_groups + head) * dim * item_bytes
+    staged = s.row_mixed
+    finish(stats, mixed, sink, staged, a.value_width, 0 if a.mode == FLOATS else 1)
     copy_bytes(target, staged, dim * item_bytes)
 
 
 @compiled
-def _take_members(a: Any, scratch: int, members: tuple[int, int], kv_head: int) -> Any:
+def _take_members(a: Any, s: Any, members: tuple[int, int], kv_head: int) -> Any:
     """All queries of some members; how many rows they are."""
     count = 0
     for member in range(members[0], members[1]):
-        request = load_int(a[MEMBERS] + 8 * member)
-        num_queries = load_int(a[REQUESTS] + 40 * request + 8)
-        _take_queries(a, scratch, (request, kv_head, count), (0, num_queries))
-        count += num_queries * a[NUM_GROUPS]
+        request = member_of(a, member)
+        num_queries = request_at(a.requests, request).num_queries
+        _take_queries(a, s, (request, kv_head, count), (0, num_queries))
+        count += num_queries * a.num_groups
     return count
 
 
 @compiled
-def _add_members(
-    a: Any, scratch: int, members: tuple[int, int], kv_head: int, chunk: int, kind: int
-) -> tuple[int, int]:
+def _add_members(a: Any, s: Any, members: tuple[int, int], kv_head: int, chunk: int, kind: int) -> tuple[int, int]:
     """The rows of all queries of some members; what they see."""
     low, high, count = CHUNK, 0, 0
     for member in range(members[0], members[1]):
-        request = load_int(a[MEMBERS] + 8 * member)
-        num_queries = load_int(a[REQUESTS] + 40 * request + 8)
-        own_low, own_high = _add_rows(a, scratch, (request, kv_head, count), (0, num_queries), chunk, kind)
+        request = member_of(a, member)
+        num_queries = request_at(a.requests, request).num_queries
+        own_low, own_high = _add_rows(a, s, (request, kv_head, count), (0, num_queries), chunk, kind)
         low, high = min(low, own_low), max(high, own_high)
-        count += num_queries * a[NUM_GROUPS]
+        count += num_queries * a.num_groups
     return low, high
 
 
 @compiled
-def _attend_shared(a: Any, scratch: int, item: int, kv_head: int) -> Any:
+def _attend_shared(a: Any, s: Any, item: Any, kv_head: int) -> Any:
     """One chunk for all queries of the requests that have it; returns the next unit."""
-    chunk, first, end = load_int(item + 8), load_int(item + 16), load_int(item + 24)
-    low, high = _add_members(a, scratch, (first, end), kv_head, chunk, SHARED)
-    following = _take_unit(a, scratch)
+    chunk, first, end = item.number, item.first, item.last
+    low, high = _add_members(a, s, (first, end), kv_head, chunk, SHARED)
+    following = _take_unit(a, s)
     if low >= high:
         return following
-    count = _take_members(a, scratch, (first, end), kv_head)
-    find_tokens(a, scratch, load_int(a[MEMBERS] + 8 * first), chunk, low, high)
-    call_chunk(a[ATTEND_CHUNK], a[SELF], scratch, kv_head, count, low, high, SHARED)
+    count = _take_members(a, s, (first, end), kv_head)
+    find_tokens(a, s, member_of(a, first), chunk, low, high)
+    call_chunk(a.attend_chunk, a.arguments, s.address, kv_head, count, low, high, SHARED)
     return following
 
 
 @compiled
-def _attend_leading(a: Any, scratch: int, item: int, kv_head: int) -> Any:
+def _attend_leading(a: Any, s: Any, item: Any, kv_head: int) -> Any:
     """The first chunks for all queries of the requests that have them; the partial result is that of chunk 0.
 
     Returns the next unit.
     """
-    num_chunks, members = load_int(item + 8), (load_int(item + 16), load_int(item + 24))
-    request = load_int(a[MEMBERS] + 8 * members[0])
-    count = _take_members(a, scratch, members, kv_head)
-    _begin_rows(a, scratch, count)
+    num_chunks, members = item.number, (item.first, item.last)
+    request = member_of(a, members[0])
+    count = _take_members(a, s, members, kv_head)
+    _begin_rows(a, s, count)
     following = 0
     for chunk in range(num_chunks):
         if chunk + 1 < num_chunks:
-            look_ahead(a, scratch, request, chunk + 1, kv_head)
+            look_ahead(a, s, request, chunk + 1, kv_head)
         else:
-            following = _take_unit(a, scratch)
-        low, high = _add_members(a, scratch, members, kv_head, chunk, FOLD)
+            following = _take_unit(a, s)
+        low, high = _add_members(a, s, members, kv_head, chunk, FOLD)
         if low < high:
-            find_tokens(a, scratch, request, chunk, low, high)
-            call_chunk(a[ATTEND_CHUNK], a[SELF], scratch, kv_head, count, low, high, FOLD)
-    _add_members(a, scratch, members, kv_head, 0, SHARED)
-    width = (a[VALUE_DIM] + 31) // 32 * 32
+            find_tokens(a, s, request, chunk, low, high)
+            call_chunk(a.attend_chunk, a.arguments, s.address, kv_head, count, low, high, FOLD)
+    _add_members(a, s, members, kv_head, 0, SHARED)
+    width = a.value_width
     for row in range(count):
-        slot = load_int(part(scratch, ROW_TABLE) + 24 * row + 16)
-        copy_bytes(a[PARTIAL_STATS] + 8 * slot, part(scratch, FOLD_STATS) + 8 * row, 8)
-        copy_bytes(a[PARTIAL_MIXED] + 4 * width * slot, part(scratch, FOLD_MIXED) + 4 * width * row, 4 * width)
+        slot = row_at(s.row_table, row).target
+        copy_bytes(a.partial_stats + STATS_BYTES * slot, s.fold_stats + STATS_BYTES * row, STATS_BYTES)
+        copy_bytes(a.partial_mixed + 4 * width * slot, s.fold_mixed + 4 * width * row, 4 * width)
     return following
 
 
 @compiled
-def _merge_query(a: Any, scratch: int, merge_item: int) -> None:
+def _merge_query(a: Any, s: Any, item: Any) -> None:
     """Merge the partial results of one query, head by head, in the order of the chunks."""
-    request, query, num_leading = load_int(merge_item), load_int(merge_item + 8), load_int(merge_item + 16)
-    about = a[REQUESTS] + 40 * request
-    num_heads = a[NUM_GROUPS] * a[NUM_KV_HEADS]
-    width = (a[VALUE_DIM] + 31) // 32 * 32
-    position = load_int(about + 16) + query
-    slot = load_int(about + 32) + query * load_int(about + 24)
+    request, query, num_leading = item.request, item.query, item.num_leading
+    about = request_at(a.requests, request)
+    num_heads = a.num_groups * a.num_kv_heads
+    width = a.value_width
+    position = about.first_position + query
+    slot = about.first_slot + query * about.num_chunks
     first_chunk = max(num_leading, first_seen(a, position) // CHUNK)
-    stats, mixed = part(scratch, FOLD_STATS), part(scratch, FOLD_MIXED)
+    stats, mixed = s.fold_stats, s.fold_mixed
     for head in range(num_heads):
         if num_leading > 0:
             partial = slot * num_heads + head
-            copy_bytes(stats, a[PARTIAL_STATS] + 8 * partial, 8)
-            copy_bytes(mixed, a[PARTIAL_MIXED] + 4 * width * partial, 4 * width)
+            copy_bytes(stats, a.partial_stats + STATS_BYTES * partial, STATS_BYTES)
+            copy_bytes(mixed, a.partial_mixed + 4 * width * partial, 4 * width)
         else:
-            _begin_rows(a, scratch, 1)
+            _begin_rows(a, s, 1)
         for chunk in range(first_chunk, position // CHUNK + 1):
             partial = (slot + chunk) * num_heads + head
-            merge(stats, mixed, a[PARTIAL_STATS] + 8 * partial, a[PARTIAL_MIXED] + 4 * width * partial, width)
-        _finish_row(a, scratch, stats, mixed, load_int(about) + query, head)
+            merge(stats, mixed, a.partial_stats + STATS_BYTES * partial, a.partial_mixed + 4 * width * partial, width)
+        _finish_row(a, s, stats, mixed, about.first_row + query, head)
 
 
 @compiled
 def _work(a: Any) -> None:
     """What one thread does: take the next unit of work until there is none."""
-    thread = fetch_add(a[COUNTERS], 1)
-    scratch = a[SCRATCH] + thread * a[SCRATCH_BYTES]
-    if a[PHASE] == 1:
+    thread = fetch_add(a.counters, 1)
+    s = scratch_at(a.scratch + thread * a.scratch_bytes, 0)
+    if a.phase == 1:
         while True:
-            unit = fetch_add(a[COUNTERS] + 128, 1)
-            if unit >= a[NUM_MERGES]:
+            unit = fetch_add(a.counters + 128, 1)
+            if unit >= a.num_merges:
                 return
-            _merge_query(a, scratch, a[MERGES] + 24 * unit)
-    store_int(part(scratch, FOUND), -1)  # what lies there is another layer's
-    unit = _take_unit(a, scratch)
-    while unit // a[NUM_KV_HEADS] < a[NUM_ITEMS]:
-        item, kv_head = a[ITEMS] + 32 * (unit // a[NUM_KV_HEADS]), unit % a[NUM_KV_HEADS]
-        kind = load_int(item)
-        if kind == SHARED:
-            unit = _attend_shared(a, scratch, item, kv_head)
-        elif kind == FOLD:
-            unit = _fold(a, scratch, item, kv_head)
+            _merge_query(a, s, merge_at(a.merges, unit))
+    found_at(s.found, 0).request = -1  # what lies there is another layer's
+    unit = _take_unit(a, s)
+    while unit // a.num_kv_heads < a.num_items:
+        item, kv_head = item_at(a.items, unit // a.num_kv_heads), unit % a.num_kv_heads
+        if item.kind == SHARED:
+            unit = _attend_shared(a, s, item, kv_head)
+        elif item.kind == FOLD:
+            unit = _fold(a, s, item, kv_head)
         else:
-            unit = _attend_leading(a, scratch, item, kv_head)
+            unit = _attend_leading(a, s, item, kv_head)
 
 
 @functools.cache
-def compile_worker() -> Any:
-    """The function that every thread of a team runs, with the address of its arguments; compiled once per machine.
+def compile_worker() -> Worker:
+    """The function that every thread of a team runs."""
 
-    numba keeps compiled code beside this file and looks at this file's date only; the digest of the other file that
-    takes part is in the function so that it is compiled anew when that one changes.
-    """
-    digest = source_digest()
+    @worker(ATTENTION)
+    def attend(arguments: Any) -> None:
+        _work(carray(arguments, 1)[0])
 
-    @native_worker
-    def worker(arguments: Any) -> None:
-        if digest != 0:
-            _work(carray(arguments, NUM_ARGUMENTS))
-
-    return worker
+    return attend

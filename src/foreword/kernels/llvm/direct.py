@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from foreword.kernels.llvm import simd
-from foreword.kernels.llvm.simd import LANES, ROWS, _int, _load, _loop, _splat, _store
+from foreword.kernels.llvm import emit, simd
+from foreword.kernels.llvm.emit import LANES
+from foreword.kernels.llvm.simd import ROWS
 
 DIMS = 2 * LANES
 """Number of value dimensions that are mixed at a time; keys are whole vectors of this size."""
@@ -19,25 +20,25 @@ _COUNTS = range(1, ROWS + 1)
 
 def _emit_keys(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
     queries, query_bytes, keys, offset, num_words, scores, score_bytes = arguments
-    addresses = [builder.add(_load(builder, keys, 8 * token, simd.I64), offset) for token in range(LANES)]
+    addresses = [builder.add(emit.load(builder, keys, 8 * token, emit.I64), offset) for token in range(LANES)]
 
     def body(word: Any, *sums: Any) -> list[Any]:
-        skipped, following = builder.mul(word, _int(4)), list(sums)
-        words = [_load(builder, builder.add(address, skipped), 0, simd.I32S) for address in addresses]
-        for number, right in enumerate(simd._transposed(builder, words)):
+        skipped, following = builder.mul(word, emit.integer(4)), list(sums)
+        words = [emit.load(builder, builder.add(address, skipped), 0, emit.I32S) for address in addresses]
+        for number, right in enumerate(simd.transposed(builder, words)):
             query = builder.add(queries, skipped)
             for row in range(num_rows):
-                left = _splat(builder, _load(builder, query, 4 * number, simd.I32))
-                following[row] = simd._multiply_add(builder, following[row], left, right, simd.HAS_BF16_DOT)
+                left = emit.splat(builder, emit.load(builder, query, 4 * number, emit.I32))
+                following[row] = simd.multiply_add(builder, following[row], left, right, emit.HAS_BF16_DOT)
                 query = builder.add(query, query_bytes)
         return following
 
-    for total in _loop(builder, _int(0), num_words, LANES, [simd._const(0.0)] * num_rows, body):
-        _store(builder, total, scores)
+    for total in emit.loop(builder, emit.integer(0), num_words, LANES, [emit.constant(0.0)] * num_rows, body):
+        emit.store(builder, total, scores)
         scores = builder.add(scores, score_bytes)
 
 
-score_keys = simd._by_rows("aiaiiai", _COUNTS, _emit_keys)
+score_keys = emit.by_rows("aiaiiai", _COUNTS, _emit_keys)
 """Scores of some rows and 16 tokens.
 
 How many rows; their queries, bytes between these; where the addresses of 16 tokens lie, the key's offset there; words
@@ -53,21 +54,23 @@ def _emit_values(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
         targets.append(builder.add(targets[-1], mixed_bytes))
 
     def body(pair: Any, *sums: Any) -> list[Any]:
-        place, following = builder.add(values, builder.mul(pair, _int(16))), []
-        tokens = [builder.add(_load(builder, place, 8 * token, simd.I64), offset) for token in (0, 1)]
-        vectors = simd._interleaved(builder, *tokens)
+        place, following = builder.add(values, builder.mul(pair, emit.integer(16))), []
+        tokens = [builder.add(emit.load(builder, place, 8 * token, emit.I64), offset) for token in (0, 1)]
+        vectors = simd.interleaved(builder, *tokens)
         for row, address in enumerate(rows):
-            left = _splat(builder, _load(builder, builder.add(address, builder.mul(pair, _int(4))), 0, simd.I32))
+            left = emit.splat(
+                builder, emit.load(builder, builder.add(address, builder.mul(pair, emit.integer(4))), 0, emit.I32)
+            )
             for total, right in zip(sums[2 * row : 2 * row + 2], vectors, strict=True):
-                following.append(simd._multiply_add(builder, total, left, right, simd.HAS_BF16_DOT))
+                following.append(simd.multiply_add(builder, total, left, right, emit.HAS_BF16_DOT))
         return following
 
-    sums = [_load(builder, target, 64 * half) for target in targets for half in (0, 1)]
-    for number, total in enumerate(_loop(builder, _int(0), num_pairs, 1, sums, body)):
-        _store(builder, total, targets[number // 2], 64 * (number % 2))
+    sums = [emit.load(builder, target, 64 * half) for target in targets for half in (0, 1)]
+    for number, total in enumerate(emit.loop(builder, emit.integer(0), num_pairs, 1, sums, body)):
+        emit.store(builder, total, targets[number // 2], 64 * (number % 2))
 
 
-add_values = simd._by_rows("aiaiiai", _COUNTS, _emit_values)
+add_values = emit.by_rows("aiaiiai", _COUNTS, _emit_values)
 """Add to 32 dimensions of some rows' mixtures the values of some pairs of tokens.
 
 How many rows; their weights, bytes between rows; where the tokens' addresses lie, the offset of the dimensions there;

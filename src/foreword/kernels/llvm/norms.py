@@ -10,8 +10,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from foreword.kernels.llvm import simd
-from foreword.kernels.llvm.simd import I16S, I32S, LANES, LOG2_E
+from foreword.kernels.llvm import emit
+from foreword.kernels.llvm.emit import I16S, I32S, LANES, LOG2_E
 
 ROUND_NORM, ADD_ONE = 1, 2
 """Bits of a norm's form: what is done with the normalised row before it is scaled."""
@@ -19,8 +19,8 @@ ROUND_NORM, ADD_ONE = 1, 2
 
 def load(builder: Any, address: Any, index: Any, to_bf16: bool) -> Any:
     """16 elements from `index` on, as float32."""
-    at = builder.add(address, builder.mul(index, simd._int(2 if to_bf16 else 4)))
-    return simd._widened(builder, simd._load(builder, at, 0, I16S)) if to_bf16 else simd._load(builder, at)
+    at = builder.add(address, builder.mul(index, emit.integer(2 if to_bf16 else 4)))
+    return emit.widened(builder, emit.load(builder, at, 0, I16S)) if to_bf16 else emit.load(builder, at)
 
 
 def rounded(builder: Any, vector: Any) -> Any:
@@ -38,68 +38,68 @@ def rounded(builder: Any, vector: Any) -> Any:
 
 def store(builder: Any, value: Any, address: Any, index: Any, to_bf16: bool) -> None:
     """Write 16 float32 as elements from `index` on."""
-    at = builder.add(address, builder.mul(index, simd._int(2 if to_bf16 else 4)))
-    simd._store(builder, rounded(builder, value) if to_bf16 else value, at)
+    at = builder.add(address, builder.mul(index, emit.integer(2 if to_bf16 else 4)))
+    emit.store(builder, rounded(builder, value) if to_bf16 else value, at)
 
 
 def silu(builder: Any, value: Any) -> Any:
     """x / (1 + exp(-x)), with the exponential of a negative number whatever x is."""
-    tail = simd._exp2(builder, builder.fmul(simd._call(builder, "llvm.fabs.v16f32", value), simd._const(-LOG2_E)))
-    share = builder.fdiv(simd._const(1.0), builder.fadd(simd._const(1.0), tail))
-    negative = builder.fcmp_ordered("<", value, simd._const(0.0))
+    tail = emit.exp2(builder, builder.fmul(emit.call(builder, "llvm.fabs.v16f32", value), emit.constant(-LOG2_E)))
+    share = builder.fdiv(emit.constant(1.0), builder.fadd(emit.constant(1.0), tail))
+    negative = builder.fcmp_ordered("<", value, emit.constant(0.0))
     return builder.fmul(value, builder.select(negative, builder.fmul(tail, share), share))
 
 
 def _norm(bf16: bool) -> Any:
-    @simd._instructions("aaaifi")
+    @emit.instructions("aaaifi")
     def norm(builder: Any, x: Any, weight: Any, target: Any, width: Any, epsilon: Any, form: Any) -> None:
         """One row divided by the root of its mean square and scaled by `weight`; `width` is whole vectors."""
 
         def square(index: Any, total: Any) -> list[Any]:
             value = load(builder, x, index, bf16)
-            return [simd._fma(builder, value, value, total)]
+            return [emit.fma(builder, value, value, total)]
 
-        (total,) = simd._loop(builder, simd._int(0), width, LANES, [simd._const(0.0)], square)
-        total = simd._reduce(builder, total, builder.fadd)
-        mean = builder.fdiv(total, simd._splat(builder, builder.sitofp(width, simd.F32)))
-        root = simd._call(builder, "llvm.sqrt.v16f32", builder.fadd(mean, simd._splat(builder, epsilon)))
-        factor = builder.fdiv(simd._const(1.0), root)
-        rounds = builder.icmp_signed("!=", builder.and_(form, simd._int(ROUND_NORM)), simd._int(0))
-        adds = builder.icmp_signed("!=", builder.and_(form, simd._int(ADD_ONE)), simd._int(0))
-        offset = builder.select(adds, simd._const(1.0), simd._const(0.0))
+        (total,) = emit.loop(builder, emit.integer(0), width, LANES, [emit.constant(0.0)], square)
+        total = emit.reduce(builder, total, builder.fadd)
+        mean = builder.fdiv(total, emit.splat(builder, builder.sitofp(width, emit.F32)))
+        root = emit.call(builder, "llvm.sqrt.v16f32", builder.fadd(mean, emit.splat(builder, epsilon)))
+        factor = builder.fdiv(emit.constant(1.0), root)
+        rounds = builder.icmp_signed("!=", builder.and_(form, emit.integer(ROUND_NORM)), emit.integer(0))
+        adds = builder.icmp_signed("!=", builder.and_(form, emit.integer(ADD_ONE)), emit.integer(0))
+        offset = builder.select(adds, emit.constant(1.0), emit.constant(0.0))
 
         def scale(index: Any) -> list[Any]:
             value = builder.fmul(load(builder, x, index, bf16), factor)
             if bf16:
-                value = builder.select(rounds, simd._widened(builder, rounded(builder, value)), value)
+                value = builder.select(rounds, emit.widened(builder, rounded(builder, value)), value)
             scales = builder.fadd(load(builder, weight, index, bf16), offset)
             store(builder, builder.fmul(value, scales), target, index, bf16)
             return []
 
-        simd._loop(builder, simd._int(0), width, LANES, [], scale)
+        emit.loop(builder, emit.integer(0), width, LANES, [], scale)
 
     return norm
 
 
 def _gate(bf16: bool) -> Any:
-    @simd._instructions("aaai")
+    @emit.instructions("aaai")
     def gate(builder: Any, x: Any, y: Any, target: Any, width: Any) -> None:
         """silu(x) * y of one row; silu is rounded as if it were written to memory, `width` is whole vectors."""
 
         def body(index: Any) -> list[Any]:
             factor = silu(builder, load(builder, x, index, bf16))
             if bf16:
-                factor = simd._widened(builder, rounded(builder, factor))
+                factor = emit.widened(builder, rounded(builder, factor))
             store(builder, builder.fmul(factor, load(builder, y, index, bf16)), target, index, bf16)
             return []
 
-        simd._loop(builder, simd._int(0), width, LANES, [], body)
+        emit.loop(builder, emit.integer(0), width, LANES, [], body)
 
     return gate
 
 
 def _add(bf16: bool) -> Any:
-    @simd._instructions("aaai")
+    @emit.instructions("aaai")
     def add(builder: Any, x: Any, y: Any, target: Any, width: Any) -> None:
         """x + y of one row; `width` is whole vectors."""
 
@@ -108,19 +108,19 @@ def _add(bf16: bool) -> Any:
             store(builder, total, target, index, bf16)
             return []
 
-        simd._loop(builder, simd._int(0), width, LANES, [], body)
+        emit.loop(builder, emit.integer(0), width, LANES, [], body)
 
     return add
 
 
 def _rotate(bf16: bool) -> Any:
-    @simd._instructions("aaai")
+    @emit.instructions("aaai")
     def rotate(builder: Any, x: Any, cosine: Any, sine: Any, half: Any) -> None:
         """One head turned in place: its first 2 * half elements, element i with element i + half."""
 
         def product(left: Any, right: Any) -> Any:
             result = builder.fmul(left, right)
-            return simd._widened(builder, rounded(builder, result)) if bf16 else result
+            return emit.widened(builder, rounded(builder, result)) if bf16 else result
 
         def body(index: Any) -> list[Any]:
             upper = builder.add(index, half)
@@ -133,7 +133,7 @@ def _rotate(bf16: bool) -> Any:
             store(builder, turned, x, upper, bf16)
             return []
 
-        simd._loop(builder, simd._int(0), half, LANES, [], body)
+        emit.loop(builder, emit.integer(0), half, LANES, [], body)
 
     return rotate
 

@@ -13,54 +13,30 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from foreword.kernels.llvm import simd
-from foreword.kernels.llvm.simd import (
-    BF16_PAIRS,
-    F32,
-    F32S,
-    HAS_BF16_DOT,
-    I16,
-    I16S,
-    I32,
-    I32S,
-    LANES,
-    LOG2_E,
-    LOWEST,
-    _call,
-    _const,
-    _exp2,
-    _fma,
-    _int,
-    _larger,
-    _load,
-    _loop,
-    _polynomial,
-    _reduce,
-    _splat,
-    _store,
-)
+from foreword.kernels.llvm import emit
+from foreword.kernels.llvm.emit import BF16_PAIRS, F32, F32S, HAS_BF16_DOT, I16, I16S, I32, I32S, LANES, LOG2_E, LOWEST
 
 _HALVES = ir.VectorType(I16, 2 * LANES)
 
 
-@simd._instructions("aiiff")
+@emit.instructions("aiiff")
 def soft_cap(builder: Any, scores: Any, start: Any, stop: Any, factor: Any, cap: Any) -> None:
     """scores[start:stop] = cap * tanh(scores * factor), with tanh |x| = (1 - e) / (1 + e), e = exp(-2 |x|)."""
-    factor, cap = _splat(builder, factor), _splat(builder, cap)
+    factor, cap = emit.splat(builder, factor), emit.splat(builder, cap)
 
     def body(index: Any) -> list[Any]:
-        at = builder.add(scores, builder.mul(index, _int(4)))
-        score = builder.fmul(_load(builder, at), factor)
-        size = _call(builder, "llvm.fabs.v16f32", score)
-        decay = _exp2(builder, builder.fmul(size, _const(-2.0 * LOG2_E)))
-        tanh = builder.fdiv(builder.fsub(_const(1.0), decay), builder.fadd(_const(1.0), decay))
-        _store(builder, builder.fmul(_call(builder, "llvm.copysign.v16f32", tanh, score), cap), at)
+        at = builder.add(scores, builder.mul(index, emit.integer(4)))
+        score = builder.fmul(emit.load(builder, at), factor)
+        size = emit.call(builder, "llvm.fabs.v16f32", score)
+        decay = emit.exp2(builder, builder.fmul(size, emit.constant(-2.0 * LOG2_E)))
+        tanh = builder.fdiv(builder.fsub(emit.constant(1.0), decay), builder.fadd(emit.constant(1.0), decay))
+        emit.store(builder, builder.fmul(emit.call(builder, "llvm.copysign.v16f32", tanh, score), cap), at)
         return []
 
-    _loop(builder, start, stop, LANES, [], body)
+    emit.loop(builder, start, stop, LANES, [], body)
 
 
-@simd._instructions("aaiiiif")
+@emit.instructions("aaiiiif")
 def find_peak(builder: Any, *arguments: Any) -> None:
     """The largest of a row's scores in one chunk, times `factor` > 0, to `stats`; first half of the softmax.
 
@@ -68,31 +44,31 @@ def find_peak(builder: Any, *arguments: Any) -> None:
     """
     scores, stats, start, stop, low, high, factor = arguments
     lane = ir.Constant(I32S, list(range(LANES)))
-    bounds = [_splat(builder, builder.trunc(bound, I32)) for bound in (low, high)]
+    bounds = [emit.splat(builder, builder.trunc(bound, I32)) for bound in (low, high)]
 
     def look(index: Any, peak: Any, masked: bool) -> list[Any]:
-        at = builder.add(scores, builder.mul(index, _int(4)))
-        score = _load(builder, at)
+        at = builder.add(scores, builder.mul(index, emit.integer(4)))
+        score = emit.load(builder, at)
         if masked:
-            position = builder.add(_splat(builder, builder.trunc(index, I32)), lane)
+            position = builder.add(emit.splat(builder, builder.trunc(index, I32)), lane)
             after, before = (
                 builder.icmp_signed(sign, position, bound) for sign, bound in zip((">=", "<"), bounds, strict=True)
             )
-            score = builder.select(builder.and_(after, before), score, _const(LOWEST))
-            _store(builder, score, at)
-        return [_larger(builder, peak, score)]
+            score = builder.select(builder.and_(after, before), score, emit.constant(LOWEST))
+            emit.store(builder, score, at)
+        return [emit.larger(builder, peak, score)]
 
     # start .. seen whole .. stop: vectors of which a row sees all need no mask
-    first = builder.and_(builder.add(low, _int(LANES - 1)), _int(-LANES))
-    last = builder.and_(high, _int(-LANES))
+    first = builder.and_(builder.add(low, emit.integer(LANES - 1)), emit.integer(-LANES))
+    last = builder.and_(high, emit.integer(-LANES))
     last = builder.select(builder.icmp_signed(">", first, last), first, last)
-    peak = _const(LOWEST)
+    peak = emit.constant(LOWEST)
     for begin, end, masked in ((start, first, True), (first, last, False), (last, stop, True)):
-        [peak] = _loop(builder, begin, end, LANES, [peak], functools.partial(look, masked=masked))
+        [peak] = emit.loop(builder, begin, end, LANES, [peak], functools.partial(look, masked=masked))
     peak = builder.fmul(
-        _reduce(builder, peak, lambda left, right: _larger(builder, left, right)), _splat(builder, factor)
+        emit.reduce(builder, peak, lambda left, right: emit.larger(builder, left, right)), emit.splat(builder, factor)
     )
-    _store(builder, builder.extract_element(peak, ir.Constant(I32, 0)), stats)
+    emit.store(builder, builder.extract_element(peak, ir.Constant(I32, 0)), stats)
 
 
 def _weigh(store: Callable[[Any, list[Any], Any, Any, Any], Any]) -> Any:
@@ -103,29 +79,29 @@ def _weigh(store: Callable[[Any, list[Any], Any, Any, Any], Any]) -> Any:
     `store(builder, powers, scores, index, total)` writes two vectors from `index` on, and returns the new total.
     """
 
-    @simd._instructions("aaiif")
+    @emit.instructions("aaiif")
     def weigh(builder: Any, scores: Any, stats: Any, start: Any, stop: Any, factor: Any) -> None:
-        factor = _splat(builder, factor)
-        minus_peak = builder.fneg(_splat(builder, _load(builder, stats, 0, F32)))
+        factor = emit.splat(builder, factor)
+        minus_peak = builder.fneg(emit.splat(builder, emit.load(builder, stats, 0, F32)))
 
         def body(index: Any, total: Any) -> list[Any]:
-            for first in (builder.add(index, _int(LANES * number)) for number in (0, 2)):  # panels of 64 tokens
-                place = builder.add(scores, builder.mul(first, _int(4)))
-                own = (_load(builder, place, 4 * LANES * half) for half in (0, 1))
-                powers = [_fma(builder, score, factor, minus_peak) for score in own]
+            for first in (builder.add(index, emit.integer(LANES * number)) for number in (0, 2)):  # panels of 64 tokens
+                place = builder.add(scores, builder.mul(first, emit.integer(4)))
+                own = (emit.load(builder, place, 4 * LANES * half) for half in (0, 1))
+                powers = [emit.fma(builder, score, factor, minus_peak) for score in own]
                 total = store(builder, powers, scores, first, total)
             return [total]
 
-        [total] = _loop(builder, start, stop, 4 * LANES, [_const(0.0)], body)
-        total = _reduce(builder, total, builder.fadd)
-        _store(builder, builder.extract_element(total, ir.Constant(I32, 0)), stats, 4)
+        [total] = emit.loop(builder, start, stop, 4 * LANES, [emit.constant(0.0)], body)
+        total = emit.reduce(builder, total, builder.fadd)
+        emit.store(builder, builder.extract_element(total, ir.Constant(I32, 0)), stats, 4)
 
     return weigh
 
 
 def _store_floats(builder: Any, powers: list[Any], scores: Any, index: Any, total: Any) -> Any:
-    for half, weight in enumerate(_exp2(builder, power) for power in powers):
-        _store(builder, weight, builder.add(scores, builder.mul(index, _int(4))), 4 * LANES * half)
+    for half, weight in enumerate(emit.exp2(builder, power) for power in powers):
+        emit.store(builder, weight, builder.add(scores, builder.mul(index, emit.integer(4))), 4 * LANES * half)
         total = builder.fadd(total, weight)
     return total
 
@@ -136,9 +112,9 @@ def _store_pairs(builder: Any, powers: list[Any], scores: Any, index: Any, total
     kind = ir.FunctionType(BF16_PAIRS, [F32S, F32S])
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
     pairs = builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [high, low])
-    _store(builder, builder.bitcast(pairs, _HALVES), builder.add(scores, builder.mul(index, _int(2))))
+    emit.store(builder, builder.bitcast(pairs, _HALVES), builder.add(scores, builder.mul(index, emit.integer(2))))
     ones = builder.bitcast(ir.Constant(_HALVES, [0x3F80] * (2 * LANES)), BF16_PAIRS)
-    return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total, pairs, ones)
+    return emit.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total, pairs, ones)
 
 
 def _coarse_exp2(builder: Any, power: Any) -> Any:
@@ -151,35 +127,37 @@ def _coarse_exp2(builder: Any, power: Any) -> Any:
     everywhere = ir.Constant(I16, -1)
     # 0b1001: what floor leaves, without exceptions
     fraction = _masked(builder, "reduce", everywhere, power, ir.Constant(I32, 0b1001))
-    result = _polynomial(builder, (1.0, 0.6951168245278162, 0.2276448219148015, 0.0770671974337386), fraction)
-    counts = builder.bitcast(builder.fcmp_unordered(">", power, _const(-126.0)), I16)  # or not a number
+    result = emit.polynomial(builder, (1.0, 0.6951168245278162, 0.2276448219148015, 0.0770671974337386), fraction)
+    counts = builder.bitcast(builder.fcmp_unordered(">", power, emit.constant(-126.0)), I16)  # or not a number
     return _masked(builder, "scalef", counts, result, power)
 
 
 def _masked(builder: Any, name: str, mask: Any, *arguments: Any) -> Any:
     """An instruction of AVX512, as it rounds by default; 0 in lanes whose bit of `mask` is 0."""
-    return _call(builder, f"llvm.x86.avx512.mask.{name}.ps.512", *arguments, _const(0.0), mask, ir.Constant(I32, 4))
+    return emit.call(
+        builder, f"llvm.x86.avx512.mask.{name}.ps.512", *arguments, emit.constant(0.0), mask, ir.Constant(I32, 4)
+    )
 
 
 weigh, weigh_pairs = _weigh(_store_floats), _weigh(_store_pairs if HAS_BF16_DOT else _store_floats)
 """In float32, or in pairs of bfloat16 where HAS_BF16_DOT; elsewhere nobody calls the second."""
 
 
-@simd._instructions("aaaai")
+@emit.instructions("aaaai")
 def merge(builder: Any, stats: Any, mixed: Any, chunk_stats: Any, chunk_mixed: Any, width: Any) -> None:
     """Merge a chunk's peak, sum and mixture of values into those so far (ChunkAttention's attn_reduce)."""
-    peak, total = (_splat(builder, _load(builder, stats, offset, F32)) for offset in (0, 4))
-    chunk_peak, chunk_total = (_splat(builder, _load(builder, chunk_stats, offset, F32)) for offset in (0, 4))
-    new_peak = _larger(builder, peak, chunk_peak)
-    decay = _exp2(builder, builder.fsub(peak, new_peak))
-    gain = _exp2(builder, builder.fsub(chunk_peak, new_peak))
-    total = _fma(builder, chunk_total, gain, builder.fmul(total, decay))
-    _store(builder, builder.extract_element(new_peak, ir.Constant(I32, 0)), stats)
-    _store(builder, builder.extract_element(total, ir.Constant(I32, 0)), stats, 4)
+    peak, total = (emit.splat(builder, emit.load(builder, stats, offset, F32)) for offset in (0, 4))
+    chunk_peak, chunk_total = (emit.splat(builder, emit.load(builder, chunk_stats, offset, F32)) for offset in (0, 4))
+    new_peak = emit.larger(builder, peak, chunk_peak)
+    decay = emit.exp2(builder, builder.fsub(peak, new_peak))
+    gain = emit.exp2(builder, builder.fsub(chunk_peak, new_peak))
+    total = emit.fma(builder, chunk_total, gain, builder.fmul(total, decay))
+    emit.store(builder, builder.extract_element(new_peak, ir.Constant(I32, 0)), stats)
+    emit.store(builder, builder.extract_element(total, ir.Constant(I32, 0)), stats, 4)
     _emit_add(builder, (mixed, chunk_mixed), (decay, gain), width)
 
 
-@simd._instructions("aaai")
+@emit.instructions("aaai")
 def merge_stats(builder: Any, stats: Any, chunk_stats: Any, factors: Any, num_rows: Any) -> None:
     """The peaks and sums of consecutive rows, as `merge` has them, eight rows at a time.
 
@@ -190,26 +168,26 @@ def merge_stats(builder: Any, stats: Any, chunk_stats: Any, factors: Any, num_ro
     is_peak = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [1 - lane % 2 for lane in range(LANES)])
 
     def body(index: Any) -> list[Any]:
-        offset = builder.mul(index, _int(8))
-        old, new = (_load(builder, builder.add(address, offset)) for address in (stats, chunk_stats))
+        offset = builder.mul(index, emit.integer(8))
+        old, new = (emit.load(builder, builder.add(address, offset)) for address in (stats, chunk_stats))
         peak, chunk_peak = (builder.shuffle_vector(both, both, peaks) for both in (old, new))
-        highest = _larger(builder, peak, chunk_peak)
-        decay, gain = (_exp2(builder, builder.fsub(own, highest)) for own in (peak, chunk_peak))
-        total = _fma(builder, new, gain, builder.fmul(old, decay))
-        left = _splat(builder, builder.trunc(builder.mul(builder.sub(num_rows, index), _int(2)), I32))
+        highest = emit.larger(builder, peak, chunk_peak)
+        decay, gain = (emit.exp2(builder, builder.fsub(own, highest)) for own in (peak, chunk_peak))
+        total = emit.fma(builder, new, gain, builder.fmul(old, decay))
+        left = emit.splat(builder, builder.trunc(builder.mul(builder.sub(num_rows, index), emit.integer(2)), I32))
         inside = builder.icmp_signed("<", ir.Constant(I32S, list(range(LANES))), left)
         merged = builder.select(inside, builder.select(is_peak, highest, total), old)
-        _store(builder, merged, builder.add(stats, offset))
-        _store(builder, builder.select(is_peak, decay, gain), builder.add(factors, offset))
+        emit.store(builder, merged, builder.add(stats, offset))
+        emit.store(builder, builder.select(is_peak, decay, gain), builder.add(factors, offset))
         return []
 
-    _loop(builder, _int(0), num_rows, LANES // 2, [], body)
+    emit.loop(builder, emit.integer(0), num_rows, LANES // 2, [], body)
 
 
-@simd._instructions("aaai")
+@emit.instructions("aaai")
 def add_mixture(builder: Any, mixed: Any, chunk_mixed: Any, factors: Any, width: Any) -> None:
     """One row's mixture of values in a chunk to its mixture so far, by its two factors."""
-    decay, gain = (_splat(builder, _load(builder, factors, offset, F32)) for offset in (0, 4))
+    decay, gain = (emit.splat(builder, emit.load(builder, factors, offset, F32)) for offset in (0, 4))
     _emit_add(builder, (mixed, chunk_mixed), (decay, gain), width)
 
 
@@ -217,26 +195,26 @@ def _emit_add(builder: Any, mixtures: tuple[Any, Any], factors: tuple[Any, Any],
     """mixtures[0] = factors[0] * mixtures[0] + factors[1] * mixtures[1]"""
 
     def body(index: Any) -> list[Any]:
-        at, other = (builder.add(mixed, builder.mul(index, _int(4))) for mixed in mixtures)
-        kept = builder.fmul(_load(builder, at), factors[0])
-        _store(builder, _fma(builder, _load(builder, other), factors[1], kept), at)
+        at, other = (builder.add(mixed, builder.mul(index, emit.integer(4))) for mixed in mixtures)
+        kept = builder.fmul(emit.load(builder, at), factors[0])
+        emit.store(builder, emit.fma(builder, emit.load(builder, other), factors[1], kept), at)
         return []
 
-    _loop(builder, _int(0), width, LANES, [], body)
+    emit.loop(builder, emit.integer(0), width, LANES, [], body)
 
 
-@simd._instructions("aafaii")
+@emit.instructions("aafaii")
 def finish(builder: Any, stats: Any, mixed: Any, sink: Any, target: Any, width: Any, to_bf16: Any) -> None:
     """The row's result: mixture / sum, with a sink's weight in the sum (LOWEST: none). Whole vectors."""
-    peak, total = (_splat(builder, _load(builder, stats, offset, F32)) for offset in (0, 4))
-    sink = _splat(builder, sink)
-    new_peak = _larger(builder, peak, sink)
-    decay = _exp2(builder, builder.fsub(peak, new_peak))
-    total = _fma(builder, total, decay, _exp2(builder, builder.fsub(sink, new_peak)))
+    peak, total = (emit.splat(builder, emit.load(builder, stats, offset, F32)) for offset in (0, 4))
+    sink = emit.splat(builder, sink)
+    new_peak = emit.larger(builder, peak, sink)
+    decay = emit.exp2(builder, builder.fsub(peak, new_peak))
+    total = emit.fma(builder, total, decay, emit.exp2(builder, builder.fsub(sink, new_peak)))
 
     def body(index: Any) -> list[Any]:
-        offset = builder.mul(index, _int(4))
-        value = builder.fdiv(builder.fmul(_load(builder, builder.add(mixed, offset)), decay), total)
+        offset = builder.mul(index, emit.integer(4))
+        value = builder.fdiv(builder.fmul(emit.load(builder, builder.add(mixed, offset)), decay), total)
         bits = builder.bitcast(value, I32S)
         # round to nearest even; not-a-number stays one
         sixteen, one = (ir.Constant(I32S, [number] * LANES) for number in (16, 1))
@@ -246,11 +224,11 @@ def finish(builder: Any, stats: Any, mixed: Any, sink: Any, target: Any, width: 
             builder.fcmp_unordered("uno", value, value), ir.Constant(I32S, [0x7FC00000] * LANES), rounded
         )
         halves = builder.trunc(builder.lshr(rounded, sixteen), I16S)
-        with builder.if_else(builder.icmp_signed("!=", to_bf16, _int(0))) as (then, otherwise):
+        with builder.if_else(builder.icmp_signed("!=", to_bf16, emit.integer(0))) as (then, otherwise):
             with then:
-                _store(builder, halves, builder.add(target, builder.mul(index, _int(2))))
+                emit.store(builder, halves, builder.add(target, builder.mul(index, emit.integer(2))))
             with otherwise:
-                _store(builder, value, builder.add(target, offset))
+                emit.store(builder, value, builder.add(target, offset))
         return []
 
-    _loop(builder, _int(0), width, LANES, [], body)
+    emit.loop(builder, emit.integer(0), width, LANES, [], body)

@@ -26,8 +26,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from foreword.kernels.llvm import simd
-from foreword.kernels.llvm.simd import F32, I16, I32, I32S, LANES, _const, _fma, _int, _load, _loop, _splat, _store
+from foreword.kernels.llvm import emit
+from foreword.kernels.llvm.emit import F32, I16, I32, I32S, LANES
 
 HAS_FLOAT16 = bool(llvm.get_host_cpu_features().get("avx512fp16"))
 """Whether this processor computes with vectors of float16; where it does not, nobody calls what is compiled here."""
@@ -54,10 +54,10 @@ class _Constants:
     def __init__(self, builder: Any, factor: Any) -> None:
         words = [_FRACTION, _ONE, _BFLOAT16_ONE, *(int(np.float16(term).view(np.uint16)) for term in _TERMS)]
         fraction, one, bfloat16_one, *terms = (_kept(builder, _halves(word)) for word in words)
-        self.fraction, self.one, self.ones = fraction, one, builder.bitcast(bfloat16_one, simd.BF16_PAIRS)
+        self.fraction, self.one, self.ones = fraction, one, builder.bitcast(bfloat16_one, emit.BF16_PAIRS)
         self.terms = [builder.bitcast(term, _FLOAT16S) for term in terms]
         self.magic_bits = _kept(builder, ir.Constant(I32S, [_MAGIC_BITS] * LANES))
-        self.scale = builder.fmul(_splat(builder, factor), _const(512.0))
+        self.scale = builder.fmul(emit.splat(builder, factor), emit.constant(512.0))
 
 
 def _kept(builder: Any, vector: Any) -> Any:
@@ -69,14 +69,14 @@ def _emit_weights(builder: Any, scores: tuple[Any, Any], offset: Any, constants:
     """Weights of two vectors of scores, four by four of each in turn, as 32 bfloat16's bits."""
     both = []
     for score in scores:
-        bits = builder.bitcast(_fma(builder, score, constants.scale, offset), I32S)
+        bits = builder.bitcast(emit.fma(builder, score, constants.scale, offset), I32S)
         both.append(builder.sub(bits, constants.magic_bits))
     x = _joined(builder, *both)
     unit = builder.bitcast(builder.or_(builder.and_(x, constants.fraction), constants.one), _FLOAT16S)
     result = constants.terms[-1]
     for term in reversed(constants.terms[:-1]):
-        result = simd._call(builder, "llvm.fma.v32f16", result, unit, term)
-    result = simd._call(builder, "llvm.uadd.sat.v32i16", x, builder.bitcast(result, _HALVES))
+        result = emit.call(builder, "llvm.fma.v32f16", result, unit, term)
+    result = emit.call(builder, "llvm.uadd.sat.v32i16", x, builder.bitcast(result, _HALVES))
     return builder.lshr(result, _halves(2))
 
 
@@ -89,25 +89,25 @@ def _joined(builder: Any, low: Any, high: Any) -> Any:
 
 def _offset(builder: Any, stats: Any) -> Any:
     """What is added to a row's scaled scores; not a number if its peak is none."""
-    above = builder.fsub(ir.Constant(F32, _LEAST_POWER), _load(builder, stats, 0, F32))
-    offset = simd._call(builder, "llvm.fma.f32", above, ir.Constant(F32, 512.0), ir.Constant(F32, _MAGIC))
-    return _splat(builder, offset)
+    above = builder.fsub(ir.Constant(F32, _LEAST_POWER), emit.load(builder, stats, 0, F32))
+    offset = emit.call(builder, "llvm.fma.f32", above, ir.Constant(F32, 512.0), ir.Constant(F32, _MAGIC))
+    return emit.splat(builder, offset)
 
 
 def _add(builder: Any, total: Any, weights: Any, constants: _Constants) -> Any:
-    pairs = builder.bitcast(weights, simd.BF16_PAIRS)
-    return simd._call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total, pairs, constants.ones)
+    pairs = builder.bitcast(weights, emit.BF16_PAIRS)
+    return emit.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total, pairs, constants.ones)
 
 
 def _seen(builder: Any, begin: int, low: Any, high: Any) -> Any:
     """Which of 16 tokens from `begin` on are from `low` to before `high`."""
     place = ir.Constant(I32S, list(range(begin, begin + LANES)))
-    bounds = (_splat(builder, builder.trunc(bound, I32)) for bound in (low, high))
+    bounds = (emit.splat(builder, builder.trunc(bound, I32)) for bound in (low, high))
     after, before = (builder.icmp_signed(*how) for how in zip((">=", "<"), (place, place), bounds, strict=True))
     return builder.and_(after, before)
 
 
-@simd._instructions("aiaiiif")
+@emit.instructions("aiaiiif")
 def estimate_peaks(builder: Any, *arguments: Any) -> None:
     """MARGIN above the largest score, rounded up, of each of some rows in a panel that is the first they see.
 
@@ -121,18 +121,18 @@ def estimate_peaks(builder: Any, *arguments: Any) -> None:
     def body(row: Any) -> list[Any]:
         source = builder.add(scores, builder.mul(row, score_bytes))
         own = [
-            builder.select(mask, _load(builder, source, 4 * LANES * number), _const(simd.LOWEST))
+            builder.select(mask, emit.load(builder, source, 4 * LANES * number), emit.constant(emit.LOWEST))
             for number, mask in enumerate(seen)
         ]
         while len(own) > 1:
-            own = [simd._larger(builder, *pair) for pair in zip(own[::2], own[1::2], strict=True)]
-        largest = simd._reduce(builder, own[0], lambda left, right: simd._larger(builder, left, right))
+            own = [emit.larger(builder, *pair) for pair in zip(own[::2], own[1::2], strict=True)]
+        largest = emit.reduce(builder, own[0], lambda left, right: emit.larger(builder, left, right))
         peak = builder.fmul(builder.extract_element(largest, ir.Constant(I32, 0)), factor)
-        peak = builder.fadd(simd._call(builder, "llvm.ceil.f32", peak), ir.Constant(F32, MARGIN))
-        _store(builder, peak, builder.add(stats, builder.mul(row, _int(8))))
+        peak = builder.fadd(emit.call(builder, "llvm.ceil.f32", peak), ir.Constant(F32, MARGIN))
+        emit.store(builder, peak, builder.add(stats, builder.mul(row, emit.integer(8))))
         return []
 
-    _loop(builder, _int(0), num_rows, 1, [], body)
+    emit.loop(builder, emit.integer(0), num_rows, 1, [], body)
 
 
 def _weigh(builder: Any, arguments: tuple[Any, ...], bounds: tuple[Any, Any] | None) -> None:
@@ -149,22 +149,25 @@ def _weigh(builder: Any, arguments: tuple[Any, ...], bounds: tuple[Any, Any] | N
             builder.add(address, builder.mul(row, size))
             for address, size in ((scores, score_bytes), (weights, weight_bytes))
         )
-        total_at = builder.add(totals, builder.mul(row, _int(4 * LANES)))
-        offset, total = _offset(builder, builder.add(stats, builder.mul(row, _int(8)))), _load(builder, total_at)
+        total_at = builder.add(totals, builder.mul(row, emit.integer(4 * LANES)))
+        offset, total = (
+            _offset(builder, builder.add(stats, builder.mul(row, emit.integer(8)))),
+            emit.load(builder, total_at),
+        )
         for number, first in enumerate(range(0, PANEL_TOKENS, 2 * LANES)):
-            own = _load(builder, source, 4 * first), _load(builder, source, 4 * (first + LANES))
+            own = emit.load(builder, source, 4 * first), emit.load(builder, source, 4 * (first + LANES))
             found = _emit_weights(builder, own, offset, constants)
             if masks:
                 found = builder.and_(found, masks[number])
-            _store(builder, found, target, 2 * first)
+            emit.store(builder, found, target, 2 * first)
             total = _add(builder, total, found, constants)
-        _store(builder, total, total_at)
+        emit.store(builder, total, total_at)
         return []
 
-    _loop(builder, _int(0), num_rows, 1, [], body)
+    emit.loop(builder, emit.integer(0), num_rows, 1, [], body)
 
 
-@simd._instructions("aiaiaaif")
+@emit.instructions("aiaiaaif")
 def weigh_panel(builder: Any, *arguments: Any) -> None:
     """Weights of some rows that see all 64 tokens of a panel; adds them up in 16 lanes.
 
@@ -175,7 +178,7 @@ def weigh_panel(builder: Any, *arguments: Any) -> None:
         _weigh(builder, arguments, None)
 
 
-@simd._instructions("aiaiaaiiif")
+@emit.instructions("aiaiaaiiif")
 def weigh_seen(builder: Any, *arguments: Any) -> None:
     """The same for rows that see the panel's tokens from `low` to before `high`, given behind how many rows they are.
 
@@ -186,48 +189,48 @@ def weigh_seen(builder: Any, *arguments: Any) -> None:
         _weigh(builder, (*others, factor), (low, high))
 
 
-@simd._instructions("aa")
+@emit.instructions("aa")
 def sum_lanes(builder: Any, total: Any, stats: Any) -> None:
     """The sum of a row's weights, from 16 lanes as a tree, to its stats."""
-    joined = simd._reduce(builder, _load(builder, total), builder.fadd)
-    _store(builder, builder.extract_element(joined, ir.Constant(I32, 0)), stats, 4)
+    joined = emit.reduce(builder, emit.load(builder, total), builder.fadd)
+    emit.store(builder, builder.extract_element(joined, ir.Constant(I32, 0)), stats, 4)
 
 
-@simd._instructions("aaiif")
+@emit.instructions("aaiif")
 def lower(builder: Any, scores: Any, stats: Any, start: Any, stop: Any, factor: Any) -> None:
     """scores[start:stop] (multiples of 16) times `factor` less the row's peak, in place; at least -120."""
-    minus_peak = builder.fneg(_splat(builder, _load(builder, stats, 0, F32)))
-    factor = _splat(builder, factor)
+    minus_peak = builder.fneg(emit.splat(builder, emit.load(builder, stats, 0, F32)))
+    factor = emit.splat(builder, factor)
 
     def body(index: Any) -> list[Any]:
-        at = builder.add(scores, builder.mul(index, _int(4)))
-        power = _fma(builder, _load(builder, at), factor, minus_peak)
-        _store(builder, simd._larger(builder, _const(-120.0), power), at)
+        at = builder.add(scores, builder.mul(index, emit.integer(4)))
+        power = emit.fma(builder, emit.load(builder, at), factor, minus_peak)
+        emit.store(builder, emit.larger(builder, emit.constant(-120.0), power), at)
         return []
 
-    _loop(builder, start, stop, LANES, [], body)
+    emit.loop(builder, start, stop, LANES, [], body)
 
 
 def _all_less(builder: Any, scores: Any, bounds: tuple[Any, Any], *, by_size: bool) -> Any:
     """1 if scores[bounds] are less than infinity; nothing that is no number is."""
-    infinity = ir.Constant(simd.F32S, [float("inf")] * LANES)
+    infinity = ir.Constant(emit.F32S, [float("inf")] * LANES)
 
     def body(index: Any, so_far: Any) -> list[Any]:
-        score = _load(builder, builder.add(scores, builder.mul(index, _int(4))))
-        score = simd._call(builder, "llvm.fabs.v16f32", score) if by_size else score
+        score = emit.load(builder, builder.add(scores, builder.mul(index, emit.integer(4))))
+        score = emit.call(builder, "llvm.fabs.v16f32", score) if by_size else score
         return [builder.and_(so_far, builder.bitcast(builder.fcmp_ordered("<", score, infinity), I16))]
 
-    [found] = _loop(builder, *bounds, LANES, [ir.Constant(I16, -1)], body)
-    return builder.zext(builder.icmp_signed("==", found, ir.Constant(I16, -1)), simd.I64)
+    [found] = emit.loop(builder, *bounds, LANES, [ir.Constant(I16, -1)], body)
+    return builder.zext(builder.icmp_signed("==", found, ir.Constant(I16, -1)), emit.I64)
 
 
-@simd._instructions("a", types.intp)
+@emit.instructions("a", types.intp)
 def are_finite(builder: Any, scores: Any) -> Any:
     """1 if all of 64 scores are finite numbers."""
-    return _all_less(builder, scores, (_int(0), _int(PANEL_TOKENS)), by_size=True)
+    return _all_less(builder, scores, (emit.integer(0), emit.integer(PANEL_TOKENS)), by_size=True)
 
 
-@simd._instructions("aii", types.intp)
+@emit.instructions("aii", types.intp)
 def are_below_infinity(builder: Any, scores: Any, start: Any, stop: Any) -> Any:
     """1 if scores[start:stop] (multiples of 16) are numbers, and none of them infinitely large."""
     return _all_less(builder, scores, (start, stop), by_size=False)

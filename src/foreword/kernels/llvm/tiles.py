@@ -27,7 +27,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils
 
-from foreword.kernels.llvm import simd
+from foreword.kernels.llvm import emit
 
 TILE_ROWS = 16
 TILE_BYTES = 1024
@@ -78,24 +78,24 @@ def _multiply(builder: Any, result: int, left: int, right: int) -> None:
     _tile_call(builder, "tdpbf16ps", _tile(result), _tile(left), _tile(right))
 
 
-@simd._instructions("ai")
+@emit.instructions("ai")
 def lay_out(builder: Any, config: Any, num_rows: Any) -> None:
     """Lay out this thread's tiles for products of `num_rows` (1 to 32) rows of A; writes 64 bytes to `config`.
 
     Up to 16 rows all tiles of rows have that many; beyond, the second have what the first leave.
     """
-    byte, most = ir.IntType(8), simd._int(TILE_ROWS)
+    byte, most = ir.IntType(8), emit.integer(TILE_ROWS)
     few = builder.icmp_signed("<=", num_rows, most)
     first = builder.select(few, num_rows, most)
     second = builder.select(few, num_rows, builder.sub(num_rows, most))
-    simd._store(builder, ir.Constant(ir.VectorType(byte, CONFIG_BYTES), [1] + [0] * (CONFIG_BYTES - 1)), config)
+    emit.store(builder, ir.Constant(ir.VectorType(byte, CONFIG_BYTES), [1] + [0] * (CONFIG_BYTES - 1)), config)
     for tile, rows in enumerate((first, first, second, second, first, second, most, most)):
-        simd._store(builder, ir.Constant(ir.IntType(16), 64), config, 16 + 2 * tile)
-        simd._store(builder, builder.trunc(rows, byte), config, 48 + tile)
+        emit.store(builder, ir.Constant(ir.IntType(16), 64), config, 16 + 2 * tile)
+        emit.store(builder, builder.trunc(rows, byte), config, 48 + tile)
     _tile_call(builder, "ldtilecfg", _pointer(builder, config))
 
 
-@simd._instructions("")
+@emit.instructions("")
 def release(builder: Any) -> None:
     """Give this thread's tiles back."""
     _tile_call(builder, "tilerelease")
@@ -106,12 +106,12 @@ def _emit_step(builder: Any, num_row_tiles: int, a: Any, stride: Any, weights: A
 
     Weights that come from the second cache are best waited for together, those from the first one by one.
     """
-    line, rows = simd._int(64), [a, builder.add(a, builder.mul(stride, simd._int(TILE_ROWS)))]
+    line, rows = emit.integer(64), [a, builder.add(a, builder.mul(stride, emit.integer(TILE_ROWS)))]
     _load(builder, 6, weights, line, passing=passing)
     _load(builder, 4, a, stride)
     if not passing:
         _multiply(builder, 0, 4, 6)
-    _load(builder, 7, builder.add(weights, simd._int(TILE_BYTES)), line, passing=passing)
+    _load(builder, 7, builder.add(weights, emit.integer(TILE_BYTES)), line, passing=passing)
     if not passing:
         _multiply(builder, 1, 4, 7)
     for row_tile in range(1, num_row_tiles):
@@ -123,12 +123,12 @@ def _emit_step(builder: Any, num_row_tiles: int, a: Any, stride: Any, weights: A
 def _sums_of_tiles(builder: Any, num_row_tiles: int, sums: Any) -> list[Any]:
     """Where the tiles of results lie in sums [32, 32]."""
     offsets = (tile // 2 * TILE_ROWS * 4 * PANEL + tile % 2 * 64 for tile in range(2 * num_row_tiles))
-    return [builder.add(sums, simd._int(offset)) for offset in offsets]
+    return [builder.add(sums, emit.integer(offset)) for offset in offsets]
 
 
 def _emit_end(builder: Any, num_row_tiles: int, sums: Any) -> None:
     for tile, target in enumerate(_sums_of_tiles(builder, num_row_tiles, sums)):
-        _tile_call(builder, "tilestored64", _tile(tile), _pointer(builder, target), simd._int(4 * PANEL))
+        _tile_call(builder, "tilestored64", _tile(tile), _pointer(builder, target), emit.integer(4 * PANEL))
 
 
 class Product(NamedTuple):
@@ -145,21 +145,21 @@ class Product(NamedTuple):
 
 
 def _product(num_row_tiles: int) -> Product:
-    @simd._instructions("")
+    @emit.instructions("")
     def begin(builder: Any) -> None:
         for tile in range(2 * num_row_tiles):
             _tile_call(builder, "tilezero", _tile(tile))
 
-    @simd._instructions("a")
+    @emit.instructions("a")
     def go_on(builder: Any, sums: Any) -> None:
         for tile, source in enumerate(_sums_of_tiles(builder, num_row_tiles, sums)):
-            _load(builder, tile, source, simd._int(4 * PANEL))
+            _load(builder, tile, source, emit.integer(4 * PANEL))
 
-    @simd._instructions("aia")
+    @emit.instructions("aia")
     def multiply(builder: Any, a: Any, stride: Any, weights: Any) -> None:
         _emit_step(builder, num_row_tiles, a, stride, weights)
 
-    @simd._instructions("a")
+    @emit.instructions("a")
     def end(builder: Any, sums: Any) -> None:
         _emit_end(builder, num_row_tiles, sums)
 
@@ -170,25 +170,25 @@ product_16, product_32 = _product(1), _product(2)
 """By the number of rows that they take at most."""
 
 
-def multiply_beside(signature: str, emit: Callable[..., None]) -> Any:
+def multiply_beside(signature: str, beside: Callable[..., None]) -> Any:
     """All steps of a product of up to 32 rows, and something else in each: the vectors work while the tiles do.
 
-    `emit(builder, step, *others)`. The result takes rows, bytes between them, weights, how many steps, and the others,
-    whose letters `signature` has.
+    `beside(builder, step, *others)` emits the latter. The result takes rows, bytes between them, weights, the number of
+    steps, and the others, whose letters `signature` has.
     """
 
-    @simd._instructions("aiai" + signature)
+    @emit.instructions("aiai" + signature)
     def multiply(builder: Any, *arguments: Any) -> None:
         a, stride, weights, num_steps = arguments[:4]
 
         def body(step: Any) -> list[Any]:
-            own_weights = builder.add(weights, builder.mul(step, simd._int(2 * TILE_BYTES)))
-            own_rows = builder.add(a, builder.mul(step, simd._int(64)))
+            own_weights = builder.add(weights, builder.mul(step, emit.integer(2 * TILE_BYTES)))
+            own_rows = builder.add(a, builder.mul(step, emit.integer(64)))
             _emit_step(builder, 2, own_rows, stride, own_weights, passing=True)
-            emit(builder, step, *arguments[4:])
+            beside(builder, step, *arguments[4:])
             return []
 
-        simd._loop(builder, simd._int(0), num_steps, 1, [], body)
+        emit.loop(builder, emit.integer(0), num_steps, 1, [], body)
 
     return multiply
 
@@ -197,7 +197,7 @@ def _emit_wide(builder: Any, shape: tuple[int, int], arguments: tuple[Any, ...])
     """A product of one or two tiles of rows and some tiles of columns; `shape` has both numbers."""
     num_row_tiles, num_tiles = shape
     a, lda, b, num_steps, c, ldc = arguments
-    line, down = simd._int(64 * num_tiles), simd._int(TILE_ROWS)
+    line, down = emit.integer(64 * num_tiles), emit.integer(TILE_ROWS)
     rows = [a, builder.add(a, builder.mul(lda, down))][:num_row_tiles]
     targets = [c, builder.add(c, builder.mul(ldc, down))]
     at_a_time = min(4 // num_row_tiles, num_tiles)
@@ -207,35 +207,35 @@ def _emit_wide(builder: Any, shape: tuple[int, int], arguments: tuple[Any, ...])
             _tile_call(builder, "tilezero", _tile(2 * number + column))
 
         def body(step: Any, first: int = first) -> list[Any]:
-            panel = builder.add(b, builder.mul(step, simd._int(TILE_BYTES * num_tiles)))
+            panel = builder.add(b, builder.mul(step, emit.integer(TILE_BYTES * num_tiles)))
             for pair in range(2):  # of tiles to load, before all products: that order is the fastest
                 if pair < at_a_time:
-                    right = builder.add(panel, simd._int(64 * (first + pair)))
+                    right = builder.add(panel, emit.integer(64 * (first + pair)))
                     _load(builder, 6 + pair, right, line, passing=num_row_tiles == 2)
                 if pair < num_row_tiles:
-                    _load(builder, 4 + pair, builder.add(rows[pair], builder.mul(step, simd._int(64))), lda)
+                    _load(builder, 4 + pair, builder.add(rows[pair], builder.mul(step, emit.integer(64))), lda)
             for number in range(num_row_tiles):
                 for column in range(at_a_time):
                     if column > 1:
-                        right = builder.add(panel, simd._int(64 * (first + column)))
+                        right = builder.add(panel, emit.integer(64 * (first + column)))
                         _load(builder, 6 + column % 2, right, line)
                     _multiply(builder, 2 * number + column, 4 + number, 6 + column % 2)
             return []
 
-        simd._loop(builder, simd._int(0), num_steps, 1, [], body)
+        emit.loop(builder, emit.integer(0), num_steps, 1, [], body)
         for number, column in places:
-            target = _pointer(builder, builder.add(targets[number], simd._int(64 * (first + column))))
+            target = _pointer(builder, builder.add(targets[number], emit.integer(64 * (first + column))))
             _tile_call(builder, "tilestored64", _tile(2 * number + column), target, ldc)
 
 
 def _wide_product(num_tiles: int) -> Any:
-    @simd._instructions("iaiaiai")
+    @emit.instructions("iaiaiai")
     def product(builder: Any, num_rows: Any, *arguments: Any) -> None:
         """C = A B of 1 to 32 rows, for which tiles are laid out, and 16 * `num_tiles` columns.
 
         a, lda (bytes between rows); b: [16 * steps, columns] pairs without gaps; steps; c, ldc (bytes between rows).
         """
-        few = builder.icmp_signed("<=", num_rows, simd._int(TILE_ROWS))
+        few = builder.icmp_signed("<=", num_rows, emit.integer(TILE_ROWS))
         with builder.if_else(few) as (then, otherwise):
             with then:
                 _emit_wide(builder, (1, num_tiles), arguments)

@@ -25,35 +25,13 @@ from typing import Any
 
 from numba import carray
 
-from foreword.kernels.cpu.layout import inlined, source_digest
 from foreword.kernels.llvm import simd
-from foreword.kernels.llvm.simd import LANES
+from foreword.kernels.llvm.emit import LANES
 from foreword.kernels.products import pairs
 from foreword.kernels.products.pairs import EXPANDED_BYTES, FIRST_ROWS, MOST_ROWS, STEP_PAIRS
-from foreword.kernels.products.units import (
-    COUNTERS,
-    FIRST,
-    GROUP,
-    NUM_ARGUMENTS,
-    NUM_PANELS,
-    NUM_ROWS,
-    NUM_STEPS,
-    PART_STEPS,
-    ROW_BYTES,
-    ROWS,
-    SCRATCH,
-    SUMS_BYTES,
-    TABLE,
-    THREAD_SCRATCH,
-    UNIT_ROWS,
-    ProductWorker,
-    end_rows,
-    exceptions_of,
-    weights_of,
-)
+from foreword.kernels.products.units import PRODUCT, SUMS_BYTES, ProductWorker, end_rows, exceptions_of, weights_of
 from foreword.kernels.products.weights12 import STEP_BYTES, STEP_WEIGHTS
-from foreword.kernels.runtime.threads import native_worker
-from foreword.kernels.step_plan import Int64Array
+from foreword.kernels.runtime.compiled import Record, Worker, inlined, worker
 
 MOST_PANELS = 8
 """Of a unit, if there are more than a few rows; otherwise it is one: threads wait for each other's last."""
@@ -73,16 +51,16 @@ _PACKED = _EXPANDED + MOST_PANELS * PART * EXPANDED_BYTES
 assert FEW_ROWS - MOST_FIRST <= MOST_ROWS <= min(FEW_ROWS, LANES)  # one block of others; what is packed finds room
 
 
-def _set_units(a: Int64Array, num_threads: int) -> None:
-    num_rows, num_steps = int(a[NUM_ROWS]), int(a[NUM_STEPS])
+def _set_units(a: Record, num_threads: int) -> None:
+    num_rows, num_steps = int(a["num_rows"]), int(a["num_steps"])
     most, row_units = 1 if num_rows <= FEW_ROWS else MOST_PANELS, -(-num_rows // _UNIT_ROWS)
-    a[GROUP] = min(most, max(1, int(a[NUM_PANELS]) * row_units // (4 * num_threads)))
+    a["group"] = min(most, max(1, int(a["num_panels"]) * row_units // (4 * num_threads)))
     if num_rows <= MOST_FIRST:
-        a[FIRST] = next(count for count in FIRST_ROWS if count >= num_rows)
-        a[UNIT_ROWS], a[PART_STEPS] = a[FIRST], num_steps
+        a["first"] = next(count for count in FIRST_ROWS if count >= num_rows)
+        a["unit_rows"], a["part_steps"] = a["first"], num_steps
         return
-    a[FIRST], a[UNIT_ROWS] = MOST_FIRST, -(-num_rows // row_units)
-    a[PART_STEPS] = -(-num_steps // -(-num_steps // PART))
+    a["first"], a["unit_rows"] = MOST_FIRST, -(-num_rows // row_units)
+    a["part_steps"] = -(-num_steps // -(-num_steps // PART))
 
 
 def _thread_scratch(num_steps: int) -> int:
@@ -103,7 +81,7 @@ def _pack(a: Any, scratch: int, rows: tuple[int, int], count: int, steps: tuple[
     """
     addresses = scratch + _ADDRESSES
     for number in range(LANES):
-        simd.store_int(addresses + 8 * number, a[ROWS] + min(rows[0] + number, rows[1] - 1) * a[ROW_BYTES])
+        simd.store_int(addresses + 8 * number, a.rows + min(rows[0] + number, rows[1] - 1) * a.row_bytes)
     for step in range(steps[0], steps[1]):
         simd.transpose_words(addresses, 64 * step, target, 4 * count)
         target += _packed_bytes(count)
@@ -112,12 +90,12 @@ def _pack(a: Any, scratch: int, rows: tuple[int, int], count: int, steps: tuple[
 @inlined
 def _pack_few(a: Any, scratch: int) -> None:
     """Pack all of few rows, for all steps: the first, unless it is one alone, and then the others."""
-    target, everything, num_rows = scratch + _PACKED, (0, a[NUM_STEPS]), a[NUM_ROWS]
-    if a[FIRST] > 1:
-        _pack(a, scratch, (0, num_rows), a[FIRST], everything, target)
-    if num_rows > a[FIRST]:
-        target += a[NUM_STEPS] * _packed_bytes(a[FIRST])
-        _pack(a, scratch, (a[FIRST], num_rows), num_rows - a[FIRST], everything, target)
+    target, everything, num_rows = scratch + _PACKED, (0, a.num_steps), a.num_rows
+    if a.first > 1:
+        _pack(a, scratch, (0, num_rows), a.first, everything, target)
+    if num_rows > a.first:
+        target += a.num_steps * _packed_bytes(a.first)
+        _pack(a, scratch, (a.first, num_rows), num_rows - a.first, everything, target)
 
 
 @inlined
@@ -127,7 +105,7 @@ def _begin_sums(a: Any, scratch: int, number: int, row: int, count: int, first_s
     They wait there from part to part; if there is but one part, they make room for the next rows'.
     """
     sums = scratch + _SUMS + number * _PANEL_SUMS_BYTES
-    if a[PART_STEPS] < a[NUM_STEPS]:
+    if a.part_steps < a.num_steps:
         sums += row * SUMS_BYTES
     if first_step == 0:
         simd.clear_bytes(sums, count * SUMS_BYTES)
@@ -140,26 +118,26 @@ def _multiply_first(
 ) -> None:
     """The unit's first rows by some panels, which are expanded. Those at `ahead` follow."""
     num_steps, target, packed = part[1] - part[0], scratch + _EXPANDED, scratch + _PACKED
-    if a[FIRST] == 1:
-        packed = a[ROWS]
-    elif a[NUM_ROWS] <= FEW_ROWS:
-        packed += part[0] * _packed_bytes(a[FIRST])
+    if a.first == 1:
+        packed = a.rows
+    elif a.num_rows <= FEW_ROWS:
+        packed += part[0] * _packed_bytes(a.first)
     else:
-        _pack(a, scratch, rows, a[FIRST], part, packed)
+        _pack(a, scratch, rows, a.first, part, packed)
     for panel in range(panels[0], panels[1]):
         source, end = weights_of(a, panel, part[0]), weights_of(a, panel, part[1])
         following = weights_of(a, panel + 1, part[0]) if panel + 1 < panels[1] else ahead
         entry, place, mask = exceptions_of(a, panel), part[0] * STEP_WEIGHTS, EXPANDED_BYTES
-        if a[NUM_ROWS] > MOST_FIRST:
+        if a.num_rows > MOST_FIRST:
             mask = -1
-        sums = _begin_sums(a, scratch, panel - panels[0], 0, a[FIRST], part[0])
+        sums = _begin_sums(a, scratch, panel - panels[0], 0, a.first, part[0])
         pairs.multiply_expanding(
-            a[FIRST], packed, source, a[TABLE], num_steps, entry, place, following - end, target, mask, sums
+            a.first, packed, source, a.table, num_steps, entry, place, following - end, target, mask, sums
         )
-        if a[NUM_ROWS] > MOST_FIRST:
+        if a.num_rows > MOST_FIRST:
             target += num_steps * EXPANDED_BYTES
-        if part[1] == a[NUM_STEPS]:
-            end_rows(a, scratch + _STAGED, sums, rows[0], (0, min(a[FIRST], rows[1] - rows[0])), panel)
+        if part[1] == a.num_steps:
+            end_rows(a, scratch + _STAGED, sums, rows[0], (0, min(a.first, rows[1] - rows[0])), panel)
 
 
 @inlined
@@ -167,60 +145,57 @@ def _multiply_others(
     a: Any, scratch: int, panels: tuple[int, int], rows: tuple[int, int], part: tuple[int, int], ahead: int
 ) -> None:
     """The unit's other rows by some panels, which have been expanded. Those at `ahead` are asked for."""
-    num_steps, others = part[1] - part[0], rows[1] - rows[0] - a[FIRST]
+    num_steps, others = part[1] - part[0], rows[1] - rows[0] - a.first
     num_blocks = (others + MOST_ROWS - 1) // MOST_ROWS
     for block in range(num_blocks):
-        row, end = a[FIRST] + others * block // num_blocks, a[FIRST] + others * (block + 1) // num_blocks
+        row, end = a.first + others * block // num_blocks, a.first + others * (block + 1) // num_blocks
         packed, count = scratch + _PACKED, end - row
-        if a[NUM_ROWS] <= FEW_ROWS:
-            packed += a[NUM_STEPS] * _packed_bytes(a[FIRST]) + part[0] * _packed_bytes(count)
+        if a.num_rows <= FEW_ROWS:
+            packed += a.num_steps * _packed_bytes(a.first) + part[0] * _packed_bytes(count)
         else:
             _pack(a, scratch, (rows[0] + row, rows[0] + end), count, part, packed)
         for panel in range(panels[0], panels[1]):
             number = panel - panels[0]
             weights = scratch + _EXPANDED + number * num_steps * EXPANDED_BYTES
             sums = _begin_sums(a, scratch, number, row, count, part[0])
-            following = ahead + number * a[NUM_STEPS] * STEP_BYTES
+            following = ahead + number * a.num_steps * STEP_BYTES
             pairs.multiply_expanded(count, packed, weights, num_steps, sums, following)
-            if part[1] == a[NUM_STEPS]:
+            if part[1] == a.num_steps:
                 end_rows(a, scratch + _STAGED, sums, rows[0] + row, (0, count), panel)
 
 
 @inlined
 def _multiply_unit(a: Any, scratch: int, panels: tuple[int, int], rows: tuple[int, int], following: int) -> None:
     """Some rows by some panels; the panel `following` is the next unit's first."""
-    for first_step in range(0, a[NUM_STEPS], a[PART_STEPS]):
-        part = first_step, min(first_step + a[PART_STEPS], a[NUM_STEPS])
-        ahead = weights_of(a, panels[0], part[1]) if part[1] < a[NUM_STEPS] else weights_of(a, following, 0)
+    for first_step in range(0, a.num_steps, a.part_steps):
+        part = first_step, min(first_step + a.part_steps, a.num_steps)
+        ahead = weights_of(a, panels[0], part[1]) if part[1] < a.num_steps else weights_of(a, following, 0)
         _multiply_first(a, scratch, panels, rows, part, ahead)
         _multiply_others(a, scratch, panels, rows, part, ahead)
 
 
 @functools.cache
-def _compile() -> Any:
-    """What each thread of a team runs: units until none are left. Compiled once per machine and kept."""
-    digest = source_digest()
+def _compile() -> Worker:
+    """What each thread of a team runs: units until none are left."""
 
-    @native_worker
-    def worker(arguments: Any) -> None:
-        a = carray(arguments, NUM_ARGUMENTS)
-        if digest == 0:
-            return
-        scratch = a[SCRATCH] + simd.fetch_add(a[COUNTERS] + 64, 1) * a[THREAD_SCRATCH]
-        num_groups = (a[NUM_PANELS] + a[GROUP] - 1) // a[GROUP]
-        num_units = num_groups * ((a[NUM_ROWS] + a[UNIT_ROWS] - 1) // a[UNIT_ROWS])
-        unit, few = simd.fetch_add(a[COUNTERS], 1), a[NUM_ROWS] <= FEW_ROWS
+    @worker(PRODUCT)
+    def multiply(arguments: Any) -> None:
+        a = carray(arguments, 1)[0]
+        scratch = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
+        num_groups = (a.num_panels + a.group - 1) // a.group
+        num_units = num_groups * ((a.num_rows + a.unit_rows - 1) // a.unit_rows)
+        unit, few = simd.fetch_add(a.counters, 1), a.num_rows <= FEW_ROWS
         if unit < num_units and few:
             _pack_few(a, scratch)
         while unit < num_units:
-            following = simd.fetch_add(a[COUNTERS], 1) if few else unit + 1  # the latter is a guess
-            first_panel, first_row = unit % num_groups * a[GROUP], unit // num_groups * a[UNIT_ROWS]
-            panels = first_panel, min(first_panel + a[GROUP], a[NUM_PANELS])
-            rows = first_row, min(first_row + a[UNIT_ROWS], a[NUM_ROWS])
-            _multiply_unit(a, scratch, panels, rows, following % num_groups * a[GROUP])
-            unit = following if few else simd.fetch_add(a[COUNTERS], 1)
+            following = simd.fetch_add(a.counters, 1) if few else unit + 1  # the latter is a guess
+            first_panel, first_row = unit % num_groups * a.group, unit // num_groups * a.unit_rows
+            panels = first_panel, min(first_panel + a.group, a.num_panels)
+            rows = first_row, min(first_row + a.unit_rows, a.num_rows)
+            _multiply_unit(a, scratch, panels, rows, following % num_groups * a.group)
+            unit = following if few else simd.fetch_add(a.counters, 1)
 
-    return worker
+    return multiply
 
 
 PAIR_WORKER = ProductWorker(_compile, _thread_scratch, _set_units)

@@ -19,13 +19,13 @@ from typing import Any
 
 from llvmlite import ir
 
-from foreword.kernels.llvm import simd
+from foreword.kernels.llvm import emit, simd
 from foreword.kernels.llvm.tiles import PANEL, STEP, TILE_BYTES
 from foreword.kernels.products import weights12 as compact
 from foreword.kernels.products.weights12 import FAR, NEAR, STEP_BYTES, STEP_GROUPS, STEP_WEIGHTS
 
 STEP_PAIRS = STEP // 2
-COLUMNS = PANEL // simd.LANES
+COLUMNS = PANEL // emit.LANES
 """Vectors of a row's sums."""
 EXPANDED_BYTES = COLUMNS * TILE_BYTES
 """Of a step."""
@@ -39,33 +39,33 @@ def _multiply(builder: Any, rows: Any, weights: Any, pairs: range, sums: list[An
     """Add the products of some pairs of a step; `sums` has those of each row in turn."""
     num_rows = len(sums) // COLUMNS
     for pair in pairs:
-        right = [simd._load(builder, weights, TILE_BYTES * column + 64 * pair, simd.I32S) for column in range(COLUMNS)]
+        right = [emit.load(builder, weights, TILE_BYTES * column + 64 * pair, emit.I32S) for column in range(COLUMNS)]
         for row in range(num_rows):
-            left = simd._splat(builder, simd._load(builder, rows, 4 * (num_rows * pair + row), simd.I32))
+            left = emit.splat(builder, emit.load(builder, rows, 4 * (num_rows * pair + row), emit.I32))
             for place, weight in enumerate(right, COLUMNS * row):
-                sums[place] = simd._multiply_add(builder, sums[place], left, weight, True)
+                sums[place] = simd.multiply_add(builder, sums[place], left, weight, True)
         sums[:] = [_here(builder, total) for total in sums]
 
 
 def _here(builder: Any, vector: Any) -> Any:
     """The vector, known from here on: LLVM would load pairs of many rows before it multiplies any, into memory."""
-    kind = ir.FunctionType(simd.F32S, [simd.F32S])
+    kind = ir.FunctionType(emit.F32S, [emit.F32S])
     return builder.asm(kind, "", "=v,0,~{memory}", [vector], True)
 
 
 def _load_sums(builder: Any, num_rows: int, sums: Any) -> list[Any]:
-    return [simd._load(builder, sums, 64 * number) for number in range(num_rows * COLUMNS)]
+    return [emit.load(builder, sums, 64 * number) for number in range(num_rows * COLUMNS)]
 
 
 def _store_sums(builder: Any, found: Sequence[Any], sums: Any) -> None:
     for number, vector in enumerate(found):
-        simd._store(builder, vector, sums, 64 * number)
+        emit.store(builder, vector, sums, 64 * number)
 
 
 def _emit_expanding(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
     """Between the products with one step the next is expanded."""
     rows, source, table, num_steps, entry, place, jump, buffer, mask, sums = arguments
-    upper, step_weights = compact.load_table(builder, table), simd._int(STEP_WEIGHTS)
+    upper, step_weights = compact.load_table(builder, table), emit.integer(STEP_WEIGHTS)
     for group in range(STEP_GROUPS):
         compact.emit_group(builder, group, upper, source, buffer)
     entry = compact.emit_exceptions(builder, entry, place, builder.add(place, step_weights), buffer)
@@ -73,9 +73,9 @@ def _emit_expanding(builder: Any, num_rows: int, arguments: Sequence[Any]) -> No
 
     def body(step: Any, *carried: Any) -> list[Any]:
         rows, source, place, entry, ready, *found = carried
-        offset = builder.and_(builder.mul(step, simd._int(EXPANDED_BYTES)), mask)
+        offset = builder.and_(builder.mul(step, emit.integer(EXPANDED_BYTES)), mask)
         target = builder.add(buffer, offset)
-        source = builder.add(source, simd._int(STEP_BYTES))
+        source = builder.add(source, emit.integer(STEP_BYTES))
         far, near = (_ahead(builder, source, distance, step, num_steps, jump) for distance in (FAR, NEAR))
         for group in range(STEP_GROUPS):
             compact.emit_fetch(builder, group, far, near)
@@ -83,22 +83,22 @@ def _emit_expanding(builder: Any, num_rows: int, arguments: Sequence[Any]) -> No
             _multiply(builder, rows, ready, range(group * pairs, (group + 1) * pairs), found)
         place = builder.add(place, step_weights)
         entry = compact.emit_exceptions(builder, entry, place, builder.add(place, step_weights), target)
-        return [builder.add(rows, simd._int(4 * num_rows * STEP_PAIRS)), source, place, entry, target, *found]
+        return [builder.add(rows, emit.integer(4 * num_rows * STEP_PAIRS)), source, place, entry, target, *found]
 
     carried = [rows, source, place, entry, buffer, *_load_sums(builder, num_rows, sums)]
-    rows, _, _, _, ready, *found = simd._loop(builder, simd._int(1), num_steps, 1, carried, body)
+    rows, _, _, _, ready, *found = emit.loop(builder, emit.integer(1), num_steps, 1, carried, body)
     _multiply(builder, rows, ready, range(STEP_PAIRS), found)
     _store_sums(builder, found, sums)
 
 
 def _ahead(builder: Any, source: Any, distance: int, step: Any, num_steps: Any, jump: Any) -> Any:
     """Address of the weights that come `distance` steps later."""
-    later = builder.add(source, simd._int(distance * STEP_BYTES))
-    inside = builder.icmp_signed("<", builder.add(step, simd._int(distance)), num_steps)
+    later = builder.add(source, emit.integer(distance * STEP_BYTES))
+    inside = builder.icmp_signed("<", builder.add(step, emit.integer(distance)), num_steps)
     return builder.select(inside, later, builder.add(later, jump))
 
 
-multiply_expanding = simd._by_rows("aaaiaiiaia", FIRST_ROWS, _emit_expanding)
+multiply_expanding = emit.by_rows("aaaiaiiaia", FIRST_ROWS, _emit_expanding)
 """Add the products of packed rows and some steps of a panel to the sums; the steps are expanded as they are multiplied.
 
 How many rows; rows, weights, the table of codes; how many steps; an entry of exceptions, none before it belonging
@@ -112,25 +112,25 @@ def _emit_expanded(builder: Any, num_rows: int, arguments: Sequence[Any]) -> Non
     rows, weights, num_steps, sums, ahead = arguments
 
     def body(step: Any, *found: Any) -> list[Any]:
-        own_rows = builder.add(rows, builder.mul(step, simd._int(4 * num_rows * STEP_PAIRS)))
-        own_weights = builder.add(weights, builder.mul(step, simd._int(EXPANDED_BYTES)))
-        own_ahead = builder.add(ahead, builder.mul(step, simd._int(STEP_BYTES)))
+        own_rows = builder.add(rows, builder.mul(step, emit.integer(4 * num_rows * STEP_PAIRS)))
+        own_weights = builder.add(weights, builder.mul(step, emit.integer(EXPANDED_BYTES)))
+        own_ahead = builder.add(ahead, builder.mul(step, emit.integer(STEP_BYTES)))
 
         def pair(index: Any, *found: Any) -> list[Any]:
-            following, line = list(found), builder.add(own_ahead, builder.mul(index, simd._int(128)))
+            following, line = list(found), builder.add(own_ahead, builder.mul(index, emit.integer(128)))
             for offset in (0, 64):
-                simd.fetch(builder, builder.add(line, simd._int(offset)))
-            row = builder.add(own_rows, builder.mul(index, simd._int(4 * num_rows)))
-            _multiply(builder, row, builder.add(own_weights, builder.mul(index, simd._int(64))), range(1), following)
+                simd.fetch(builder, builder.add(line, emit.integer(offset)))
+            row = builder.add(own_rows, builder.mul(index, emit.integer(4 * num_rows)))
+            _multiply(builder, row, builder.add(own_weights, builder.mul(index, emit.integer(64))), range(1), following)
             return following
 
-        return simd._loop(builder, simd._int(0), simd._int(STEP_PAIRS), 1, list(found), pair)
+        return emit.loop(builder, emit.integer(0), emit.integer(STEP_PAIRS), 1, list(found), pair)
 
-    found = simd._loop(builder, simd._int(0), num_steps, 1, _load_sums(builder, num_rows, sums), body)
+    found = emit.loop(builder, emit.integer(0), num_steps, 1, _load_sums(builder, num_rows, sums), body)
     _store_sums(builder, found, sums)
 
 
-multiply_expanded = simd._by_rows("aaiaa", range(1, MOST_ROWS + 1), _emit_expanded)
+multiply_expanded = emit.by_rows("aaiaa", range(1, MOST_ROWS + 1), _emit_expanded)
 """Add the products of packed rows and some expanded steps to the sums.
 
 How many rows; rows, weights; how many steps; the sums; where weights lie that are wanted next, and are asked for: two

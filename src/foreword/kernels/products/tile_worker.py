@@ -15,28 +15,12 @@ from typing import Any
 
 from numba import carray
 
-from foreword.kernels.cpu.layout import inlined, source_digest
-from foreword.kernels.llvm import simd, tiles
+from foreword.kernels.llvm import emit, simd, tiles
 from foreword.kernels.llvm.tiles import TILE_BYTES, TILE_ROWS
 from foreword.kernels.products import weights12 as compact
 from foreword.kernels.products.units import (
-    BIAS,
-    COUNTERS,
-    GATED,
-    GROUP,
-    NUM_ARGUMENTS,
-    NUM_PANELS,
-    NUM_ROWS,
-    NUM_STEPS,
-    PART_STEPS,
-    ROW_BYTES,
-    ROWS,
-    SCRATCH,
+    PRODUCT,
     SUMS_BYTES,
-    TABLE,
-    THREAD_SCRATCH,
-    UNIT_ROWS,
-    WIDTH,
     ProductWorker,
     emit_end,
     emit_gate,
@@ -47,8 +31,7 @@ from foreword.kernels.products.units import (
     weights_of,
 )
 from foreword.kernels.products.weights12 import FAR, NEAR, STEP_BYTES, STEP_WEIGHTS
-from foreword.kernels.runtime.threads import native_worker
-from foreword.kernels.step_plan import Int64Array
+from foreword.kernels.runtime.compiled import Record, Worker, inlined, worker
 
 BLOCK_ROWS = 2 * TILE_ROWS
 FEW_ROWS = 64
@@ -71,14 +54,14 @@ _SCRATCH_BYTES = _EXPANDED + MOST_PANELS * MOST_STEPS * _WEIGHTS_BYTES
 )
 
 
-def _set_units(a: Int64Array, num_threads: int) -> None:
-    num_rows = int(a[NUM_ROWS])
+def _set_units(a: Record, num_threads: int) -> None:
+    num_rows = int(a["num_rows"])
     most = FEW_PANELS if num_rows <= FEW_ROWS else MOST_PANELS
-    a[GROUP] = min(most, max(1, int(a[NUM_PANELS]) // (4 * num_threads)))
+    a["group"] = min(most, max(1, int(a["num_panels"]) // (4 * num_threads)))
     unit = -(-num_rows // -(-num_rows // MOST_ROWS))
-    a[UNIT_ROWS] = -(-unit // BLOCK_ROWS) * BLOCK_ROWS
-    num_steps = int(a[NUM_STEPS])
-    a[PART_STEPS] = num_steps if num_steps <= MOST_STEPS else -(-num_steps // -(-num_steps // PART))
+    a["unit_rows"] = -(-unit // BLOCK_ROWS) * BLOCK_ROWS
+    num_steps = int(a["num_steps"])
+    a["part_steps"] = num_steps if num_steps <= MOST_STEPS else -(-num_steps // -(-num_steps // PART))
 
 
 def _beside(finish: Callable[..., None]) -> Any:
@@ -88,17 +71,17 @@ def _beside(finish: Callable[..., None]) -> Any:
     bytes between rows that will be read soon, and the first of them.
     """
 
-    def emit(builder: Any, step: Any, *others: Any) -> None:
+    def end_row(builder: Any, step: Any, *others: Any) -> None:
         num_rows, sums, bias, target, target_bytes, next_target, row_bytes, next_rows = others
         own_target = builder.add(target, builder.mul(step, target_bytes))
         simd.fetch(builder, builder.add(own_target, next_target), near=True, writing=True)
         for row in range(_FETCHED_ROWS):
-            place = builder.add(builder.mul(row_bytes, simd._int(row)), builder.mul(step, simd._int(64)))
+            place = builder.add(builder.mul(row_bytes, emit.integer(row)), builder.mul(step, emit.integer(64)))
             simd.fetch(builder, builder.add(next_rows, place))
         with builder.if_then(builder.icmp_signed("<", step, num_rows)):
-            finish(builder, builder.add(sums, builder.mul(step, simd._int(SUMS_BYTES))), bias, own_target)
+            finish(builder, builder.add(sums, builder.mul(step, emit.integer(SUMS_BYTES))), bias, own_target)
 
-    return tiles.multiply_beside("iaaaiiia", emit)
+    return tiles.multiply_beside("iaaaiiia", end_row)
 
 
 _multiply_beside_ends, _multiply_beside_gates = _beside(emit_end), _beside(emit_gate)
@@ -118,7 +101,7 @@ def _stream(a: Any, scratch: int, row: int, panel: int, following: int) -> None:
 
     Towards the end of the panel the first weights of the one that follows are asked for.
     """
-    num_rows, num_steps = min(BLOCK_ROWS, a[NUM_ROWS] - row), a[NUM_STEPS]
+    num_rows, num_steps = min(BLOCK_ROWS, a.num_rows - row), a.num_steps
     sums, ready = scratch + _SUMS, scratch + _EXPANDED
     source, entry = weights_of(a, panel, 0), exceptions_of(a, panel)
     beyond = weights_of(a, following - 1, 0)
@@ -131,16 +114,16 @@ def _stream(a: Any, scratch: int, row: int, panel: int, following: int) -> None:
             target, place = ready + (step & 1) * _WEIGHTS_BYTES, step * STEP_WEIGHTS
             far = (source if step + FAR < num_steps else beyond) + FAR * STEP_BYTES
             near = (source if step + NEAR < num_steps else beyond) + NEAR * STEP_BYTES
-            compact.expand_step(source, a[TABLE], target, far, near)
+            compact.expand_step(source, a.table, target, far, near)
             entry = compact.write_exceptions(entry, place, place + STEP_WEIGHTS, target)
             source += STEP_BYTES
             beyond += STEP_BYTES
         if step > 0:
-            x, weights = a[ROWS] + row * a[ROW_BYTES] + (step - 1) * 64, ready + (~step & 1) * _WEIGHTS_BYTES
+            x, weights = a.rows + row * a.row_bytes + (step - 1) * 64, ready + (~step & 1) * _WEIGHTS_BYTES
             if num_rows > TILE_ROWS:
-                _multiply_32(x, a[ROW_BYTES], weights)
+                _multiply_32(x, a.row_bytes, weights)
             else:
-                _multiply_16(x, a[ROW_BYTES], weights)
+                _multiply_16(x, a.row_bytes, weights)
     if num_rows > TILE_ROWS:
         _end_32(sums)
     else:
@@ -156,7 +139,7 @@ def _expand(a: Any, scratch: int, panels: tuple[int, int], part: tuple[int, int]
         source, start = weights_of(a, panel, part[0]), target
         for _ in range(part[0], part[1]):
             far, near = source + FAR * STEP_BYTES, source + NEAR * STEP_BYTES
-            compact.expand_step(source, a[TABLE], target, far, near)
+            compact.expand_step(source, a.table, target, far, near)
             source += STEP_BYTES
             target += _WEIGHTS_BYTES
         entry = exceptions_of(a, panel)
@@ -166,7 +149,7 @@ def _expand(a: Any, scratch: int, panels: tuple[int, int], part: tuple[int, int]
 @inlined
 def _sums_of(a: Any, scratch: int, block: int, number: int) -> Any:
     """Where the sums of a block of rows and a panel, by its number in the unit, are; two suffice if nothing waits."""
-    place = number % 2 if a[PART_STEPS] == a[NUM_STEPS] else block * MOST_PANELS + number
+    place = number % 2 if a.part_steps == a.num_steps else block * MOST_PANELS + number
     return scratch + _SUMS + place * _BLOCK_SUMS_BYTES
 
 
@@ -177,8 +160,8 @@ def _multiply_block(a: Any, scratch: int, row: int, block: int, panels: tuple[in
     Of the first panel's neighbour before it nothing is read or written, since no row waits; lines ahead are only asked
     for, which is safe wherever they are.
     """
-    stride, num_steps, waiting = a[ROW_BYTES], part[1] - part[0], 0
-    x = a[ROWS] + row * stride + part[0] * 64
+    stride, num_steps, waiting = a.row_bytes, part[1] - part[0], 0
+    x = a.rows + row * stride + part[0] * 64
     for panel in range(panels[0], panels[1]):
         number = panel - panels[0]
         weights = scratch + _EXPANDED + number * num_steps * _WEIGHTS_BYTES
@@ -187,17 +170,17 @@ def _multiply_block(a: Any, scratch: int, row: int, block: int, panels: tuple[in
             _begin_32()
         else:
             _go_on_32(sums)
-        bias, target = a[BIAS] + (panel - 1) * SUMS_BYTES, target_of(a, row, panel - 1)
+        bias, target = a.bias + (panel - 1) * SUMS_BYTES, target_of(a, row, panel - 1)
         next_target, next_rows = target_of(a, row, panel) - target, x + (BLOCK_ROWS + number * _FETCHED_ROWS) * stride
-        others = waiting, last_sums, bias, target, 2 * a[WIDTH], next_target, stride, next_rows
-        if a[GATED]:
+        others = waiting, last_sums, bias, target, 2 * a.width, next_target, stride, next_rows
+        if a.gated:
             _multiply_beside_gates(x, stride, weights, num_steps, *others)
         else:
             _multiply_beside_ends(x, stride, weights, num_steps, *others)
         _end_32(sums)
         end_rows(a, scratch + _STAGED, last_sums, row, (num_steps, waiting), panel - 1)
         waiting = 0
-        if part[1] == a[NUM_STEPS]:
+        if part[1] == a.num_steps:
             if panel + 1 < panels[1] and is_whole(a, panel):
                 waiting = BLOCK_ROWS
             else:
@@ -207,12 +190,12 @@ def _multiply_block(a: Any, scratch: int, row: int, block: int, panels: tuple[in
 @inlined
 def _stream_units(a: Any, scratch: int) -> None:
     """Few rows: units of panels."""
-    laid_out, following = 0, simd.fetch_add(a[COUNTERS], 1) * a[GROUP]
-    while following < a[NUM_PANELS]:
-        first, following = following, simd.fetch_add(a[COUNTERS], 1) * a[GROUP]
-        end = min(first + a[GROUP], a[NUM_PANELS])
-        for row in range(0, a[NUM_ROWS], BLOCK_ROWS):
-            laid_out = _lay_out(scratch, min(BLOCK_ROWS, a[NUM_ROWS] - row), laid_out)
+    laid_out, following = 0, simd.fetch_add(a.counters, 1) * a.group
+    while following < a.num_panels:
+        first, following = following, simd.fetch_add(a.counters, 1) * a.group
+        end = min(first + a.group, a.num_panels)
+        for row in range(0, a.num_rows, BLOCK_ROWS):
+            laid_out = _lay_out(scratch, min(BLOCK_ROWS, a.num_rows - row), laid_out)
             for panel in range(first, end):
                 _stream(a, scratch, row, panel, panel + 1 if panel + 1 < end else following)
 
@@ -220,42 +203,39 @@ def _stream_units(a: Any, scratch: int) -> None:
 @inlined
 def _expand_units(a: Any, scratch: int) -> None:
     """More rows: units of panels and rows."""
-    num_groups = (a[NUM_PANELS] + a[GROUP] - 1) // a[GROUP]
-    num_units = num_groups * ((a[NUM_ROWS] + a[UNIT_ROWS] - 1) // a[UNIT_ROWS])
+    num_groups = (a.num_panels + a.group - 1) // a.group
+    num_units = num_groups * ((a.num_rows + a.unit_rows - 1) // a.unit_rows)
     tiles.lay_out(scratch + _CONFIG, BLOCK_ROWS)
     while True:
-        unit = simd.fetch_add(a[COUNTERS], 1)
+        unit = simd.fetch_add(a.counters, 1)
         if unit >= num_units:
             break
-        first_panel, first_row = unit % num_groups * a[GROUP], unit // num_groups * a[UNIT_ROWS]
-        panels = first_panel, min(first_panel + a[GROUP], a[NUM_PANELS])
-        rows = first_row, min(first_row + a[UNIT_ROWS], a[NUM_ROWS])
-        for first_step in range(0, a[NUM_STEPS], a[PART_STEPS]):
-            part = first_step, min(first_step + a[PART_STEPS], a[NUM_STEPS])
+        first_panel, first_row = unit % num_groups * a.group, unit // num_groups * a.unit_rows
+        panels = first_panel, min(first_panel + a.group, a.num_panels)
+        rows = first_row, min(first_row + a.unit_rows, a.num_rows)
+        for first_step in range(0, a.num_steps, a.part_steps):
+            part = first_step, min(first_step + a.part_steps, a.num_steps)
             _expand(a, scratch, panels, part)
             for block, row in enumerate(range(rows[0], rows[1], BLOCK_ROWS)):
                 # The last block has rows of the one before: computed twice, to the same bits.
-                _multiply_block(a, scratch, min(row, a[NUM_ROWS] - BLOCK_ROWS), block, panels, part)
+                _multiply_block(a, scratch, min(row, a.num_rows - BLOCK_ROWS), block, panels, part)
 
 
 @functools.cache
-def _compile() -> Any:
-    """What each thread of a team runs: units until none are left. Compiled once per machine and kept."""
-    digest = source_digest()
+def _compile() -> Worker:
+    """What each thread of a team runs: units until none are left."""
 
-    @native_worker
-    def worker(arguments: Any) -> None:
-        a = carray(arguments, NUM_ARGUMENTS)
-        if digest == 0:
-            return
-        scratch = a[SCRATCH] + simd.fetch_add(a[COUNTERS] + 64, 1) * a[THREAD_SCRATCH]
-        if a[NUM_ROWS] <= FEW_ROWS:
+    @worker(PRODUCT)
+    def multiply(arguments: Any) -> None:
+        a = carray(arguments, 1)[0]
+        scratch = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
+        if a.num_rows <= FEW_ROWS:
             _stream_units(a, scratch)
         else:
             _expand_units(a, scratch)
         tiles.release()
 
-    return worker
+    return multiply
 
 
 TILE_WORKER = ProductWorker(_compile, lambda num_steps: _SCRATCH_BYTES, _set_units)

@@ -9,40 +9,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from foreword.kernels.cpu.layout import inlined
-from foreword.kernels.llvm import simd
+from foreword.kernels.llvm import emit, simd
+from foreword.kernels.llvm.emit import BF16S, I16S
 from foreword.kernels.llvm.norms import silu
-from foreword.kernels.llvm.simd import BF16S, I16S
 from foreword.kernels.llvm.tiles import PANEL
 from foreword.kernels.products.weights12 import STEP_BYTES
-from foreword.kernels.step_plan import Int64Array
+from foreword.kernels.runtime.compiled import Record, Worker, inlined, record
 
-(
-    ROWS,
-    ROW_BYTES,
-    WEIGHT,
-    TABLE,
-    EXCEPTIONS,
-    STARTS,
-    BIAS,
-    TARGET,
-    NUM_ROWS,
-    WIDTH,
-    NUM_STEPS,
-    PART_STEPS,
-    NUM_PANELS,
-    GROUP,
-    UNIT_ROWS,
-    GATED,
-    COUNTERS,
-    SCRATCH,
-    THREAD_SCRATCH,
-    FIRST,
-) = range(20)
-NUM_ARGUMENTS = 20
-"""int64 each: addresses, and counts. WIDTH: columns of the result; PART_STEPS: of all parts but the last; GROUP and
-UNIT_ROWS: panels and rows of a unit; THREAD_SCRATCH: bytes of scratch memory that each thread has; FIRST: of a
-unit's rows, how many are multiplied first (`pair_worker.py`)."""
+PRODUCT = record(
+    "rows",
+    "row_bytes",
+    "weight",
+    "table",
+    "exceptions",
+    "starts",
+    "bias",
+    "target",
+    "num_rows",
+    "width",  # columns of the result
+    "num_steps",
+    "part_steps",  # steps of each part but the last
+    "num_panels",
+    "group",  # panels of a unit
+    "unit_rows",  # rows of a unit
+    "gated",
+    "counters",
+    "scratch",
+    "thread_scratch",  # bytes of scratch memory that each thread has
+    "first",  # number of a unit's rows that are multiplied first (`pair_worker.py`)
+)
+"""The arguments of a product: addresses, and counts."""
 SUMS_BYTES = 4 * PANEL
 """Of a row and a panel."""
 
@@ -50,12 +46,12 @@ SUMS_BYTES = 4 * PANEL
 class ProductWorker(NamedTuple):
     """One way to multiply."""
 
-    compile: Callable[[], Any]
+    compile: Callable[[], Worker]
     """What each thread of a team runs: units until none are left."""
     thread_scratch: Callable[[int], int]
     """Bytes of scratch memory for each thread, by how many steps the weights have."""
-    set_units: Callable[[Int64Array, int], None]
-    """Set how units are cut, for NUM_ROWS rows and a number of threads."""
+    set_units: Callable[[Record, int], None]
+    """Set how units are cut, for `num_rows` rows and a number of threads."""
 
 
 def _bfloat16(builder: Any, vector: Any) -> Any:
@@ -63,35 +59,35 @@ def _bfloat16(builder: Any, vector: Any) -> Any:
 
 
 def _half(builder: Any, sums: Any, bias: Any, half: int) -> Any:
-    return builder.fadd(simd._load(builder, sums, 64 * half), simd._load(builder, bias, 64 * half))
+    return builder.fadd(emit.load(builder, sums, 64 * half), emit.load(builder, bias, 64 * half))
 
 
 def emit_end(builder: Any, sums: Any, bias: Any, target: Any) -> None:
     """32 sums of one row, with their bias, as bfloat16."""
     for half in (0, 1):
-        simd._store(builder, _bfloat16(builder, _half(builder, sums, bias, half)), target, 32 * half)
+        emit.store(builder, _bfloat16(builder, _half(builder, sums, bias, half)), target, 32 * half)
 
 
 def emit_gate(builder: Any, sums: Any, bias: Any, target: Any) -> None:
     """silu(g) * u of 16 g and 16 u of one row, each rounded as if it were written to memory."""
-    gate, up = (simd._widened(builder, _bfloat16(builder, _half(builder, sums, bias, half))) for half in (0, 1))
-    rounded = simd._widened(builder, _bfloat16(builder, silu(builder, gate)))
-    simd._store(builder, _bfloat16(builder, builder.fmul(rounded, up)), target)
+    gate, up = (emit.widened(builder, _bfloat16(builder, _half(builder, sums, bias, half))) for half in (0, 1))
+    rounded = emit.widened(builder, _bfloat16(builder, silu(builder, gate)))
+    emit.store(builder, _bfloat16(builder, builder.fmul(rounded, up)), target)
 
 
-_write, _write_gate = simd._instructions("aaa")(emit_end), simd._instructions("aaa")(emit_gate)
+_write, _write_gate = emit.instructions("aaa")(emit_end), emit.instructions("aaa")(emit_gate)
 
 
 @inlined
 def target_of(a: Any, row: int, panel: int) -> Any:
     """Address of a row's first element of a panel."""
-    return a[TARGET] + 2 * (row * a[WIDTH] + panel * (PANEL // 2 if a[GATED] else PANEL))
+    return a.target + 2 * (row * a.width + panel * (PANEL // 2 if a.gated else PANEL))
 
 
 @inlined
 def is_whole(a: Any, panel: int) -> Any:
     """Whether the result has all columns of a panel."""
-    return (panel + 1) * (PANEL // 2 if a[GATED] else PANEL) <= a[WIDTH]
+    return (panel + 1) * (PANEL // 2 if a.gated else PANEL) <= a.width
 
 
 @inlined
@@ -100,21 +96,21 @@ def end_rows(a: Any, staged: int, sums: int, row: int, numbers: tuple[int, int],
     whole = is_whole(a, panel)
     for number in range(numbers[0], numbers[1]):
         target = target_of(a, row + number, panel)
-        if a[GATED]:
-            _write_gate(sums + number * SUMS_BYTES, a[BIAS] + panel * SUMS_BYTES, target if whole else staged)
+        if a.gated:
+            _write_gate(sums + number * SUMS_BYTES, a.bias + panel * SUMS_BYTES, target if whole else staged)
         else:
-            _write(sums + number * SUMS_BYTES, a[BIAS] + panel * SUMS_BYTES, target if whole else staged)
+            _write(sums + number * SUMS_BYTES, a.bias + panel * SUMS_BYTES, target if whole else staged)
         if not whole:
-            simd.copy_bytes(target, staged, target_of(a, row + number, 0) + 2 * a[WIDTH] - target)
+            simd.copy_bytes(target, staged, target_of(a, row + number, 0) + 2 * a.width - target)
 
 
 @inlined
 def exceptions_of(a: Any, panel: int) -> Any:
     """The address of a panel's first."""
-    return a[EXCEPTIONS] + 8 * simd.load_int(a[STARTS] + 8 * panel)
+    return a.exceptions + 8 * simd.load_int(a.starts + 8 * panel)
 
 
 @inlined
 def weights_of(a: Any, panel: int, step: int) -> Any:
     """The address of a panel's weights from a step on."""
-    return a[WEIGHT] + (panel * a[NUM_STEPS] + step) * STEP_BYTES
+    return a.weight + (panel * a.num_steps + step) * STEP_BYTES

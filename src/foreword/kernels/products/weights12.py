@@ -26,10 +26,11 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import binding as llvm
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 
-from foreword.kernels.llvm import simd
+from foreword.kernels.llvm import emit, simd
+from foreword.kernels.runtime.compiled import cached
 from foreword.kernels.runtime.huge_pages import HugePages
 
 STEP_WEIGHTS, STEP_BYTES = 1024, 1536
@@ -115,7 +116,7 @@ def _codes(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.N
     return codes, np.tile(upper.astype(np.uint8), 4)
 
 
-@njit(cache=True, nogil=True)
+@cached(nogil=True)
 def _count_upper(weight: Any, stride: int) -> Any:
     """About how often each upper byte occurs [256], from every `stride`-th output."""
     counts = np.zeros(256, np.int64)
@@ -125,7 +126,7 @@ def _count_upper(weight: Any, stride: int) -> Any:
     return counts
 
 
-@njit(cache=True, nogil=True)
+@cached(nogil=True)
 def _compact_panels(rows: Any, codes: Any, steps: Any, exceptions: Any, starts: Any, first: int, last: int) -> int:
     """Write some panels of outputs at the addresses `rows`; how many entries of `exceptions` they need, ends included.
 
@@ -156,19 +157,19 @@ def _compact_panels(rows: Any, codes: Any, steps: Any, exceptions: Any, starts: 
     return found
 
 
-@simd._instructions("aaa", types.intp)
+@emit.instructions("aaa", types.intp)
 def compact_group(builder: Any, source: Any, codes: Any, target: Any) -> Any:
     """The 192 bytes of a group from its weights [4, 32]; not 0 if some of them are exceptions, whose code is 0."""
-    tables = [simd._load(builder, codes, 64 * number, _WORDS) for number in range(8)]
-    rows = [simd._load(builder, source, 64 * row, _WORDS) for row in range(4)]
+    tables = [emit.load(builder, codes, 64 * number, _WORDS) for number in range(8)]
+    rows = [emit.load(builder, source, 64 * row, _WORDS) for row in range(4)]
     numbers = [_code_of(builder, tables, builder.lshr(bits, _word(8))) for bits in rows]
     unknown = functools.reduce(builder.or_, numbers)
     own = [builder.and_(number, _word(NUM_CODES - 1)) for number in numbers]
     both = [builder.or_(own[row], builder.shl(own[row + 2], _word(4))) for row in (0, 1)]
     for number, two in enumerate((both, rows[:2], rows[2:])):
-        order = ir.Constant(ir.VectorType(simd.I32, 64), [2 * word for word in _OF_TWO_ROWS])  # their lower bytes
+        order = ir.Constant(ir.VectorType(emit.I32, 64), [2 * word for word in _OF_TWO_ROWS])  # their lower bytes
         lower = builder.shuffle_vector(*(builder.bitcast(row, _BYTES) for row in two), order)
-        simd._store(builder, lower, target, 64 * number)
+        emit.store(builder, lower, target, 64 * number)
     some = builder.icmp_unsigned("!=", builder.and_(unknown, _word(NUM_CODES)), _word(0))
     return builder.zext(builder.bitcast(some, ir.IntType(32)), ir.IntType(64))
 
@@ -199,7 +200,7 @@ def expanded(panels: CompactPanels) -> npt.NDArray[np.uint16]:
     return weights
 
 
-@simd._instructions("aaaaa")
+@emit.instructions("aaaaa")
 def expand_step(builder: Any, source: Any, table: Any, target: Any, far: Any, near: Any) -> None:
     """The 2048 bytes of a step, apart from exceptions. The steps at `far` and `near` are asked for, line by line.
 
@@ -213,28 +214,26 @@ def expand_step(builder: Any, source: Any, table: Any, target: Any, far: Any, ne
 
 def load_table(builder: Any, table: Any) -> Any:
     """The upper bytes of codes, as `emit_group` wants them."""
-    return simd._load(builder, table, 0, _BYTES)
+    return emit.load(builder, table, 0, _BYTES)
 
 
 def emit_fetch(builder: Any, group: int, far: Any, near: Any) -> None:
     """Ask for a group of the steps at `far`, into the second cache, and at `near`, into the first."""
     for line in range(0, GROUP_BYTES, 64):
-        simd.fetch(builder, builder.add(far, simd._int(GROUP_BYTES * group + line)))
-        simd.fetch(builder, builder.add(near, simd._int(GROUP_BYTES * group + line)), near=True)
+        simd.fetch(builder, builder.add(far, emit.integer(GROUP_BYTES * group + line)))
+        simd.fetch(builder, builder.add(near, emit.integer(GROUP_BYTES * group + line)), near=True)
 
 
 def emit_group(builder: Any, group: int, table: Any, source: Any, target: Any) -> None:
     """The 256 bytes of a group of the step at `source`, to their place in the step at `target`."""
-    codes = simd._load(builder, source, GROUP_BYTES * group, _WORDS)
+    codes = emit.load(builder, source, GROUP_BYTES * group, _WORDS)
     for two in (0, 1):
         upper = _look_up(builder, table, builder.lshr(codes, _word(4)) if two else codes)
-        lower = simd._load(builder, source, GROUP_BYTES * group + 64 + 64 * two, _BYTES)
+        lower = emit.load(builder, source, GROUP_BYTES * group + 64 + 64 * two, _BYTES)
         for row in (0, 1):
             words = [place for place, word in enumerate(_OF_TWO_ROWS) if word // 32 == row]
-            order = ir.Constant(ir.VectorType(simd.I32, 64), [half + word for word in words for half in (0, 64)])
-            simd._store(
-                builder, builder.shuffle_vector(lower, upper, order), target, 256 * group + 128 * two + 64 * row
-            )
+            order = ir.Constant(ir.VectorType(emit.I32, 64), [half + word for word in words for half in (0, 64)])
+            emit.store(builder, builder.shuffle_vector(lower, upper, order), target, 256 * group + 128 * two + 64 * row)
 
 
 def _word(value: int) -> ir.Constant:
@@ -259,20 +258,20 @@ def emit_exceptions(builder: Any, entry: Any, place: Any, end: Any, target: Any)
         inside, after = builder.append_basic_block("exception"), builder.append_basic_block("no_more")
         builder.branch(head)
         builder.position_at_end(head)
-        at = builder.phi(simd.I64)
+        at = builder.phi(emit.I64)
         at.add_incoming(entry, before)
-        own = builder.sext(simd._load(builder, at, 0, simd.I32), simd.I64)
+        own = builder.sext(emit.load(builder, at, 0, emit.I32), emit.I64)
         builder.cbranch(builder.icmp_signed("<", own, limit), inside, after)
         builder.position_at_end(inside)
         if is_written:
-            offset = builder.mul(builder.sub(own, place), simd._int(2))
-            simd._store(builder, simd._load(builder, at, 4, simd.I16), builder.add(target, offset))
-        at.add_incoming(builder.add(at, simd._int(8)), inside)
+            offset = builder.mul(builder.sub(own, place), emit.integer(2))
+            emit.store(builder, emit.load(builder, at, 4, emit.I16), builder.add(target, offset))
+        at.add_incoming(builder.add(at, emit.integer(8)), inside)
         builder.branch(head)
         builder.position_at_end(after)
         entry = at
     return entry
 
 
-write_exceptions = simd._instructions("aiia", types.intp)(emit_exceptions)
+write_exceptions = emit.instructions("aiia", types.intp)(emit_exceptions)
 """The same, to be called."""

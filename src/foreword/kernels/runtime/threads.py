@@ -18,48 +18,57 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, types
+from numba import carray, types
 from numba.core import cgutils
 
-from foreword.kernels.cpu.layout import source_digest
-from foreword.kernels.llvm import simd
+from foreword.kernels.llvm import emit, simd
+from foreword.kernels.runtime.compiled import Record, Worker, record, view, worker
 from foreword.kernels.step_plan import Int64Array
 
-native_worker = cfunc(types.void(types.CPointer(types.int64)), cache=True, error_model="numpy")
-"""Compiles `worker(arguments)`, what each thread runs, given an array of int64; once per machine.
-
-A worker mentions `source_digest()`, so that it is compiled anew when another file that takes part in it has changed.
-"""
-(TABLE, NUM_OPERATIONS, ARRIVED, TEAM_SIZE, NUM_THREADS, GIVE_WAY, NUM_ARGUMENTS) = range(7)
-"""int64 each. TABLE: address of each worker and of its arguments; ARRIVED: address of a counter;
-TEAM_SIZE: of the function that says how many threads there are, 0: NUM_THREADS; GIVE_WAY: of the one that lets others
-run."""
-
+PROGRAM = record(
+    "operations",  # address of an array of OPERATION
+    "num_operations",
+    "team_size",  # address of the function that returns the number of threads; 0: `num_threads` says it
+    "num_threads",
+    "give_way",  # address of the function that lets other threads run
+    "counters",  # one counter: how many times a thread has ended an operation
+)
+OPERATION = record("worker", "arguments")
+"""Two addresses."""
+WIRING = record("wires", "num_wires", "numbers", "counters")
+WIRE = record("target", "offset")
+"""The address of an argument, and the bytes before its number."""
 
 COUNTERS = 32
-"""int64 of an operation: three in lines of their own."""
+"""Number of int64 counters of an operation: three of them are used, each in a cache line of its own."""
 PATIENCE = 256
 """How many times a thread looks whether it may go on before it lets others run."""
 
 
 class Operation:
-    """A worker and its arguments. One thread at a time may set and run it."""
+    """A worker and its arguments, one of which is called `counters`. One thread at a time may set and run it."""
 
-    def __init__(self, worker: Any, num_arguments: int, counters_at: int) -> None:
-        """`worker`: what `native_worker` has made; `counters_at`: where its arguments have its counters' address."""
+    def __init__(self, worker: Worker) -> None:
         self._worker = worker  # keeps the machine code
-        self.arguments = np.zeros(num_arguments, np.int64)
+        self.arguments: Record = np.zeros((), worker.record)
         self.address: int = self.arguments.ctypes.data
-        """Of the arguments."""
-        self.worker_address: int = worker.address
-        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.worker_address)
-        self._counters_at = counters_at
+        """Address of the arguments."""
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(worker.address)
         self.count_in(np.zeros(COUNTERS, np.int64))
+
+    @property
+    def worker_address(self) -> int:
+        """Address of the machine code."""
+        return self._worker.address
+
+    def address_of(self, argument: str) -> int:
+        """Address of one argument."""
+        return self.address + self._worker.offset(argument)
 
     def count_in(self, counters: Int64Array) -> None:
         """Take other counters [COUNTERS]: what the worker's threads share, 0 when they begin."""
         self._counters = counters
-        self.arguments[self._counters_at] = counters.ctypes.data
+        self.arguments["counters"] = counters.ctypes.data
 
     def run(self, *, alone: bool = False) -> None:
         """Once in each of torch's threads, or in the calling one `alone`; returns when all have returned."""
@@ -79,20 +88,21 @@ class Program:
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.operations = operations
-        self._table = np.array([(one.worker_address, one.address) for one in operations], np.int64)
+        self._table = np.array([(one.worker_address, one.address) for one in operations], OPERATION)
         self._counters = np.zeros((len(operations), COUNTERS), np.int64)
         for operation, counters in zip(operations, self._counters, strict=True):
             operation.count_in(counters)
-        self._whole = Operation(_compile_program(), NUM_ARGUMENTS, ARRIVED)
+        self._whole = Operation(_compile_program())
         a, openmp = self._whole.arguments, _gnu_openmp()
-        a[TABLE], a[NUM_OPERATIONS] = self._table.ctypes.data, len(operations)
-        a[TEAM_SIZE] = 0 if openmp is None else _address_of(openmp.omp_get_num_threads)
-        a[GIVE_WAY] = _address_of(ctypes.CDLL(None).sched_yield)
+        a["operations"], a["num_operations"] = self._table.ctypes.data, len(operations)
+        a["team_size"] = 0 if openmp is None else _address_of(openmp.omp_get_num_threads)
+        a["give_way"] = _address_of(ctypes.CDLL(None).sched_yield)
 
     def run(self, number: int | None = None) -> None:
         """Run all operations, or the first `number` of them, with their present arguments."""
         a = self._whole.arguments
-        a[NUM_THREADS], a[NUM_OPERATIONS] = torch.get_num_threads(), len(self.operations) if number is None else number
+        a["num_threads"] = torch.get_num_threads()
+        a["num_operations"] = len(self.operations) if number is None else number
         self._counters[:] = 0
         self._whole.run()
 
@@ -100,41 +110,43 @@ class Program:
 class Wires:
     """Numbers of one array that many operations take; Python would need as long for each layer as this for all."""
 
-    def __init__(self, wires: Sequence[tuple[Operation, int, int]]) -> None:
+    def __init__(self, wires: Sequence[tuple[Operation, str, int]]) -> None:
         """`wires`: an operation, one of its arguments, and which number it takes."""
         self._operations = [operation for operation, _, _ in wires]
-        self._ends = np.array([(one.address + 8 * argument, 8 * number) for one, argument, number in wires], np.int64)
-        self._carry = Operation(_compile_wires(), 4, 3)
+        self._wires = np.array([(one.address_of(argument), 8 * number) for one, argument, number in wires], WIRE)
+        self._carry = Operation(_compile_wires())
+        self._carry.arguments["wires"] = self._wires.ctypes.data
+        self._carry.arguments["num_wires"] = len(self._wires)
 
     def carry(self, numbers: Int64Array) -> None:
         """Set the arguments, from an array without gaps."""
-        self._carry.arguments[:3] = self._ends.ctypes.data, len(self._ends), numbers.ctypes.data
+        self._carry.arguments["numbers"] = numbers.ctypes.data
         self._carry.run(alone=True)
 
 
 # -------------------------------------------------------------------------------------- compiled
 
 
-@simd._instructions("a", types.intp)
+@emit.instructions("a", types.intp)
 def _load_shared(builder: Any, address: Any) -> Any:
     """A 64-bit integer that threads change, and what they wrote to memory before."""
-    return builder.load_atomic(builder.inttoptr(address, simd.I64.as_pointer()), "acquire", 8)
+    return builder.load_atomic(builder.inttoptr(address, emit.I64.as_pointer()), "acquire", 8)
 
 
-@simd._instructions("aa")
+@emit.instructions("aa")
 def _call_worker(builder: Any, function: Any, arguments: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [simd.I64])
+    kind = ir.FunctionType(ir.VoidType(), [emit.I64])
     builder.call(builder.inttoptr(function, kind.as_pointer()), [arguments])
 
 
-@simd._instructions("a", types.intp)
+@emit.instructions("a", types.intp)
 def _call_for_number(builder: Any, function: Any) -> Any:
     """What a C function without arguments returns, an int."""
-    kind = ir.FunctionType(simd.I32, [])
-    return builder.sext(builder.call(builder.inttoptr(function, kind.as_pointer()), []), simd.I64)
+    kind = ir.FunctionType(emit.I32, [])
+    return builder.sext(builder.call(builder.inttoptr(function, kind.as_pointer()), []), emit.I64)
 
 
-@simd._instructions("")
+@emit.instructions("")
 def _pause(builder: Any) -> None:
     """Tell the processor that this thread waits."""
     if platform.machine() in ("x86_64", "AMD64"):
@@ -142,46 +154,43 @@ def _pause(builder: Any) -> None:
         builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
 
 
-@functools.cache
-def _compile_program() -> Any:
-    """What each thread of a program runs. Compiled once per machine and kept."""
-    digest = source_digest()
+_operation_at, _wire_at = view(OPERATION), view(WIRE)
 
-    @native_worker
-    def worker(arguments: Any) -> None:
-        a = carray(arguments, NUM_ARGUMENTS)
-        if digest == 0:
-            return
-        num_threads = _call_for_number(a[TEAM_SIZE]) if a[TEAM_SIZE] != 0 else a[NUM_THREADS]
-        for number in range(a[NUM_OPERATIONS]):
-            entry = a[TABLE] + 16 * number
-            _call_worker(simd.load_int(entry), simd.load_int(entry + 8))
-            simd.fetch_add(a[ARRIVED], 1)
+
+@functools.cache
+def _compile_program() -> Worker:
+    """What each thread of a program runs."""
+
+    @worker(PROGRAM)
+    def run_program(arguments: Any) -> None:
+        a = carray(arguments, 1)[0]
+        num_threads = _call_for_number(a.team_size) if a.team_size != 0 else a.num_threads
+        for number in range(a.num_operations):
+            operation = _operation_at(a.operations, number)
+            _call_worker(operation.worker, operation.arguments)
+            simd.fetch_add(a.counters, 1)
             turns = 0
-            while _load_shared(a[ARRIVED]) < (number + 1) * num_threads:
+            while _load_shared(a.counters) < (number + 1) * num_threads:
                 _pause()
                 turns += 1
                 if turns % PATIENCE == 0:
-                    _call_for_number(a[GIVE_WAY])
+                    _call_for_number(a.give_way)
 
-    return worker
+    return run_program
 
 
 @functools.cache
-def _compile_wires() -> Any:
-    """Copies numbers to arguments. Compiled once per machine and kept."""
-    digest = source_digest()
+def _compile_wires() -> Worker:
+    """What copies numbers to arguments."""
 
-    @native_worker
-    def worker(arguments: Any) -> None:
-        a = carray(arguments, 4)
-        if digest == 0:
-            return
-        for wire in range(a[1]):
-            end = a[0] + 16 * wire
-            simd.store_int(simd.load_int(end), simd.load_int(a[2] + simd.load_int(end + 8)))
+    @worker(WIRING)
+    def carry_numbers(arguments: Any) -> None:
+        a = carray(arguments, 1)[0]
+        for number in range(a.num_wires):
+            wire = _wire_at(a.wires, number)
+            simd.store_int(wire.target, simd.load_int(a.numbers + wire.offset))
 
-    return worker
+    return carry_numbers
 
 
 # -------------------------------------------------------------------------------------- threads

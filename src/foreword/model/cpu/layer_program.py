@@ -165,7 +165,7 @@ class LayerOperations:
         self._rotary.bind_blocks(*blocks)
         self.attention.set_layer(blocks, self._shapes.query_heads, self._options, kernel.bfloat16)
 
-    def wires(self, first: int) -> Iterator[tuple[Operation, int, int]]:
+    def wires(self, first: int) -> Iterator[tuple[Operation, str, int]]:
         """What takes which number of a step's, beginning at `first`: `rotary.py`'s, then `cpu_attention.py`'s."""
         arguments = enumerate(rotary.STEP_ARGUMENTS, first)
         yield from ((self._rotary, argument, number) for number, argument in arguments)

@@ -22,33 +22,14 @@ import torch
 from torch import Tensor
 
 from foreword.kernels.llvm import tiles
-from foreword.kernels.llvm.simd import HAS_BF16_DOT
+from foreword.kernels.llvm.emit import HAS_BF16_DOT
 from foreword.kernels.llvm.tiles import PANEL, STEP
 from foreword.kernels.products import weights12 as compact
 from foreword.kernels.products.pair_worker import PAIR_WORKER
 from foreword.kernels.products.tile_worker import TILE_WORKER
-from foreword.kernels.products.units import (
-    BIAS,
-    COUNTERS,
-    EXCEPTIONS,
-    GATED,
-    NUM_ARGUMENTS,
-    NUM_PANELS,
-    NUM_ROWS,
-    NUM_STEPS,
-    ROW_BYTES,
-    ROWS,
-    SCRATCH,
-    STARTS,
-    TABLE,
-    TARGET,
-    THREAD_SCRATCH,
-    WEIGHT,
-    WIDTH,
-    ProductWorker,
-)
+from foreword.kernels.products.units import PRODUCT, ProductWorker
+from foreword.kernels.runtime.compiled import Record
 from foreword.kernels.runtime.threads import Operation
-from foreword.kernels.step_plan import Int64Array
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +69,12 @@ class CompactProduct:
         if bias is not None:
             self._bias[place] = bias.float()
         num_steps = self.in_features // STEP
-        a = self._constants = np.zeros(NUM_ARGUMENTS, np.int64)
-        a[WEIGHT], a[TABLE] = self._panels.steps.ctypes.data, self._panels.table.ctypes.data
-        a[EXCEPTIONS], a[STARTS] = self._panels.exceptions.ctypes.data, self._panels.starts.ctypes.data
-        a[ROW_BYTES], a[BIAS], a[WIDTH] = 2 * self.in_features, self._bias.data_ptr(), self.width
-        a[NUM_STEPS], a[NUM_PANELS], a[GATED] = num_steps, self._num_panels, gated
-        a[THREAD_SCRATCH] = self._worker.thread_scratch(num_steps)
+        a = self._constants = np.zeros((), PRODUCT)
+        a["weight"], a["table"] = self._panels.steps.ctypes.data, self._panels.table.ctypes.data
+        a["exceptions"], a["starts"] = self._panels.exceptions.ctypes.data, self._panels.starts.ctypes.data
+        a["row_bytes"], a["bias"], a["width"] = 2 * self.in_features, self._bias.data_ptr(), self.width
+        a["num_steps"], a["num_panels"], a["gated"] = num_steps, self._num_panels, gated
+        a["thread_scratch"] = self._worker.thread_scratch(num_steps)
         self._own = self.operation()
 
     def operation(self) -> ProductOperation:
@@ -118,7 +99,7 @@ class CompactProduct:
     @property
     def thread_scratch(self) -> int:
         """How many bytes each thread needs for itself while the product runs."""
-        return int(self._constants[THREAD_SCRATCH])
+        return int(self._constants["thread_scratch"])
 
     @property
     def num_bytes(self) -> int:
@@ -158,17 +139,18 @@ class CompactProduct:
 class ProductOperation(Operation):
     """A product of the rows that it was bound to last."""
 
-    def __init__(self, worker: ProductWorker, constants: Int64Array, kept: object) -> None:
+    def __init__(self, worker: ProductWorker, constants: Record, kept: object) -> None:
         """`constants`: its arguments, apart from counters and what `bind` sets; `kept`: what they are addresses of."""
-        super().__init__(worker.compile(), NUM_ARGUMENTS, COUNTERS)
+        super().__init__(worker.compile())
         self._kept, self._set_units = kept, worker.set_units
-        own = np.arange(NUM_ARGUMENTS) != COUNTERS
-        self.arguments[own] = constants[own]
+        for name in PRODUCT.names or ():
+            if name != "counters":
+                self.arguments[name] = constants[name]
 
     def bind(self, rows: int, num_rows: int, target: int, scratch: int) -> None:
         """Addresses of rows [num_rows, in_features], the result's, and of `thread_scratch` bytes for each thread."""
         a = self.arguments
-        a[ROWS], a[TARGET], a[NUM_ROWS], a[SCRATCH] = rows, target, num_rows, scratch
+        a["rows"], a["target"], a["num_rows"], a["scratch"] = rows, target, num_rows, scratch
         self._set_units(a, torch.get_num_threads())
 
 

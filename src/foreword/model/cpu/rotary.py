@@ -14,21 +14,42 @@ import numpy as np
 from numba import carray
 from torch import Tensor
 
-from foreword.kernels.cpu.layout import source_digest
 from foreword.kernels.llvm import norms as rows
 from foreword.kernels.llvm import simd
-from foreword.kernels.llvm.simd import LANES
-from foreword.kernels.runtime.threads import Operation, native_worker
+from foreword.kernels.llvm.emit import LANES
+from foreword.kernels.runtime.compiled import Worker, record, worker
+from foreword.kernels.runtime.threads import Operation
 from foreword.model.cpu.row_functions import Norm
 
 ALONE_ELEMENTS = 1 << 16
 """Work on fewer elements is done by the calling thread: waking the others takes longer."""
 UNIT_ROWS = 4
-(ROWS, COSINE, SINE, QUERY, KEYS, VALUES, SLOTS, NUM_ROWS, NUM_SLOTS, ITEM_BYTES) = range(10)
-(QUERY_HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, TURNED, COUNTER) = range(10, 16)
-(QUERY_NORM, QUERY_EPSILON, QUERY_FORM, KEY_NORM, KEY_EPSILON, KEY_FORM, NUM_ARGUMENTS) = range(16, 23)
-"""int64 each: addresses, and counts. A norm's weight is 0 where there is none; epsilons are addresses of float32."""
-STEP_ARGUMENTS = COSINE, SINE, SLOTS, NUM_SLOTS
+HEADS = record(
+    "rows",
+    "cosine",
+    "sine",
+    "query",
+    "keys",
+    "values",
+    "slots",
+    "num_rows",
+    "num_slots",
+    "item_bytes",
+    "query_heads",
+    "kv_heads",
+    "key_dim",
+    "value_dim",
+    "turned",
+    "counters",
+    "query_norm",  # address of its weight; 0: none
+    "query_form",
+    "key_norm",
+    "key_form",
+    query_epsilon=np.float32,
+    key_epsilon=np.float32,
+)
+"""The arguments: addresses, and counts."""
+STEP_ARGUMENTS = "cosine", "sine", "slots", "num_slots"
 """Arguments that change in every step."""
 
 
@@ -51,49 +72,46 @@ class HeadShapes:
 
 
 @functools.cache
-def _compile_worker() -> Any:
-    """What each thread of a team runs: rows until none are left. Compiled once per machine and kept."""
-    digest = source_digest()
+def _compile_worker() -> Worker:
+    """What each thread of a team runs: rows until none are left."""
 
-    @native_worker  # type: ignore[untyped-decorator]
-    def worker(arguments: Any) -> None:
-        a = carray(arguments, NUM_ARGUMENTS)
-        if digest == 0:
-            return
-        size, key_dim, value_dim = a[ITEM_BYTES], a[KEY_DIM], a[VALUE_DIM]
-        query_heads, kv_heads = a[QUERY_HEADS], a[KV_HEADS]
+    @worker(HEADS)
+    def place_heads(arguments: Any) -> None:
+        a = carray(arguments, 1)[0]
+        size, key_dim, value_dim = a.item_bytes, a.key_dim, a.value_dim
+        query_heads, kv_heads = a.query_heads, a.kv_heads
         key_bytes, value_bytes = key_dim * size, value_dim * size
         row_bytes = (query_heads + kv_heads) * key_bytes + kv_heads * value_bytes
         while True:
-            first = simd.fetch_add(a[COUNTER], UNIT_ROWS)
-            if first >= a[NUM_ROWS]:
+            first = simd.fetch_add(a.counters, UNIT_ROWS)
+            if first >= a.num_rows:
                 return
-            for row in range(first, min(first + UNIT_ROWS, a[NUM_ROWS])):
-                stored = row < a[NUM_SLOTS]
-                slot = simd.load_int(a[SLOTS] + 8 * row) if stored else 0
-                source = a[ROWS] + row * row_bytes
-                cosine, sine = a[COSINE] + row * a[TURNED] * size, a[SINE] + row * a[TURNED] * size
+            for row in range(first, min(first + UNIT_ROWS, a.num_rows)):
+                stored = row < a.num_slots
+                slot = simd.load_int(a.slots + 8 * row) if stored else 0
+                source = a.rows + row * row_bytes
+                cosine, sine = a.cosine + row * a.turned * size, a.sine + row * a.turned * size
                 for head in range(query_heads + kv_heads if stored else query_heads):
-                    norm, epsilon, form = a[QUERY_NORM], a[QUERY_EPSILON], a[QUERY_FORM]
-                    target = a[QUERY] + (row * query_heads + head) * key_bytes
+                    norm, epsilon, form = a.query_norm, a.query_epsilon, a.query_form
+                    target = a.query + (row * query_heads + head) * key_bytes
                     if head >= query_heads:
-                        norm, epsilon, form = a[KEY_NORM], a[KEY_EPSILON], a[KEY_FORM]
-                        target = a[KEYS] + (slot * kv_heads + head - query_heads) * key_bytes
+                        norm, epsilon, form = a.key_norm, a.key_epsilon, a.key_form
+                        target = a.keys + (slot * kv_heads + head - query_heads) * key_bytes
                     if norm == 0:
                         simd.copy_bytes(target, source, key_bytes)
                     elif size == 2:
-                        rows.norm_bf16(source, norm, target, key_dim, simd.load_float(epsilon), form)
+                        rows.norm_bf16(source, norm, target, key_dim, epsilon, form)
                     else:
-                        rows.norm_f32(source, norm, target, key_dim, simd.load_float(epsilon), form)
+                        rows.norm_f32(source, norm, target, key_dim, epsilon, form)
                     if size == 2:
-                        rows.rotate_bf16(target, cosine, sine, a[TURNED] // 2)
+                        rows.rotate_bf16(target, cosine, sine, a.turned // 2)
                     else:
-                        rows.rotate_f32(target, cosine, sine, a[TURNED] // 2)
+                        rows.rotate_f32(target, cosine, sine, a.turned // 2)
                     source += key_bytes
                 if stored:
-                    simd.copy_bytes(a[VALUES] + slot * kv_heads * value_bytes, source, kv_heads * value_bytes)
+                    simd.copy_bytes(a.values + slot * kv_heads * value_bytes, source, kv_heads * value_bytes)
 
-    return worker
+    return place_heads
 
 
 class RotaryOperation(Operation):
@@ -101,26 +119,25 @@ class RotaryOperation(Operation):
 
     def __init__(self, shapes: HeadShapes, norms: tuple[Norm | None, Norm | None]) -> None:
         """`norms`: of queries and of keys."""
-        super().__init__(_compile_worker(), NUM_ARGUMENTS, COUNTER)
+        super().__init__(_compile_worker())
         self._norms = norms
-        self._epsilons = np.array([norm.epsilon if norm else 0.0 for norm in norms], np.float32)
         a = self.arguments
-        a[QUERY_HEADS], a[KV_HEADS] = shapes.query_heads, shapes.kv_heads
-        a[KEY_DIM], a[VALUE_DIM], a[TURNED] = shapes.key_dim, shapes.value_dim, shapes.turned
-        for number, norm in enumerate(norms):
+        a["query_heads"], a["kv_heads"] = shapes.query_heads, shapes.kv_heads
+        a["key_dim"], a["value_dim"], a["turned"] = shapes.key_dim, shapes.value_dim, shapes.turned
+        for name, norm in zip(("query", "key"), norms, strict=True):
             if norm is not None:
-                at = (QUERY_NORM, KEY_NORM)[number]
-                a[at : at + 3] = norm.weight.data_ptr(), self._epsilons.ctypes.data + 4 * number, norm.form
+                a[f"{name}_norm"], a[f"{name}_epsilon"] = norm.weight.data_ptr(), norm.epsilon
+                a[f"{name}_form"] = norm.form
 
     def bind_blocks(self, keys: Tensor, values: Tensor) -> None:
         """[blocks, block_size, kv_heads, dim] without gaps, which are the caller's to keep."""
         a = self.arguments
-        a[KEYS], a[VALUES], a[ITEM_BYTES] = keys.data_ptr(), values.data_ptr(), keys.element_size()
+        a["keys"], a["values"], a["item_bytes"] = keys.data_ptr(), values.data_ptr(), keys.element_size()
 
     def bind_rows(self, projected: int, num_rows: int, queries: int) -> None:
         """Addresses of the rows' projections, and of where their queries go."""
         a = self.arguments
-        a[ROWS], a[NUM_ROWS], a[QUERY] = projected, num_rows, queries
+        a["rows"], a["num_rows"], a["query"] = projected, num_rows, queries
 
 
 class RotaryKernel:

@@ -17,59 +17,68 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from foreword.kernels.cpu.layout import source_digest
 from foreword.kernels.llvm import norms as rows
 from foreword.kernels.llvm import simd
-from foreword.kernels.llvm.simd import LANES
-from foreword.kernels.runtime.threads import Operation, native_worker
+from foreword.kernels.llvm.emit import LANES
+from foreword.kernels.runtime.compiled import Worker, record, worker
+from foreword.kernels.runtime.threads import Operation
 
 ALONE_ELEMENTS = 1 << 17
 """Work on fewer elements is done by the calling thread: waking the others takes longer."""
 UNIT_ELEMENTS = 1 << 14
 """What a thread takes at a time, at most."""
-(X, Y, SUM, TARGET, NUM_ROWS, UNIT_ROWS, WEIGHT, WIDTH, X_BYTES, EPSILON, FORM, COUNTER, NUM_ARGUMENTS) = range(13)
-"""int64 each: addresses, and sizes in elements; X_BYTES between rows of X, and of Y."""
+ROWS = record(
+    "x",
+    "y",
+    "sum",
+    "target",
+    "num_rows",
+    "unit_rows",
+    "weight",
+    "width",
+    "x_bytes",  # between rows of x, and of y
+    "form",
+    "counters",
+    epsilon=np.float32,
+)
+"""The arguments of an operation on rows: addresses, and sizes in elements."""
 BFLOAT16 = 4
-"""Bit of FORM, beside those of norms: the type of all numbers; float32 without it."""
+"""Bit of `form`, beside those of norms: the type of all numbers; float32 without it."""
 
 
 @functools.cache
-def _compile_worker() -> Any:
-    """What each thread of a team runs: units of rows until none are left. Compiled once per machine and kept."""
-    digest = source_digest()
+def _compile_worker() -> Worker:
+    """What each thread of a team runs: units of rows until none are left."""
 
-    @native_worker  # type: ignore[untyped-decorator]
-    def worker(arguments: Any) -> None:
-        a = carray(arguments, NUM_ARGUMENTS)
-        if digest == 0:
-            return
-        size = 2 if a[FORM] & BFLOAT16 else 4
-        epsilon = simd.load_float(a[EPSILON])
+    @worker(ROWS)
+    def compute_rows(arguments: Any) -> None:
+        a = carray(arguments, 1)[0]
+        size = 2 if a.form & BFLOAT16 else 4
         while True:
-            first = simd.fetch_add(a[COUNTER], a[UNIT_ROWS])
-            if first >= a[NUM_ROWS]:
+            first = simd.fetch_add(a.counters, a.unit_rows)
+            if first >= a.num_rows:
                 return
-            for row in range(first, min(first + a[UNIT_ROWS], a[NUM_ROWS])):
-                x, target = a[X] + row * a[X_BYTES], a[TARGET] + row * a[WIDTH] * size
-                y, total = a[Y] + row * a[X_BYTES], a[SUM] + row * a[WIDTH] * size
-                if a[WEIGHT] == 0:
+            for row in range(first, min(first + a.unit_rows, a.num_rows)):
+                x, target = a.x + row * a.x_bytes, a.target + row * a.width * size
+                y, total = a.y + row * a.x_bytes, a.sum + row * a.width * size
+                if a.weight == 0:
                     if size == 2:
-                        rows.gate_bf16(x, y, target, a[WIDTH])
+                        rows.gate_bf16(x, y, target, a.width)
                     else:
-                        rows.gate_f32(x, y, target, a[WIDTH])
+                        rows.gate_f32(x, y, target, a.width)
                     continue
-                if a[Y] != 0:
+                if a.y != 0:
                     if size == 2:
-                        rows.add_bf16(x, y, total, a[WIDTH])
+                        rows.add_bf16(x, y, total, a.width)
                     else:
-                        rows.add_f32(x, y, total, a[WIDTH])
+                        rows.add_f32(x, y, total, a.width)
                     x = total
                 if size == 2:
-                    rows.norm_bf16(x, a[WEIGHT], target, a[WIDTH], epsilon, a[FORM])
+                    rows.norm_bf16(x, a.weight, target, a.width, a.epsilon, a.form)
                 else:
-                    rows.norm_f32(x, a[WEIGHT], target, a[WIDTH], epsilon, a[FORM])
+                    rows.norm_f32(x, a.weight, target, a.width, a.epsilon, a.form)
 
-    return worker
+    return compute_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,28 +96,26 @@ class RowOperation(Operation):
     """A norm, a norm of a sum, or a gate, of rows of one width and type."""
 
     def __init__(self) -> None:
-        super().__init__(_compile_worker(), NUM_ARGUMENTS + 1, COUNTER)  # the last: epsilon
-        self._epsilon = self.arguments[-1:].view(np.float32)
-        self.arguments[EPSILON] = self.address + 8 * NUM_ARGUMENTS
+        super().__init__(_compile_worker())
 
     def set_norm(self, norm: Norm) -> None:
         """Norms from now on."""
         self._weight = norm.weight.detach()  # which is kept, whatever becomes of the parameter
         width, size, a = len(norm.weight), norm.weight.element_size(), self.arguments
-        self._epsilon[0] = norm.epsilon
-        a[WEIGHT], a[FORM] = norm.weight.data_ptr(), norm.form | (BFLOAT16 if size == 2 else 0)
-        a[WIDTH], a[X_BYTES] = width, width * size
+        a["weight"], a["form"] = norm.weight.data_ptr(), norm.form | (BFLOAT16 if size == 2 else 0)
+        a["width"], a["x_bytes"], a["epsilon"] = width, width * size, norm.epsilon
 
     def set_gate(self, width: int, dtype: torch.dtype) -> None:
         """Gates from now on, of X and Y that lie side by side."""
         a, size = self.arguments, dtype.itemsize
-        a[WEIGHT], a[FORM], a[WIDTH], a[X_BYTES] = 0, (BFLOAT16 if size == 2 else 0), width, 2 * width * size
+        a["weight"], a["form"] = 0, BFLOAT16 if size == 2 else 0
+        a["width"], a["x_bytes"] = width, 2 * width * size
 
     def bind(self, x: int, y: int, total: int, target: int, num_rows: int) -> None:
         """Addresses of rows [num_rows, width]: X and Y (0 in a plain norm), their sum (written), the result."""
         a = self.arguments
-        unit = max(1, min(UNIT_ELEMENTS // int(a[WIDTH]), -(-num_rows // torch.get_num_threads())))
-        a[: UNIT_ROWS + 1] = x, y, total, target, num_rows, unit
+        unit = max(1, min(UNIT_ELEMENTS // int(a["width"]), -(-num_rows // torch.get_num_threads())))
+        a["x"], a["y"], a["sum"], a["target"], a["num_rows"], a["unit_rows"] = x, y, total, target, num_rows, unit
 
 
 class RowKernels:

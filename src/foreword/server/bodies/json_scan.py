@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from foreword.kernels.runtime.compiled import cached
 
 QUOTE, BACKSLASH, COMMA = 34, 92, 44
 OPEN_LIST, CLOSE_LIST, OPEN_OBJECT, CLOSE_OBJECT = 91, 93, 123, 125
@@ -49,7 +50,8 @@ def _finite(text: str) -> float:
     return number
 
 
-def _count(text: npt.NDArray[np.uint8]) -> tuple[int, int, int]:
+@cached(nogil=True)
+def _scan(text: npt.NDArray[np.uint8]) -> tuple[int, int, int]:
     num_commas = num_containers = depth = most = 0
     is_text = False
     at = 0
@@ -72,9 +74,3 @@ def _count(text: npt.NDArray[np.uint8]) -> tuple[int, int, int]:
             depth -= 1
         at += 1
     return num_commas + num_containers + 1, num_containers, most
-
-
-try:
-    _scan = njit(cache=True, nogil=True)(_count)
-except RuntimeError:  # the file system is read-only
-    _scan = njit(nogil=True)(_count)

@@ -1,0 +1,83 @@
+"""A chunk's keys and values in packed memory, compiled by numba: 16 tokens fill a vector, or 16 dimensions of values.
+
+Knows tokens' addresses; knows nothing of rows or block tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foreword.kernels.cpu.layout import IN_PAIRS, PANEL, TILES, WIDENED
+from foreword.kernels.llvm.emit import LANES
+from foreword.kernels.llvm.simd import (
+    copy_bytes,
+    interleave,
+    load_int,
+    store_int,
+    transpose_widened,
+    transpose_words,
+    widen,
+)
+from foreword.kernels.runtime.compiled import inlined
+from foreword.kernels.step_plan import CHUNK
+
+
+@inlined
+def _stage(s: Any, rows: int, start: int, stop: int, offset: int, num_bytes: int, padded_bytes: int) -> None:
+    """Copy one head of tokens whose size is no multiple of a vector to where it can be padded with zeros."""
+    zeros, stage = s.zeros, s.stage
+    for token in range(start, stop):
+        target = stage + token * padded_bytes
+        copy_bytes(target, load_int(rows + 8 * token) + offset, num_bytes)
+        copy_bytes(target + num_bytes, zeros, padded_bytes - num_bytes)
+        store_int(s.staged_rows + 8 * token, target)
+
+
+@inlined
+def pack_keys(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
+    """Panels of 64 tokens, [words, 64] each."""
+    mode, dim, item_bytes, num_words = a.mode, a.key_dim, a.item_bytes, a.key_words
+    row_bytes = num_words * (2 if mode == WIDENED else 4)
+    rows, offset = s.key_rows, kv_head * dim * item_bytes
+    if dim * item_bytes != row_bytes:
+        _stage(s, rows, start, stop, offset, dim * item_bytes, row_bytes)
+        rows, offset = s.staged_rows, 0
+    packed = s.packed_keys
+    for token in range(start, stop, LANES):
+        panel = packed + token // PANEL * num_words * 4 * PANEL + token % PANEL * 4
+        for word in range(0, num_words, LANES):
+            target = panel + word * 4 * PANEL
+            if mode == WIDENED:
+                transpose_widened(rows + 8 * token, offset + 2 * word, target, 4 * PANEL)
+            else:
+                transpose_words(rows + 8 * token, offset + 4 * word, target, 4 * PANEL)
+
+
+@inlined
+def pack_values(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
+    """Panels of 64 dimensions (the last may have 32), [tokens or pairs of tokens, 64] each."""
+    mode, dim, item_bytes, width = a.mode, a.value_dim, a.item_bytes, a.value_width
+    rows, offset = s.value_rows, kv_head * dim * item_bytes
+    if dim != width:
+        _stage(s, rows, start, stop, offset, dim * item_bytes, width * item_bytes)
+        rows, offset = s.staged_rows, 0
+    packed = s.packed_values
+    together = 2 if mode in IN_PAIRS else 1
+    for first in range(0, width, PANEL):
+        lanes = min(PANEL, width - first)
+        panel = packed + first * 4 * (CHUNK // together)
+        for token in range(start, stop, together):
+            source = load_int(rows + 8 * token) + offset + first * item_bytes
+            place = token // together
+            if mode == TILES:  # as two vectors of weights are put into one: two pairs of each in turn
+                place = place & -16 | place & 1 | (place & 6) << 1 | (place & 8) >> 2
+            target = panel + place * lanes * 4
+            if together == 2:
+                other = load_int(rows + 8 * token + 8) + offset + first * 2
+                interleave(source, other, target)
+                if lanes == PANEL:
+                    interleave(source + 64, other + 64, target + 128)
+            elif mode == WIDENED:
+                widen(target, source, lanes)
+            else:
+                copy_bytes(target, source, lanes * 4)

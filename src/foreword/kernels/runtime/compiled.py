@@ -1,0 +1,150 @@
+"""The one owner of compiled code: the decorators that numba compiles with, records in memory, and the cache on disk.
+
+Knows numba, its cache and source files; knows nothing of what is computed. There are four kinds of compiled functions:
+
+    compiled          part of a kernel, compiled once for all its callers
+    inlined           part of a kernel with one caller, compiled into it: numba would otherwise optimise it twice
+    cached()          called from Python; its machine code is kept on disk
+    worker(RECORD)    called by address with a record of arguments; its machine code is kept on disk
+
+numba keeps machine code beside a source file and compares the date of that file alone. Here the key also has a digest
+of all files that a kernel can inline, so editing any of them compiles the function again. Where neither the package nor
+the home directory can be written, each process compiles for itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import from_dtype, njit, types
+from numba.core.caching import FunctionCache, NullCache
+from numba.core.ccallback import CFunc
+from numba.extending import intrinsic
+
+from foreword.kernels.llvm.tiles import has_tiles
+
+logger = logging.getLogger(__name__)
+
+Record = npt.NDArray[np.void]
+"""One record, as an array without dimensions."""
+
+compiled = njit(error_model="numpy")
+inlined = njit(error_model="numpy", inline="always")
+
+
+def cached(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator like `numba.njit(**options)` whose machine code is kept on disk, if it can be."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        dispatcher = njit(**options)(function)
+        dispatcher._cache = _cache_of(function)
+        return dispatcher
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A compiled C function that takes the address of a record."""
+
+    function: Any
+    """What keeps the machine code."""
+    record: np.dtype[np.void]
+    address: int
+    """Address of the machine code."""
+
+    def offset(self, argument: str) -> int:
+        """Bytes from the record's address to one of its fields."""
+        assert self.record.fields is not None
+        return self.record.fields[argument][1]
+
+
+def worker(record: np.dtype[np.void], num_integers: int = 0) -> Callable[[Callable[..., None]], Worker]:
+    """A decorator that compiles `function(arguments, *integers)`, with `num_integers` integers after the record.
+
+    `arguments` points to the record: `carray(arguments, 1)[0]` is the record itself.
+    """
+    signature: Any = (types.CPointer(from_dtype(record)), *[types.intp] * num_integers), types.void
+
+    def decorate(function: Callable[..., None]) -> Worker:
+        result: Any = CFunc(function, signature, locals={}, options={"error_model": "numpy"})
+        result._cache = _cache_of(function)
+        result.compile()
+        return Worker(result, record, result.address)
+
+    return decorate
+
+
+def view(record: np.dtype[np.void]) -> Any:
+    """A numba function `at(address, index)`: record number `index` of an array of `record` in memory."""
+    kind = from_dtype(record)
+
+    @intrinsic
+    def at(_context: Any, _address: Any, _index: Any) -> Any:
+        def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            address, index = arguments
+            offset = builder.mul(index, index.type(record.itemsize))
+            return builder.inttoptr(builder.add(address, offset), context.get_value_type(kind))
+
+        return kind(types.intp, types.intp), codegen
+
+    return at
+
+
+def record(*integers: str, **others: type[np.generic]) -> np.dtype[np.void]:
+    """A record: 64-bit integers (addresses, counts, sizes in bytes), and then fields of other types by name."""
+    fields = [(name, np.int64) for name in integers]
+    return np.dtype([*fields, *others.items()], align=True)
+
+
+# ------------------------------------------------------------------------------------------ on disk
+
+
+class _Cache(FunctionCache):
+    """numba's cache of one function, whose key has the digest; a full disk keeps nothing and ends nothing."""
+
+    def _index_key(self, *arguments: Any) -> Any:
+        return (*super()._index_key(*arguments), source_digest())
+
+    def save_overload(self, *arguments: Any) -> None:
+        with suppress(OSError):
+            super().save_overload(*arguments)
+
+
+def _cache_of(function: Callable[..., Any]) -> _Cache | NullCache:
+    try:
+        return _Cache(function)
+    except RuntimeError:  # numba found no place that it can write to
+        _warn_once()
+        return NullCache()
+
+
+@functools.cache
+def _warn_once() -> None:
+    logger.warning(
+        "compiled kernels cannot be kept, since neither the package's folder nor the home directory can be written; "
+        "each start compiles them again, for about a minute; let NUMBA_CACHE_DIR name a folder that can be written"
+    )
+
+
+@functools.cache
+def source_digest() -> str:
+    """A text that changes with any file that a kernel can inline, and with whether it may use tiles.
+
+    Triton's files are apart: it compiles them itself.
+    """
+    kernels = Path(__file__).parents[1]
+    digest = hashlib.sha256(bytes([has_tiles()]))
+    for path in sorted(kernels.rglob("*.py")):
+        if "triton" not in path.relative_to(kernels).parts:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
