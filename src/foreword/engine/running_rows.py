@@ -35,8 +35,8 @@ class RunningRows:
         self.progress: npt.NDArray[np.void] = np.zeros(16, PROGRESS)
         self.facts: FactRows = np.zeros(16, FACTS)
         self._requests: npt.NDArray[np.object_] = np.empty(16, object)
-        self._answers: npt.NDArray[np.object_] = np.empty(16, object)
-        """Lists of generated tokens."""
+        self._append: npt.NDArray[np.object_] = np.empty(16, object)
+        """`TokenSequence.append` of each request."""
         self._stop_ids: npt.NDArray[np.object_] = np.empty(16, object)
         self._keys: list[SortKey] = []
         self._num_stays = 0
@@ -57,7 +57,7 @@ class RunningRows:
             self.progress = np.concatenate((self.progress, np.zeros_like(self.progress)))
             self.facts = np.concatenate((self.facts, np.zeros_like(self.facts)))
             self._requests = np.concatenate((self._requests, np.empty_like(self._requests)))
-            self._answers = np.concatenate((self._answers, np.empty_like(self._answers)))
+            self._append = np.concatenate((self._append, np.empty_like(self._append)))
             self._stop_ids = np.concatenate((self._stop_ids, np.empty_like(self._stop_ids)))
         at = bisect.bisect(self._keys, key)
         self._keys.insert(at, key)
@@ -67,7 +67,7 @@ class RunningRows:
         self.progress[row] = (self._num_stays, num_tokens, num_computed, num_shared, last_token, -1, True)
         self.facts[row] = request.facts
         self._requests[row] = request
-        self._answers[row] = request.output_token_ids
+        self._append[row] = request.sequence.append
         self._stop_ids[row] = request.stop_token_ids
 
     def remove(self, key: SortKey) -> None:
@@ -77,14 +77,14 @@ class RunningRows:
         del self._keys[at]
         self.order = np.delete(self.order, at)
         self.progress["stay"][row] = 0
-        self._requests[row] = self._answers[row] = self._stop_ids[row] = None
+        self._requests[row] = self._append[row] = self._stop_ids[row] = None
 
     def clear(self) -> None:
         """Remove all requests. Entries made before stay valid: `still_run` is False for each of their requests."""
         self._keys.clear()
         self.order = np.empty(0, np.int64)
         self.progress["stay"] = 0
-        for column in (self._requests, self._answers, self._stop_ids):
+        for column in (self._requests, self._append, self._stop_ids):
             column.fill(None)
 
     def last(self) -> Request:
@@ -132,7 +132,7 @@ class RunningRows:
         progress["source"][rows] = -1
         progress["is_new"][rows] = False
         listed = token_ids.tolist()
-        for answer, token_id in zip(self._answers[rows].tolist(), listed, strict=True):
-            answer.append(token_id)
+        for append, token_id in zip(self._append[rows].tolist(), listed, strict=True):
+            append(token_id)
         stops = map(operator.contains, self._stop_ids[rows].tolist(), listed)
         return np.fromiter(stops, np.bool_, len(listed))

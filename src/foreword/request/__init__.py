@@ -6,6 +6,7 @@ Knows token ids and token sequences; knows neither text nor tensors.
 from foreword.request.request import (
     FACTS,
     NOTHING_ALLOWED,
+    AnswerTokens,
     CompletionOutput,
     FactRows,
     FinishReason,
@@ -22,6 +23,7 @@ from foreword.request.token_limits import TokenLimits
 __all__ = [
     "FACTS",
     "NOTHING_ALLOWED",
+    "AnswerTokens",
     "CompletionOutput",
     "FactRows",
     "FinishReason",

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,12 @@ FactRows = npt.NDArray[np.void]
 """records of FACTS"""
 
 
+def named_record(dtype: np.dtype[np.void], **values: Any) -> tuple[Any, ...]:
+    """A record of `dtype` from all its fields by name, as a tuple that an array of records takes."""
+    assert values.keys() == set(dtype.names or ()), "each field of a record has one value"
+    return tuple(values[name] for name in dtype.names or ())
+
+
 class RequestStatus(enum.Enum):
     """Where a request is in its life."""
 
@@ -85,6 +92,34 @@ class RequestMetrics:
         return None if self.first_token_time is None else 1e3 * (self.first_token_time - self.arrival_time)
 
 
+class AnswerTokens:
+    """A list of what a sequence generated, brought up to date when it is read. Editing it changes nothing else."""
+
+    __slots__ = ("_num_read", "_sequence", "_token_ids")
+
+    def __init__(self, sequence: TokenSequence) -> None:
+        self._sequence, self._num_read = sequence, 0
+        self._token_ids: list[int] = []
+
+    def read(self) -> list[int]:
+        """The list, which is the same one each time, with the tokens since the last call appended."""
+        new_ids = self._sequence.generated(self._num_read)
+        self._num_read += len(new_ids)
+        self._token_ids += new_ids
+        return self._token_ids
+
+
+class _TokenIds:
+    """The field `CompletionOutput.token_ids`: a list; while the request runs, one that follows its tokens."""
+
+    def __get__(self, output: CompletionOutput | None, owner: type[CompletionOutput]) -> list[int]:
+        held: Any = () if output is None else output.__dict__["token_ids"]  # of the class: the default
+        return held.read() if isinstance(held, AnswerTokens) else held
+
+    def __set__(self, output: CompletionOutput, token_ids: Iterable[int] | AnswerTokens) -> None:
+        output.__dict__["token_ids"] = token_ids if isinstance(token_ids, list | AnswerTokens) else list(token_ids)
+
+
 class Request:
     """One prompt, continued once. The scheduler changes its progress, the engine reads it."""
 
@@ -103,8 +138,7 @@ class Request:
         self.request_id = sequence.request_id
         self.sequence = sequence
         """Prompt and generated tokens."""
-        self.output_token_ids = sequence.generated
-        """Generated tokens; the sequence's own list."""
+        self._answer = AnswerTokens(sequence)
         self.num_prompt_tokens = len(sequence)
         self.params = params
         self.max_tokens = max_tokens
@@ -127,21 +161,22 @@ class Request:
         )
         """Whether it may be sampled from changed logits."""
         self.seed = seed
-        self.facts = (
-            self.num_prompt_tokens,
-            self.num_prompt_tokens + max_tokens,
-            params.temperature,
-            min(params.top_k, 2**31),
-            params.min_p,
-            params.top_p,
-            int(seed) & (2**64 - 1),
-            self.changes_logits,
-            self.samples_by_tokens,
-            self.may_run_dry,
-            params.logprobs is not None,
-            params.prompt_logprobs is not None,
+        self.facts = named_record(
+            FACTS,
+            num_prompt_tokens=self.num_prompt_tokens,
+            max_length=self.num_prompt_tokens + max_tokens,
+            temperature=params.temperature,
+            top_k=min(params.top_k, 2**31),
+            min_p=params.min_p,
+            top_p=params.top_p,
+            seed=int(seed) & (2**64 - 1),
+            changes_logits=self.changes_logits,
+            samples_by_tokens=self.samples_by_tokens,
+            may_run_dry=self.may_run_dry,
+            reports=params.logprobs is not None,
+            reports_prompt=params.prompt_logprobs is not None,
         )
-        """A record of FACTS."""
+        """A record of FACTS, as a tuple."""
         self.priority = priority
         self.is_fork = False
         """Whether it is the second or a later answer to its prompt."""
@@ -166,6 +201,11 @@ class Request:
 
     def __len__(self) -> int:
         return len(self.sequence)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Generated tokens: a copy, which decides nothing, brought up to date when it is read."""
+        return self._answer.read()
 
     @property
     def num_output_tokens(self) -> int:
@@ -194,14 +234,15 @@ class Request:
         return self.params.skip_reading_prefix_cache or self.params.prompt_logprobs is not None
 
 
-@dataclass(slots=True)
+@dataclass
 class CompletionOutput:
     """One continuation of a prompt; grows while the request runs."""
 
     index: int
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    """While the request runs, its own list, by which its blocks are cached: copy it before changing it."""
+    token_ids: _TokenIds = _TokenIds()
+    """The tokens so far: the caller's own list, which gets the new tokens when it is read. Changing it changes nothing
+    else, and when the request ends the list holds the whole answer again."""
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -5,7 +5,7 @@ Knows token ids and their block keys; knows neither text nor which physical bloc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -34,15 +34,16 @@ class TokenSequence:
 
     __slots__ = (
         "__weakref__",
+        "_generated",
         "_hash_fn",
         "_hashes",
         "_num_gathered",
         "_num_given",
         "_plain_hashes",
         "_tokens",
+        "append",
         "block_size",
         "extra_keys",
-        "generated",
         "request_id",
         "root",
     )
@@ -64,15 +65,16 @@ class TokenSequence:
         self._hash_fn = hash_fn
         self._tokens: TokenArray = as_token_array(token_ids)
         self._num_given = self._num_gathered = len(self._tokens)
-        self.generated: list[int] = []
-        """Tokens after those that were given; the list may be appended to."""
+        self._generated: list[int] = []
+        self.append: Callable[[int], None] = self._generated.append
+        """Adds one generated token."""
         self._hashes: list[BlockHash] = []
         if extra_keys is not NO_EXTRA_KEYS:
             extra_keys.check(self._num_given)
         self._plain_hashes: list[BlockHash] = []
 
     def __len__(self) -> int:
-        return self._num_given + len(self.generated)
+        return self._num_given + len(self._generated)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -86,7 +88,7 @@ class TokenSequence:
         if known < length:
             if length > len(self._tokens):
                 self._tokens = np.concatenate((self._tokens[:known], np.empty(max(64, length), np.int32)))
-            self._tokens[known:length] = as_token_array(self.generated[known - self._num_given :])
+            self._tokens[known:length] = as_token_array(self._generated[known - self._num_given :])
             self._num_gathered = length
         return self._tokens[:length]
 
@@ -95,13 +97,13 @@ class TokenSequence:
         """Blocks whose tokens are all there."""
         return len(self) // self.block_size
 
-    def append(self, token_id: int) -> None:
-        """Add one generated token."""
-        self.generated.append(token_id)
-
     def extend(self, token_ids: Iterable[int]) -> None:
         """Add generated tokens."""
-        self.generated.extend(token_ids)
+        self._generated.extend(token_ids)
+
+    def generated(self, start: int = 0) -> list[int]:
+        """The generated tokens from number `start` on (a copy: no list outside decides a block's key)."""
+        return self._generated[start:]
 
     def block_hashes(self) -> list[BlockHash]:
         """Keys of all full blocks; only blocks that filled since the last call are hashed.
