@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from foreword.request import AnswerTokens, CompletionOutput, FinishReason, Request, RequestOutput, SamplingParams
+from foreword.request import CompletionOutput, FinishReason, Request, RequestOutput, SamplingParams
 
 
 class TextStep(Protocol):
@@ -89,7 +89,7 @@ class Outputs:
         answers = []
         for index, request in enumerate(requests):
             logprobs = None if request.params.logprobs is None else request.logprobs
-            completion = CompletionOutput(index, token_ids=AnswerTokens(request.sequence), logprobs=logprobs)
+            completion = CompletionOutput(index, token_ids=request.sequence.shown, logprobs=logprobs)
             stream = None if self._open_text_stream is None else self._open_text_stream(request.params)
             answers.append(_Answer(request, completion, stream))
         completions = [answer.completion for answer in answers]
@@ -130,7 +130,7 @@ class Outputs:
     def _read(self, answer: _Answer, stream: TextStream) -> None:
         """Turn new tokens into text, and end the request if they complete a stop string."""
         request, completion = answer.request, answer.completion
-        new_tokens = request.sequence.generated(answer.num_read)
+        new_tokens = request.sequence.generated_from(answer.num_read)
         if not new_tokens:
             return
         answer.num_read += len(new_tokens)
@@ -146,9 +146,7 @@ class Outputs:
         request, completion = answer.request, answer.completion
         if answer.stream is not None:
             completion.text += answer.stream.finish()
-        token_ids = completion.token_ids
-        token_ids[:] = request.sequence.generated()  # whatever the caller has changed
-        completion.token_ids = token_ids
+        completion.token_ids[:] = request.sequence.generated_from(0)  # whatever the caller has changed
         completion.finish_reason = request.finish_reason
         completion.stop_reason = request.stop_reason
 

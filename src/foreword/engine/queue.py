@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
+from operator import attrgetter
 
 from foreword.request import Request
 
-SortKey = tuple[int, int]
-"""Priority, number of arrival."""
+SERVICE_KEY = attrgetter("service_key")
 
 
 class Queue:
     """Requests in the order in which they are served: priority (lower first), then arrival."""
 
     def __init__(self) -> None:
-        self._keys: list[SortKey] = []
         self._requests: list[Request] = []
 
     def __len__(self) -> int:
@@ -27,11 +26,8 @@ class Queue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 
-    def add(self, key: SortKey, request: Request) -> None:
-        at = bisect.bisect(self._keys, key)
-        self._keys.insert(at, key)
-        self._requests.insert(at, request)
+    def add(self, request: Request) -> None:
+        bisect.insort(self._requests, request, key=SERVICE_KEY)
 
-    def remove(self, key: SortKey) -> None:
-        at = bisect.bisect_left(self._keys, key)
-        del self._keys[at], self._requests[at]
+    def remove(self, request: Request) -> None:
+        del self._requests[bisect.bisect_left(self._requests, request.service_key, key=SERVICE_KEY)]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -29,6 +28,8 @@ NOTHING_ALLOWED = (
 """Why an answer ended with `content_filter`."""
 
 
+NO_ROW = -1
+
 FACTS = np.dtype(
     [
         ("num_prompt_tokens", np.int64),
@@ -38,8 +39,8 @@ FACTS = np.dtype(
         ("min_p", np.float64),
         ("top_p", np.float64),
         ("seed", np.uint64),
-        ("changes_logits", np.bool_),
-        ("samples_by_tokens", np.bool_),
+        ("changes_logits", np.bool_),  # may be sampled from changed logits
+        ("samples_by_tokens", np.bool_),  # the next token depends on earlier ones other than through the model, too
         ("may_run_dry", np.bool_),
         ("reports", np.bool_),  # log probabilities of sampled tokens
         ("reports_prompt", np.bool_),
@@ -53,8 +54,9 @@ FactRows = npt.NDArray[np.void]
 
 def named_record(dtype: np.dtype[np.void], **values: Any) -> tuple[Any, ...]:
     """A record of `dtype` from all its fields by name, as a tuple that an array of records takes."""
-    assert values.keys() == set(dtype.names or ()), "each field of a record has one value"
-    return tuple(values[name] for name in dtype.names or ())
+    names = dtype.names or ()
+    assert len(values) == len(names), f"the fields are {names}, not {[*values]}"
+    return tuple(map(values.__getitem__, names))
 
 
 class RequestStatus(enum.Enum):
@@ -92,34 +94,6 @@ class RequestMetrics:
         return None if self.first_token_time is None else 1e3 * (self.first_token_time - self.arrival_time)
 
 
-class AnswerTokens:
-    """A list of what a sequence generated, brought up to date when it is read. Editing it changes nothing else."""
-
-    __slots__ = ("_num_read", "_sequence", "_token_ids")
-
-    def __init__(self, sequence: TokenSequence) -> None:
-        self._sequence, self._num_read = sequence, 0
-        self._token_ids: list[int] = []
-
-    def read(self) -> list[int]:
-        """The list, which is the same one each time, with the tokens since the last call appended."""
-        new_ids = self._sequence.generated(self._num_read)
-        self._num_read += len(new_ids)
-        self._token_ids += new_ids
-        return self._token_ids
-
-
-class _TokenIds:
-    """The field `CompletionOutput.token_ids`: a list; while the request runs, one that follows its tokens."""
-
-    def __get__(self, output: CompletionOutput | None, owner: type[CompletionOutput]) -> list[int]:
-        held: Any = () if output is None else output.__dict__["token_ids"]  # of the class: the default
-        return held.read() if isinstance(held, AnswerTokens) else held
-
-    def __set__(self, output: CompletionOutput, token_ids: Iterable[int] | AnswerTokens) -> None:
-        output.__dict__["token_ids"] = token_ids if isinstance(token_ids, list | AnswerTokens) else list(token_ids)
-
-
 class Request:
     """One prompt, continued once. The scheduler changes its progress, the engine reads it."""
 
@@ -138,7 +112,7 @@ class Request:
         self.request_id = sequence.request_id
         self.sequence = sequence
         """Prompt and generated tokens."""
-        self._answer = AnswerTokens(sequence)
+        self._answer: list[int] = []
         self.num_prompt_tokens = len(sequence)
         self.params = params
         self.max_tokens = max_tokens
@@ -146,21 +120,15 @@ class Request:
         self.stop_token_ids = stop_token_ids
         """Tokens that end this request: its own and, unless ignored, the model's end tokens."""
         self.constraint = None if params.open_constraint is None else params.open_constraint()
-        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         self.limits = limits
         """Tokens that may come, besides what the constraint says; None: any."""
-        follows_tokens = self.constraint is not None or (limits is not None and bool(limits.bad_words))
-        self.samples_by_tokens = bool(penalised) or follows_tokens
-        """Whether the next token depends on earlier tokens in other ways than through the model."""
-        self.may_run_dry = follows_tokens
+        self.may_run_dry = self.constraint is not None or (limits is not None and bool(limits.bad_words))
         """Whether a step may come in which no token is allowed, or only one that ends the answer."""
         self.has_run_dry = False
         """Whether such a step came: the token sampled in it is the last."""
-        self.changes_logits = bool(
-            self.samples_by_tokens or params.logit_bias or params.min_tokens or limits is not None
-        )
-        """Whether it may be sampled from changed logits."""
         self.seed = seed
+        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        samples_by_tokens = bool(penalised) or self.may_run_dry
         self.facts = named_record(
             FACTS,
             num_prompt_tokens=self.num_prompt_tokens,
@@ -170,8 +138,8 @@ class Request:
             min_p=params.min_p,
             top_p=params.top_p,
             seed=int(seed) & (2**64 - 1),
-            changes_logits=self.changes_logits,
-            samples_by_tokens=self.samples_by_tokens,
+            changes_logits=bool(samples_by_tokens or params.logit_bias or params.min_tokens or limits is not None),
+            samples_by_tokens=samples_by_tokens,
             may_run_dry=self.may_run_dry,
             reports=params.logprobs is not None,
             reports_prompt=params.prompt_logprobs is not None,
@@ -184,6 +152,10 @@ class Request:
         """Prompt positions at which a message ends; later prompts may be equal up to there."""
         self.state_positions: list[int] = []
         """Positions at which recurrent states are saved, besides those at intervals; ascending."""
+        self.service_key = (0, 0)
+        """Its place in the queues: rank, then number of arrival; the lowest is served first."""
+        self.row = NO_ROW
+        """The row in which it runs, which the cache's manager gave it; NO_ROW while it does not run."""
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -204,8 +176,9 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Generated tokens: a copy, which decides nothing, brought up to date when it is read."""
-        return self._answer.read()
+        """Generated tokens: a copy, which decides no block's key, brought up to date when it is read."""
+        self._answer += self.sequence.generated_from(len(self._answer))
+        return self._answer
 
     @property
     def num_output_tokens(self) -> int:
@@ -234,15 +207,15 @@ class Request:
         return self.params.skip_reading_prefix_cache or self.params.prompt_logprobs is not None
 
 
-@dataclass
+@dataclass(slots=True)
 class CompletionOutput:
     """One continuation of a prompt; grows while the request runs."""
 
     index: int
     text: str = ""
-    token_ids: _TokenIds = _TokenIds()
-    """The tokens so far: the caller's own list, which gets the new tokens when it is read. Changing it changes nothing
-    else, and when the request ends the list holds the whole answer again."""
+    token_ids: list[int] = field(default_factory=list)
+    """The tokens so far: the caller's own list. New tokens are appended to it. Changing it changes nothing else, and
+    when the request ends the list holds the whole answer again."""
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from foreword.cache.account.ledger import MissReason
+
+LookupKind = Literal["", "preempted_", "forked_"]
+"""How the names of the counters of a lookup begin."""
 
 
 def _counter(meaning: str) -> int:
@@ -52,6 +56,11 @@ class PrefixCacheStats:
     missed_tokens: Counter[MissReason] = field(
         default_factory=Counter, metadata={"meaning": "Their tokens that were not found."}
     )
+
+    def count_lookup(self, kind: LookupKind, num_tokens: int, num_hit_tokens: int) -> None:
+        """Count the lookup of an admitted request."""
+        for name, count in (("requests", 1), ("queries", num_tokens), ("hits", num_hit_tokens)):
+            setattr(self, kind + name, getattr(self, kind + name) + count)
 
     def __add__(self, other: PrefixCacheStats) -> PrefixCacheStats:
         """The totals of both."""

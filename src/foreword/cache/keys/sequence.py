@@ -5,7 +5,7 @@ Knows token ids and their block keys; knows neither text nor which physical bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -41,11 +41,11 @@ class TokenSequence:
         "_num_given",
         "_plain_hashes",
         "_tokens",
-        "append",
         "block_size",
         "extra_keys",
         "request_id",
         "root",
+        "shown",
     )
 
     def __init__(
@@ -66,8 +66,8 @@ class TokenSequence:
         self._tokens: TokenArray = as_token_array(token_ids)
         self._num_given = self._num_gathered = len(self._tokens)
         self._generated: list[int] = []
-        self.append: Callable[[int], None] = self._generated.append
-        """Adds one generated token."""
+        self.shown: list[int] = []
+        """A copy of the generated tokens for callers: each token is appended to it, and nothing here reads it."""
         self._hashes: list[BlockHash] = []
         if extra_keys is not NO_EXTRA_KEYS:
             extra_keys.check(self._num_given)
@@ -97,12 +97,26 @@ class TokenSequence:
         """Blocks whose tokens are all there."""
         return len(self) // self.block_size
 
+    def append(self, token_id: int) -> None:
+        """Add one generated token."""
+        self._generated.append(token_id)
+        self.shown.append(token_id)
+
+    @staticmethod
+    def append_each(sequences: list[TokenSequence], token_ids: list[int]) -> None:
+        """Add one generated token to each of these sequences."""
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            sequence._generated.append(token_id)
+            sequence.shown.append(token_id)
+
     def extend(self, token_ids: Iterable[int]) -> None:
         """Add generated tokens."""
+        num_known = len(self._generated)
         self._generated.extend(token_ids)
+        self.shown.extend(self._generated[num_known:])
 
-    def generated(self, start: int = 0) -> list[int]:
-        """The generated tokens from number `start` on (a copy: no list outside decides a block's key)."""
+    def generated_from(self, start: int) -> list[int]:
+        """The generated tokens from number `start` on (a copy)."""
         return self._generated[start:]
 
     def block_hashes(self) -> list[BlockHash]:
