@@ -11,8 +11,8 @@ priorities or clocks. One request's life, as in vLLM v1:
     take_copies()                                  what the runner copies first
     free(request_id)                               blocks leave the request, but stay cached
 
-`allocate_slots` is `admit` and `grow` by request id, for callers that keep no rows. What can be read of a cache
-is in view.py.
+`allocate_slots` is `admit` and `grow` by request id, for callers that keep no rows. What can be read of a cache is in
+view.py, pins are in prefix_pins.py.
 
 The blocks that a step will fill are indexed when their slots are allocated, before the step runs, so
 that later members of the same batch already hit them: every layer writes the KV of the whole batch
@@ -41,14 +41,13 @@ from foreword.cache.groups.group_specs import FullAttentionSpec, GroupSpec
 from foreword.cache.groups.managers import MambaManager, Position
 from foreword.cache.index.prefix_index import PrefixIndex
 from foreword.cache.keys.sequence import TokenSequence
-from foreword.cache.prefix_pins import PrefixPins
-from foreword.cache.view import CacheView
+from foreword.cache.prefix_pins import PinnableCache
 from foreword.errors import AllocationError, CacheBusyError, ConfigError, InvalidRequestError
 
 DEFAULT_BLOCK_SIZE = 16
 
 
-class KVCacheManager(CacheView):
+class KVCacheManager(PinnableCache):
     """Gives blocks to requests and finds the blocks that earlier requests left behind.
 
     Without `groups` all layers attend to everything: one table per request, blocks of `block_size`
@@ -79,8 +78,6 @@ class KVCacheManager(CacheView):
                 f"num_blocks={num_blocks} and block_size={block_size} must both be at least 1; give the cache "
                 "more memory or smaller blocks"
             )
-        self.block_size = block_size
-        """Tokens per block of the sequences that this manager serves."""
         self.enable_prefix_caching = enable_prefix_caching
         self.ledger = ledger if enable_prefix_caching else None
         self.recent = CachingMetrics()
@@ -95,7 +92,7 @@ class KVCacheManager(CacheView):
             ledger=self.ledger,
             deduplicate=deduplicate,
         )
-        super().__init__(coordinator, PrefixPins(coordinator, policy, block_size))
+        super().__init__(coordinator, policy, block_size)
         self._not_looked_up = replace(coordinator.nothing, skipped=True)
         coordinator.reserve()
         self._explanations: dict[int, LookupExplanation] = {}
@@ -223,7 +220,9 @@ class KVCacheManager(CacheView):
             return None
         row, new_ids = admitted
         if hit.partial is not None:
-            self._copy_on_write(hit.partial.block_id, int(new_ids[0]))
+            # Its source need not be held: even if this step gives it to someone else, it is copied first.
+            self._copies.append((hit.partial.block_id, int(new_ids[0])))
+            self._pool.refresh(hit.partial.block_id)
             self._copied[row] = hit.num_shared_tokens, hit.num_tokens
         self._row_of[sequence.request_id] = row
         if explanation is not None:
@@ -319,15 +318,6 @@ class KVCacheManager(CacheView):
         """`allocate_running_slots` for rows that all have grown by one token since their last call."""
         return self.allocate_running_slots(rows, self._num_slots[rows] + 1)
 
-    def _copy_on_write(self, source: int, target: int) -> None:
-        """Have a block copied before the step writes anything.
-
-        The source need not be held: even if this step gives it to someone else, it is copied first. If
-        nobody holds it, it counts as used just now.
-        """
-        self._copies.append((source, target))
-        self._pool.refresh(source)
-
     def _num_tail_tokens(self, hit: PrefixHit) -> int:
         """Tokens of the hit that are in a tail."""
         if hit.partial is None or not self._pool.is_tail(np.array([hit.partial.block_id], np.int32))[0]:
@@ -399,23 +389,11 @@ class KVCacheManager(CacheView):
             self._coordinator.keep_tail(row, sequence, num_computed)
         self._coordinator.close(row)
 
-    # ------------------------------------------------------- eviction and pins
+    # ---------------------------------------------------------------- eviction
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Forget what these blocks hold. Requests that hold them keep them. NULL_BLOCK is passed over."""
         self._coordinator.forget(as_block_ids(block_ids, self.num_blocks), EvictionCause.REQUESTED)
-
-    def pin_prefix(self, sequence: TokenSequence, until: float, now: float) -> int:
-        """Evict the cached blocks of `sequence` last until that time; see `PrefixPins.pin`."""
-        return self._pins.pin(sequence, until, now)
-
-    def unpin_prefix(self, sequence: TokenSequence) -> None:
-        """Let the cached blocks of `sequence` be ordinary again. Raises ConfigError as `pin_prefix` does."""
-        self._pins.unpin(sequence)
-
-    def expire_pins(self, now: float) -> None:
-        """End the pins whose time has come; to be called once a step."""
-        self._pins.expire(now)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes and start the statistics anew. Raises CacheBusyError while in use."""

@@ -1,4 +1,4 @@
-"""PrefixPins: pins on the cached prefixes of sequences.
+"""PinnableCache: pins on the cached prefixes of sequences.
 
 Knows sequences, and which of their blocks are cached; knows nothing of requests.
 """
@@ -7,27 +7,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from foreword.cache.block_ids import NO_BLOCKS, NULL_BLOCK, BlockIds, Int64Array
+from foreword.cache.block_ids import NULL_BLOCK, BlockIds, Int64Array
 from foreword.cache.eviction.pins import PinnedPolicy
-from foreword.cache.eviction.policy import EvictionPolicy
-from foreword.cache.groups.coordinator import KVCacheCoordinator
 from foreword.cache.keys.sequence import TokenSequence
+from foreword.cache.view import CacheView
 from foreword.errors import ConfigError
 
 
-class PrefixPins:
-    """Finds the blocks of prefixes, and pins them where the eviction policy is a PinnedPolicy."""
+class PinnableCache(CacheView):
+    """A cache that can pin the blocks of prefixes, if its eviction policy is a PinnedPolicy."""
 
-    def __init__(self, coordinator: KVCacheCoordinator, policy: EvictionPolicy, block_size: int) -> None:
-        """`block_size`: tokens per block of the sequences."""
-        self._coordinator, self._pool, self._block_size = coordinator, coordinator.pool, block_size
-        self._policy = policy if isinstance(policy, PinnedPolicy) else None
-
-    def block_ids(self) -> BlockIds:
-        """Pinned blocks (a copy)."""
-        return NO_BLOCKS if self._policy is None else self._policy.pinned_block_ids()
-
-    def pin(self, sequence: TokenSequence, until: float, now: float) -> int:
+    def pin_prefix(self, sequence: TokenSequence, until: float, now: float) -> int:
         """Evict the cached blocks of `sequence` last until that time; returns how many tokens they hold.
 
         Fewer than are cached where the budget ends: the head of the prefix is pinned first. A tail is pinned too, and
@@ -35,24 +25,24 @@ class PrefixPins:
         without a PinnedPolicy.
         """
         block_ids, ends = self._found(sequence)
-        pins, is_tail = self._checked_policy(), self._pool.is_tail(block_ids)
+        pins, is_tail = self._checked_pins(), self._pool.is_tail(block_ids)
         pinned = pins.pin(block_ids[~is_tail], until, now)
         if is_tail.any() and until > now and pins.num_pinned < pins.max_pinned:
             tail = block_ids[is_tail]
-            self._pool.keep_as_block(int(tail[0]), int(ends[is_tail][0]) // self._block_size)
+            self._pool.keep_as_block(int(tail[0]), int(ends[is_tail][0]) // self.block_size)
             pinned = np.concatenate((pinned, pins.pin(tail, until, now)))
         missing = ends[~np.isin(block_ids, pinned)]
         hit_end = int(ends.max(initial=0))
         return hit_end if not len(missing) else int(ends[ends < missing.min()].max(initial=0))
 
-    def unpin(self, sequence: TokenSequence) -> None:
-        """Let the cached blocks of `sequence` be ordinary again. Raises ConfigError as `pin` does."""
-        self._checked_policy().unpin(self._found(sequence)[0])
+    def unpin_prefix(self, sequence: TokenSequence) -> None:
+        """Let the cached blocks of `sequence` be ordinary again. Raises ConfigError as `pin_prefix` does."""
+        self._checked_pins().unpin(self._found(sequence)[0])
 
-    def expire(self, now: float) -> None:
-        """End the pins whose time has come; to be called once a step."""
-        if self._policy is not None:
-            self._policy.expire(now)
+    def expire_pins(self, now: float) -> None:
+        """End the pins whose time has come; called once a step."""
+        if self._pins is not None:
+            self._pins.expire(now)
 
     def _found(self, sequence: TokenSequence) -> tuple[BlockIds, Int64Array]:
         """Cached blocks of a sequence in all groups, and where its tokens in them end; in that order."""
@@ -66,10 +56,10 @@ class PrefixPins:
         partial = self._coordinator.partial_block(sequence)
         if partial is not None:
             block_ids = np.append(block_ids, np.int32(partial.block_id))
-            ends_of_blocks = np.append(ends_of_blocks, len(tables[0]) * self._block_size + partial.num_tokens)
+            ends_of_blocks = np.append(ends_of_blocks, len(tables[0]) * self.block_size + partial.num_tokens)
         return block_ids, ends_of_blocks
 
-    def _checked_policy(self) -> PinnedPolicy:
-        if self._policy is None:
+    def _checked_pins(self) -> PinnedPolicy:
+        if self._pins is None:
             raise ConfigError("this cache has no pins; choose a max_pinned_share above 0 (a PinnedPolicy)")
-        return self._policy
+        return self._pins

@@ -13,11 +13,12 @@ import numpy.typing as npt
 
 from foreword.cache.account.stats import PrefixCacheStats
 from foreword.cache.block_ids import BlockIds, Int64Array
+from foreword.cache.eviction.pins import PinnedPolicy
+from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.groups.choose import is_one_full_group
 from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit
 from foreword.cache.index.tree_view import PrefixNode
 from foreword.cache.keys.sequence import TokenSequence
-from foreword.cache.prefix_pins import PrefixPins
 
 
 class BlockState(enum.IntEnum):
@@ -36,10 +37,13 @@ class BlockState(enum.IntEnum):
 class CacheView:
     """The reading half of a KVCacheManager."""
 
-    def __init__(self, coordinator: KVCacheCoordinator, pins: PrefixPins) -> None:
+    def __init__(self, coordinator: KVCacheCoordinator, policy: EvictionPolicy, block_size: int) -> None:
         self.groups = coordinator.specs
         self.num_blocks = coordinator.pool.num_blocks
-        self._coordinator, self._pool, self._pins = coordinator, coordinator.pool, pins
+        self.block_size = block_size
+        """Tokens per block of the sequences that it serves."""
+        self._coordinator, self._pool = coordinator, coordinator.pool
+        self._pins = policy if isinstance(policy, PinnedPolicy) else None
         self._row_of: dict[str, int] = {}
         """Request id -> row in the tables of all groups, of the requests that hold blocks."""
 
@@ -131,7 +135,8 @@ class CacheView:
         states[self._coordinator.indexed_block_ids()] = BlockState.CACHED
         states[self._coordinator.tail_block_ids()] = BlockState.CACHED
         states[self._pool.ref_counts() > 0] = BlockState.IN_USE
-        states[self._pins.block_ids()] = BlockState.PINNED
+        if self._pins is not None:
+            states[self._pins.pinned_block_ids()] = BlockState.PINNED
         return states
 
     def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:

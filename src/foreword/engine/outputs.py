@@ -69,11 +69,6 @@ class Outputs:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._group_named
 
-    @property
-    def have_text(self) -> bool:
-        """Whether tokens become text."""
-        return self._open_text_stream is not None
-
     def request_ids(self) -> list[str]:
         """As callers named them."""
         return list(self._group_named)

@@ -11,9 +11,11 @@ difference. Prefill, chunked prefill, decoding and resuming after preemption are
 
 from __future__ import annotations
 
+import bisect
 import logging
 import time
 from collections.abc import Iterable
+from operator import attrgetter
 
 import numpy as np
 
@@ -21,7 +23,6 @@ from foreword.batch import Batch, BatchResult, Entries, Int64Array, build_batch
 from foreword.cache import KVCacheManager, PrefixHit, StateCheckpoints
 from foreword.config import SchedulerConfig
 from foreword.engine.coalescing import Coalescing
-from foreword.engine.queue import Queue
 from foreword.engine.running_rows import RunningRows
 from foreword.errors import ConfigError
 from foreword.request import NO_ROW, NOTHING_ALLOWED, FinishReason, Request, RequestStatus
@@ -51,7 +52,8 @@ class Scheduler:
                 f"max_num_batched_tokens={config.max_num_batched_tokens} is less than the {self.states.grid} tokens "
                 "between places where a recurrent state can be saved; raise it, or lower state_block_size"
             )
-        self._waiting = Queue()
+        self._waiting: list[Request] = []
+        """In service order."""
         self._running = RunningRows()
         self._coalescing = self._make_coalescing()
         self._requests: dict[str, Request] = {}
@@ -72,8 +74,11 @@ class Scheduler:
         self._num_arrived += 1
         if self.states is not None and self._saves_states:
             request.state_positions = self.states.of_prompt(request.sequence, request.message_ends)
-        self._waiting.add(request)
+        self._wait(request)
         self._requests[request.request_id] = request
+
+    def _wait(self, request: Request) -> None:
+        bisect.insort(self._waiting, request, key=attrgetter("service_key"))
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -208,7 +213,7 @@ class Scheduler:
     def _admit_waiting(self, budget: int) -> Int64Array:
         """Let waiting requests run; for each its row, and from where to where it computes, [admitted, 3]."""
         spans: list[tuple[int, int, int]] = []
-        for request in list(self._waiting):
+        for request in self._waiting.copy():
             if not budget or len(self._running) >= self.config.max_num_seqs:
                 break
             if self._coalescing.still_waits(request):
@@ -332,7 +337,7 @@ class Scheduler:
             self.manager.forget_uncomputed(request_id, computed)
             self.manager.free(request_id)
         self._running.clear()  # kept, as steps that are still to be failed refer to its rows
-        self._waiting, self._coalescing = Queue(), self._make_coalescing()
+        self._waiting, self._coalescing = [], self._make_coalescing()
         self._requests.clear()
         for request in requests:
             self._end_life(request, "abort")
@@ -367,7 +372,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.add(request)
+        self._wait(request)
         logger.info("preempted %s: no free blocks", request.request_id)
 
     def _release(self, request: Request) -> None:
@@ -378,7 +383,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError if queues, holdings and the cache contradict each other."""
         self.manager.check_integrity()
-        running, waiting = list(self._running), list(self._waiting)
+        running, waiting = list(self._running), self._waiting
         assert {r.request_id for r in running} | {r.request_id for r in waiting} == set(self._requests)
         assert len(running) + len(waiting) == len(self._requests), "a request is queued twice"
         assert set(self.manager.held_request_ids()) == {r.request_id for r in running}, "a holding leaked"

@@ -247,8 +247,8 @@ class EngineThread:
 
     def _tell_deltas(self, running: _Running) -> None:
         for at, completion in enumerate(running.output.outputs):
-            (num_chars, num_tokens, ended), token_ids = running.shown[at], completion.token_ids
-            if ended or (len(token_ids) == num_tokens and not completion.finished):
+            num_chars, num_tokens, ended = running.shown[at]
+            if ended or (len(completion.token_ids) == num_tokens and not completion.finished):
                 continue
             logprobs = None if completion.logprobs is None else completion.logprobs[num_tokens:]
             self._tell(
@@ -256,13 +256,13 @@ class EngineThread:
                 Delta(
                     running.first_choice + at,
                     completion.text[num_chars:],
-                    token_ids[num_tokens:],
+                    completion.token_ids[num_tokens:],
                     logprobs,
                     completion.finish_reason,
                     completion.stop_reason,
                 ),
             )
-            running.shown[at] = (len(completion.text), len(token_ids), completion.finished)
+            running.shown[at] = (len(completion.text), len(completion.token_ids), completion.finished)
 
     def _step_failed(self, error: Exception) -> None:
         """Fail the requests of a failed step and keep the others; fail all if the engine cannot say which took part."""
