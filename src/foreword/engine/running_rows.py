@@ -36,7 +36,7 @@ class RunningRows:
         self._requests: npt.NDArray[np.object_] = np.empty(16, object)
         self._sequences: npt.NDArray[np.object_] = np.empty(16, object)
         self._stop_ids: frozenset[int] = frozenset()
-        """Tokens that may end somebody: those of all requests that were added since nobody ran."""
+        """The tokens that end any request added since the rows were last empty: a quick first test."""
         self._num_stays = 0
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class RunningRows:
             self._requests = np.concatenate((self._requests, np.empty_like(self._requests)))
             self._sequences = np.concatenate((self._sequences, np.empty_like(self._sequences)))
         at = len(self)
-        if at and self.last().service_key > request.service_key:  # seldom: one that was preempted, or goes first
+        if at and self.last().service_key > request.service_key:  # it was preempted, or has priority
             at = bisect.bisect(self.order, request.service_key, key=lambda row: self[row].service_key)
         self.order = np.concatenate((self.order[:at], np.array([row], np.int64), self.order[at:]))
         self._num_stays += 1
@@ -135,7 +135,7 @@ class RunningRows:
         progress["source"][rows] = -1
 
     def record(self, rows: Int64Array, lengths: Int64Array, token_ids: Int64Array) -> BoolArray:
-        """Append a token in each of these rows, which makes them so long; which of them are tokens to stop at."""
+        """Append a token to the request in each of these rows, now `lengths` long; returns which tokens end it."""
         progress = self.progress
         progress["num_tokens"][rows] = lengths
         progress["last_token"][rows] = token_ids

@@ -78,6 +78,7 @@ class Scheduler:
         self._requests[request.request_id] = request
 
     def _wait(self, request: Request) -> None:
+        """Put a request at its place in the queue."""
         bisect.insort(self._waiting, request, key=attrgetter("service_key"))
 
     def __contains__(self, request_id: str) -> bool:
