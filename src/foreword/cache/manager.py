@@ -30,7 +30,7 @@ from typing import NoReturn
 import numpy as np
 
 from foreword.cache.account.ledger import CacheLedger, EvictionCause
-from foreword.cache.account.stats import CachingMetrics, LookupKind
+from foreword.cache.account.stats import CachingMetrics
 from foreword.cache.block_ids import BlockIds, Int64Array, as_block_ids
 from foreword.cache.eviction.choose import make_policy
 from foreword.cache.eviction.policy import EvictionPolicy
@@ -328,7 +328,7 @@ class KVCacheManager(PinnableCache):
         self, num_tokens: int, hit: PrefixHit, explanation: LookupExplanation | None, num_tail_tokens: int
     ) -> None:
         stats = self.stats
-        kind: LookupKind = "preempted_" if hit.resumed else "forked_" if hit.forked else ""
+        kind = "preempted_" if hit.resumed else "forked_" if hit.forked else ""
         stats.count_lookup(kind, num_tokens, hit.num_tokens)
         if kind:
             return

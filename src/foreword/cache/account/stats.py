@@ -7,12 +7,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field, fields
-from typing import Literal
 
 from foreword.cache.account.ledger import MissReason
-
-LookupKind = Literal["", "preempted_", "forked_"]
-"""How the names of the counters of a lookup begin."""
 
 
 def _counter(meaning: str) -> int:
@@ -57,8 +53,8 @@ class PrefixCacheStats:
         default_factory=Counter, metadata={"meaning": "Their tokens that were not found."}
     )
 
-    def count_lookup(self, kind: LookupKind, num_tokens: int, num_hit_tokens: int) -> None:
-        """Count the lookup of an admitted request."""
+    def count_lookup(self, kind: str, num_tokens: int, num_hit_tokens: int) -> None:
+        """Count the lookup of an admitted request in the fields that begin with `kind`."""
         for name, count in (("requests", 1), ("queries", num_tokens), ("hits", num_hit_tokens)):
             setattr(self, kind + name, getattr(self, kind + name) + count)
 
