@@ -121,6 +121,26 @@ def test_room_for_less_than_a_hit_and_a_token_is_refused(num_tokens):
     manager.check_integrity()
 
 
+def test_admission_returns_the_row_by_which_a_request_grows():
+    manager = KVCacheManager(4, block_size=4)
+    a, b = sequence("a", range(12)), sequence("b", range(50, 58))
+    row_of_a, row_of_b = manager.admit(a, 5), manager.admit(b, 4)
+    assert row_of_a != row_of_b
+    assert manager.handles(["a", "b"]).tolist() == [row_of_a, row_of_b]
+    assert manager.grow(row_of_b, 8).tolist() == manager.block_ids("b")[1:].tolist()
+    assert manager.grow(row_of_a, 12) is None, "blocks are short, and nothing has changed"
+    assert len(manager.block_ids("a")) == 2
+    assert manager.admit(sequence("c", range(5)), 5) is None
+    assert manager.allocate_running_slots(np.array([row_of_b, row_of_a]), np.array([8, 8])) == 2
+    manager.check_integrity()
+    manager.free("b")
+    assert manager.allocate_slots(a, 12) is not None, "the same request by its id"
+    assert manager.admit(sequence("c", range(90, 94)), 4) == row_of_b, "rows are given again"
+    with pytest.raises(AllocationError, match=r"'a' holds blocks already, in row"):
+        manager.admit(a, 12)
+    manager.check_integrity()
+
+
 def test_running_requests_are_refused_room_for_fewer_tokens_too():
     manager = KVCacheManager(10, block_size=4)
     admit(manager, sequence("a", range(12)))

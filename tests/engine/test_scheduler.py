@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from foreword.batch import Batch
-from foreword.cache import hash_blocks, sha256
+from foreword.cache import TokenSequence, hash_blocks, sha256
 from foreword.engine import Prompt
 from foreword.engine.coalescing import InFlightPrefixes
 from foreword.errors import CacheBusyError, EngineError
-from foreword.request import RequestOutput, SamplingParams
+from foreword.request import Request, RequestOutput, SamplingParams
 from hash_runner import HashEngine, expected_answer
 
 VOCAB_SIZE = 50
@@ -119,18 +119,21 @@ def test_a_request_with_a_prefix_that_another_computes_starts_when_the_budget_re
 def test_a_prefix_in_flight_belongs_to_the_first_that_opened_it_until_it_leaves() -> None:
     in_flight = InFlightPrefixes()
     a, b, c = hash_blocks(sha256, None, np.arange(12, dtype=np.int32), 4)
-    in_flight.open("first", [a, b])
-    in_flight.open("second", [b, c])
+    first, second = (
+        Request(TokenSequence(name, range(12), block_size=4), params(), max_tokens=1) for name in ("first", "second")
+    )
+    in_flight.open(first, [a, b])
+    in_flight.open(second, [b, c])
     assert a in in_flight
     assert c in in_flight
-    assert in_flight.owner_ids() == {"first", "second"}
-    in_flight.close("second")
+    assert in_flight.owners() == {first, second}
+    in_flight.close(second)
     assert b in in_flight, "the first one still computes it"
     assert c not in in_flight
-    in_flight.close("first")
-    in_flight.close("first")
+    in_flight.close(first)
+    in_flight.close(first)
     assert len(in_flight) == 0
-    assert in_flight.owner_ids() == set()
+    assert in_flight.owners() == set()
 
 
 def test_aborting_the_request_that_computes_a_prefix_lets_the_waiting_one_go_on() -> None:

@@ -70,7 +70,8 @@ from foreword.cache.keys.hashing import (
     sha256_cbor,
 )
 from foreword.cache.keys.sequence import TokenSequence
-from foreword.cache.manager import BlockState, KVCacheManager
+from foreword.cache.manager import KVCacheManager
+from foreword.cache.view import BlockState
 
 __all__ = [
     "NO_EXTRA_KEYS",

@@ -5,11 +5,14 @@ priorities or clocks. One request's life, as in vLLM v1:
 
     begin_step()
     hit = get_computed_blocks(sequence)            what is there already; changes nothing
-    allocate_slots(sequence, num_tokens, hit)      admitted: hit blocks held, new blocks taken
-    allocate_slots(sequence, num_tokens) ...       each step: room for the tokens of this step
-    allocate_running_slots(handles, num_tokens)    the same for all running requests at once
+    row = admit(sequence, num_tokens, hit)         hit blocks held, new blocks taken
+    grow(row, num_tokens) ...                      each step: room for the tokens of this step
+    allocate_running_slots(rows, num_tokens)       the same for all running requests at once
     take_copies()                                  what the runner copies first
     free(request_id)                               blocks leave the request, but stay cached
+
+`allocate_slots` is `admit` and `grow` by request id, for callers that keep no rows. What can be read of a cache is in
+view.py, pins are in prefix_pins.py.
 
 The blocks that a step will fill are indexed when their slots are allocated, before the step runs, so
 that later members of the same batch already hit them: every layer writes the KV of the whole batch
@@ -18,7 +21,6 @@ before it reads any.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -26,41 +28,26 @@ from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from foreword.cache.account.ledger import CacheLedger, EvictionCause
-from foreword.cache.account.stats import CachingMetrics, PrefixCacheStats
-from foreword.cache.block_ids import NULL_BLOCK, BlockIds, Int64Array, as_block_ids
+from foreword.cache.account.stats import CachingMetrics
+from foreword.cache.block_ids import BlockIds, Int64Array, as_block_ids
 from foreword.cache.eviction.choose import make_policy
-from foreword.cache.eviction.pins import PinnedPolicy
 from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.explain import LookupExplanation, explain_lookup
-from foreword.cache.groups.choose import get_kv_cache_coordinator, is_one_full_group
+from foreword.cache.groups.choose import get_kv_cache_coordinator
 from foreword.cache.groups.coordinator import PrefixHit
 from foreword.cache.groups.group_specs import FullAttentionSpec, GroupSpec
 from foreword.cache.groups.managers import MambaManager, Position
 from foreword.cache.index.prefix_index import PrefixIndex
-from foreword.cache.index.tree_view import PrefixNode
 from foreword.cache.keys.sequence import TokenSequence
+from foreword.cache.prefix_pins import PinnableCache
 from foreword.errors import AllocationError, CacheBusyError, ConfigError, InvalidRequestError
 
 DEFAULT_BLOCK_SIZE = 16
 
 
-class BlockState(enum.IntEnum):
-    """What a block is to the pool."""
-
-    FREE = 0
-    """It holds nothing that can be found."""
-    CACHED = 1
-    """It can be found, and no request holds it."""
-    IN_USE = 2
-    """A request holds it, findable or not."""
-    PINNED = 3
-    """It has a pin, held or not."""
-
-
-class KVCacheManager:
+class KVCacheManager(PinnableCache):
     """Gives blocks to requests and finds the blocks that earlier requests left behind.
 
     Without `groups` all layers attend to everything: one table per request, blocks of `block_size`
@@ -91,17 +78,12 @@ class KVCacheManager:
                 f"num_blocks={num_blocks} and block_size={block_size} must both be at least 1; give the cache "
                 "more memory or smaller blocks"
             )
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        """Tokens per block of the sequences that this manager serves."""
-        self.groups = tuple(groups) if groups else (FullAttentionSpec(block_size),)
         self.enable_prefix_caching = enable_prefix_caching
         self.ledger = ledger if enable_prefix_caching else None
         self.recent = CachingMetrics()
         policy = make_policy(eviction_policy, num_blocks) if isinstance(eviction_policy, str) else eviction_policy
-        self._pins = policy if isinstance(policy, PinnedPolicy) else None
-        self._coordinator = get_kv_cache_coordinator(
-            self.groups,
+        coordinator = get_kv_cache_coordinator(
+            tuple(groups) if groups else (FullAttentionSpec(block_size),),
             num_blocks,
             policy,
             block_size,
@@ -110,11 +92,11 @@ class KVCacheManager:
             ledger=self.ledger,
             deduplicate=deduplicate,
         )
-        self._pool = self._coordinator.pool
-        self._not_looked_up = replace(self._coordinator.nothing, skipped=True)
-        self._coordinator.reserve()
-        self._row_of: dict[str, int] = {}
-        self._explanations: dict[str, LookupExplanation] = {}
+        super().__init__(coordinator, policy, block_size)
+        self._not_looked_up = replace(coordinator.nothing, skipped=True)
+        coordinator.reserve()
+        self._explanations: dict[int, LookupExplanation] = {}
+        """Row -> how the lookup went that admitted it; empty without a ledger."""
         self._sequences: dict[int, TokenSequence] = {}
         self._num_slots: Int64Array = np.zeros(16, np.int64)
         """Row -> tokens that it has room for."""
@@ -125,16 +107,6 @@ class KVCacheManager:
         self._copied: dict[int, tuple[int, int]] = {}
         """Row that began with a copy -> tokens in shared blocks, and tokens with those that were to be copied."""
         self._copies: list[tuple[int, int]] = []
-
-    @property
-    def stats(self) -> PrefixCacheStats:
-        """What was looked up, found and evicted since the last `reset_prefix_cache`."""
-        return self._coordinator.stats
-
-    @property
-    def has_one_full_group(self) -> bool:
-        """Whether every layer needs every block, so that hits are prefixes."""
-        return is_one_full_group(self.groups)
 
     # -------------------------------------------------------------------- step
 
@@ -163,10 +135,6 @@ class KVCacheManager:
             hit = self._coordinator.find_longest_cache_hit(sequence)
         return replace(hit, resumed=resumed, forked=forked) if resumed or forked else hit
 
-    def is_cached(self, sequence: TokenSequence, block: int) -> bool:
-        """Whether the full block number `block` is cached, given that those before it are."""
-        return self._coordinator.holds(sequence, block)
-
     def explain(self, sequence: TokenSequence, hit: PrefixHit | None = None) -> LookupExplanation:
         """Why the rest of `sequence` was not found, given its hit (None: the next step's). Changes nothing.
 
@@ -183,30 +151,48 @@ class KVCacheManager:
 
     def explanation_of(self, request_id: str) -> LookupExplanation | None:
         """How the lookup that admitted a held request went; None without a ledger."""
-        return self._explanations.get(request_id)
+        return self._explanations.get(self._row_of.get(request_id, -1))
 
     # -------------------------------------------------------------- allocation
 
-    def allocate_slots(
+    def allocate_slots(self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None = None) -> BlockIds | None:
+        """By request id: `admit` the first time, `grow` later. Returns the newly taken blocks, group by group."""
+        row = self._row_of.get(sequence.request_id)
+        if row is None:
+            admitted = self._admit(sequence, num_tokens, hit, ())
+            return None if admitted is None else admitted[1]
+        assert hit is None, "a hit is taken when the request is admitted, not later"
+        return self.grow(row, num_tokens)
+
+    def admit(
         self,
         sequence: TokenSequence,
         num_tokens: int,
         hit: PrefixHit | None = None,
         *,
         save_states_at: Sequence[int] = (),
-    ) -> BlockIds | None:
-        """Make room for the KV of the first `num_tokens` tokens; None, and no change, if blocks are short.
+    ) -> int | None:
+        """Let a request hold the blocks of its `hit` (None: nothing was looked up), and room for `num_tokens` tokens.
 
-        The first call for a request admits it and takes its `hit` (None: nothing was looked up) and what
-        `save_states_at` would be told. Later calls
-        take what earlier ones made room for as computed, and give up blocks that are no longer needed.
-        Returns the newly taken blocks, group by group. Blocks that these tokens fill are indexed at once.
-        Raises AllocationError, and changes nothing, for fewer tokens than there is room for already.
+        Returns its row in the tables, valid until it is freed; None, and no change, if blocks are short. Blocks that
+        these tokens fill are indexed at once; `save_states_at`: see the method of that name. Raises AllocationError,
+        and changes nothing, for fewer tokens than the hit has, or if the id holds blocks already.
         """
-        row = self._row_of.get(sequence.request_id)
-        if row is None:
-            return self._admit(sequence, num_tokens, hit, save_states_at)
-        assert hit is None, "a hit is taken when the request is admitted, not later"
+        if sequence.request_id in self._row_of:
+            raise AllocationError(
+                f"request {sequence.request_id!r} holds blocks already, in row {self._row_of[sequence.request_id]}; "
+                "let that row grow, or give each request an id of its own"
+            )
+        admitted = self._admit(sequence, num_tokens, hit, save_states_at)
+        return None if admitted is None else admitted[0]
+
+    def grow(self, row: int, num_tokens: int) -> BlockIds | None:
+        """Make room for the first `num_tokens` tokens of a held request; None, and no change, if blocks are short.
+
+        Takes what earlier calls made room for as computed, and gives up blocks that are no longer needed. Returns
+        the newly taken blocks, group by group. Blocks that these tokens fill are indexed at once. Raises
+        AllocationError, and changes nothing, for fewer tokens than there is room for already.
+        """
         if num_tokens < self._num_slots[row]:
             self._refuse_to_shrink(np.array([row]), np.array([num_tokens]))
         new_ids = self._coordinator.grow(row, int(self._num_slots[row]), num_tokens)
@@ -214,12 +200,13 @@ class KVCacheManager:
             self._num_slots[row] = num_tokens
             self._uncomputed_from.pop(row, None)
             self._quiet_until[row] = self._end_of_quiet(num_tokens)
-            self._coordinator.cache_blocks(row, sequence, num_tokens)
+            self._coordinator.cache_blocks(row, self._sequences[row], num_tokens)
         return new_ids
 
     def _admit(
         self, sequence: TokenSequence, num_tokens: int, hit: PrefixHit | None, save_states_at: Sequence[int]
-    ) -> BlockIds | None:
+    ) -> tuple[int, BlockIds] | None:
+        """`admit` an id that holds nothing; returns its row and the new blocks."""
         hit = hit if hit is not None else self._not_looked_up
         if num_tokens < max(1, hit.num_tokens):
             raise AllocationError(
@@ -233,48 +220,45 @@ class KVCacheManager:
             return None
         row, new_ids = admitted
         if hit.partial is not None:
-            self._copy_on_write(hit.partial.block_id, int(new_ids[0]))
+            # Its source need not be held: even if this step gives it to someone else, it is copied first.
+            self._copies.append((hit.partial.block_id, int(new_ids[0])))
+            self._pool.refresh(hit.partial.block_id)
             self._copied[row] = hit.num_shared_tokens, hit.num_tokens
         self._row_of[sequence.request_id] = row
         if explanation is not None:
-            self._explanations[sequence.request_id] = explanation
+            self._explanations[row] = explanation
         self._sequences[row] = sequence
         if row >= len(self._num_slots):
-            self._num_slots = np.concatenate((self._num_slots, np.zeros_like(self._num_slots)))
-            self._quiet_until = np.concatenate((self._quiet_until, np.zeros_like(self._quiet_until)))
+            self._num_slots, self._quiet_until = np.tile(self._num_slots, 2), np.tile(self._quiet_until, 2)
         self._num_slots[row] = num_tokens
         if save_states_at:
             self.save_states_at(sequence.request_id, save_states_at)
         self._quiet_until[row] = self._end_of_quiet(num_tokens)
         self._count(len(sequence), hit, explanation, num_tail_tokens)
         self._coordinator.cache_blocks(row, sequence, num_tokens)
-        return new_ids
+        return admitted
 
-    def handles(self, request_ids: Iterable[str]) -> Int64Array:
-        """Numbers that stand for held requests, each valid until it is freed; small, as they are given again."""
-        return np.fromiter(map(self._row_of.__getitem__, request_ids), np.int64)
+    def allocate_running_slots(self, rows: Int64Array, num_tokens: Int64Array) -> int:
+        """`grow` for many distinct rows, in their order, up to the first that is short of blocks.
 
-    def allocate_running_slots(self, handles: Int64Array, num_tokens: Int64Array) -> int:
-        """`allocate_slots` for many distinct held requests, in their order, up to the first that is short.
-
-        Request `handles[i]` gets room for `num_tokens[i]` tokens: no fewer than it has room for, and at most one more
-        than its sequence has, for a token that is expected. Returns how many were served, all of them from the front;
-        for the others nothing has changed. Blocks, counts and index are the same as after as many single calls, but
-        one comparison tells the requests that begin or fill a block; the others cost nothing more. Raises
-        AllocationError, and changes nothing, if a request is to get fewer tokens than it has room for.
+        Row `rows[i]` gets room for `num_tokens[i]` tokens: no fewer than it has room for, and at most one more than its
+        sequence has, for a token that is expected. Returns the number of rows that were served, all of them from the
+        front; for the others nothing has changed. Blocks, counts and index are the same as after single calls, but one
+        comparison finds the rows that begin or fill a block; the others cost nothing more. Raises AllocationError, and
+        changes nothing, if a row is to get fewer tokens than it has room for.
         """
-        served = len(handles)
-        if (num_tokens < self._num_slots[handles]).any():
-            self._refuse_to_shrink(handles, num_tokens)
-        busy = (num_tokens > self._quiet_until[handles]).nonzero()[0]
+        served = len(rows)
+        if (num_tokens < self._num_slots[rows]).any():
+            self._refuse_to_shrink(rows, num_tokens)
+        busy = (num_tokens > self._quiet_until[rows]).nonzero()[0]
         if len(busy):
-            num_done = self._allocate_busy(handles[busy], num_tokens[busy])
+            num_done = self._allocate_busy(rows[busy], num_tokens[busy])
             if num_done < len(busy):
                 served = int(busy[num_done])
-                handles, num_tokens = handles[:served], num_tokens[:served]
-        self._num_slots[handles] = num_tokens
+                rows, num_tokens = rows[:served], num_tokens[:served]
+        self._num_slots[rows] = num_tokens
         if self._uncomputed_from:
-            for row in handles.tolist():
+            for row in rows.tolist():
                 self._uncomputed_from.pop(row, None)
         return served
 
@@ -286,9 +270,9 @@ class KVCacheManager:
             f"{self._sequences[row].request_id!r} has room for; tables only grow, so free it and admit it again"
         )
 
-    def num_quiet_tokens(self, handles: Int64Array) -> int:
+    def num_quiet_tokens(self, rows: Int64Array) -> int:
         """By how many tokens all these requests can grow without taking, giving up or filling a block."""
-        return max(0, int((self._quiet_until[handles] - self._num_slots[handles]).min()))
+        return max(0, int((self._quiet_until[rows] - self._num_slots[rows]).min()))
 
     def _allocate_busy(self, rows: Int64Array, ends: Int64Array) -> int:
         """Take, give up and index blocks for the first rows for which there are enough; returns their number."""
@@ -312,9 +296,9 @@ class KVCacheManager:
             rows, ends = rows[known], ends[known]
         self._coordinator.cache_blocks_each(rows, self._sequences.__getitem__, ends)
 
-    def has_blocks_for(self, handles: Int64Array, num_tokens: Int64Array) -> bool:
+    def has_blocks_for(self, rows: Int64Array, num_tokens: Int64Array) -> bool:
         """Whether `allocate_running_slots` would surely serve all, whatever blocks they give up."""
-        starts = self._num_slots[handles]
+        starts = self._num_slots[rows]
         sizes = (group.block_size for group in self.groups)
         needed = sum(int((-(-num_tokens // size) - -(-starts // size)).sum()) for size in sizes)
         return needed <= self.get_num_free_blocks()
@@ -330,18 +314,9 @@ class KVCacheManager:
         end: Position = -(-num_tokens // self.block_size) * self.block_size
         return end - (end != num_tokens)  # type: ignore[no-any-return]  # int or array, as it came
 
-    def allocate_decode_slots(self, handles: Int64Array) -> int:
-        """`allocate_running_slots` for requests that all have grown by one token since their last call."""
-        return self.allocate_running_slots(handles, self._num_slots[handles] + 1)
-
-    def _copy_on_write(self, source: int, target: int) -> None:
-        """Have a block copied before the step writes anything.
-
-        The source need not be held: even if this step gives it to someone else, it is copied first. If
-        nobody holds it, it counts as used just now.
-        """
-        self._copies.append((source, target))
-        self._pool.refresh(source)
+    def allocate_decode_slots(self, rows: Int64Array) -> int:
+        """`allocate_running_slots` for rows that all have grown by one token since their last call."""
+        return self.allocate_running_slots(rows, self._num_slots[rows] + 1)
 
     def _num_tail_tokens(self, hit: PrefixHit) -> int:
         """Tokens of the hit that are in a tail."""
@@ -353,19 +328,10 @@ class KVCacheManager:
         self, num_tokens: int, hit: PrefixHit, explanation: LookupExplanation | None, num_tail_tokens: int
     ) -> None:
         stats = self.stats
-        if hit.resumed:
-            stats.preempted_requests += 1
-            stats.preempted_queries += num_tokens
-            stats.preempted_hits += hit.num_tokens
+        kind = "preempted_" if hit.resumed else "forked_" if hit.forked else ""
+        stats.count_lookup(kind, num_tokens, hit.num_tokens)
+        if kind:
             return
-        if hit.forked:
-            stats.forked_requests += 1
-            stats.forked_queries += num_tokens
-            stats.forked_hits += hit.num_tokens
-            return
-        stats.requests += 1
-        stats.queries += num_tokens
-        stats.hits += hit.num_tokens
         stats.tail_hits += num_tail_tokens
         self.recent.observe(num_tokens, hit.num_tokens)
         if explanation is not None and explanation.reason is not None:
@@ -373,9 +339,9 @@ class KVCacheManager:
             stats.missed_tokens[explanation.reason] += explanation.num_missed_tokens
             stats.ghost_hits += explanation.num_ghost_tokens
 
-    def cache_known_blocks(self, handles: Int64Array) -> None:
+    def cache_known_blocks(self, rows: Int64Array) -> None:
         """Index the blocks of these requests whose slots were allocated when their last token was expected."""
-        self._coordinator.cache_blocks_each(handles, self._sequences.__getitem__, self._num_slots[handles])
+        self._coordinator.cache_blocks_each(rows, self._sequences.__getitem__, self._num_slots[rows])
 
     def save_states_at(self, request_id: str, positions: Iterable[int]) -> None:
         """Have recurrent states after these numbers of tokens saved too, beyond the groups' intervals.
@@ -414,7 +380,7 @@ class KVCacheManager:
         """
         request_id = request if isinstance(request, str) else request.request_id
         row = self._row_of.pop(request_id)
-        self._explanations.pop(request_id, None)
+        self._explanations.pop(row, None)
         self._copied.pop(row, None)
         sequence = self._sequences.pop(row)
         num_computed = min(int(self._num_slots[row]), len(sequence))
@@ -429,53 +395,6 @@ class KVCacheManager:
         """Forget what these blocks hold. Requests that hold them keep them. NULL_BLOCK is passed over."""
         self._coordinator.forget(as_block_ids(block_ids, self.num_blocks), EvictionCause.REQUESTED)
 
-    def pin_prefix(self, sequence: TokenSequence, until: float, now: float) -> int:
-        """Evict the cached blocks of `sequence` last until that time; returns how many tokens they hold.
-
-        Fewer than are cached where the budget ends: the head of the prefix is pinned first. A tail is pinned too, and
-        from then on kept as a full block is. Pins are soft: when nothing else is free, they break. Raises ConfigError
-        if the manager was made without pins.
-        """
-        block_ids, ends = self._found(sequence)
-        pins, is_tail = self._checked_pins(), self._pool.is_tail(block_ids)
-        pinned = pins.pin(block_ids[~is_tail], until, now)
-        if is_tail.any() and until > now and pins.num_pinned < pins.max_pinned:
-            tail = block_ids[is_tail]
-            self._pool.keep_as_block(int(tail[0]), int(ends[is_tail][0]) // self.block_size)
-            pinned = np.concatenate((pinned, pins.pin(tail, until, now)))
-        missing = ends[~np.isin(block_ids, pinned)]
-        hit_end = int(ends.max(initial=0))
-        return hit_end if not len(missing) else int(ends[ends < missing.min()].max(initial=0))
-
-    def unpin_prefix(self, sequence: TokenSequence) -> None:
-        """Let the cached blocks of `sequence` be ordinary again. Raises ConfigError as `pin_prefix` does."""
-        self._checked_pins().unpin(self._found(sequence)[0])
-
-    def expire_pins(self, now: float) -> None:
-        """End the pins whose time has come; to be called once a step."""
-        if self._pins is not None:
-            self._pins.expire(now)
-
-    def _found(self, sequence: TokenSequence) -> tuple[BlockIds, Int64Array]:
-        """Cached blocks of a sequence in all groups, and where its tokens in them end; in that order."""
-        tables = self._coordinator.find_longest_cache_hit(sequence).tables
-        sizes = self._coordinator.block_sizes
-        ends = [np.arange(1, len(table) + 1) * size for table, size in zip(tables, sizes, strict=True)]
-        all_ids, all_ends = np.concatenate(tables), np.concatenate(ends)
-        order = np.argsort(all_ends, kind="stable")
-        order = order[all_ids[order] != NULL_BLOCK]
-        block_ids, ends_of_blocks = all_ids[order], all_ends[order]
-        partial = self._coordinator.partial_block(sequence)
-        if partial is not None:
-            block_ids = np.append(block_ids, np.int32(partial.block_id))
-            ends_of_blocks = np.append(ends_of_blocks, len(tables[0]) * self.block_size + partial.num_tokens)
-        return block_ids, ends_of_blocks
-
-    def _checked_pins(self) -> PinnedPolicy:
-        if self._pins is None:
-            raise ConfigError("this cache has no pins; choose a max_pinned_share above 0 (a PinnedPolicy)")
-        return self._pins
-
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes and start the statistics anew. Raises CacheBusyError while in use."""
         if self._row_of:
@@ -485,93 +404,6 @@ class KVCacheManager:
             )
         self._coordinator.clear()
         self.recent.reset()
-
-    # -------------------------------------------------------------------- view
-
-    def block_ids(self, request_id: str, group_id: int = 0) -> BlockIds:
-        """Block table of one request in one group (a copy)."""
-        return self._coordinator.tables.groups[group_id].row(self._row_of[request_id]).copy()
-
-    def block_tables(self, request_ids: Sequence[str], group_id: int = 0) -> tuple[BlockIds, npt.NDArray[np.int32]]:
-        """One group's tables of several requests, [requests, longest], and their lengths in blocks (copies).
-
-        An entry is NULL_BLOCK where the group needs nothing any more.
-        """
-        return self._coordinator.tables.groups[group_id].gather(self.handles(request_ids))
-
-    def group_block_tables(self, handles: Int64Array) -> list[tuple[BlockIds, npt.NDArray[np.int32]]]:
-        """`block_tables` of every group."""
-        return [tables.gather(handles) for tables in self._coordinator.tables.groups]
-
-    def sink_block_ids(self) -> BlockIds:
-        """Blocks that hold the groups' sinks, in the order of the groups; in no request's table (a copy)."""
-        return self._coordinator.held_for_ever()
-
-    def num_required_blocks(self, num_tokens: int, hit: PrefixHit) -> int:
-        """Free blocks that admitting a request with this hit takes, for its first `num_tokens` tokens."""
-        return self._coordinator.num_required_blocks(hit, num_tokens)
-
-    def can_ever_hold(self, num_tokens: int, max_step_tokens: int) -> bool:
-        """Whether a request of `num_tokens` fits into the empty pool, in steps of `max_step_tokens` at most."""
-        usable = self.num_blocks - len(self.sink_block_ids())
-        return self.max_num_blocks(num_tokens, max_step_tokens) <= usable
-
-    def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        """Most blocks that a request of `num_tokens` holds at a time, in steps of `max_step_tokens` at most."""
-        return self._coordinator.max_num_blocks(num_tokens, max_step_tokens)
-
-    def held_request_ids(self) -> list[str]:
-        """Requests that hold blocks."""
-        return list(self._row_of)
-
-    def get_num_common_prefix_blocks(self, request_ids: Sequence[str], group_id: int = 0) -> int:
-        """Number of leading table entries of one group that all these requests share physically."""
-        if not request_ids:
-            return 0
-        tables, lengths = self.block_tables(request_ids, group_id)
-        shared = (tables == tables[0]).all(axis=0)[: int(lengths.min())]
-        return int(shared.argmin()) if not shared.all() else len(shared)
-
-    def get_num_free_blocks(self) -> int:
-        return self._pool.get_num_free_blocks()
-
-    def get_num_cached_blocks(self) -> int:
-        """Full blocks that hold an indexed prefix, held by requests or not."""
-        return self._coordinator.num_indexed
-
-    def get_num_tails(self) -> int:
-        """Partly filled blocks that hold the end of an indexed prefix; nobody holds them."""
-        return self._coordinator.num_tails
-
-    def num_cached_tokens(self) -> int:
-        """Tokens whose KV is cached in full blocks, in the group that has most of them; duplicates count."""
-        counts = self._coordinator.num_indexed_by_group()
-        return max(count * group.block_size for count, group in zip(counts, self.groups, strict=True))
-
-    def get_usage(self) -> float:
-        """Share of the blocks held by requests, 0.0 to 1.0."""
-        return self._pool.get_usage()
-
-    def block_states(self) -> npt.NDArray[np.uint8]:
-        """What each block is to the pool just now, as `BlockState` numbers, [num_blocks] (a copy)."""
-        states = np.full(self.num_blocks, BlockState.FREE, np.uint8)
-        states[self._coordinator.indexed_block_ids()] = BlockState.CACHED
-        states[self._coordinator.tail_block_ids()] = BlockState.CACHED
-        states[self._pool.ref_counts() > 0] = BlockState.IN_USE
-        if self._pins is not None:
-            states[self._pins.pinned_block_ids()] = BlockState.PINNED
-        return states
-
-    def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
-        """The cached prefixes that were reused most, a parent before its children; None without a radix index.
-
-        With `under_salt`, only those that are found under salts that begin so.
-        """
-        return self._coordinator.top_prefixes(limit, under_salt)
-
-    def free_block_ids(self) -> BlockIds:
-        """Free blocks in the order in which they will be given away (a copy)."""
-        return self._pool.free_block_ids()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if counts, queue, tables and index contradict each other."""

@@ -21,8 +21,8 @@ class InFlightPrefixes:
     """
 
     def __init__(self) -> None:
-        self._owner_of: dict[BlockHash, str] = {}
-        self._keys_of: dict[str, Sequence[BlockHash]] = {}
+        self._owner_of: dict[BlockHash, Request] = {}
+        self._keys_of: dict[Request, Sequence[BlockHash]] = {}
 
     def __contains__(self, key: BlockHash) -> bool:
         return key in self._owner_of
@@ -30,22 +30,22 @@ class InFlightPrefixes:
     def __len__(self) -> int:
         return len(self._owner_of)
 
-    def open(self, request_id: str, keys: Sequence[BlockHash]) -> None:
-        self._keys_of[request_id] = keys
+    def open(self, request: Request, keys: Sequence[BlockHash]) -> None:
+        self._keys_of[request] = keys
         for key in keys:
-            self._owner_of.setdefault(key, request_id)
+            self._owner_of.setdefault(key, request)
 
-    def owner_of(self, key: BlockHash) -> str | None:
+    def owner_of(self, key: BlockHash) -> Request | None:
         """The request that computes a block."""
         return self._owner_of.get(key)
 
-    def owner_ids(self) -> set[str]:
+    def owners(self) -> set[Request]:
         """Requests that have prefixes open."""
         return set(self._keys_of)
 
-    def close(self, request_id: str) -> None:
-        for key in self._keys_of.pop(request_id, ()):
-            if self._owner_of.get(key) == request_id:
+    def close(self, request: Request) -> None:
+        for key in self._keys_of.pop(request, ()):
+            if self._owner_of.get(key) is request:
                 del self._owner_of[key]
 
 
@@ -64,8 +64,8 @@ class Coalescing:
         self._manager, self._states, self._num_computed_of = manager, states, num_computed_of
         self._enabled = enabled
         self._in_flight = InFlightPrefixes()
-        self._owners: dict[str, Request] = {}
-        self._awaited: dict[str, int] = {}
+        self._awaited: dict[Request, int] = {}
+        """Waiting request -> the block of its prompt that it waits for."""
 
     def begin(self, request: Request, hit: PrefixHit, end: int) -> None:
         """A request runs, from its hit to `end` in its first step; others may wait for the rest of its prompt."""
@@ -75,13 +75,11 @@ class Coalescing:
         if self._enabled and pending < last:
             size = self._manager.block_size
             keys = request.sequence.block_hashes()[pending // size : last // size]
-            self._in_flight.open(request.request_id, keys)
-            self._owners[request.request_id] = request
+            self._in_flight.open(request, keys)
 
     def end(self, request: Request) -> None:
         """It has computed its prompt, or runs no longer."""
-        if self._owners.pop(request.request_id, None) is not None:
-            self._in_flight.close(request.request_id)
+        self._in_flight.close(request)
 
     def must_wait(self, request: Request, hit: PrefixHit) -> bool:
         """Whether the first block that `hit` lacks is being computed by a running request."""
@@ -93,23 +91,23 @@ class Coalescing:
             return False
         if self._states is not None and not self._will_save_state(self._states, request, hit, missing):
             return False
-        self._awaited[request.request_id] = missing
+        self._awaited[request] = missing
         return True
 
     def still_waits(self, request: Request) -> bool:
         """Whether the block it was last seen waiting for is still neither cached nor given up."""
-        block = self._awaited.get(request.request_id)
+        block = self._awaited.get(request)
         if block is None:
             return False
         in_flight = request.sequence.block_hashes()[block] in self._in_flight
         if in_flight and not self._manager.is_cached(request.sequence, block):
             return True
-        del self._awaited[request.request_id]
+        del self._awaited[request]
         return False
 
     def stop_waiting(self, request: Request) -> None:
         """It has left."""
-        self._awaited.pop(request.request_id, None)
+        self._awaited.pop(request, None)
 
     def _will_save_state(self, states: StateCheckpoints, request: Request, hit: PrefixHit, missing: int) -> bool:
         """Whether the request that computes block `missing` saves a state that this one could hit.
@@ -117,11 +115,10 @@ class Coalescing:
         If it does not yet, but will pass the place where the two part, it is asked to.
         """
         keys, size = request.sequence.block_hashes(), self._manager.block_size
-        owner_id = self._in_flight.owner_of(keys[missing])
-        assert owner_id is not None
-        owner = self._owners[owner_id]
+        owner = self._in_flight.owner_of(keys[missing])
+        assert owner is not None
         shared = missing
-        while shared < len(keys) and self._in_flight.owner_of(keys[shared]) == owner_id:
+        while shared < len(keys) and self._in_flight.owner_of(keys[shared]) is owner:
             shared += 1
         junction = states.align(min(shared * size, len(request) - 1))
         start = max(hit.num_tokens, self._num_computed_of(owner))
@@ -130,11 +127,10 @@ class Coalescing:
         if junction <= max(hit.num_tokens, owner.num_scheduled_tokens):
             return False
         bisect.insort(owner.state_positions, junction)
-        self._manager.save_states_at(owner_id, [junction])
+        self._manager.save_states_at(owner.request_id, [junction])
         return True
 
     def check_integrity(self, waiting: Sequence[Request], running: Sequence[Request]) -> None:
         """Raise AssertionError if somebody waits who is not queued, or for somebody who does not run."""
-        assert set(self._awaited) <= {request.request_id for request in waiting}
-        assert self._in_flight.owner_ids() == set(self._owners)
-        assert set(self._owners) <= {request.request_id for request in running}, "a prefix waits for nobody's step"
+        assert set(self._awaited) <= set(waiting)
+        assert self._in_flight.owners() <= set(running), "a prefix waits for nobody's step"

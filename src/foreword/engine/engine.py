@@ -277,8 +277,3 @@ class Engine:
         if ledger is None or ledger.events is None:
             raise ConfigError("no cache events are recorded; give cache_events=True (and leave prefix caching on)")
         return ledger.events.take()
-
-
-def _continuation_ids(request_id: str, n: int) -> list[str]:
-    """Ids under which the scheduler knows a prompt's continuations."""
-    return [request_id] if n == 1 else [f"{request_id}#{index}" for index in range(n)]

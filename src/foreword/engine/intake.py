@@ -30,13 +30,8 @@ class Intake:
         seed: int,
     ) -> None:
         """`max_step_tokens`: the most tokens that a step computes."""
-        self._manager = manager
-        self._limits = limits
-        self._text = text
-        self._keys = keys
-        self._max_step_tokens = max_step_tokens
-        self._seed = seed
-        self._num_added = 0
+        self._manager, self._limits, self._text, self._keys = manager, limits, text, keys
+        self._max_step_tokens, self._seed, self._num_added = max_step_tokens, seed, 0
 
     def requests(self, request_id: str, prompt: Prompt, params: SamplingParams) -> list[Request]:
         """The requests that continue a prompt, which meet in the prefix cache. Raises InvalidRequestError."""

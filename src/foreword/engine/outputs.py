@@ -69,11 +69,6 @@ class Outputs:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._group_named
 
-    @property
-    def have_text(self) -> bool:
-        """Whether tokens become text."""
-        return self._open_text_stream is not None
-
     def request_ids(self) -> list[str]:
         """As callers named them."""
         return list(self._group_named)
@@ -89,7 +84,7 @@ class Outputs:
         answers = []
         for index, request in enumerate(requests):
             logprobs = None if request.params.logprobs is None else request.logprobs
-            completion = CompletionOutput(index, token_ids=request.output_token_ids, logprobs=logprobs)
+            completion = CompletionOutput(index, token_ids=request.sequence.shown, logprobs=logprobs)
             stream = None if self._open_text_stream is None else self._open_text_stream(request.params)
             answers.append(_Answer(request, completion, stream))
         completions = [answer.completion for answer in answers]
@@ -130,7 +125,7 @@ class Outputs:
     def _read(self, answer: _Answer, stream: TextStream) -> None:
         """Turn new tokens into text, and end the request if they complete a stop string."""
         request, completion = answer.request, answer.completion
-        new_tokens = request.output_token_ids[answer.num_read :]
+        new_tokens = request.sequence.generated_from(answer.num_read)
         if not new_tokens:
             return
         answer.num_read += len(new_tokens)
@@ -146,6 +141,7 @@ class Outputs:
         request, completion = answer.request, answer.completion
         if answer.stream is not None:
             completion.text += answer.stream.finish()
+        completion.token_ids[:] = request.sequence.generated_from(0)  # whatever the caller has changed
         completion.finish_reason = request.finish_reason
         completion.stop_reason = request.stop_reason
 
@@ -156,6 +152,6 @@ class Outputs:
         output.explanation = first.explanation
         if first.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *first.prompt_logprobs]
-        group.is_told = bool(first.output_token_ids)
+        group.is_told = first.num_output_tokens > 0
         if group.is_told and len(group.answers) == 1 and group.answers[0].stream is None:
             group.quiet = first

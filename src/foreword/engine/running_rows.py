@@ -12,15 +12,14 @@ it runs, which is the one that the cache manager gave it:
 from __future__ import annotations
 
 import bisect
-import operator
 from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.batch import PROGRESS, BoolArray, Entries, Int64Array
-from foreword.engine.queue import SortKey
-from foreword.request import FACTS, FactRows, Request
+from foreword.cache import TokenSequence
+from foreword.request import FACTS, NO_ROW, FactRows, Request, named_record
 
 
 class RunningRows:
@@ -35,10 +34,9 @@ class RunningRows:
         self.progress: npt.NDArray[np.void] = np.zeros(16, PROGRESS)
         self.facts: FactRows = np.zeros(16, FACTS)
         self._requests: npt.NDArray[np.object_] = np.empty(16, object)
-        self._answers: npt.NDArray[np.object_] = np.empty(16, object)
-        """Lists of generated tokens."""
-        self._stop_ids: npt.NDArray[np.object_] = np.empty(16, object)
-        self._keys: list[SortKey] = []
+        self._sequences: npt.NDArray[np.object_] = np.empty(16, object)
+        self._stop_ids: frozenset[int] = frozenset()
+        """The tokens that end any request added since the rows were last empty: a quick first test."""
         self._num_stays = 0
 
     def __len__(self) -> int:
@@ -51,41 +49,53 @@ class RunningRows:
         request: Request = self._requests[row]
         return request
 
-    def add(self, key: SortKey, row: int, request: Request, num_computed: int, num_shared: int) -> None:
+    def num_computed_of(self, request: Request) -> int:
+        """Computed tokens of a running request."""
+        return int(self.progress["num_computed"][request.row])
+
+    def add(self, row: int, request: Request, num_computed: int, num_shared: int) -> None:
         """A request runs from now on in a row that is free."""
         while row >= len(self.progress):
             self.progress = np.concatenate((self.progress, np.zeros_like(self.progress)))
             self.facts = np.concatenate((self.facts, np.zeros_like(self.facts)))
             self._requests = np.concatenate((self._requests, np.empty_like(self._requests)))
-            self._answers = np.concatenate((self._answers, np.empty_like(self._answers)))
-            self._stop_ids = np.concatenate((self._stop_ids, np.empty_like(self._stop_ids)))
-        at = bisect.bisect(self._keys, key)
-        self._keys.insert(at, key)
-        self.order = np.insert(self.order, at, row)
+            self._sequences = np.concatenate((self._sequences, np.empty_like(self._sequences)))
+        at = len(self)
+        if at and self.last().service_key > request.service_key:  # it was preempted, or has priority
+            at = bisect.bisect(self.order, request.service_key, key=lambda row: self[row].service_key)
+        self.order = np.concatenate((self.order[:at], np.array([row], np.int64), self.order[at:]))
         self._num_stays += 1
-        num_tokens, last_token = len(request), int(request.sequence.token_ids[-1])
-        self.progress[row] = (self._num_stays, num_tokens, num_computed, num_shared, last_token, -1, True)
+        self.progress[row] = named_record(
+            PROGRESS,
+            stay=self._num_stays,
+            num_tokens=len(request),
+            num_computed=num_computed,
+            num_shared=num_shared,
+            last_token=int(request.sequence.token_ids[-1]),
+            source=-1,
+            is_new=True,
+        )
         self.facts[row] = request.facts
+        request.row = row
         self._requests[row] = request
-        self._answers[row] = request.output_token_ids
-        self._stop_ids[row] = request.stop_token_ids
+        self._sequences[row] = request.sequence
+        self._stop_ids = request.stop_token_ids | (self._stop_ids if len(self) > 1 else frozenset())
 
-    def remove(self, key: SortKey) -> None:
+    def remove(self, request: Request) -> None:
         """A request runs no longer."""
-        at = bisect.bisect_left(self._keys, key)
-        row = self.order[at]
-        del self._keys[at]
-        self.order = np.delete(self.order, at)
+        row, request.row = request.row, NO_ROW
+        self.order = self.order[self.order != row]
         self.progress["stay"][row] = 0
-        self._requests[row] = self._answers[row] = self._stop_ids[row] = None
+        self._requests[row] = self._sequences[row] = None
 
     def clear(self) -> None:
         """Remove all requests. Entries made before stay valid: `still_run` is False for each of their requests."""
-        self._keys.clear()
+        for request in self:
+            request.row = NO_ROW
         self.order = np.empty(0, np.int64)
         self.progress["stay"] = 0
-        for column in (self._requests, self._answers, self._stop_ids):
-            column.fill(None)
+        self._requests.fill(None)
+        self._sequences.fill(None)
 
     def last(self) -> Request:
         return self[int(self.order[-1])]
@@ -125,14 +135,16 @@ class RunningRows:
         progress["source"][rows] = -1
 
     def record(self, rows: Int64Array, lengths: Int64Array, token_ids: Int64Array) -> BoolArray:
-        """Append a token in each of these rows, which makes them so long; which of them are tokens to stop at."""
+        """Append a token to the request in each of these rows, now `lengths` long; returns which tokens end it."""
         progress = self.progress
         progress["num_tokens"][rows] = lengths
         progress["last_token"][rows] = token_ids
         progress["source"][rows] = -1
         progress["is_new"][rows] = False
         listed = token_ids.tolist()
-        for answer, token_id in zip(self._answers[rows].tolist(), listed, strict=True):
-            answer.append(token_id)
-        stops = map(operator.contains, self._stop_ids[rows].tolist(), listed)
-        return np.fromiter(stops, np.bool_, len(listed))
+        TokenSequence.append_each(self._sequences.take(rows).tolist(), listed)
+        stops, found = np.zeros(len(listed), np.bool_), self._stop_ids.intersection(listed)
+        if found:
+            for at in [at for at, token_id in enumerate(listed) if token_id in found]:
+                stops[at] = listed[at] in self[int(rows[at])].stop_token_ids
+        return stops

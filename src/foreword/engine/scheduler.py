@@ -11,9 +11,11 @@ difference. Prefill, chunked prefill, decoding and resuming after preemption are
 
 from __future__ import annotations
 
+import bisect
 import logging
 import time
 from collections.abc import Iterable
+from operator import attrgetter
 
 import numpy as np
 
@@ -21,10 +23,9 @@ from foreword.batch import Batch, BatchResult, Entries, Int64Array, build_batch
 from foreword.cache import KVCacheManager, PrefixHit, StateCheckpoints
 from foreword.config import SchedulerConfig
 from foreword.engine.coalescing import Coalescing
-from foreword.engine.queue import Queue, SortKey
 from foreword.engine.running_rows import RunningRows
 from foreword.errors import ConfigError
-from foreword.request import NOTHING_ALLOWED, FinishReason, Request, RequestStatus
+from foreword.request import NO_ROW, NOTHING_ALLOWED, FinishReason, Request, RequestStatus
 
 logger = logging.getLogger(__name__)
 
@@ -51,17 +52,17 @@ class Scheduler:
                 f"max_num_batched_tokens={config.max_num_batched_tokens} is less than the {self.states.grid} tokens "
                 "between places where a recurrent state can be saved; raise it, or lower state_block_size"
             )
-        self._waiting = Queue()
+        self._waiting: list[Request] = []
+        """In service order."""
         self._running = RunningRows()
         self._coalescing = self._make_coalescing()
-        self._keys: dict[str, SortKey] = {}
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
 
     def _make_coalescing(self) -> Coalescing:
         enabled = self.config.coalesce_in_flight and self.manager.enable_prefix_caching
         states = self.states if self._saves_states else None
-        return Coalescing(self.manager, states, self._num_computed_of, enabled=enabled)
+        return Coalescing(self.manager, states, self._running.num_computed_of, enabled=enabled)
 
     # ------------------------------------------------------------------ intake
 
@@ -69,13 +70,16 @@ class Scheduler:
         """Queue a request; its id must not be in use."""
         assert request.request_id not in self._requests
         rank = request.priority if self.config.scheduling_policy == "priority" else 0
-        key = (rank, self._num_arrived)
+        request.service_key = (rank, self._num_arrived)
         self._num_arrived += 1
         if self.states is not None and self._saves_states:
             request.state_positions = self.states.of_prompt(request.sequence, request.message_ends)
-        self._waiting.add(key, request)
-        self._keys[request.request_id] = key
+        self._wait(request)
         self._requests[request.request_id] = request
+
+    def _wait(self, request: Request) -> None:
+        """Put a request at its place in the queue."""
+        bisect.insort(self._waiting, request, key=attrgetter("service_key"))
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -198,7 +202,7 @@ class Scheduler:
             request = requests[number]
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted a moment ago, for one before it
-            while self.manager.allocate_slots(request.sequence, int(ends[number])) is None:
+            while self.manager.grow(request.row, int(ends[number])) is None:
                 victim = self._running.last()
                 self._preempt(victim)
                 if victim is request:
@@ -210,7 +214,7 @@ class Scheduler:
     def _admit_waiting(self, budget: int) -> Int64Array:
         """Let waiting requests run; for each its row, and from where to where it computes, [admitted, 3]."""
         spans: list[tuple[int, int, int]] = []
-        for request in list(self._waiting):
+        for request in self._waiting.copy():
             if not budget or len(self._running) >= self.config.max_num_seqs:
                 break
             if self._coalescing.still_waits(request):
@@ -226,17 +230,18 @@ class Scheduler:
             end = self._end(request, hit.num_tokens, budget)
             if end == hit.num_tokens:
                 break  # no room for a whole cell of recurrent layers
-            if self.manager.allocate_slots(request.sequence, end, hit, save_states_at=request.state_positions) is None:
+            row = self.manager.admit(request.sequence, end, hit, save_states_at=request.state_positions)
+            if row is None:
                 break
-            spans.append((self._start(request, hit, end), hit.num_tokens, end))
+            self._start(request, row, hit, end)
+            spans.append((row, hit.num_tokens, end))
             budget -= end - hit.num_tokens
         return np.array(spans, np.int64).reshape(-1, 3)
 
-    def _start(self, request: Request, hit: PrefixHit, end: int) -> int:
-        """The row in which a request that was admitted runs."""
-        key, row = self._keys[request.request_id], self._row_of(request)
-        self._waiting.remove(key)
-        self._running.add(key, row, request, hit.num_tokens, hit.num_shared_tokens)
+    def _start(self, request: Request, row: int, hit: PrefixHit, end: int) -> None:
+        """Run a request in the row in which it was admitted."""
+        self._waiting.remove(request)
+        self._running.add(row, request, hit.num_tokens, hit.num_shared_tokens)
         request.status = RequestStatus.RUNNING
         request.num_scheduled_tokens = end
         if request.metrics.first_scheduled_time is None:
@@ -244,14 +249,6 @@ class Scheduler:
             request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
             request.explanation = self.manager.explanation_of(request.request_id)
         self._coalescing.begin(request, hit, end)
-        return row
-
-    def _row_of(self, request: Request) -> int:
-        """Where a request runs."""
-        return int(self.manager.handles([request.request_id])[0])
-
-    def _num_computed_of(self, request: Request) -> int:
-        return int(self._running.progress["num_computed"][self._row_of(request)])
 
     # ------------------------------------------------------------------ commit
 
@@ -336,13 +333,12 @@ class Scheduler:
             request = self._requests[request_id]
             computed = 0  # admitted, but not started: what it hit is not known here
             if request.status is RequestStatus.RUNNING:
-                progress = self._running.progress[self._row_of(request)]
+                progress = self._running.progress[request.row]
                 computed = int(max(progress["num_computed"], progress["num_shared"]))
             self.manager.forget_uncomputed(request_id, computed)
             self.manager.free(request_id)
         self._running.clear()  # kept, as steps that are still to be failed refer to its rows
-        self._waiting, self._coalescing = Queue(), self._make_coalescing()
-        self._keys.clear()
+        self._waiting, self._coalescing = [], self._make_coalescing()
         self._requests.clear()
         for request in requests:
             self._end_life(request, "abort")
@@ -359,12 +355,10 @@ class Scheduler:
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """End an unfinished request and free its blocks; they stay cached."""
         request = self._requests.pop(request_id)
-        key = self._keys.pop(request_id)
         if request.status is RequestStatus.RUNNING:
-            self._running.remove(key)
             self._release(request)
         else:
-            self._waiting.remove(key)
+            self._waiting.remove(request)
         self._coalescing.stop_waiting(request)
         self._end_life(request, reason)
 
@@ -375,29 +369,30 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Back to waiting with nothing computed; what it computed is still cached, and is looked up anew."""
-        key = self._keys[request.request_id]
-        self._running.remove(key)
         self._release(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.add(key, request)
+        self._wait(request)
         logger.info("preempted %s: no free blocks", request.request_id)
 
     def _release(self, request: Request) -> None:
+        self._running.remove(request)
         self._coalescing.end(request)
         self.manager.free(request.request_id)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if queues, holdings and the cache contradict each other."""
         self.manager.check_integrity()
-        running, waiting = list(self._running), list(self._waiting)
+        running, waiting = list(self._running), self._waiting
         assert {r.request_id for r in running} | {r.request_id for r in waiting} == set(self._requests)
         assert len(running) + len(waiting) == len(self._requests), "a request is queued twice"
         assert set(self.manager.held_request_ids()) == {r.request_id for r in running}, "a holding leaked"
         rows = self._running.order
         progress = self._running.progress[rows]
-        assert rows.tolist() == [self._row_of(request) for request in running], "a request is in another's row"
+        held_rows = self.manager.handles(request.request_id for request in running)
+        assert rows.tolist() == held_rows.tolist() == [r.row for r in running], "a request is in another's row"
+        assert all(request.row == NO_ROW for request in waiting)
         assert progress["num_tokens"].tolist() == [len(request) for request in running]
         assert (progress["num_computed"] <= progress["num_tokens"]).all()
         assert (progress["source"] == -1).all(), "a token is still expected"

@@ -5,6 +5,7 @@ Knows token ids and token sequences; knows neither text nor tensors.
 
 from foreword.request.request import (
     FACTS,
+    NO_ROW,
     NOTHING_ALLOWED,
     CompletionOutput,
     FactRows,
@@ -15,6 +16,7 @@ from foreword.request.request import (
     RequestOutput,
     RequestStatus,
     TokenLogprobs,
+    named_record,
 )
 from foreword.request.sampling_params import SamplingParams, StructuredOutputsParams, TokenConstraint
 from foreword.request.token_limits import TokenLimits
@@ -22,6 +24,7 @@ from foreword.request.token_limits import TokenLimits
 __all__ = [
     "FACTS",
     "NOTHING_ALLOWED",
+    "NO_ROW",
     "CompletionOutput",
     "FactRows",
     "FinishReason",
@@ -35,4 +38,5 @@ __all__ = [
     "TokenConstraint",
     "TokenLimits",
     "TokenLogprobs",
+    "named_record",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,8 @@ NOTHING_ALLOWED = (
 """Why an answer ended with `content_filter`."""
 
 
+NO_ROW = -1
+
 FACTS = np.dtype(
     [
         ("num_prompt_tokens", np.int64),
@@ -37,8 +39,8 @@ FACTS = np.dtype(
         ("min_p", np.float64),
         ("top_p", np.float64),
         ("seed", np.uint64),
-        ("changes_logits", np.bool_),
-        ("samples_by_tokens", np.bool_),
+        ("changes_logits", np.bool_),  # may be sampled from changed logits
+        ("samples_by_tokens", np.bool_),  # the next token depends on earlier ones other than through the model, too
         ("may_run_dry", np.bool_),
         ("reports", np.bool_),  # log probabilities of sampled tokens
         ("reports_prompt", np.bool_),
@@ -48,6 +50,13 @@ FACTS = np.dtype(
 """Facts that each step reads of every request: a record, so that one operation reads all. They never change."""
 FactRows = npt.NDArray[np.void]
 """records of FACTS"""
+
+
+def named_record(dtype: np.dtype[np.void], **values: Any) -> tuple[Any, ...]:
+    """A record of `dtype` from all its fields by name, as a tuple that an array of records takes."""
+    names = dtype.names or ()
+    assert len(values) == len(names), f"the fields are {names}, not {[*values]}"
+    return tuple(map(values.__getitem__, names))
 
 
 class RequestStatus(enum.Enum):
@@ -103,8 +112,7 @@ class Request:
         self.request_id = sequence.request_id
         self.sequence = sequence
         """Prompt and generated tokens."""
-        self.output_token_ids = sequence.generated
-        """Generated tokens; the sequence's own list."""
+        self._answer: list[int] = []
         self.num_prompt_tokens = len(sequence)
         self.params = params
         self.max_tokens = max_tokens
@@ -112,36 +120,31 @@ class Request:
         self.stop_token_ids = stop_token_ids
         """Tokens that end this request: its own and, unless ignored, the model's end tokens."""
         self.constraint = None if params.open_constraint is None else params.open_constraint()
-        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         self.limits = limits
         """Tokens that may come, besides what the constraint says; None: any."""
-        follows_tokens = self.constraint is not None or (limits is not None and bool(limits.bad_words))
-        self.samples_by_tokens = bool(penalised) or follows_tokens
-        """Whether the next token depends on earlier tokens in other ways than through the model."""
-        self.may_run_dry = follows_tokens
+        self.may_run_dry = self.constraint is not None or (limits is not None and bool(limits.bad_words))
         """Whether a step may come in which no token is allowed, or only one that ends the answer."""
         self.has_run_dry = False
         """Whether such a step came: the token sampled in it is the last."""
-        self.changes_logits = bool(
-            self.samples_by_tokens or params.logit_bias or params.min_tokens or limits is not None
-        )
-        """Whether it may be sampled from changed logits."""
         self.seed = seed
-        self.facts = (
-            self.num_prompt_tokens,
-            self.num_prompt_tokens + max_tokens,
-            params.temperature,
-            min(params.top_k, 2**31),
-            params.min_p,
-            params.top_p,
-            int(seed) & (2**64 - 1),
-            self.changes_logits,
-            self.samples_by_tokens,
-            self.may_run_dry,
-            params.logprobs is not None,
-            params.prompt_logprobs is not None,
+        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        samples_by_tokens = bool(penalised) or self.may_run_dry
+        self.facts = named_record(
+            FACTS,
+            num_prompt_tokens=self.num_prompt_tokens,
+            max_length=self.num_prompt_tokens + max_tokens,
+            temperature=params.temperature,
+            top_k=min(params.top_k, 2**31),
+            min_p=params.min_p,
+            top_p=params.top_p,
+            seed=int(seed) & (2**64 - 1),
+            changes_logits=bool(samples_by_tokens or params.logit_bias or params.min_tokens or limits is not None),
+            samples_by_tokens=samples_by_tokens,
+            may_run_dry=self.may_run_dry,
+            reports=params.logprobs is not None,
+            reports_prompt=params.prompt_logprobs is not None,
         )
-        """A record of FACTS."""
+        """A record of FACTS, as a tuple."""
         self.priority = priority
         self.is_fork = False
         """Whether it is the second or a later answer to its prompt."""
@@ -149,6 +152,10 @@ class Request:
         """Prompt positions at which a message ends; later prompts may be equal up to there."""
         self.state_positions: list[int] = []
         """Positions at which recurrent states are saved, besides those at intervals; ascending."""
+        self.service_key = (0, 0)
+        """Its place in the queues: rank, then number of arrival; the lowest is served first."""
+        self.row = NO_ROW
+        """The row in which it runs, which the cache's manager gave it; NO_ROW while it does not run."""
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -166,6 +173,12 @@ class Request:
 
     def __len__(self) -> int:
         return len(self.sequence)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Generated tokens: a copy, which decides no block's key, brought up to date when it is read."""
+        self._answer += self.sequence.generated_from(len(self._answer))
+        return self._answer
 
     @property
     def num_output_tokens(self) -> int:
@@ -201,7 +214,8 @@ class CompletionOutput:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    """While the request runs, its own list, by which its blocks are cached: copy it before changing it."""
+    """The tokens so far: the caller's own list. New tokens are appended to it. Changing it changes nothing else, and
+    when the request ends the list holds the whole answer again."""
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

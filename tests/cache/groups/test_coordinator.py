@@ -27,6 +27,7 @@ from foreword.cache import (
     TokenSequence,
 )
 from foreword.cache.eviction.choose import make_policy
+from foreword.cache.groups.choose import get_kv_cache_coordinator
 from foreword.errors import ConfigError
 
 # ------------------------------------------------------------------------------------------ oracle
@@ -517,3 +518,21 @@ def test_two_requests_of_a_batch_may_give_up_the_block_that_they_share():
     assert manager.allocate_decode_slots(manager.handles("ab")) == 2
     manager.check_integrity()
     assert manager.get_num_free_blocks() == 4
+
+
+@pytest.mark.parametrize("name", ["lru", "value"])
+def test_the_policy_learns_what_the_index_forgot_with_no_manager_in_between(name):
+    """The radix index forgets what lies below a block that is given away: three blocks for one."""
+    policy, groups = make_policy(name, 4), (FullAttentionSpec(4),)
+    coordinator = get_kv_cache_coordinator(groups, 4, policy, 4, enable_prefix_caching=True, index=RadixIndex(4, 4))
+    row, block_ids = coordinator.admit(coordinator.nothing, 12)
+    coordinator.cache_blocks(row, TokenSequence("a", range(12), block_size=4), 12)
+    coordinator.tables.close_row(row)
+    for block_id in block_ids:  # the head first, so that it goes first
+        coordinator.pool.free_blocks(np.array([block_id], np.int32))
+    assert (coordinator.num_indexed, policy.num_empty) == (3, 1)
+    given = coordinator.pool.get_new_blocks(2)
+    assert block_ids[0] in given
+    assert (coordinator.num_indexed, policy.num_empty) == (0, 2), "the two below the head hold nothing now"
+    assert set(coordinator.pool.get_new_blocks(2).tolist()) == set(block_ids[1:].tolist())
+    assert coordinator.stats.evictions == 3

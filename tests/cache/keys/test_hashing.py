@@ -299,7 +299,7 @@ def test_an_array_is_copied():
 def test_tokens_and_keys_follow_what_is_generated():
     sequence = TokenSequence("one", [1, 2, 3], block_size=2)
     for token in range(200):
-        sequence.generated.append(token)
+        sequence.append(token)
         if token % 7 == 0:
             assert sequence.token_ids.tolist() == [1, 2, 3, *range(token + 1)]
     assert len(sequence) == 203

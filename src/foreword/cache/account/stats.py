@@ -53,6 +53,11 @@ class PrefixCacheStats:
         default_factory=Counter, metadata={"meaning": "Their tokens that were not found."}
     )
 
+    def count_lookup(self, kind: str, num_tokens: int, num_hit_tokens: int) -> None:
+        """Count the lookup of an admitted request in the fields that begin with `kind`."""
+        for name, count in (("requests", 1), ("queries", num_tokens), ("hits", num_hit_tokens)):
+            setattr(self, kind + name, getattr(self, kind + name) + count)
+
     def __add__(self, other: PrefixCacheStats) -> PrefixCacheStats:
         """The totals of both."""
         return type(self)(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

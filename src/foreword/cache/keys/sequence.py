@@ -34,6 +34,7 @@ class TokenSequence:
 
     __slots__ = (
         "__weakref__",
+        "_generated",
         "_hash_fn",
         "_hashes",
         "_num_gathered",
@@ -42,9 +43,9 @@ class TokenSequence:
         "_tokens",
         "block_size",
         "extra_keys",
-        "generated",
         "request_id",
         "root",
+        "shown",
     )
 
     def __init__(
@@ -64,15 +65,16 @@ class TokenSequence:
         self._hash_fn = hash_fn
         self._tokens: TokenArray = as_token_array(token_ids)
         self._num_given = self._num_gathered = len(self._tokens)
-        self.generated: list[int] = []
-        """Tokens after those that were given; the list may be appended to."""
+        self._generated: list[int] = []
+        self.shown: list[int] = []
+        """A copy of the generated tokens for callers: each token is appended to it, and nothing here reads it."""
         self._hashes: list[BlockHash] = []
         if extra_keys is not NO_EXTRA_KEYS:
             extra_keys.check(self._num_given)
         self._plain_hashes: list[BlockHash] = []
 
     def __len__(self) -> int:
-        return self._num_given + len(self.generated)
+        return self._num_given + len(self._generated)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -86,7 +88,7 @@ class TokenSequence:
         if known < length:
             if length > len(self._tokens):
                 self._tokens = np.concatenate((self._tokens[:known], np.empty(max(64, length), np.int32)))
-            self._tokens[known:length] = as_token_array(self.generated[known - self._num_given :])
+            self._tokens[known:length] = as_token_array(self._generated[known - self._num_given :])
             self._num_gathered = length
         return self._tokens[:length]
 
@@ -97,11 +99,25 @@ class TokenSequence:
 
     def append(self, token_id: int) -> None:
         """Add one generated token."""
-        self.generated.append(token_id)
+        self._generated.append(token_id)
+        self.shown.append(token_id)
+
+    @staticmethod
+    def append_each(sequences: list[TokenSequence], token_ids: list[int]) -> None:
+        """Add one generated token to each of these sequences."""
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            sequence._generated.append(token_id)
+            sequence.shown.append(token_id)
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Add generated tokens."""
-        self.generated.extend(token_ids)
+        num_known = len(self._generated)
+        self._generated.extend(token_ids)
+        self.shown.extend(self._generated[num_known:])
+
+    def generated_from(self, start: int) -> list[int]:
+        """The generated tokens from number `start` on (a copy)."""
+        return self._generated[start:]
 
     def block_hashes(self) -> list[BlockHash]:
         """Keys of all full blocks; only blocks that filled since the last call are hashed.

@@ -1,6 +1,6 @@
 """Quotas: the number of cached blocks that a tenant may leave in the pool.
 
-Knows tenants' namespaces and the cache manager. Runs on the engine's thread, between two steps.
+Knows tenants' namespaces and the engine. Runs on the engine's thread, between two steps.
 """
 
 from __future__ import annotations

@@ -1,0 +1,151 @@
+"""CacheView: what a cache holds and who holds it, to be read.
+
+Knows blocks, tables and held requests; changes nothing, and knows nothing of lookups and steps.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache.account.stats import PrefixCacheStats
+from foreword.cache.block_ids import BlockIds, Int64Array
+from foreword.cache.eviction.pins import PinnedPolicy
+from foreword.cache.eviction.policy import EvictionPolicy
+from foreword.cache.groups.choose import is_one_full_group
+from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit
+from foreword.cache.index.tree_view import PrefixNode
+from foreword.cache.keys.sequence import TokenSequence
+
+
+class BlockState(enum.IntEnum):
+    """What a block is to the pool."""
+
+    FREE = 0
+    """It holds nothing that can be found."""
+    CACHED = 1
+    """It can be found, and no request holds it."""
+    IN_USE = 2
+    """A request holds it, findable or not."""
+    PINNED = 3
+    """It has a pin, held or not."""
+
+
+class CacheView:
+    """The reading half of a KVCacheManager."""
+
+    def __init__(self, coordinator: KVCacheCoordinator, policy: EvictionPolicy, block_size: int) -> None:
+        self.groups = coordinator.specs
+        self.num_blocks = coordinator.pool.num_blocks
+        self.block_size = block_size
+        """Tokens per block of the sequences that it serves."""
+        self._coordinator, self._pool = coordinator, coordinator.pool
+        self._pins = policy if isinstance(policy, PinnedPolicy) else None
+        self._row_of: dict[str, int] = {}
+        """Request id -> row in the tables of all groups, of the requests that hold blocks."""
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        """What was looked up, found and evicted since the last `reset_prefix_cache`."""
+        return self._coordinator.stats
+
+    @property
+    def has_one_full_group(self) -> bool:
+        """Whether every layer needs every block, so that hits are prefixes."""
+        return is_one_full_group(self.groups)
+
+    def is_cached(self, sequence: TokenSequence, block: int) -> bool:
+        """Whether the full block number `block` is cached, given that those before it are."""
+        return self._coordinator.holds(sequence, block)
+
+    def handles(self, request_ids: Iterable[str]) -> Int64Array:
+        """The rows of held requests, as `admit` gave them: small numbers, each valid until its request is freed."""
+        return np.fromiter(map(self._row_of.__getitem__, request_ids), np.int64)
+
+    def block_ids(self, request_id: str, group_id: int = 0) -> BlockIds:
+        """Block table of one request in one group (a copy)."""
+        return self._coordinator.tables.groups[group_id].row(self._row_of[request_id]).copy()
+
+    def block_tables(self, request_ids: Sequence[str], group_id: int = 0) -> tuple[BlockIds, npt.NDArray[np.int32]]:
+        """One group's tables of several requests, [requests, longest], and their lengths in blocks (copies).
+
+        An entry is NULL_BLOCK where the group needs nothing any more.
+        """
+        return self._coordinator.tables.groups[group_id].gather(self.handles(request_ids))
+
+    def group_block_tables(self, rows: Int64Array) -> list[tuple[BlockIds, npt.NDArray[np.int32]]]:
+        """`block_tables` of every group."""
+        return [tables.gather(rows) for tables in self._coordinator.tables.groups]
+
+    def sink_block_ids(self) -> BlockIds:
+        """Blocks that hold the groups' sinks, in the order of the groups; in no request's table (a copy)."""
+        return self._coordinator.held_for_ever()
+
+    def num_required_blocks(self, num_tokens: int, hit: PrefixHit) -> int:
+        """Free blocks that admitting a request with this hit takes, for its first `num_tokens` tokens."""
+        return self._coordinator.num_required_blocks(hit, num_tokens)
+
+    def can_ever_hold(self, num_tokens: int, max_step_tokens: int) -> bool:
+        """Whether a request of `num_tokens` fits into the empty pool, in steps of `max_step_tokens` at most."""
+        usable = self.num_blocks - len(self.sink_block_ids())
+        return self.max_num_blocks(num_tokens, max_step_tokens) <= usable
+
+    def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Most blocks that a request of `num_tokens` holds at a time, in steps of `max_step_tokens` at most."""
+        return self._coordinator.max_num_blocks(num_tokens, max_step_tokens)
+
+    def held_request_ids(self) -> list[str]:
+        """Requests that hold blocks."""
+        return list(self._row_of)
+
+    def get_num_common_prefix_blocks(self, request_ids: Sequence[str], group_id: int = 0) -> int:
+        """Number of leading table entries of one group that all these requests share physically."""
+        if not request_ids:
+            return 0
+        tables, lengths = self.block_tables(request_ids, group_id)
+        shared = (tables == tables[0]).all(axis=0)[: int(lengths.min())]
+        return int(shared.argmin()) if not shared.all() else len(shared)
+
+    def get_num_free_blocks(self) -> int:
+        return self._pool.get_num_free_blocks()
+
+    def get_num_cached_blocks(self) -> int:
+        """Full blocks that hold an indexed prefix, held by requests or not."""
+        return self._coordinator.num_indexed
+
+    def get_num_tails(self) -> int:
+        """Partly filled blocks that hold the end of an indexed prefix; nobody holds them."""
+        return self._coordinator.num_tails
+
+    def num_cached_tokens(self) -> int:
+        """Tokens whose KV is cached in full blocks, in the group that has most of them; duplicates count."""
+        counts = self._coordinator.num_indexed_by_group()
+        return max(count * group.block_size for count, group in zip(counts, self.groups, strict=True))
+
+    def get_usage(self) -> float:
+        """Share of the blocks held by requests, 0.0 to 1.0."""
+        return self._pool.get_usage()
+
+    def block_states(self) -> npt.NDArray[np.uint8]:
+        """What each block is to the pool just now, as `BlockState` numbers, [num_blocks] (a copy)."""
+        states = np.full(self.num_blocks, BlockState.FREE, np.uint8)
+        states[self._coordinator.indexed_block_ids()] = BlockState.CACHED
+        states[self._coordinator.tail_block_ids()] = BlockState.CACHED
+        states[self._pool.ref_counts() > 0] = BlockState.IN_USE
+        if self._pins is not None:
+            states[self._pins.pinned_block_ids()] = BlockState.PINNED
+        return states
+
+    def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
+        """The cached prefixes that were reused most, a parent before its children; None without a radix index.
+
+        With `under_salt`, only those that are found under salts that begin so.
+        """
+        return self._coordinator.top_prefixes(limit, under_salt)
+
+    def free_block_ids(self) -> BlockIds:
+        """Free blocks in the order in which they will be given away (a copy)."""
+        return self._pool.free_block_ids()
