@@ -193,11 +193,7 @@ def _kv_bytes_per_token(args: argparse.Namespace) -> int | None:
 
 
 def _replay(
-    args: argparse.Namespace,
-    reader: TraceReader,
-    simulation: Simulation,
-    bytes_per_token: int | None,
-    console: Console,
+    args: argparse.Namespace, reader: TraceReader, simulation: Simulation, bytes_per_token: int | None, console: Console
 ) -> ReplayResult:
     with _progress(reader, "replaying", console):
         for request in reader:

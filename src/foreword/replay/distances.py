@@ -11,12 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from foreword.cache.block_ids import Int64Array
 from foreword.errors import ConfigError
 from foreword.replay.keys import PrefixKeys
 from foreword.replay.stack import LruStack
 from foreword.replay.tables import Uses
-
-IntArray = npt.NDArray[np.int64]
 
 NUM_GROUPS = 16
 """Parts of the sample; the error is estimated from the differences between them."""
@@ -37,7 +36,7 @@ class LruCurve:
         self._stack = LruStack()
         self._threshold = np.uint64(round(sampling_rate * 2**32))
         self._num_groups = NUM_GROUPS if sampling_rate < 1.0 else 1
-        self._histograms: IntArray = np.zeros((self._num_groups, 1024), np.int64)
+        self._histograms: Int64Array = np.zeros((self._num_groups, 1024), np.int64)
         """[groups, distances]: accesses; column 0: of blocks never seen."""
 
     def admit(self, keys: PrefixKeys) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from foreword.cache.block_ids import Int64Array
 from foreword.replay.keys import PrefixKeys
-from foreword.replay.tables import IntArray, Tables, Uses
+from foreword.replay.tables import Tables, Uses
 
 MIN_BLOCKS = 1024
 
@@ -46,7 +47,7 @@ class LruStack:
         """Number of different blocks seen."""
         return self._num_blocks
 
-    def admit(self, keys: PrefixKeys) -> IntArray:
+    def admit(self, keys: PrefixKeys) -> Int64Array:
         """The next request's blocks [blocks] -> distance of each, 0 for those never seen."""
         return self.admit_each(keys, [len(keys)], [0.0]).distances
 

@@ -1,4 +1,4 @@
-"""What all dialects make of a call: the messages for a chat template, sampling parameters, what is refused.
+"""Reads the parts of a call that all dialects share: its caller, its messages, its sampling parameters.
 
 Knows the fields that dialects share, and the service; knows no endpoint and no answer.
 """
@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import Request
+
 from foreword.request import SamplingParams, StructuredOutputsParams
+from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.body_limits import MAX_DEPTH
 from foreword.server.bodies.json_scan import parse_json, scan_json
 from foreword.server.dialect import ChatMessage, ChatRequest, ExplainRequest, InputMessage, TokenizeRequest, Tool
-from foreword.server.service import Ending, GivenPrompt, Service
+from foreword.server.service import Caller, Ending, GivenPrompt, Service
 
 
 def check_call(service: Service, body: Any) -> None:
@@ -25,6 +28,14 @@ def check_call(service: Service, body: Any) -> None:
         raise bad_request(f"{unsupported} is not supported by this server; leave it out", param=unsupported)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options is only allowed with stream=true", param="stream_options")
+
+
+def caller_of(
+    body: Any, request: Request, tenant: Tenant, endpoint: str, template_digests: Mapping[str, str] | None = None
+) -> Caller:
+    """The caller of an endpoint that generates, and its wishes for caching."""
+    salt, cache_key, trace_parent = body.cache_salt, body.prompt_cache_key, request.headers.get("traceparent")
+    return Caller(tenant, endpoint, salt, cache_key, trace_parent, template_digests or {}, body.priority or 0)
 
 
 @dataclass(frozen=True, slots=True)

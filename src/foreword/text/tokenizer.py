@@ -159,9 +159,7 @@ class Tokenizer:
     def spell(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` with special tokens by name: for people who read prompts."""
         text: str = self._hf.decode(
-            [int(token_id) for token_id in token_ids],
-            skip_special_tokens=False,
-            clean_up_tokenization_spaces=False,
+            [int(token_id) for token_id in token_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
 

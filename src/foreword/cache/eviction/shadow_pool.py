@@ -1,8 +1,8 @@
 """ShadowPool: an imagined pool of the same size, under a policy of its own.
 
-Knows block ids, keys and what the real pool's requests use; knows neither the real pool's policy nor the other
-shadows. It answers what the real pool would hold now, and how much of it would have been hit, had this policy
-always decided. It moves no KV and takes no decision.
+Knows block ids, keys and the blocks that the real pool's requests use; knows neither the real pool's policy nor the
+other shadows. It shows which blocks the real pool would hold now under this policy, and counts the hits that it would
+have had. It moves no KV and takes no decision.
 
 The shadow's blocks are called slots. A slot *stands for* a real block while both hold the same content:
 
@@ -26,34 +26,34 @@ NO_KEY = 0
 
 
 class ShadowPool:
-    """What a pool of `num_blocks` would hold under `policy`; O(1) and about 150 bytes a block beyond the policy."""
+    """The contents of a pool of `num_blocks` under `policy`; O(1) and about 150 bytes a block beyond the policy."""
 
     def __init__(self, policy: EvictionPolicy, num_blocks: int) -> None:
         self.policy = policy
         self.num_hits = 0
-        """Blocks that requests wanted and that this pool held."""
+        """The number of blocks that requests wanted and that this pool held."""
         self._slot_of_key: dict[int, int] = {}
         self._key: Keys = np.zeros(num_blocks, np.uint64)
         self._num_holders: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
         self._block: BlockIds = np.full(num_blocks, -1, np.int32)
-        """By slot: the real block that it stands for."""
+        """The real block that each slot stands for; -1 for none."""
         self._slot: BlockIds = np.full(num_blocks, -1, np.int32)
-        """By real block: the slot that its content or its holder has."""
+        """The slot of each real block's content or holder; -1 for none."""
         self._is_fresh: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
-        """By real block: taken by a lookup that would have missed here."""
+        """Whether a lookup took the real block that would have missed in this pool."""
         self._blank: BlockIds = NO_BLOCKS
-        """Slots held for blocks whose content has no key (yet)."""
+        """Slots that are held for blocks whose contents have no key (yet)."""
 
     def holds(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """For which of these real blocks a slot stands."""
+        """Whether a slot stands for each of these real blocks."""
         slots = self._slot[block_ids]
         held: npt.NDArray[np.bool_] = (slots >= 0) & (self._block[slots] == block_ids)
         return held
 
-    # ---------------------------------------------------- what requests do
+    # ---------------------------------------------------- requests
 
     def take(self, block_ids: BlockIds, keys: Keys, depths: BlockIds) -> BlockIds:
-        """Requests hold these real blocks, which were free. Returns real blocks for which no slot stands any more."""
+        """Hold these real blocks, which were free. Returns the real blocks that lost their slots."""
         slots = self._slot[block_ids]
         unknown = ~self.holds(block_ids)
         if not unknown.any():
@@ -65,14 +65,14 @@ class ShadowPool:
         return np.concatenate((lost, self._load(block_ids[missing], keys[missing], depths[missing])))
 
     def note_hit(self, block_ids: BlockIds) -> None:
-        """A lookup found these real blocks, which a request holds by now."""
+        """Note that a lookup found these real blocks, which a request holds now."""
         hits = block_ids[~self._is_fresh[block_ids]]
         self._is_fresh[block_ids] = False
         self.num_hits += len(hits)
         self.policy.note_hit(self._slot[hits])
 
     def fill(self, block_ids: BlockIds, keys: Keys, depths: BlockIds) -> BlockIds:
-        """The pool caches these held blocks, which it missed. Returns real blocks for which no slot stands any more."""
+        """Cache these held blocks, as the pool does after a miss. Returns real blocks that lost their slots."""
         slots = self._find(keys)
         missing = slots < 0
         if missing.all():
@@ -84,7 +84,7 @@ class ShadowPool:
         return np.concatenate((lost, self._load(block_ids[missing], keys[missing], depths[missing])))
 
     def release(self, block_ids: BlockIds) -> None:
-        """Nobody holds these real blocks any more. Of several with one content, a slot stands for the last."""
+        """Note that nobody holds these real blocks. Of several with the same content, a slot stands for the last."""
         self._is_fresh[block_ids] = False
         slots = self._slot[block_ids]
         np.subtract.at(self._num_holders, slots, 1)
@@ -101,10 +101,10 @@ class ShadowPool:
             self._blank = self._blank[excess:]
         return self.give_away(-excess)
 
-    # ---------------------------------------------------- what the real pool does
+    # ---------------------------------------------------- the real pool
 
     def give_away(self, count: int) -> BlockIds:
-        """Take slots for blocks that will be filled. Returns the real blocks that lost their slots by it."""
+        """Take slots for blocks that will be filled. Returns the real blocks that lost their slots."""
         if count <= 0:
             return NO_BLOCKS
         slots, lost = self._pop(min(count, len(self.policy)))
@@ -112,13 +112,13 @@ class ShadowPool:
         return lost
 
     def note_evicted(self, block_ids: BlockIds) -> None:
-        """These real blocks, which were free, have lost their content."""
+        """Note that these real blocks, which were free, have lost their contents."""
         slots = self._slot[block_ids[self.holds(block_ids)]]
         self._block[slots] = -1
         self._slot[block_ids] = -1
 
     def forget(self, block_ids: BlockIds, is_free: npt.NDArray[np.bool_]) -> None:
-        """The content of these real blocks cannot be found any more; `is_free` says which of them nobody holds."""
+        """Forget the contents of these real blocks; `is_free` marks the blocks that nobody holds."""
         slots = self._slot[block_ids[self.holds(block_ids)]]
         self._drop(slots)
         self.policy.note_forgotten(slots)
@@ -134,7 +134,7 @@ class ShadowPool:
         return np.array([slot_of_key.get(key, -1) for key in keys.tolist()], np.int32)
 
     def _hold(self, slots: BlockIds, block_ids: BlockIds) -> BlockIds:
-        """Requests hold these real blocks in slots that are there; returns real blocks that had stood for them."""
+        """Hold these real blocks in existing slots. Returns the real blocks for which the slots stood before."""
         if not len(slots):
             return NO_BLOCKS
         self.policy.remove(np.unique(slots[self._num_holders[slots] == 0]))
@@ -145,7 +145,7 @@ class ShadowPool:
         return _distinct(before[(before >= 0) & (before != block_ids)])  # equal blocks have one slot
 
     def _load(self, block_ids: BlockIds, keys: Keys, depths: BlockIds) -> BlockIds:
-        """Requests hold these real blocks, which no slot stands for."""
+        """Hold these real blocks, which have no slots, in new slots. Returns the real blocks that lost their slots."""
         count = len(block_ids)
         if not count:
             return NO_BLOCKS
@@ -166,21 +166,21 @@ class ShadowPool:
         return lost
 
     def _pop(self, count: int) -> tuple[BlockIds, BlockIds]:
-        """Slots that the policy gives away, and the real blocks that they stood for."""
+        """Take slots that the policy gives away. Returns them and the real blocks for which they stood."""
         slots = self.policy.popleft(count)
         blocks = self._block[slots]
         self._drop(slots)
         return slots, blocks[blocks >= 0]
 
     def _drop(self, slots: BlockIds) -> None:
-        """These slots hold nothing any more."""
+        """Forget the contents of these slots."""
         for key in self._key[slots].tolist():
             self._slot_of_key.pop(key, None)
         self._key[slots] = NO_KEY
         self._block[slots] = -1
 
     def in_order(self) -> BlockIds:
-        """The real blocks that would go next, in this order."""
+        """The real blocks in the order in which they would go."""
         blocks = self._block[self.policy.in_order()]
         return blocks[blocks >= 0]
 

@@ -3,8 +3,8 @@
 A prompt that many requests repeat stays; a flood of prompts that nobody repeats goes quickly. The policy learns from
 the traffic which kinds of blocks return.
 
-Knows block ids, depths and keys; knows neither tokens, requests nor wall time. It counts time in
-uses: each block that a request frees is one use. docs/decisions/0010-value-policy.md tells what was tried.
+Knows block ids, depths and keys; knows neither tokens, requests nor wall time. It counts time in uses: each block that
+a request frees is one use. docs/decisions/0010-value-policy.md lists the variants that were tried.
 
 Each freed block belongs to a class: the number of its uses, whether it is the last of its request, and the number of
 blocks that its request added. For each class the policy counts how many blocks reach an age, and how many are
@@ -349,14 +349,14 @@ class ValuePolicy(EmptyFirstPolicy):
         self._parent[block_ids[:-1][follows]] = block_ids[1:][follows]
         classes = self._classify(block_ids)
         self._class[block_ids] = classes
-        again = self._entry[block_ids]  # held by two without a hit: freed by one, then by the other
+        again = self._entry[block_ids]  # two requests held it without a hit, and freed it one after the other
         self._history.is_followed(again[self._history.is_latest(again)])
         self._entry[block_ids] = self._history.add(self._key[block_ids], classes, self._times[block_ids])
         self._end_ranking()
         self._tell_time()
 
     def _discard(self, block_ids: BlockIds) -> None:
-        self._end_ranking()  # `_is_free` says that they are gone, but heads may be worth less without them
+        self._end_ranking()  # `_is_free` shows that they are gone, but heads may be worth less without them
 
     def _take(self, count: int) -> BlockIds:
         taken: list[BlockIds] = [NO_BLOCKS]

@@ -37,17 +37,6 @@ RATE_S = 10.0
 """Tokens per second are counted over this many seconds."""
 
 
-class Dashboard:
-    """Builds one page for each viewer."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def build(self) -> None:
-        """The whole page, for the viewer who asks."""
-        _View(self._service)
-
-
 class _Html:
     """A piece of the page that is sent again only if it has changed."""
 
@@ -61,8 +50,8 @@ class _Html:
             self._element.content = content
 
 
-class _View:
-    """What one viewer sees."""
+class View:
+    """The page of one viewer."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
