@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreword.errors import ConfigError
-from foreword.replay.distances import NUM_GROUPS
+from foreword.replay.distances import NUM_PARTS
 from foreword.replay.keys import PrefixKeys
 from foreword.replay.stack import LruStack
 
@@ -70,9 +70,9 @@ class LiveLruCurve:
     def reset(self) -> None:
         """Forget everything."""
         self._stack = LruStack()
-        self._hits = np.zeros((NUM_GROUPS, len(self._capacities)))
+        self._hits = np.zeros((NUM_PARTS, len(self._capacities)))
         """Sampled blocks found, by part of the sample and capacity."""
-        self._looked_up = np.zeros(NUM_GROUPS)
+        self._looked_up = np.zeros(NUM_PARTS)
         """Sampled blocks looked for, by part of the sample."""
         self._num_blocks = 0.0
         self._num_tokens = 0.0
@@ -93,7 +93,7 @@ class LiveLruCurve:
         if self.sampling_rate < 1.0:
             chosen = np.flatnonzero((keys >> np.uint64(32)) < self._threshold)
             keys, num_looked_up = keys[chosen], int(np.searchsorted(chosen, num_looked_up))
-        parts = (keys[:num_looked_up] % np.uint64(NUM_GROUPS)).astype(np.int64)
+        parts = (keys[:num_looked_up] % np.uint64(NUM_PARTS)).astype(np.int64)
         np.add.at(self._looked_up, parts, 1)
         distances = self._stack.admit(keys)[:num_looked_up]
         seen = distances > 0
@@ -120,7 +120,7 @@ class LiveLruCurve:
         # most popular blocks are in the sample (SHARDS-adj).
         missed = self._looked_up[:, None] - self._hits
         rates = np.clip((self._num_blocks - missed.sum(axis=0) / rate) * per_token, 0.0, 1.0)
-        errors = missed.std(axis=0, ddof=1) * np.sqrt(NUM_GROUPS) / rate * per_token * (rate < 1.0)
+        errors = missed.std(axis=0, ddof=1) * np.sqrt(NUM_PARTS) / rate * per_token * (rate < 1.0)
         return [
             CurvePoint(int(capacity), float(hit_rate), float(error))
             for capacity, hit_rate, error in zip(self._capacities, rates, errors, strict=True)

@@ -94,10 +94,10 @@ class LruStack:
                 stamp_of=_resized(tables.stamp_of, size),
                 last_use=_resized(tables.last_use, size),
             )
-        if 2 * needed > len(tables.block_of_slot):
-            slots = np.full(1 << (4 * needed - 1).bit_length() - 1, -1, np.int32)
-            self._compiled.place_blocks(slots, tables.key_of, self._num_blocks)
-            tables = tables._replace(block_of_slot=slots)
+        if 2 * needed > len(tables.block_of_bucket):
+            buckets = np.full(1 << (4 * needed - 1).bit_length() - 1, -1, np.int32)
+            self._compiled.place_blocks(buckets, tables.key_of, self._num_blocks)
+            tables = tables._replace(block_of_bucket=buckets)
         self._tables = tables
         if self._next_stamp + num_new > len(tables.block_of_stamp):
             self._renumber(num_new)

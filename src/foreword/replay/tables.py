@@ -34,7 +34,7 @@ class Tables(NamedTuple):
                       ^ 1   +   2   + 1  = 4
     """
 
-    block_of_slot: npt.NDArray[np.int32]
+    block_of_bucket: npt.NDArray[np.int32]
     """[a power of 2, at least twice the blocks]: hash table with linear probing; -1: empty."""
     key_of: PrefixKeys
     """[blocks]"""

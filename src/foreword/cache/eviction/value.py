@@ -101,12 +101,12 @@ class _History:
         count_kept = min(count, len(self._key))  # a request longer than the ring overwrites itself
         entries = np.arange(self.num_uses, self.num_uses + count)
         kept = entries[count - count_kept :]
-        slots = kept % len(self._key)
-        self._forget(self._key[slots], kept - len(self._key))
-        self._key[slots] = keys[count - count_kept :]
-        self._class[slots] = classes[count - count_kept :]
-        self._times[slots] = times[count - count_kept :]
-        self._latest[slots] = True
+        places = kept % len(self._key)
+        self._forget(self._key[places], kept - len(self._key))
+        self._key[places] = keys[count - count_kept :]
+        self._class[places] = classes[count - count_kept :]
+        self._times[places] = times[count - count_kept :]
+        self._latest[places] = True
         self.num_uses += count
         known = keys[count - count_kept :] != 0
         self._entry_of.update(zip(keys[count - count_kept :][known].tolist(), kept[known].tolist(), strict=True))
@@ -138,9 +138,9 @@ class _History:
         old = np.arange(self.oldest, self.num_uses)
         kept = [column[old % len(self._key)] for column in self._columns()]
         self._allocate(min(self.max_uses, 2 * len(self._key)))
-        slots = old % len(self._key)
+        places = old % len(self._key)
         for column, values in zip(self._columns(), kept, strict=True):
-            column[slots] = values
+            column[places] = values
 
     def _columns(self) -> list[npt.NDArray[Any]]:
         return [self._key, self._class, self._times, self._latest]
