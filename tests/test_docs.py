@@ -73,7 +73,9 @@ def test_the_files_and_folders_that_a_page_names_exist(name):
 
 
 def test_a_file_that_was_moved_is_found_out():
-    page = "Read `engine/scheduler.py`, `cache/`, then `.venv/bin/pytest tests/x.py -k a`:\n\n```\ntext.py  -> (queues/)\n```\n"
+    page = (
+        "Read `engine/scheduler.py`, `cache/`, `.venv/bin/pytest tests/x.py -k a`:\n\n```\ntext.py  -> (queues/)\n```\n"
+    )
     assert paths_in(page) == {"engine/scheduler.py", "cache/", "tests/x.py", "text.py", "queues/"}
 
 
