@@ -54,7 +54,7 @@ class Assembled:
     tokenizer: Tokenizer | None
     layout: CacheLayout
     inexactness: str | None
-    """Why this machine breaks the promise of equal bits; None if it does not, or if nobody checked."""
+    """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
     explain_attention: Callable[[], str]
 
 

@@ -49,7 +49,7 @@ class LLM:
         parts = assemble(self.config)
         self.tokenizer = parts.tokenizer
         self.inexactness = parts.inexactness
-        """What breaks the promise of equal bits on this machine; None if nothing was found (or looked for)."""
+        """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
         self.layout = parts.layout
         """The states that the model's layers keep, and the layout of a block of the pool."""
         self.kv_block_bytes = self.layout.bytes_per_block

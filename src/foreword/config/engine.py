@@ -51,13 +51,13 @@ class ModelConfig:
     device: str = "cpu"
     """Torch device of the weights and the KV."""
     max_model_len: int | None = None
-    """Most tokens of one request, prompt and answer. None: the model's own limit, or what the pool holds."""
+    """Most tokens of one request, prompt and answer. None: the model's limit, or as many as the pool holds."""
     kv_cache_memory_bytes: int | None = None
     """Memory for KV blocks. None: see `gpu_memory_utilization`."""
     gpu_memory_utilization: float | None = None
     """Share of a GPU's memory for weights and KV together; on CPU, share of the memory left after loading, for KV.
 
-    None: 0.9 on a GPU; on CPU, where other programs live too, a quarter of what is available, at most
+    None: 0.9 on a GPU; on CPU, which other programs use too, a quarter of the available memory, at most
     4 GiB of KV.
     """
     attention_kernel: KernelName = "auto"
@@ -118,7 +118,7 @@ class CacheConfig:
     explain_misses: bool = True
     """Keep an account of cached and evicted blocks, so that every lookup can say why it missed."""
     cache_events: bool = False
-    """Record what the cache stores and removes, for `LLM.take_cache_events`; needs `explain_misses`."""
+    """Record events of stored and removed blocks, for `LLM.take_cache_events`; needs `explain_misses`."""
 
     max_pinned_share: float = 0.5
     """Largest share of all blocks that `LLM.pin_prefix` may protect; 0.0: none."""
@@ -179,7 +179,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     seed: int = 0
-    """Seed for requests without one of their own."""
+    """Seed for requests that have none."""
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> EngineConfig:

@@ -26,7 +26,7 @@ CONFIG_HELP = "YAML, TOML or JSON file of options, under the names of these flag
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """The options of one command: `add_to` its parser, then read what was `given`."""
+    """The options of one command: `add_to` adds flags to its parser, `given` reads their values."""
 
     groups: Mapping[str, Mapping[str, Option]]
     """Options by name, under the titles of --help."""

@@ -23,7 +23,7 @@ from foreword.replay.trace import RecordedRequest
 OPTIMUM = "optimum"
 NUM_CURVE_POINTS = 96
 MAX_TABLE_BLOCKS = 50_000_000
-"""Largest cache: the engine's own tables take 34 bytes per block even when empty."""
+"""The largest simulated cache: the engine's tables take 34 bytes per block even when empty."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class ReplayResult:
         return count.tokens / self.num_tokens
 
     def hit_ratios(self) -> dict[str, dict[str, float]]:
-        """By policy, by capacity's name: share of the blocks found."""
+        """The share of the blocks found, by policy, then by capacity's name."""
         return {
             policy: {name: round(self.block_ratio(count), 6) for name, count in by_capacity.items()}
             for policy, by_capacity in self.hits.items()

@@ -1,4 +1,4 @@
-"""How far back each block was last used: LRU at every capacity at once, whole batches of requests at a time.
+"""LruStack: the distance to each block's last use, which gives LRU at every capacity at once.
 
 Knows prefix keys and times; knows no capacity. The distance of a block that comes again is the number of different
 blocks used since, itself included: LRU finds it if and only if the capacity is at least that. (A request uses its

@@ -63,7 +63,7 @@ class TraceReader:
     """The requests of a file, in its order; may be iterated several times.
 
     A line that is not a request is passed over, counted and located, or, when `strict`, raises TraceError. So
-    does a file that cannot be read or holds no request at all. `block_tokens` None: what the format says (512
+    does a file that cannot be read or holds no request at all. `block_tokens` None: the format's size (512
     for Mooncake's, 16 for tokens). `on_progress` gets the number of bytes that were read since its last call.
     """
 

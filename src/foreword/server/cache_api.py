@@ -1,6 +1,6 @@
 """The cache's own endpoints: /v1/cache, /v1/cache/explain, /reset_prefix_cache, /metrics.
 
-Knows their fields, and what of the cache may be shown to whom: operators see everything, tenants only their own.
+Knows their fields, and who may see which part of the cache: operators see everything, tenants only their own prefixes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ async def explain(
 
 @router.get("/v1/cache")
 async def cache(request: Request, nodes: int = DEFAULT_TREE_NODES) -> Response:
-    """Statistics of the cache and its most reused prefixes: for operators of all tenants, for a tenant its own."""
+    """Statistics of the cache and its most reused prefixes. Operators see all tenants, a tenant only itself."""
     service = service_of(request)
     if not 0 <= nodes <= MAX_TREE_NODES:
         raise bad_request(f"nodes={nodes} is out of range; use 0 to {MAX_TREE_NODES}", param="nodes")
@@ -182,7 +182,7 @@ def node_report(node: PrefixNode, tokenizer: Tokenizer | None, tenant: str | Non
 
 
 async def _of_tenant(service: Service, tenant: Tenant, limit: int) -> dict[str, Any]:
-    """The cache as a tenant may see it: its own requests, and the prefixes under its own salts."""
+    """The part of the cache that a tenant may see: its requests, and the prefixes under its salts."""
     stats = service.records.tenants().get(tenant.name, TenantStats())
     body: dict[str, Any] = {"object": "cache", "statistics": _tenant_stats(stats)}
     if service.config.keys_file is None:

@@ -21,7 +21,7 @@ from foreword.server.service import Caller, Ending, GivenPrompt, Service
 
 
 def check_call(service: Service, body: Any) -> None:
-    """Refuse other models, and fields that ask for what this engine cannot do."""
+    """Refuse other models, and fields for features that this engine lacks."""
     service.check_model(body.model)
     unsupported = body.asks_for_unsupported()
     if unsupported is not None:
@@ -40,7 +40,7 @@ def caller_of(
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Parameters that each dialect names in its own way."""
+    """Parameters that have another name in each dialect."""
 
     max_tokens: int | None
     logprobs: int | None

@@ -1,4 +1,4 @@
-"""The requests of OpenAI's API, and our own, as pydantic models.
+"""The requests of OpenAI's API, and of our endpoints, as pydantic models.
 
 Knows field names, types and ranges; knows nothing of tokens. An unknown field is an error, so that a typing mistake is
 not taken for a default. Fields for features that this engine lacks are known and refused by name (`UNSUPPORTED`);
@@ -69,10 +69,10 @@ class StreamOptions(_Body):
 
 
 class ForewordOptions(_Body):
-    """Our own options beside OpenAI's."""
+    """Options that OpenAI's API does not have."""
 
     cache: bool = False
-    """Report in the response what the cache held of the prompt, and why not more."""
+    """Report in the response which part of the prompt was cached, and why not more."""
 
 
 class JsonSchema(_Body):

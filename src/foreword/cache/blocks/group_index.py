@@ -1,4 +1,4 @@
-"""GroupedHashIndex: which block of which group holds which prefix.
+"""GroupedHashIndex: finds the block of each group that holds a prefix.
 
 Knows block keys, block ids and group numbers; knows neither sequences nor attention types.
 

@@ -329,7 +329,7 @@ class ValuePolicy(EmptyFirstPolicy):
         return classes
 
     def _tell_time(self) -> None:
-        """Count uses from time to time; `value` computes on demand what follows from the counts."""
+        """Count uses from time to time; `value` computes values from the counts on demand."""
         now = self._history.num_uses
         if now < self._next_count:
             return

@@ -21,7 +21,7 @@ class _Sizes:
 
 @dataclass(frozen=True, slots=True)
 class FullAttentionSpec(_Sizes):
-    """Every position attends to all before it."""
+    """Every position attends to all earlier ones."""
 
     block_size: int = 16
     """Tokens per block."""
@@ -45,7 +45,7 @@ class SlidingWindowSpec(_Sizes):
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLocalSpec(_Sizes):
-    """Every position attends to those before it in its own chunk of `chunk` positions."""
+    """Every position attends to the earlier positions of its chunk of `chunk` positions."""
 
     chunk: int
     block_size: int = 16

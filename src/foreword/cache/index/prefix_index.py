@@ -129,4 +129,4 @@ class PrefixIndex(Protocol):
         """Raise AssertionError if the index contradicts itself."""
 
     def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
-        """Raise AssertionError if a block of this sequence's table is indexed as anything but what it holds there."""
+        """Raise AssertionError if a block of this table is indexed as another block than the sequence's."""

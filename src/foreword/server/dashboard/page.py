@@ -1,7 +1,7 @@
-"""The page: its parts, and when they are drawn anew.
+"""The dashboard's page: its parts, and their refresh.
 
-Knows the service and NiceGUI; what is drawn comes from drawings.py. One look at the engine a second serves all
-viewers, and nothing is looked at while nobody views.
+Knows the service and NiceGUI; drawings.py makes the drawings. One snapshot of the engine a second serves all viewers;
+without viewers nothing takes any.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class View:
             with _card("Model", "span12"):
                 self._model = _Html("model-facts", "model")
             self._traffic: list[ui.element] = []
-            """What there is nothing to show in before the first request."""
+            """Parts that have nothing to show before the first request."""
             with _card("Waiting for the first request", "span12 waiting") as self._waiting:
                 ui.html(_first_request(), sanitize=False).props('data-testid="waiting"')
             with ui.element("div").classes("span12 tools") as tools:
