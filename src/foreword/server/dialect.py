@@ -1,4 +1,4 @@
-"""The requests of OpenAI's API, and of our endpoints, as pydantic models.
+"""The dialect: the requests of OpenAI's API, and of our endpoints, as pydantic models.
 
 Knows field names, types and ranges; knows nothing of tokens. An unknown field is an error, so that a typing mistake is
 not taken for a default. Fields for features that this engine lacks are known and refused by name (`UNSUPPORTED`);

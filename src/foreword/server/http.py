@@ -1,6 +1,6 @@
 """HTTP for the endpoints: the caller, answers as JSON or server-sent events, and clients that leave.
 
-Knows FastAPI and the shape of a dialect's answers; knows nothing of their fields.
+Knows FastAPI and the protocol of an API's answers; knows nothing of their fields.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Event = tuple[str | None, dict[str, Any] | str]
 """Name (or None) and data of a server-sent event. Long data is JSON text already, written off the event loop."""
 
 
-class Dialect(Protocol):
+class AnswerWriter(Protocol):
     """Writes one answer in the form of an API."""
 
     piece_depth: int
@@ -66,11 +66,11 @@ def error_response(error: Exception) -> Response:
     return json_response(answer.body(), answer.status, answer.headers)
 
 
-async def respond(request: Request, answer: AnswerStream, dialect: Dialect, *, stream: bool) -> Response:
+async def respond(request: Request, answer: AnswerStream, writer: AnswerWriter, *, stream: bool) -> Response:
     """Answer with the engine's result; if the client leaves before the end, its requests are aborted."""
     limit_s = service_of(request).config.request_timeout_s
     if stream:
-        return _EventStream(answer, _server_sent(answer, dialect), limit_s)
+        return _EventStream(answer, _server_sent(answer, writer), limit_s)
     try:
         async with asyncio.timeout(limit_s):
             deltas = await _unless_disconnected(request, _collect(answer))
@@ -83,9 +83,9 @@ async def respond(request: Request, answer: AnswerStream, dialect: Dialect, *, s
         return Response(status_code=499)  # nobody reads this
 
     def write() -> Response:
-        return Response(to_long_json(dialect.whole(answer, deltas), dialect.piece_depth), media_type="application/json")
+        return Response(to_long_json(writer.whole(answer, deltas), writer.piece_depth), media_type="application/json")
 
-    return await off_loop(dialect.num_bytes(answer, deltas), write)
+    return await off_loop(writer.num_bytes(answer, deltas), write)
 
 
 async def _collect(answer: AnswerStream) -> list[Delta]:
@@ -109,9 +109,9 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _server_sent(answer: AnswerStream, dialect: Dialect) -> AsyncIterator[bytes]:
+async def _server_sent(answer: AnswerStream, writer: AnswerWriter) -> AsyncIterator[bytes]:
     try:
-        async for events in dialect.events(answer):
+        async for events in writer.events(answer):
             yield "".join(_written(name, data) for name, data in events).encode()
     except APIError as error:
         yield _written(None, error.body()).encode()

@@ -71,9 +71,9 @@ async def chat_completions(
         params = replace(params, open_constraint=await service.open_lark(forced))
     prompt = await service.conversation(messages, inputs, ending_of(body))
     prompt = service.fit(prompt, params)
-    dialect = _ChatAnswer(service, new_id("chatcmpl-"), body, extras, tool_use)
-    answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
-    return await respond(request, answer, dialect, stream=bool(body.stream))
+    writer = _ChatAnswer(service, new_id("chatcmpl-"), body, extras, tool_use)
+    answer = await service.start(caller, writer.response_id, [prompt], params, stream=bool(body.stream))
+    return await respond(request, answer, writer, stream=bool(body.stream))
 
 
 @router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
@@ -90,9 +90,9 @@ async def completions(
     limits = _completion_limits(body)
     params = await sampling_params(service, body, limits, structured_outputs(body, body.response_format))
     tokens = [service.fit(Prompt(prompt), params) for prompt in await _prompts(service, body, request)]
-    dialect = _CompletionAnswer(service, new_id("cmpl-"), body, extras, [prompt.token_ids for prompt in tokens])
-    answer = await service.start(caller, dialect.response_id, tokens, params, stream=bool(body.stream))
-    return await respond(request, answer, dialect, stream=bool(body.stream))
+    writer = _CompletionAnswer(service, new_id("cmpl-"), body, extras, [prompt.token_ids for prompt in tokens])
+    answer = await service.start(caller, writer.response_id, tokens, params, stream=bool(body.stream))
+    return await respond(request, answer, writer, stream=bool(body.stream))
 
 
 # ------------------------------------------------------------------- requests

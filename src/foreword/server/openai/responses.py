@@ -58,10 +58,10 @@ async def create_response(
     inputs = template_inputs(body.reasoning.effort if body.reasoning is not None else None)
     prompt = service.fit(await service.conversation([*head, *conversation], inputs), params)
     extras = Extras(service, tenant, request, body)
-    dialect = _ResponseAnswer(service, body, kept, tenant, conversation, extras)
+    writer = _ResponseAnswer(service, body, kept, tenant, conversation, extras)
     caller = caller_of(body, request, tenant, "responses", digests(inputs))
-    answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
-    return await respond(request, answer, dialect, stream=bool(body.stream))
+    answer = await service.start(caller, writer.response_id, [prompt], params, stream=bool(body.stream))
+    return await respond(request, answer, writer, stream=bool(body.stream))
 
 
 @router.get("/v1/responses/{response_id}")
