@@ -221,7 +221,7 @@ def _convert(token_ids: npt.ArrayLike) -> TokenArray:
     except ValueError:  # lists of different lengths
         given = np.empty((0, 0))
     if given.ndim != 1:
-        raise InvalidRequestError("token ids must have one dimension; give a list, or an array of one dimension")
+        raise InvalidRequestError("token ids must be one row of numbers; give a list, or an array of one dimension")
     if given.size and (given.dtype.kind not in "iub" or given.min() < 0 or given.max() > MAX_TOKEN_ID):
         for token in given.tolist():
             check_token_id(token)
