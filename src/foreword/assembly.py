@@ -1,6 +1,6 @@
-"""Assembly: a configuration becomes an engine.
+"""Assembly: builds an engine from a configuration.
 
-Knows every room and puts them together; has no logic of its own beyond sizes that must fit.
+Knows every room and connects them; its only logic checks that sizes fit.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Assembled:
     tokenizer: Tokenizer | None
     layout: CacheLayout
     inexactness: str | None
-    """What breaks the promise of equal bits on this machine; None if nothing was found (or looked for)."""
+    """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
     explain_attention: Callable[[], str]
 
 
 def assemble(config: EngineConfig) -> Assembled:
     """Load a model and its tokenizer, check the model, and build an engine around it.
 
-    Raises ModelLoadError, UnsupportedModelError, or ConfigError for what does not fit together.
+    Raises ModelLoadError, UnsupportedModelError, or ConfigError for options that do not fit together.
     """
     with LoadingLog(config.model.model) as log:
         with head_start(config.model):
@@ -69,7 +69,7 @@ def assemble(config: EngineConfig) -> Assembled:
             tokenizer = load_tokenizer(config.model)
             log.enter("reading the weights; the first start on a machine also compiles kernels")
             model = load(config.model)
-        from foreword.model.self_check import find_inexactness  # imports torch: a model that is not there needs none
+        from foreword.model.self_check import find_inexactness  # imports torch, which a missing model does not need
 
         if config.model.self_check:
             log.enter("checking that answers have the same bits with and without the cache")
@@ -151,7 +151,7 @@ def build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer 
         manager = _make_manager(config, layout, num_blocks)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
-            f"{budget} bytes of KV memory ({num_blocks} blocks) cannot be had on {model.device}; lower "
+            f"{budget} bytes of KV memory ({num_blocks} blocks) cannot be allocated on {model.device}; lower "
             f"{'kv_cache_memory_bytes' if config.cache.num_gpu_blocks_override is None else 'num_gpu_blocks_override'}"
         ) from error
     limits = ModelLimits(
@@ -201,7 +201,7 @@ def make_runner(model: LoadedModel, storage: KVStorage, limits: RunnerLimits) ->
 
 
 def load_grammars(tokenizer: Tokenizer | None, limits: ModelLimits) -> Grammars:
-    """Constraints for a tokenizer. Raises InvalidRequestError where the model or the installation cannot have any."""
+    """The maker of constraints. Raises InvalidRequestError if the model or the installation lacks what it needs."""
     try:
         from foreword.grammar import Grammars
     except ImportError as error:
@@ -221,9 +221,9 @@ def _eviction_policy(options: CacheConfig, num_blocks: int) -> EvictionPolicy:
 
 
 def _block_keys(config: EngineConfig, model: LoadedModel) -> BlockKeys:
-    """Keys that differ by the model's name, architecture, sizes and precision, and by the deployment's salt."""
+    """Block keys that depend on the model's name, architecture, sizes and precision, and on the deployment's salt."""
     described = model.config.to_dict()
-    for name in ("_name_or_path", "transformers_version"):  # the same model elsewhere
+    for name in ("_name_or_path", "transformers_version"):  # they differ for the same model on another machine
         described.pop(name, None)
     name = config.model.model
     facts = {
@@ -249,7 +249,7 @@ def _sink_tokens(config: EngineConfig, vocab_size: int) -> npt.NDArray[np.int32]
 
 
 def _make_manager(config: EngineConfig, layout: CacheLayout, num_blocks: int) -> KVCacheManager:
-    """One full group can have any index, and hits to the token; others are found by hash keys."""
+    """A manager for these layers. One full group can have any index, and hits to the token; others need hash keys."""
     cache = config.cache
     events = EventLog() if cache.cache_events else None
     ledger = CacheLedger(num_blocks, events=events) if cache.explain_misses else None

@@ -1,14 +1,14 @@
-"""Batch: what to run this step; BatchResult: what came back.
+"""Batch: the input of one step; BatchResult: its results.
 
-Knows requests, positions and block tables as numpy arrays; knows neither how they were chosen nor how
-they are computed. All requests of a step are laid end to end:
+Knows requests, positions and block tables as numpy arrays; knows neither how the scheduler chose them nor how a runner
+computes them. All requests of a step are laid end to end:
 
     request      0              1      2
     token_ids    5 6 7 8 9      3      4 4 4 4
     positions    0 1 2 3 4     17      8 9 10 11        (in the request's own sequence)
     query_starts 0              5      6             10
 
-A batch that is planned while the one before it is computed has tokens that only that one will tell; they stand as 0:
+A batch may be planned while the batch before it is still computed. Tokens that the earlier batch will sample are 0:
 
     before       samples      3      7      -
     token_ids    0      0     4 4 4 4       expected (0, 0), (1, 1)
@@ -24,26 +24,26 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import NULL_BLOCK
+from foreword.cache.block_ids import Int64Array as Int64Array
 from foreword.request import FACTS, FactRows, Request, TokenLogprobs
 
 IntArray = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 NONE_EXPECTED: IntArray = np.empty((0, 2), np.int32)
 
 PROGRESS = np.dtype(
     [
-        ("stay", np.int64),  # which request it is, and since which admission; 0 for none
-        ("num_tokens", np.int64),  # of prompt and answer, one that is expected included
+        ("stay", np.int64),  # identifies a request and its admission; 0 for none
+        ("num_tokens", np.int64),  # of prompt and answer, including one that is expected
         ("num_computed", np.int64),  # leading tokens whose KV is in this request's blocks
-        ("num_shared", np.int64),  # leading tokens whose KV was in the hit blocks at admission; never written by it
+        ("num_shared", np.int64),  # leading tokens whose KV was in hit blocks at admission; never written
         ("last_token", np.int64),  # 0 if it is expected
-        ("source", np.int64),  # number of the entry in the step before whose token is expected; -1 for none
+        ("source", np.int64),  # entry of the step before that samples the expected token; -1 for none
         ("is_new", np.bool_),  # has no token since it was admitted
     ],
     align=True,
 )
-"""How far a running request is."""
+"""The progress of a running request."""
 
 
 class BatchEntry(NamedTuple):
@@ -53,31 +53,31 @@ class BatchEntry(NamedTuple):
     start: int
     end: int
     samples: bool
-    """Whether this step reaches the end of the sequence, so that a next token follows."""
+    """Whether this step reaches the end of the sequence, so that it samples a token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """All shares of a step, as columns; iterating gives them one by one."""
+    """All requests' shares of a step, as columns; iterating gives them one by one."""
 
     requests: list[Request]
     rows: Int64Array
-    """Where the scheduler keeps them."""
+    """The scheduler's row of each request, [entries]."""
     starts: Int64Array
     ends: Int64Array
     progress: npt.NDArray[np.void]
-    """[entries] PROGRESS, as it was when the step was planned."""
+    """[entries] PROGRESS at the time when the step was planned."""
     facts: FactRows
     """[entries]"""
     samples: BoolArray = field(init=False)
-    """[entries]: which reach the ends of their sequences."""
+    """[entries]: whether each reaches the end of its sequence."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "samples", self.ends == self.progress["num_tokens"])
 
     @classmethod
     def of_prompts(cls, requests: Sequence[Request]) -> Entries:
-        """Requests that nobody scheduled, each computed as a whole."""
+        """Entries that compute whole requests, without a scheduler."""
         lengths = np.array([len(request) for request in requests], np.int64)
         progress = np.zeros(len(requests), PROGRESS)
         progress["num_tokens"] = lengths
@@ -96,7 +96,7 @@ class Entries:
         return map(BatchEntry, self.requests, *columns)
 
     def num_generated(self) -> Int64Array:
-        """How many tokens of its answer each has when this step is computed, if it samples then; [entries]."""
+        """The number of tokens that each answer has after this step, if it samples; [entries]."""
         counts: Int64Array = self.ends - self.facts["num_prompt_tokens"]
         return counts
 
@@ -116,16 +116,16 @@ class Batch:
     query_starts: IntArray
     """[requests + 1]: request r owns tokens query_starts[r] to query_starts[r + 1]."""
     group_tables: tuple[IntArray, ...]
-    """Per group of layers [requests, longest table]; entries past a request's own table are meaningless,
-    and NULL_BLOCK stands where the group needs nothing any more."""
+    """For each group of layers [requests, longest table]; entries beyond a request's table are meaningless, and
+    NULL_BLOCK replaces blocks that the group no longer needs."""
     write_from: IntArray
-    """[requests]: KV of positions before this is in shared blocks and must not be written."""
+    """[requests]: the KV of earlier positions is in shared blocks and must not be written."""
     copies: IntArray
     """[copies, 2]: blocks (source, target) to copy before anything is written."""
     prompt_ends: IntArray | None = None
-    """[requests]: positions from this on hold generated tokens. None: all are prompts'."""
+    """[requests]: the first position of generated tokens. None: all tokens are prompts'."""
     expected: IntArray = field(default_factory=lambda: NONE_EXPECTED)
-    """[expected, 2]: number of a token, ascending, and of the entry of the batch before whose sample it is."""
+    """[expected, 2]: the number of a token, ascending, and the entry of the batch before that samples it."""
 
     @property
     def num_tokens(self) -> int:
@@ -137,7 +137,7 @@ class Batch:
         return self.group_tables[0]
 
     def of_group(self, group_id: int, null_block: int) -> Batch:
-        """The batch as one group's layers see it, with `null_block` for what the group has given up."""
+        """The batch with one group's tables, in which `null_block` replaces blocks that the group has released."""
         tables = self.group_tables[group_id]
         given_up = tables == NULL_BLOCK
         if not given_up.any():
@@ -150,11 +150,11 @@ class BatchResult:
     """Results in the order of the batch's entries."""
 
     token_ids: Int64Array
-    """[entries]; any for those that do not sample."""
+    """[entries]; meaningless for entries that do not sample."""
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """Entry number -> log probabilities of its token, where they were asked for."""
+    """The log probabilities of each entry's token, by entry number, if requested."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Entry number -> log probabilities of the prompt tokens that follow the computed positions."""
+    """The log probabilities of the prompt tokens after the computed positions, by entry number."""
 
 
 def build_batch(entries: Entries, group_tables: Sequence[IntArray], copies: IntArray) -> Batch:

@@ -1,6 +1,6 @@
-"""LLM: the composition root for offline use.
+"""LLM: the class for use from Python.
 
-Knows prompts as users give them, and outputs; `assembly.py` puts the rooms together.
+Knows users' prompts, and outputs; `assembly.py` builds the engine.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.assembly import assemble, load_grammars
-from foreword.cache import (
-    NO_EXTRA_KEYS,
-    ExtraKeys,
-    LookupExplanation,
-    NumberedEvent,
-)
+from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, LookupExplanation, NumberedEvent
 from foreword.config import EngineConfig, engine_options
 from foreword.config.keywords import EngineKeywords
 from foreword.engine import CacheReport, Engine, Prompt
@@ -34,7 +29,7 @@ from foreword.text.conversation import ChatKeywords, template_inputs
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from foreword.grammar import Grammars  # llguidance, loaded when the first is asked for
+    from foreword.grammar import Grammars  # imports llguidance, which is loaded on demand
 
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...}; a content is a text, or a list of {"type": "text", "text": ...}."""
@@ -45,9 +40,8 @@ class LLM:
     """A model with a prefix cache, for use from Python.
 
     Options are the fields of `foreword.config.ModelConfig`, `CacheConfig` and `SchedulerConfig`, and
-    `seed`. Options of vLLM that foreword does not have are accepted where they change nothing. Raises
-    ModelLoadError, UnsupportedModelError or ConfigError. Can be used as a context manager; `close()` gives
-    the memory back.
+    `seed`. Options that only vLLM has are accepted with values that change nothing. Raises ModelLoadError,
+    UnsupportedModelError or ConfigError. It is a context manager; `close()` frees the memory.
     """
 
     def __init__(self, model: str, **options: Unpack[EngineKeywords]) -> None:
@@ -55,11 +49,11 @@ class LLM:
         parts = assemble(self.config)
         self.tokenizer = parts.tokenizer
         self.inexactness = parts.inexactness
-        """What breaks the promise of equal bits on this machine; None if nothing was found (or looked for)."""
+        """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
         self.layout = parts.layout
-        """What the model's layers remember, and how a block of the pool is laid out for them."""
+        """The states that the model's layers keep, and the layout of a block of the pool."""
         self.kv_block_bytes = self.layout.bytes_per_block
-        """Memory of one block of the pool."""
+        """Bytes of one block of the pool."""
         self._engine: Engine | None = parts.engine
         self._explain_attention = parts.explain_attention
         self._request_numbers = itertools.count()
@@ -67,7 +61,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine below, for stepping by hand. Raises EngineError after `close()`."""
+        """The engine, for callers that step it themselves. Raises EngineError after `close()`."""
         if self._engine is None:
             raise EngineError("this LLM is closed; make a new one")
         return self._engine
@@ -87,20 +81,20 @@ class LLM:
 
         A prompt is a text or `{"prompt_token_ids": [...]}` (or `{"prompt": "..."}`), optionally with
         "cache_salt" and "priority"; `priority` has one for each prompt. One SamplingParams serves all
-        prompts, a list gives one each. If a prompt is invalid, InvalidRequestError is raised and none is
-        run. `show_progress` None shows a progress bar if there are several prompts and standard error is a
-        terminal; `use_tqdm` is vLLM's name for it.
+        prompts; a list has one for each prompt. Raises InvalidRequestError, and runs nothing, if a prompt is invalid.
+        With `show_progress=None` a progress bar appears if there are several prompts and standard error is a
+        terminal; `use_tqdm` is vLLM's name for this option.
         """
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
         shown = show_progress if use_tqdm is None else bool(use_tqdm)
-        asked = [self._prompt(prompt) for prompt in inputs]
+        parsed = [self._prompt(prompt) for prompt in inputs]
         if priority is not None:
-            if len(priority) != len(asked):
-                raise InvalidRequestError(f"{len(asked)} prompts, but {len(priority)} priorities; give one each")
-            asked = [replace(one, priority=_priority(own)) for one, own in zip(asked, priority, strict=True)]
-        for one in asked:
-            self.check_priority(one.priority)
-        return self._run(asked, sampling_params, shown)
+            if len(priority) != len(parsed):
+                raise InvalidRequestError(f"{len(parsed)} prompts, but {len(priority)} priorities; give one each")
+            parsed = [replace(one, priority=_priority(value)) for one, value in zip(parsed, priority, strict=True)]
+        for prompt in parsed:
+            self.check_priority(prompt.priority)
+        return self._run(parsed, sampling_params, shown)
 
     def chat(
         self,
@@ -113,10 +107,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or several; results in their order.
 
-        `tools` are described to the model, as functions in OpenAI's form; calls are part of the answer's text.
-        `chat_template_kwargs` are what else the chat template may use, such as {"enable_thinking": False};
-        `chat_template` is used in place of the tokenizer's. With `add_generation_prompt=False` the prompt ends
-        after the last message, with `continue_final_message=True` inside it, and the answer goes on from there.
+        `tools` are functions in OpenAI's form that the prompt describes; calls are part of the answer's text.
+        `chat_template_kwargs` are further inputs of the chat template, such as {"enable_thinking": False};
+        `chat_template` replaces the tokenizer's template. With `add_generation_prompt=False` the prompt ends after the
+        last message. With `continue_final_message=True` it ends inside the last message, and the answer continues it.
         """
         if isinstance(messages, str | Mapping):
             raise InvalidRequestError(
@@ -130,7 +124,7 @@ class LLM:
         return self._run(prompts, sampling_params, show_progress if use_tqdm is None else bool(use_tqdm))
 
     def add_request(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> RequestOutput:
-        """Queue one prompt; `engine.step()` runs it together with others, and fills the output that is returned."""
+        """Queue one prompt; `engine.step()` runs it together with others, and fills the returned output."""
         params = self._constrained(sampling_params or SamplingParams())
         return self.engine.add_request(self._next_id(), self._prompt(prompt), params)
 
@@ -147,7 +141,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         **rendering: Unpack[ChatKeywords],
     ) -> Iterator[RequestOutput]:
-        """Answer one conversation, yielding as `stream` does."""
+        """Answer one conversation, yielding its output as `stream` does."""
         return self._stream(self._chat_prompt(messages, rendering), sampling_params)
 
     def get_tokenizer(self) -> Any:
@@ -159,7 +153,7 @@ class LLM:
         output = engine.add_request(self._next_id(), prompt, self._constrained(params or SamplingParams()))
         shown = (0, False)
         try:
-            # Somebody else may step the engine between two of our turns: what counts is what has come.
+            # Other code may step the engine between two of our turns, so compare the output with the last shown one.
             while not shown[1]:
                 progress = (sum(len(completion.token_ids) for completion in output.outputs), output.finished)
                 if progress != shown:
@@ -176,7 +170,7 @@ class LLM:
         return 0 if self._grammars is None else self._grammars.kept.num_bytes
 
     def check_priority(self, priority: int) -> None:
-        """Raises InvalidRequestError for a priority that the scheduling policy does not look at."""
+        """Raise InvalidRequestError for a priority that the scheduling policy ignores."""
         policy = self.config.scheduler.scheduling_policy
         if priority and policy != "priority":
             raise InvalidRequestError(
@@ -192,7 +186,7 @@ class LLM:
         return self._grammars
 
     def _constrained(self, params: SamplingParams) -> SamplingParams:
-        """With a constraint in place of `structured_outputs`."""
+        """The parameters with a constraint in place of `structured_outputs`."""
         wanted = params.structured_outputs
         if wanted is None:
             return params
@@ -215,8 +209,8 @@ class LLM:
         engine = self.engine
         outputs: list[RequestOutput] = []
         try:
-            for prompt, own in zip(prompts, each, strict=True):
-                outputs.append(engine.add_request(self._next_id(), prompt, self._constrained(own)))
+            for prompt, one in zip(prompts, each, strict=True):
+                outputs.append(engine.add_request(self._next_id(), prompt, self._constrained(one)))
             self._step_until_done(outputs, show_progress)
         except BaseException:
             for output in outputs:
@@ -287,20 +281,20 @@ class LLM:
         return CacheReport.of(engine.snapshot(), hit_granularity=granularity, state_interval=engine.state_interval)
 
     def explain_attention(self) -> str:
-        """For a person: which KV attention read once for several requests, and what that is estimated to save."""
+        """A text for people: the KV that attention read once for several requests, and the estimated saving."""
         return self._explain_attention()
 
     def explain(self, prompt: PromptInput) -> LookupExplanation:
-        """How much of this prompt the cache holds now, and why not more, without running it.
+        """Look a prompt up without running it: the part that the cache holds now, and why not more.
 
         Raises InvalidRequestError for an impossible prompt, ConfigError without `explain_misses` or caching.
         """
         if not self.engine.snapshot().has_ledger:
-            raise ConfigError("no account is kept of what was cached; leave explain_misses and prefix caching on")
+            raise ConfigError("the cache has no ledger; leave explain_misses and prefix caching on")
         return self.engine.explain(self._prompt(prompt))
 
     def take_cache_events(self) -> list[NumberedEvent]:
-        """What the cache stored and removed since the last call. Raises ConfigError without `cache_events`."""
+        """The cache's events since the last call. Raises ConfigError without `cache_events`."""
         return self.engine.take_cache_events()
 
     def reset_prefix_cache(self) -> None:
@@ -308,10 +302,10 @@ class LLM:
         self.engine.reset_prefix_cache()
 
     def pin_prefix(self, prompt: PromptInput, *, ttl_s: float = 300.0) -> int:
-        """Keep a prompt cached for `ttl_s` seconds, computing it first if it is not; returns how many tokens are.
+        """Keep a prompt cached for `ttl_s` seconds; compute it first if necessary. Returns the number of kept tokens.
 
-        Only whole blocks are kept, and at most `max_pinned_share` of the memory in all. Pins are soft: when
-        running requests need every block, pinned ones go too, last. A longer pin replaces a shorter one.
+        A pin keeps only whole blocks; all pins together keep at most `max_pinned_share` of the memory. Pins are soft:
+        when running requests need all blocks, pinned ones are evicted last. A longer pin replaces a shorter one.
         Raises InvalidRequestError for an impossible prompt or time, ConfigError if caching or pins are off.
         """
         if not self.config.cache.enable_prefix_caching or not self.config.cache.max_pinned_share:
@@ -327,13 +321,13 @@ class LLM:
         return engine.pin_prefix(checked, ttl_s)
 
     def unpin_prefix(self, prompt: PromptInput) -> None:
-        """Let a prompt's cached blocks be evicted like all others, whatever prompt they were pinned for."""
+        """Let a prompt's cached blocks be evicted like all others, even if another prompt's pin keeps them too."""
         self.engine.unpin_prefix(self._prompt(prompt))
 
     # ------------------------------------------------------------------- close
 
     def close(self) -> None:
-        """Abort what runs and give the memory back; may be called twice. Nothing else works afterwards."""
+        """Abort the running requests and free the memory; may be called twice. Afterwards nothing else works."""
         if self._engine is not None:
             self._engine.abort_all()
             self._engine = None
@@ -346,7 +340,7 @@ class LLM:
 
 
 def _signature() -> inspect.Signature:
-    """What help() and notebooks show of `LLM(...)`: all options with their defaults."""
+    """The signature of `LLM(...)` that help() and notebooks show: all options with their defaults."""
     parameters = [inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str)]
     for option in engine_options().values():
         if option.name != "model":
@@ -375,7 +369,7 @@ def _extra_keys(salt: Any) -> ExtraKeys:
 
 
 def _token_array(token_ids: Any) -> npt.NDArray[np.int32]:
-    """Token ids as an array; anything that is not a flat list of integers raises InvalidRequestError."""
+    """Token ids as an array. Raises InvalidRequestError unless they are a flat list of integers."""
     try:
         array = np.asarray(token_ids)
     except ValueError:  # lists of unequal length

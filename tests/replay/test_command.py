@@ -14,8 +14,8 @@ from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacit
 from foreword.replay.keys import as_content_ids, chain
 from foreword.replay.picture import HEIGHT, WIDTH, as_html, as_png
 from foreword.replay.report import advice, capacity_for, interval_shares, knee
-from foreword.replay.simulator import simulate
 from foreword.replay.trace import RecordedRequest
+from replay.workloads import simulate
 
 CONFIG = {
     "num_hidden_layers": 4,

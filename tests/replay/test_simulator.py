@@ -15,10 +15,9 @@ from foreword.replay.capacity import Capacity
 from foreword.replay.distances import LruCurve
 from foreword.replay.keys import as_content_ids, chain
 from foreword.replay.optimum import Optimum
-from foreword.replay.simulator import simulate
 from foreword.replay.stack import LruStack
 from foreword.replay.trace import RecordedRequest, TraceReader
-from replay.workloads import KINDS, chat, requests
+from replay.workloads import KINDS, chat, requests, simulate
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 CAPACITIES = (100_000, 50_000, 30_000, 10_000, 1000)

@@ -98,7 +98,7 @@ def test_a_partial_block_is_another_than_the_full_one_that_continues_it():
 def test_a_mooncake_line_is_read_with_its_lengths_and_time(tmp_path):
     (request,) = read(write(tmp_path, mooncake([4, 9], 700, timestamp=1500)))
     assert (request.timestamp_ms, request.num_prompt_tokens, request.num_output_tokens) == (1500.0, 700, 7)
-    assert (request.block_tokens, request.num_full_blocks, len(request.keys)) == (512, 1, 2)
+    assert (request.block_tokens, len(request.keys)) == (512, 2)
     assert (request.tokens_of(1), request.tokens_of(2)) == (512, 700)
 
 
@@ -110,7 +110,6 @@ def test_lines_may_list_full_blocks_only(tmp_path):
     assert reader.num_malformed == 0
     assert [len(request.keys) for request in requests] == [2, 3, 2, 0, 0]
     assert [request.num_prompt_tokens for request in requests] == [1200, 1200, 1024, 100, 511]
-    assert [request.num_full_blocks for request in requests] == [2, 2, 2, 0, 0]
     assert shared(requests[0], requests[1]) == 2
 
 

@@ -5,6 +5,7 @@ import heapq
 import numpy as np
 
 from foreword.replay.keys import as_content_ids, chain
+from foreword.replay.simulator import Simulation
 from foreword.replay.trace import RecordedRequest
 
 
@@ -115,3 +116,11 @@ def requests(kind, count, seed=0):
     """Requests of one kind, one block a token."""
     prompts = kind(np.random.default_rng(seed), count)
     return [RecordedRequest(None, chain(as_content_ids(list(map(int, p)))), len(p), 1, 1) for p in prompts]
+
+
+def simulate(recorded, policies, capacities, **options):
+    """The results of a recording on a cache of each policy (or `optimum`) and capacity."""
+    simulation = Simulation(policies, capacities, **options)
+    for request in recorded:
+        simulation.admit(request)
+    return simulation.result()

@@ -1,7 +1,7 @@
-"""`foreword bench calibrate`: what a replica reaches here, for `foreword replay --flops --bandwidth`.
+"""`foreword bench calibrate`: measures this machine's rates for `foreword replay --flops --bandwidth`.
 
-Knows the engine's door and the replay's cost model: it measures the steps whose cost that model predicts, and solves
-for its two rates. Prefill is taken to be bound by arithmetic, decoding one request by memory.
+Knows the engine's interface and the replay's cost model. It measures steps whose cost that model predicts, and solves
+for the model's two rates. It assumes that arithmetic limits prefill and that memory limits the decoding of one request.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ DECODE_CONTEXT = 32
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Rates of one machine with one model, and the times from which they follow."""
+    """The rates of one machine with one model, and the times from which they are computed."""
 
     flops_per_s: float
     bytes_per_s: float
     prefill_tokens: int
     prefill_s: float
-    """Median time to the first token of that many tokens, nothing cached."""
+    """Median time to the first token of `prefill_tokens` tokens, with nothing cached."""
     decode_step_s: float
     """Median time of a step that decodes one request."""
 
@@ -90,7 +90,7 @@ def calibrate(
     rng = np.random.default_rng(seed)
 
     def seconds(num_tokens: int, num_new: int) -> float:
-        """Of one request from its start to its last token, nothing cached."""
+        """The time of one request from its start to its last token, with nothing cached."""
         prompt = {"prompt_token_ids": rng.integers(0, llm.engine.limits.vocab_size, num_tokens).tolist()}
         params = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True, skip_reading_prefix_cache=True)
         start = time.perf_counter()
@@ -107,7 +107,7 @@ def calibrate(
     pairs = prefill_tokens * (prefill_tokens + 1) / 2
     flops = prefill_tokens * cost.flops_per_token + pairs * cost.flops_per_pair
     num_bytes = cost.weight_bytes + (DECODE_CONTEXT + DECODE_STEPS / 2) * cost.kv_bytes_per_token
-    # The model's constant per step is part of what was measured; a step that is shorter has less of it.
+    # The measured times include the model's constant per step; a step that is shorter than that has less of it.
     return Calibration(
         flops_per_s=flops / max(prefill - cost.overhead_s, prefill / 2),
         bytes_per_s=num_bytes / max(decode - cost.overhead_s, decode / 2),

@@ -1,16 +1,15 @@
 """A recording of requests, as Mooncake publishes them or `serve --record` writes them, scaled down to a desk.
 
-Knows the file format and which request shares what with which; knows neither the engine nor a model. The
-reuse that a recording allows is worked out here from its block ids alone, so that an engine's own count can
-be checked against it.
+Knows the file format and the blocks that requests share; knows neither the engine nor a model. It computes the reuse
+that a recording allows from block ids alone, so an engine's own count can be checked against it.
 
-A recording names the content of every block by an id. Blocks of 512 tokens become blocks of 16, lengths shrink
-as much, and the sharing stays as it was; blocks of 16 tokens stay as they are:
+A recording names the content of every block by an id. Blocks of 512 tokens become blocks of 16 tokens, and lengths
+shrink by the same factor, so requests share the same parts; blocks of 16 tokens stay as they are:
 
     recorded   |-- id 0: 512 tokens --|-- id 7: 512 tokens --|- id 9: 102 -|    input_length 1126
     scaled     |-- id 0:  16 tokens --|-- id 7:  16 tokens --|- id 9:   4 -|    36 prompt tokens
 
-A partial last block without an id shares nothing, so it gets an id of its own.
+A partial last block without an id is shared with no request, so it gets a new id.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class TraceRequest:
 
     timestamp_ms: float
     block_ids: tuple[int, ...]
-    """Content of each block of `BLOCK_TOKENS` prompt tokens; the last block may be partial."""
+    """The id of each block of `BLOCK_TOKENS` prompt tokens; the last block may be partial."""
     num_prompt_tokens: int
     num_output_tokens: int
 
@@ -48,8 +47,7 @@ class TraceRequest:
 def read_trace(file: Path, *, max_requests: int, max_output_tokens: int) -> list[TraceRequest]:
     """The first requests of a Mooncake-style JSONL file, in order of arrival.
 
-    Raises TraceError, naming the line, for what is not such a file. Lines after the last request that
-    is wanted are not read.
+    Raises TraceError, which names the line, for other files. Does not read beyond the last wanted request.
     """
     try:
         with file.open(encoding="utf-8") as lines:
@@ -82,7 +80,7 @@ def _scaled(num_tokens: int, block_tokens: int) -> int:
 
 
 def prompt_token_ids(request: TraceRequest, vocab_size: int, seed: int) -> npt.NDArray[np.int32]:
-    """Tokens of a prompt: a block id always stands for the same ones, a partial block for their beginning."""
+    """The tokens of a prompt: each block id has the same tokens everywhere, a partial block the first of them."""
     blocks = [
         np.random.default_rng((seed, block_id)).integers(vocab_size, size=BLOCK_TOKENS)
         for block_id in request.block_ids
@@ -91,16 +89,16 @@ def prompt_token_ids(request: TraceRequest, vocab_size: int, seed: int) -> npt.N
 
 
 class UnlimitedCache:
-    """What a prefix cache that never evicts would reuse of requests that come one after the other."""
+    """The reuse of a prefix cache that never evicts, for requests that come one after the other."""
 
     def __init__(self) -> None:
         self._node_of: dict[tuple[int, int], int] = {}  # (node of the blocks before, block id) -> node
 
     def admit(self, request: TraceRequest) -> int:
-        """Reusable prompt tokens of the next request, whose own full blocks are reusable from then on.
+        """Add the next request; returns its reusable prompt tokens. Its full blocks are reusable from now on.
 
-        That holds for blocks which another request is still computing, too: a request that finds them
-        in the making waits for them. A prompt's last token is always computed.
+        That includes blocks that another request is still computing, because a request waits for them. A prompt's last
+        token is always computed.
         """
         node, num_known = 0, 0
         for depth, block_id in enumerate(request.full_block_ids):

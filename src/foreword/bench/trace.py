@@ -1,6 +1,6 @@
-"""`foreword bench trace`: the engine under recorded traffic, held against what the recording allows.
+"""`foreword bench trace`: runs recorded traffic, and compares the reuse with the reuse that the recording allows.
 
-Knows recordings and `LLM`; knows nothing of how blocks are found or evicted.
+Knows recordings and `LLM`; knows neither indexes nor eviction policies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from foreword import LLM, RequestOutput
 
 MOSTLY_FOUND = 0.5
-"""The share of a prompt from which on its request counts among the hits of the report."""
+"""A request counts as a hit in the report if at least this share of its prompt was found."""
 
 DEFINITIONS = (
     "Closed loop: a request is added when another has ended; the trace's arrival times are not simulated. "
@@ -43,7 +43,7 @@ DEFINITIONS = (
 
 @dataclass(frozen=True, slots=True)
 class TraceBenchOptions:
-    """What to run."""
+    """The recording, the model and the limits of a run."""
 
     file: Path
     """Mooncake-style JSONL."""
@@ -54,7 +54,7 @@ class TraceBenchOptions:
     max_in_flight: int = 8
     """Most requests in the engine at a time, running or waiting."""
     max_output_tokens: int = 64
-    """Longer answers (after scaling) are cut to this."""
+    """Most tokens of an answer, after scaling; longer answers are cut."""
     kv_cache_memory_bytes: int | None = None
     """Memory for KV blocks. None: the engine's default."""
     enable_prefix_caching: bool = True
@@ -62,7 +62,7 @@ class TraceBenchOptions:
     prefix_index: Literal["radix", "hash"] = "radix"
     """How prefixes are found; "hash" finds whole blocks only."""
     seed: int = 0
-    """Chooses the tokens that block ids stand for, and the weights of the random model."""
+    """Seed of the tokens for block ids, and of the random model's weights."""
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_in_flight", "max_output_tokens"):
@@ -93,42 +93,42 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """What the engine did with a trace."""
+    """The results of a run."""
 
     file: str
     model: str
     requests: int
     """Requests served."""
     requests_skipped: int
-    """Requests too long for the model or the pool; they were not submitted."""
+    """Requests that are too long for the model or the pool; they were not submitted."""
     prompt_tokens: int
     tokens_reused: int
-    """Prompt tokens that the engine says it took from the cache."""
+    """Prompt tokens that the engine reports as found in the cache."""
     tokens_reused_beyond: int
-    """Of these, tokens of partly matching blocks. Block ids say nothing of them: two blocks that begin alike by
-    chance, or a partial last block that comes again after an answer has filled it."""
+    """Reused tokens of partly matching blocks, which block ids do not show: two blocks may begin alike by chance, or a
+    partial last block may return after an answer has filled it."""
     tokens_reusable: int
-    """Prompt tokens that the trace's block ids allow to be reused, with memory for everything."""
+    """Prompt tokens that a cache with unlimited memory could reuse, according to the trace's block ids."""
     tokens_computed: int
     """Tokens that went through the model, decoding included."""
     equal: bool
-    """Whether each request reused what the trace allows (beyond it, less than a block), and all the rest was computed
-    exactly once."""
+    """Whether each request reused as much as the trace allows (or less than a block more), and every other token was
+    computed exactly once."""
     evictions: int
     """Cached blocks whose memory was given to other content."""
     preemptions: int
     explanation: str
-    """Why reuse is not what the trace allows; empty if it is or if the reason is unknown."""
+    """Why the reuse differs from what the trace allows; empty if it does not, or if the reason is unknown."""
     hit_rate: float
     """Share of the prompt tokens that were reused, 0.0 to 1.0."""
     ttft_hits: Latency
     ttft_misses: Latency
     generated_tokens: int
     wall_s: float
-    """First request added to last request ended; loading the model is not in it."""
+    """From the first request's start to the last request's end, without loading the model."""
     generated_tokens_per_s: float
     prompt_tokens_per_s: float
-    """Prompt tokens served per second, reused ones included."""
+    """Prompt tokens served per second, including reused ones."""
     max_in_flight: int
     seed: int
 
@@ -139,7 +139,7 @@ class TraceReport:
 def run_trace(options: TraceBenchOptions, console: Console) -> TraceReport:
     """Drive the engine with a trace, showing progress on `console`.
 
-    Raises TraceError for a malformed trace, before a model is loaded, and what LLM raises.
+    Raises TraceError for a malformed trace, before it loads a model, and the errors of LLM.
     """
     from foreword import LLM
 
@@ -177,7 +177,7 @@ def _model(options: TraceBenchOptions) -> Iterator[str]:
 
 
 def _drive(llm: LLM, requests: list[TraceRequest], options: TraceBenchOptions, console: Console) -> Served:
-    """Serve the requests in order, as many at a time as `max_in_flight`; those that can never fit are left out."""
+    """Serve the requests in order, at most `max_in_flight` at a time. Leaves out requests that can never fit."""
     from foreword import SamplingParams
 
     served: Served = []
@@ -244,7 +244,7 @@ def _report(options: TraceBenchOptions, llm: LLM, served: Served, num_skipped: i
 
 
 def _explain(options: TraceBenchOptions, num_evictions: int, num_preemptions: int) -> str:
-    """What made reuse differ from what the trace allows; empty if nothing is known that could."""
+    """The known reasons why the reuse differs from what the trace allows; empty if there are none."""
     reasons = []
     if not options.enable_prefix_caching:
         reasons.append("prefix caching is off")

@@ -1,4 +1,4 @@
-"""Blocks by their numbers, many at a time."""
+"""Arrays of block ids: blocks are numbers, and functions take many at a time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def without_null(entries: BlockIds) -> BlockIds:
 
 
 def as_block_ids(block_ids: Iterable[int], num_blocks: int) -> BlockIds:
-    """The blocks among these table entries, each once, in their order; entries below 0 stand for none.
+    """The distinct blocks among table entries, in order. Entries below 0 stand for no block.
 
-    Raises AllocationError for ids that no block of the pool has.
+    Raises AllocationError for an id that is not in the pool.
     """
     distinct = dict.fromkeys(map(int, block_ids))
     beyond = max(distinct, default=0)

@@ -1,7 +1,7 @@
 """Why a lookup ended where it did.
 
 Knows one sequence, its hit and the ledger; changes nothing. `MissReason` lists the answers;
-docs/concepts/cache.md tells what to do about each.
+docs/concepts/cache.md says what to do about each.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ COMPUTED_ELSEWHERE_IF_AT_ALL = (
     MissReason.ADAPTER_DIFFERS,
     MissReason.MEDIA_DIFFERS,
 )
-"""The block was not kept under its own key: another request may be computing it under that just now."""
+"""Reasons that say that no block has the missing key: another request may be computing that block right now."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookupExplanation:
-    """One lookup, told."""
+    """The result of one lookup, and the reason why it found no more."""
 
     num_tokens: int
     """Length of the sequence that was looked up."""
     num_hit_tokens: int
     reason: MissReason | None
-    """Why the tokens after the hit have to be computed; None if that is only the last one, which always is."""
+    """Why the tokens after the hit have to be computed. None if only the last token is left: it is always computed."""
     eviction: Eviction | None = None
-    """Of the first missing block, if it was evicted."""
+    """The eviction of the first missing block, if it was evicted."""
     divergence: Divergence | None = None
-    """Where its tokens leave all cached ones; None if they do not, or the index cannot tell."""
+    """Where the tokens differ from all cached ones. None if they do not differ, or if the index cannot tell."""
     num_ghost_tokens: int = 0
     """Tokens right after the hit that a pool with twice the blocks would still have held."""
 
@@ -61,12 +61,9 @@ class LookupExplanation:
 
 
 def explain_lookup(
-    sequence: TokenSequence,
-    hit: PrefixHit,
-    coordinator: KVCacheCoordinator,
-    others: Iterable[TokenSequence],
+    sequence: TokenSequence, hit: PrefixHit, coordinator: KVCacheCoordinator, others: Iterable[TokenSequence]
 ) -> LookupExplanation:
-    """Tell the lookup of `sequence` that gave `hit`; `others` are the sequences that hold blocks just now."""
+    """Explain the lookup of `sequence` that found `hit`; `others` are the sequences that hold blocks now."""
     length = len(sequence)
     if hit.skipped:
         return LookupExplanation(length, 0, MissReason.LOOKUP_SKIPPED)
@@ -83,7 +80,7 @@ def explain_lookup(
         reason,
         eviction,
         coordinator.diverges(sequence, MAX_CONTINUATION_TOKENS),
-        max(0, min(ghosts_end, length - 1) - hit.num_tokens),  # a hit that ends inside a block has some of them
+        max(0, min(ghosts_end, length - 1) - hit.num_tokens),  # a hit that ends inside a block includes some of them
     )
 
 

@@ -51,13 +51,13 @@ class ModelConfig:
     device: str = "cpu"
     """Torch device of the weights and the KV."""
     max_model_len: int | None = None
-    """Most tokens of one request, prompt and answer. None: the model's own limit, or what the pool holds."""
+    """Most tokens of one request, prompt and answer. None: the model's limit, or as many as the pool holds."""
     kv_cache_memory_bytes: int | None = None
     """Memory for KV blocks. None: see `gpu_memory_utilization`."""
     gpu_memory_utilization: float | None = None
     """Share of a GPU's memory for weights and KV together; on CPU, share of the memory left after loading, for KV.
 
-    None: 0.9 on a GPU; on CPU, where other programs live too, a quarter of what is available, at most
+    None: 0.9 on a GPU; on CPU, which other programs use too, a quarter of the available memory, at most
     4 GiB of KV.
     """
     attention_kernel: KernelName = "auto"
@@ -90,7 +90,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The cutting of KV memory into blocks, and the prefix cache."""
+    """The blocks of the KV memory, and the prefix cache."""
 
     block_size: int = 16
     """Tokens per KV block; only full blocks are kept (but the radix index also matches parts of them)."""
@@ -118,7 +118,7 @@ class CacheConfig:
     explain_misses: bool = True
     """Keep an account of cached and evicted blocks, so that every lookup can say why it missed."""
     cache_events: bool = False
-    """Record what the cache stores and removes, for `LLM.take_cache_events`; needs `explain_misses`."""
+    """Record events of stored and removed blocks, for `LLM.take_cache_events`; needs `explain_misses`."""
 
     max_pinned_share: float = 0.5
     """Largest share of all blocks that `LLM.pin_prefix` may protect; 0.0: none."""
@@ -179,11 +179,11 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     seed: int = 0
-    """Seed for requests without one of their own."""
+    """Seed for requests that have none."""
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> EngineConfig:
-        """Sort flat keyword options into their rooms; unknown names raise ConfigError, naming the nearest one.
+        """Sort flat keyword options into groups. An unknown name raises ConfigError, which names the nearest option.
 
         Sizes may be texts such as "4GB". Options of vLLM that foreword does not have are accepted with values that
         change nothing (foreword.config.vllm).
@@ -195,8 +195,8 @@ class EngineConfig:
         known = engine_options()
         values = read_options(options, {name: known[name] for name in known if name != "model"}, ENGINE_OPTIONS)
 
-        def of(room: type) -> dict[str, Any]:
-            return {field.name: values[field.name] for field in fields(room) if field.name in values}
+        def of(group: type) -> dict[str, Any]:
+            return {field.name: values[field.name] for field in fields(group) if field.name in values}
 
         return cls(
             ModelConfig(os.path.expanduser(os.fspath(model)), **of(ModelConfig)),
@@ -209,13 +209,13 @@ class EngineConfig:
 @functools.cache
 def engine_options() -> Mapping[str, Option]:
     """All options of an engine by name: what `LLM` takes as keywords, and commands as flags."""
-    own = options_of(EngineConfig, without=("model", "cache", "scheduler"))
-    return {**options_of(ModelConfig, CacheConfig, SchedulerConfig), **own}
+    others = options_of(EngineConfig, without=("model", "cache", "scheduler"))
+    return {**options_of(ModelConfig, CacheConfig, SchedulerConfig), **others}
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What FOREWORD_* variables say."""
+    """The values of FOREWORD_* environment variables."""
 
     log_level: str | None = None
     """FOREWORD_LOG_LEVEL; None: the command's own."""
@@ -246,12 +246,12 @@ class Environment:
 
 
 def keep_onednn_to_vectors() -> None:
-    """Have oneDNN multiply with vectors where it could with AMX tiles; to be called before its first product.
+    """Let oneDNN multiply with vectors instead of AMX tiles. Call it before oneDNN's first product.
 
-    Up to AVX512-FP16 it has all instructions; without that one float16 takes seven times as long.
+    oneDNN may use all instructions up to AVX512-FP16; without that one, float16 takes seven times as long.
 
-    In tiles the bits of a bfloat16 product's rows depend on how many there are, in no way that padding could mend
-    (docs/decisions/0017-tiles.md). A user who has set ONEDNN_MAX_CPU_ISA keeps what is set.
+    With tiles, the bits of a row of a bfloat16 product depend on the number of rows, and padding does not help
+    (docs/decisions/0017-tiles.md). A value of ONEDNN_MAX_CPU_ISA that the user has set stays.
     """
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 

@@ -1,6 +1,6 @@
 """Flags: the options of a command, given on the command line, in a config file, or both.
 
-Knows argparse; knows no option by name. What the command line says goes before what the file says.
+Knows argparse; knows no option by name. The command line goes before the config file.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from foreword.config.option import Option, read_options
 from foreword.config.vllm import RENAMED, VllmOption
 from foreword.errors import ConfigError
 
-SAID = "option:"
-"""What the parsed arguments have before an option's name, so that nothing else has the same."""
+PREFIX = "option:"
+"""Prefix of options' names among the parsed arguments, so that no other argument has the same name."""
 CONFIG_HELP = "YAML, TOML or JSON file of options, under the names of these flags; flags go before it"
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """The options of one command: `add_to` its parser, then read what was `given`."""
+    """The options of one command: `add_to` adds flags to its parser, `given` reads their values."""
 
     groups: Mapping[str, Mapping[str, Option]]
     """Options by name, under the titles of --help."""
@@ -54,7 +54,7 @@ class Flags:
                 _add_hidden(parser, name, takes_value=other.takes_value)
 
     def given(self, args: argparse.Namespace) -> dict[str, Any]:
-        """What was said about each option, in the command line or else in the file; nothing of the others.
+        """The options that the command line or the config file sets, with their values.
 
         Raises ConfigError for values of a wrong type and for unknown keys, naming the nearest one.
         """
@@ -66,15 +66,15 @@ class Flags:
                 found = read_options(content, known, self.vllm)
             except ConfigError as error:
                 raise ConfigError(f"config={str(args.config)!r}: {error}") from None
-        said = {name.removeprefix(SAID): value for name, value in vars(args).items() if name.startswith(SAID)}
-        for name, value in said.items():
+        flags = {name.removeprefix(PREFIX): value for name, value in vars(args).items() if name.startswith(PREFIX)}
+        for name, value in flags.items():
             if name in known:
-                said[name] = _meant(known[name], value)
-        return {**found, **read_options(said, known, self.vllm)}
+                flags[name] = _value_of(known[name], value)
+        return {**found, **read_options(flags, known, self.vllm)}
 
 
 def with_hyphens(arguments: Sequence[str]) -> list[str]:
-    """Arguments with --flag_names spelt --flag-names; values stay as they are."""
+    """Replace underscores in the names of flags by hyphens; values stay as they are."""
 
     def spelt(argument: str) -> str:
         flag, equals, value = argument.partition("=")
@@ -93,7 +93,7 @@ def unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigEr
 
 def _add_flag(group: argparse._ActionsContainer, option: Option) -> None:
     others = [_flag(name) for name, one in RENAMED.items() if one.name == option.name and one.convert is None]
-    dest, default, text = SAID + option.name, argparse.SUPPRESS, _help(option)
+    dest, default, text = PREFIX + option.name, argparse.SUPPRESS, _help(option)
     if option.kind is bool:
         group.add_argument(
             option.flag, *others, action=argparse.BooleanOptionalAction, dest=dest, default=default, help=text
@@ -106,7 +106,7 @@ def _add_flag(group: argparse._ActionsContainer, option: Option) -> None:
 
 
 def _help(option: Option) -> str:
-    """`What it is (default: what it is without the flag)`."""
+    """The help text: `description (default: value)`."""
     text, none, meaning = option.help.rstrip(".").partition("None: ")
     default = meaning if none and option.default is None else option.default_text
     repeated = "; may be given several times" if option.is_list else ""
@@ -114,13 +114,13 @@ def _help(option: Option) -> str:
 
 
 def _add_hidden(parser: argparse.ArgumentParser, name: str, *, takes_value: bool) -> None:
-    """A flag that is understood, and not shown."""
+    """Add a flag that --help does not show."""
     hidden = argparse.SUPPRESS
     if takes_value:
-        parser.add_argument(_flag(name), type=_plain, dest=SAID + name, default=hidden, help=hidden)
+        parser.add_argument(_flag(name), type=_plain, dest=PREFIX + name, default=hidden, help=hidden)
     else:
         parser.add_argument(
-            _flag(name), action=argparse.BooleanOptionalAction, dest=SAID + name, default=hidden, help=hidden
+            _flag(name), action=argparse.BooleanOptionalAction, dest=PREFIX + name, default=hidden, help=hidden
         )
 
 
@@ -139,13 +139,13 @@ def _metavar(option: Option) -> str:
     return known.get(option.kind, option.name.rpartition("_")[2].upper())
 
 
-def _meant(option: Option, said: Any) -> Any:
-    """What a flag's text, or list of texts, means for its option."""
-    if isinstance(said, bool):
-        return said
-    if isinstance(said, list):
-        return [value for text in said for value in option.read_text(text)]
-    return option.read_text(said)
+def _value_of(option: Option, given: Any) -> Any:
+    """The option's value for a flag's text or list of texts."""
+    if isinstance(given, bool):
+        return given
+    if isinstance(given, list):
+        return [value for text in given for value in option.read_text(text)]
+    return option.read_text(given)
 
 
 def _plain(text: str) -> Any:

@@ -1,7 +1,6 @@
 """Keywords of `LLM(...)`, spelt out so that editors complete them and mypy checks them.
 
-Knows names and types alone; meanings and defaults of an engine's are in foreword.config, and a test keeps the two
-alike.
+Knows only names and types; foreword.config has the meanings and defaults, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class ModelKeywords(TypedDict, total=False):
     device: str
     max_model_len: int | None
     kv_cache_memory_bytes: int | str | None
-    """Such as "4GB"."""
+    """A number of bytes, or a text such as "4GB"."""
     gpu_memory_utilization: float | None
     attention_kernel: KernelName
     exact: bool
@@ -63,6 +62,6 @@ class SchedulerKeywords(TypedDict, total=False):
 
 
 class EngineKeywords(ModelKeywords, CacheKeywords, SchedulerKeywords, total=False):
-    """All of them."""
+    """All keywords of an engine."""
 
     seed: int

@@ -29,7 +29,7 @@ class Option:
     """One option."""
 
     name: str
-    """As a keyword: `max_num_seqs`."""
+    """The keyword, such as `max_num_seqs`."""
     kind: Any
     """The type of its values, without None: int, float, bool, str, Path, a Literal, or a tuple of one of these."""
     default: Any
@@ -38,7 +38,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """As an argument of a command: `--max-num-seqs`."""
+        """The argument of a command, such as `--max-num-seqs`."""
         return "--" + self.name.replace("_", "-")
 
     @property
@@ -53,7 +53,7 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default as people read it."""
+        """The default, for people."""
         if self.default is None:
             return "none"
         if isinstance(self.default, bool):
@@ -70,13 +70,13 @@ class Option:
         return get_origin(self.kind) is tuple
 
     def read_text(self, text: str) -> Any:
-        """What a flag's text means. Raises ConfigError."""
+        """The value that a flag's text stands for. Raises ConfigError."""
         if self.is_list:
             return self._read_items(text.split(",") if get_args(self.kind)[0] is int else [text])
         return _from_text(self, self.kind, text)
 
     def read(self, value: Any) -> Any:
-        """What a value from Python or from a config file means; None leaves the default. Raises ConfigError."""
+        """Check and convert a value from Python or from a config file; None leaves the default. Raises ConfigError."""
         if value is None:
             return None
         if self.is_list:
@@ -109,7 +109,7 @@ def options_of(*classes: type, without: Collection[str] = ()) -> dict[str, Optio
 
 
 def field_docs(one: type) -> dict[str, str]:
-    """Docstrings below a class's fields, as in `Option.help`; none where the source is not at hand."""
+    """Docstrings below a class's fields, as in `Option.help`; empty if the source is not available."""
     try:
         tree = ast.parse(inspect.getsource(inspect.getmodule(one) or one))
     except (OSError, TypeError):
@@ -133,7 +133,7 @@ def field_docs(one: type) -> dict[str, str]:
 def read_options(
     values: Mapping[str, Any], known: Mapping[str, Option], vllm: Mapping[str, VllmOption]
 ) -> dict[str, Any]:
-    """Values by the names of `known`; those that are None are left out.
+    """Read values; returns them by the names of `known`, without those that are None.
 
     Raises ConfigError for values of a wrong type, for values of `vllm`'s options that would change something, and for
     names that neither has.

@@ -1,6 +1,6 @@
-"""Sizes in bytes, as people write them and as they read them.
+"""Sizes in bytes: parses texts that people write, and formats numbers for people.
 
-Knows units; knows nothing of what is measured.
+Knows units; knows nothing of the things measured.
 """
 
 from __future__ import annotations

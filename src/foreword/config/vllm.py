@@ -21,9 +21,9 @@ class Renamed:
     """An option that foreword has under another name."""
 
     name: str
-    """Ours."""
+    """Our name."""
     convert: Callable[[Any], Any] | None = None
-    """Turns a value of vLLM's option into one of ours; None: they mean the same."""
+    """Converts a value of vLLM's option to a value of ours; None: both have the same values."""
 
 
 def _is_on(value: Any) -> bool:
@@ -38,7 +38,7 @@ RENAMED: Mapping[str, Renamed] = {
     "enable_log_requests": Renamed("log_requests", _is_on),
     "disable_log_stats": Renamed("log_interval_s", lambda value: 0.0 if _is_on(value) else None),
 }
-"""By vLLM's name."""
+"""Renamed options by vLLM's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class VllmOption:
     """An option that foreword does not have."""
 
     harmless: tuple[Any, ...] | None
-    """Values that change nothing; None: whatever it is given."""
+    """Values that change nothing; None: all values."""
     remedy: str = ""
-    """What to do instead of any other value."""
+    """What the user can do instead of giving another value."""
     takes_value: bool = True
-    """False: as a flag it stands alone."""
+    """Whether the flag takes a value; False for a switch."""
 
 
 def _any() -> VllmOption:

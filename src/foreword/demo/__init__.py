@@ -1,1 +1,1 @@
-"""The demo: an embedded model that reads its prompt, three workloads for it, and what they show."""
+"""The demo: an embedded model that answers from its prompt, and three workloads for it."""

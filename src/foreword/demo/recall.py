@@ -1,8 +1,8 @@
-"""The little world of the demo model: facts, documents about them, questions with exact answers.
+"""The data of the demo model: facts, documents about them, and questions with exact answers.
 
-Knows English sentences and word lists; knows no tokens, no model and no cache. The training and the
-evaluation of the embedded model, the demo's workloads and the tests all draw from here, so that
-whatever a workload asks is what the model was taught.
+Knows English sentences and word lists; knows no tokens, no model and no cache. The training and the evaluation of the
+embedded model, the demo's workloads and the tests all use this module, so workloads ask only questions of the kind that
+the model has learned.
 
 A fact is one line:
 
@@ -10,7 +10,7 @@ A fact is one line:
     The home of the quiet lantern is Lisbon.     Tell me the home of the quiet lantern.    Lisbon
     The owner of the brave kettle is Maria.      What is the owner of the brave kettle?    Maria
 
-In a document every key (what a question names) is unique, so every question has one answer.
+In a document every key (the thing that a question names) is unique, so every question has one answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Message = dict[str, str]
 """A chat message: its `role` ("system", "user" or "assistant") and its `content`."""
 
 Placement = Literal["system", "user"]
-"""Where a conversation carries its document: in a system message, or before the first question."""
+"""The place of a conversation's document: in a system message, or before the first question."""
 
 ADJECTIVES = tuple(
     """amber ancient bitter brave bright broken calm careful cheerful clever cold copper crimson
@@ -80,23 +80,17 @@ HEADINGS = (
     "You know the following facts and answer in one word or number.",
     "Read this document, then answer the questions that follow.",
 )
-"""Opening lines of documents; the empty one means that the first fact opens it."""
+"""Opening lines of documents; with the empty one, a document begins with its first fact."""
 
-_WORDINGS = (
-    "What is the {0}?",
-    "What is the {0}?",
-    "Tell me the {0}.",
-    "Do you know the {0}?",
-    "And the {0}?",
-)
+_WORDINGS = ("What is the {0}?", "What is the {0}?", "Tell me the {0}.", "Do you know the {0}?", "And the {0}?")
 
 _MOST_BEGINNINGS = 700
-"""Of the 900 beginnings of a number, how many a document uses before it repeats one."""
+"""The number of beginnings of numbers, of 900, that a document uses before it repeats one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One line of a document: what is asked about (`key`) and what is the answer (`value`)."""
+    """One line of a document: the thing that a question names (`key`) and the answer (`value`)."""
 
     key: str
     value: str
@@ -107,7 +101,7 @@ class Fact:
         return f"The {self.key} is {self.value}."
 
     def question_texts(self) -> tuple[str, ...]:
-        """All wordings in which the model knows to be asked; the first is the plainest."""
+        """All wordings of the question that the model has learned; the first is the plainest."""
         return tuple(wording.format(self.key) for wording in _WORDINGS)
 
 
@@ -121,14 +115,14 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A heading, possibly empty, and facts with unique keys, one a line."""
+    """A heading, which may be empty, and facts with unique keys, one on each line."""
 
     heading: str
     facts: tuple[Fact, ...]
 
     @property
     def text(self) -> str:
-        """The document as a prompt carries it, without a line break at the end."""
+        """The document's text in a prompt, without a line break at the end."""
         lines = [fact.text for fact in self.facts]
         return "\n".join([self.heading, *lines] if self.heading else lines)
 
@@ -141,9 +135,9 @@ def num_facts_for(num_tokens: int) -> int:
 def make_document(rng: Random, num_facts: int, *, heading: str | None = None, num_words: int = 64) -> Document:
     """Draw a document of `num_facts` facts.
 
-    `heading` None draws one of `HEADINGS`. `num_words` limits the adjectives and the nouns that
-    occur: with few of them, many keys differ in one word only, which makes lookup harder.
-    Up to a few hundred facts, no two numbers of a document begin with the same three digits.
+    `heading` None draws one of `HEADINGS`. `num_words` limits the adjectives and the nouns: with few of them, many keys
+    differ in only one word, which makes it harder to find the right fact. In documents of up to a few hundred facts, no
+    two numbers begin with the same three digits.
     """
     if not 1 <= num_words <= len(NOUNS):
         raise ValueError(f"num_words is {num_words}; choose 1 to {len(NOUNS)}")
@@ -170,7 +164,7 @@ def make_document(rng: Random, num_facts: int, *, heading: str | None = None, nu
 
 
 def ask(rng: Random, document: Document, num_questions: int) -> list[Question]:
-    """Draw questions about a document; none repeats before all facts have been asked about."""
+    """Draw questions about a document. All facts come up before one comes up again."""
     if not document.facts:
         raise ValueError("the document has no facts; make one with num_facts of at least 1")
     questions: list[Question] = []
@@ -184,10 +178,7 @@ def ask(rng: Random, document: Document, num_questions: int) -> list[Question]:
 def opening(document: Document, question: Question, placement: Placement = "system") -> list[Message]:
     """The messages of a conversation up to and including its first question."""
     if placement == "system":
-        return [
-            {"role": "system", "content": document.text},
-            {"role": "user", "content": question.text},
-        ]
+        return [{"role": "system", "content": document.text}, {"role": "user", "content": question.text}]
     return [{"role": "user", "content": f"{document.text}\n\n{question.text}"}]
 
 
@@ -206,7 +197,7 @@ def conversation(document: Document, questions: Sequence[Question], placement: P
 
 
 def _draw_fact(rng: Random, adjectives: Sequence[str], nouns: Sequence[str]) -> Fact:
-    """Draw a fact: numbers most often, then cities and names less."""
+    """Draw a fact: in two thirds of the cases a number, otherwise a city or a name."""
     kind = rng.random()
     thing = f"of the {rng.choice(adjectives)} {rng.choice(nouns)}"
     if kind < 0.17:

@@ -1,6 +1,6 @@
 """`foreword demo`: run the workloads, show what the cache did, and check that it changed no answer.
 
-Knows tables and exit codes; knows nothing of what the workloads ask or how they are timed.
+Knows tables and exit codes; knows nothing of the workloads' questions, or of how they are timed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ prompts are the sources of Python's standard library, one token per byte
 
 
 def run_demo(*, as_json: bool) -> int:
-    """Run all, print a table or one JSON line. 0 if every answer is right and the same without the cache."""
+    """Run all workloads, and print a table or one JSON line. Returns 0 if all answers are right and equal."""
     console = Console(quiet=as_json)
     with console.status("loading the embedded model"):
         reports = _run_workloads(console)
@@ -82,23 +82,17 @@ def _run_timings() -> list[TimingReport]:
             return list(time_shapes(cached, uncached))
 
 
-def _workload_table(reports: list[WorkloadReport]) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+def _table(headings: str) -> Table:
+    """A table of workloads with these columns of figures; a heading's lines are joined by line breaks."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("workload", no_wrap=True)
-    for name in (
-        "prompt\ntokens",
-        "com-\nputed",
-        "reused",
-        "hit\nrate",
-        "cold\nms",
-        "warm\nms",
-        "right\nanswers",
-        "same",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    for heading in headings.split(" "):
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _workload_table(reports: list[WorkloadReport]) -> Table:
+    table = _table("prompt\ntokens com-\nputed reused hit\nrate cold\nms warm\nms right\nanswers same")
     for report in reports:
         table.add_row(
             report.name,
@@ -115,13 +109,7 @@ def _workload_table(reports: list[WorkloadReport]) -> Table:
 
 
 def _timing_table(timings: list[TimingReport]) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("workload", no_wrap=True)
-    for name in ("prompt\ntokens", "com-\nputed", "cold\nms", "warm\nms", "faster", "same"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("prompt\ntokens com-\nputed cold\nms warm\nms faster same")
     for timing in timings:
         table.add_row(
             timing.name,
@@ -136,7 +124,7 @@ def _timing_table(timings: list[TimingReport]) -> Table:
 
 
 def _summary(reports: list[WorkloadReport], timings: list[TimingReport]) -> dict[str, Any]:
-    """What --json prints. Times are those of the first shape, a long document with many questions."""
+    """The content of --json. Its times are those of the first shape, a long document with many questions."""
     num_prompt_tokens = sum(report.num_prompt_tokens for report in reports)
     return {
         "hit_rate": round(sum(report.num_reused_tokens for report in reports) / num_prompt_tokens, 4),

@@ -1,8 +1,7 @@
-"""The same workload shapes at a realistic size: real text, a model large enough for time to matter.
+"""The same workload shapes at a realistic size: real text, and a model that is large enough to time.
 
-The embedded model is so small that a prompt costs next to nothing. Here a model with random weights,
-made on the spot, reads the Python standard library's own sources, one token per byte. Its words mean
-nothing; its times do.
+The embedded model is so small that a prompt costs hardly any time. Here a model with random weights reads the sources
+of Python's standard library, one token per byte. Its words mean nothing, but its times do.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=Tr
 
 @dataclass(frozen=True, slots=True)
 class TimedShape:
-    """A workload shape: how many bytes are shared, how many requests share them, how many are their own."""
+    """A workload shape: the shared bytes, the requests that share them, and the bytes of each request alone."""
 
     name: str
     num_shared_tokens: int
     num_fresh_tokens: int
     num_requests: int
     grows: bool = False
-    """Each request continues the one before it (a chat) instead of only sharing the beginning."""
+    """Whether each request continues the one before it, as in a chat, instead of only sharing the beginning."""
     together: bool = False
 
 
@@ -51,14 +50,14 @@ class TimingReport:
     ttft_cold_ms: float
     """Without the cache."""
     ttft_warm_ms: float
-    """With it, of the requests that hit."""
+    """With the cache, for the requests that hit."""
     num_requests: int
     num_identical: int
     """Requests whose tokens are the same with and without the cache."""
 
 
 def time_shapes(cached: LLM, uncached: LLM) -> Iterator[TimingReport]:
-    """Run every shape on two engines of the same model, one of which caches prefixes."""
+    """Run every shape on two engines of the same model; only one of them caches prefixes."""
     warm_up = [{"prompt_token_ids": list(b"warm-up")}]
     for llm in (cached, uncached):
         llm.generate(warm_up, PARAMS)

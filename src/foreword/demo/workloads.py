@@ -1,7 +1,7 @@
-"""Three everyday workloads with shared prefixes, on the embedded model's little world.
+"""Three everyday workloads with shared prefixes, for the embedded model.
 
-Knows documents, questions and conversations; runs them on an `LLM` and counts what happened. Knows
-nothing of tables or terminals.
+Knows documents, questions and conversations; runs them on an `LLM` and counts hits and right answers. Knows nothing of
+tables or terminals.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Conversations, and whether their users come all at once or one by one."""
+    """Conversations, and whether their users come together or one after the other."""
 
     name: str
     conversations: tuple[Conversation, ...]
@@ -93,9 +93,7 @@ def make_workloads(seed: int = 0) -> list[Workload]:
     system_prompt = make_document(rng, num_facts_for(500))
     return [
         Workload(
-            "long document",
-            tuple(Conversation(long_document, (question,)) for question in questions),
-            together=False,
+            "long document", tuple(Conversation(long_document, (question,)) for question in questions), together=False
         ),
         Workload(
             "multi-turn chat",
@@ -141,5 +139,5 @@ def _turn(output: RequestOutput, question: Question) -> Turn:
 
 
 def compare(cached: LLM, uncached: LLM, workload: Workload) -> WorkloadReport:
-    """Run a workload on two engines of the same model, one of which caches prefixes."""
+    """Run a workload on two engines of the same model; only one of them caches prefixes."""
     return WorkloadReport(workload.name, run_workload(cached, workload), run_workload(uncached, workload))

@@ -35,7 +35,7 @@ MAX_LEXER_STATES = 25_000
 
 
 class Grammars:
-    """Makes constraints for one tokenizer."""
+    """Compiles grammars to constraints for one tokenizer."""
 
     def __init__(self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`tokenizer_json` is the definition of a fast tokenizer; `vocab_size` the width of the model's logits."""

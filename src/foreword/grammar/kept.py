@@ -23,7 +23,7 @@ class KeptGrammars:
 
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self.num_bytes = 0
-        """Their bytes, estimated from their sources."""
+        """The bytes of all kept grammars, estimated from their sources."""
         self._max_bytes = max_bytes
         self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
 

@@ -1,6 +1,6 @@
-"""Caches that take one request after the other, and return the part of each prompt that they held.
+"""Simulated caches: each takes one request after the other, and returns the part of the prompt that it held.
 
-They know the requests' prefix keys; they know no files, clocks or models. Outputs are not cached, and a request ends
+Knows the requests' prefix keys; knows no files, clocks or models. Outputs are not cached, and a request ends
 before the next one comes: only the order of arrival, the capacity and the policy matter. A request that would not fit
 into the whole cache is refused, and counts as missed.
 

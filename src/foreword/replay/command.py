@@ -174,7 +174,7 @@ def _simulate_time(
 
 @contextmanager
 def _progress(reader: TraceReader, what: str, console: Console) -> Iterator[None]:
-    """Show how much of the trace has been read, on a terminal."""
+    """Show the progress of reading the trace, on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     size = reader.file.stat().st_size if reader.file.is_file() else None
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -193,11 +193,7 @@ def _kv_bytes_per_token(args: argparse.Namespace) -> int | None:
 
 
 def _replay(
-    args: argparse.Namespace,
-    reader: TraceReader,
-    simulation: Simulation,
-    bytes_per_token: int | None,
-    console: Console,
+    args: argparse.Namespace, reader: TraceReader, simulation: Simulation, bytes_per_token: int | None, console: Console
 ) -> ReplayResult:
     with _progress(reader, "replaying", console):
         for request in reader:

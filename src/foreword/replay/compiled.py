@@ -50,10 +50,10 @@ def read_numbers(text: npt.NDArray[np.uint8], numbers: npt.NDArray[np.uint64]) -
 
 
 @cached()
-def place_blocks(slots: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], num_blocks: int) -> None:
+def place_blocks(buckets: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], num_blocks: int) -> None:
     """Fill an empty hash table with blocks 0 to `num_blocks`."""
     for block in range(num_blocks):
-        slots[_find(slots, key_of, key_of[block])] = block
+        buckets[_find(buckets, key_of, key_of[block])] = block
 
 
 @cached()
@@ -70,7 +70,7 @@ def use_blocks(
 
     Changes `tables`, which have room for them, and `uses`.
     """
-    slots, key_of, stamp_of, last_use, block_of_stamp, counts = tables
+    buckets, key_of, stamp_of, last_use, block_of_stamp, counts = tables
     distances, idle = uses
     blocks = np.empty(len(keys), np.int32)
     end = 0
@@ -79,13 +79,13 @@ def use_blocks(
         num_stamps = num_blocks
         stamp_before = distance = -1
         for at in range(start, end):
-            slot = _find(slots, key_of, keys[at])
-            if slots[slot] < 0:
-                slots[slot] = num_blocks
+            bucket = _find(buckets, key_of, keys[at])
+            if buckets[bucket] < 0:
+                buckets[bucket] = num_blocks
                 key_of[num_blocks] = keys[at]
                 stamp_of[num_blocks] = -1
                 num_blocks += 1
-            block = slots[slot]
+            block = buckets[bucket]
             blocks[at] = block
             stamp = stamp_of[block]
             if stamp < 0:
@@ -113,13 +113,13 @@ def use_blocks(
 
 
 @cached()
-def _find(slots: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], key: np.uint64) -> np.uint64:
-    """The key's slot, or the empty one where it belongs."""
-    mask = np.uint64(len(slots) - 1)
-    slot = key & mask
-    while slots[slot] >= 0 and key_of[slots[slot]] != key:
-        slot = (slot + np.uint64(1)) & mask
-    return slot
+def _find(buckets: npt.NDArray[np.int32], key_of: npt.NDArray[np.uint64], key: np.uint64) -> np.uint64:
+    """The key's bucket, or the empty one where it belongs."""
+    mask = np.uint64(len(buckets) - 1)
+    bucket = key & mask
+    while buckets[bucket] >= 0 and key_of[buckets[bucket]] != key:
+        bucket = (bucket + np.uint64(1)) & mask
+    return bucket
 
 
 @cached()

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from foreword.cache.block_ids import Int64Array
 from foreword.errors import ConfigError
 from foreword.replay.keys import PrefixKeys
 from foreword.replay.stack import LruStack
 from foreword.replay.tables import Uses
 
-IntArray = npt.NDArray[np.int64]
-
-NUM_GROUPS = 16
+NUM_PARTS = 16
 """Parts of the sample; the error is estimated from the differences between them."""
 
 
@@ -36,9 +35,9 @@ class LruCurve:
         self.num_sampled = 0
         self._stack = LruStack()
         self._threshold = np.uint64(round(sampling_rate * 2**32))
-        self._num_groups = NUM_GROUPS if sampling_rate < 1.0 else 1
-        self._histograms: IntArray = np.zeros((self._num_groups, 1024), np.int64)
-        """[groups, distances]: accesses; column 0: of blocks never seen."""
+        self._num_parts = NUM_PARTS if sampling_rate < 1.0 else 1
+        self._histograms: Int64Array = np.zeros((self._num_parts, 1024), np.int64)
+        """[parts, distances]: accesses; column 0: of blocks never seen."""
 
     def admit(self, keys: PrefixKeys) -> None:
         """Follow the next request."""
@@ -47,19 +46,19 @@ class LruCurve:
     def admit_each(self, keys: PrefixKeys, lengths: Sequence[int], times: Sequence[float]) -> Uses:
         """Follow the next requests, as in `LruStack.admit_each`; returns facts about the followed blocks."""
         self.num_accesses += len(keys)
-        groups = np.zeros(1, np.int64)
+        parts = np.zeros(1, np.int64)
         if self.sampling_rate < 1.0:
             chosen = (keys >> np.uint64(32)) < self._threshold
             before = np.concatenate((np.zeros(1, np.int64), np.cumsum(chosen)))
             lengths = np.diff(before[np.cumsum([0, *lengths])]).tolist()
             keys = keys[chosen]
-            groups = (keys % np.uint64(NUM_GROUPS)).astype(np.int64)
+            parts = (keys % np.uint64(NUM_PARTS)).astype(np.int64)
         self.num_sampled += len(keys)
         uses = self._stack.admit_each(keys, lengths, times)
         missing = int(uses.distances.max(initial=0)) + 1 - self._histograms.shape[1]
         if missing > 0:
             self._histograms = np.pad(self._histograms, ((0, 0), (0, missing + len(self._stack))))
-        np.add.at(self._histograms, (groups, uses.distances), 1)
+        np.add.at(self._histograms, (parts, uses.distances), 1)
         return uses
 
     def latest(self, count: int) -> PrefixKeys:
@@ -77,7 +76,7 @@ class LruCurve:
         A sample seldom has exactly its share of the accesses; the difference is counted as hits at every capacity,
         because popular blocks cause it (SHARDS-adj).
         """
-        hits = np.sum([self._hits(group, capacities) for group in range(self._num_groups)], axis=0)
+        hits = np.sum([self._hits(part, capacities) for part in range(self._num_parts)], axis=0)
         if self.sampling_rate < 1.0:
             hits = hits + self.num_accesses * self.sampling_rate - self.num_sampled
         scale = max(1.0, self.num_accesses * self.sampling_rate)
@@ -89,13 +88,13 @@ class LruCurve:
         capacities = np.asarray(capacities)
         if self.sampling_rate == 1.0:
             return np.zeros(capacities.shape)
-        parts = np.stack([self._hits(group, capacities) for group in range(NUM_GROUPS)])
-        parts = parts * NUM_GROUPS / max(1.0, self.num_accesses * self.sampling_rate)
-        errors: npt.NDArray[np.float64] = parts.std(axis=0, ddof=1) / np.sqrt(NUM_GROUPS)
+        parts = np.stack([self._hits(part, capacities) for part in range(NUM_PARTS)])
+        parts = parts * NUM_PARTS / max(1.0, self.num_accesses * self.sampling_rate)
+        errors: npt.NDArray[np.float64] = parts.std(axis=0, ddof=1) / np.sqrt(NUM_PARTS)
         return errors
 
-    def _hits(self, group: int, capacities: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        histogram = self._histograms[group].copy()
+    def _hits(self, part: int, capacities: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        histogram = self._histograms[part].copy()
         histogram[0] = 0
         found = np.flatnonzero(histogram)
         counts = np.concatenate(([0], np.cumsum(histogram[found])))

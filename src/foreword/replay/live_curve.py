@@ -1,7 +1,7 @@
 """LRU at a few capacities at once, for traffic that keeps coming.
 
-Knows prefix keys. Where `distances.LruCurve` keeps every block of a recording that ends, this keeps a sample of fixed
-size: what lies beyond the largest capacity can be a hit at none of them, so it is forgotten.
+Knows prefix keys. `distances.LruCurve` keeps every block of a finite recording; this curve keeps a sample of fixed
+size. A block beyond the largest capacity cannot be a hit at any capacity, so it is forgotten.
 
 After Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC construction with SHARDS" (FAST 2015).
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreword.errors import ConfigError
-from foreword.replay.distances import NUM_GROUPS
+from foreword.replay.distances import NUM_PARTS
 from foreword.replay.keys import PrefixKeys
 from foreword.replay.stack import LruStack
 
@@ -39,7 +39,7 @@ class CurvePoint:
 class LiveLruCurve:
     """Hit rate over capacity, for the requests that it followed.
 
-    Follows the blocks whose key falls under a threshold, and scales their distances up by what that leaves out. A
+    Follows the blocks whose key falls under a threshold, and scales their distances up accordingly. A
     request costs a few array operations over its blocks.
     """
 
@@ -70,9 +70,9 @@ class LiveLruCurve:
     def reset(self) -> None:
         """Forget everything."""
         self._stack = LruStack()
-        self._hits = np.zeros((NUM_GROUPS, len(self._capacities)))
+        self._hits = np.zeros((NUM_PARTS, len(self._capacities)))
         """Sampled blocks found, by part of the sample and capacity."""
-        self._looked_up = np.zeros(NUM_GROUPS)
+        self._looked_up = np.zeros(NUM_PARTS)
         """Sampled blocks looked for, by part of the sample."""
         self._num_blocks = 0.0
         self._num_tokens = 0.0
@@ -85,7 +85,7 @@ class LiveLruCurve:
     def admit(self, keys: PrefixKeys, num_prompt_tokens: int) -> None:
         """Follow the next request: keys of its full blocks, the prompt's first.
 
-        Those after the prompt hold its answer: later prompts can find them, but this one did not look for them.
+        The blocks after the prompt hold its answer: later prompts can find them, but this request did not look them up.
         """
         num_looked_up = num_prompt_tokens // self.block_tokens
         self._num_tokens += num_prompt_tokens
@@ -93,7 +93,7 @@ class LiveLruCurve:
         if self.sampling_rate < 1.0:
             chosen = np.flatnonzero((keys >> np.uint64(32)) < self._threshold)
             keys, num_looked_up = keys[chosen], int(np.searchsorted(chosen, num_looked_up))
-        parts = (keys[:num_looked_up] % np.uint64(NUM_GROUPS)).astype(np.int64)
+        parts = (keys[:num_looked_up] % np.uint64(NUM_PARTS)).astype(np.int64)
         np.add.at(self._looked_up, parts, 1)
         distances = self._stack.admit(keys)[:num_looked_up]
         seen = distances > 0
@@ -116,11 +116,11 @@ class LiveLruCurve:
         if not self._num_tokens:
             return []
         rate, per_token = self.sampling_rate, self.block_tokens / self._num_tokens
-        # What was looked for is known; what was missed is estimated. The other way round, whether some very popular
-        # block is in the sample would decide (SHARDS-adj).
+        # The number of lookups is known; the misses are estimated. An estimate of the hits would depend on whether the
+        # most popular blocks are in the sample (SHARDS-adj).
         missed = self._looked_up[:, None] - self._hits
         rates = np.clip((self._num_blocks - missed.sum(axis=0) / rate) * per_token, 0.0, 1.0)
-        errors = missed.std(axis=0, ddof=1) * np.sqrt(NUM_GROUPS) / rate * per_token * (rate < 1.0)
+        errors = missed.std(axis=0, ddof=1) * np.sqrt(NUM_PARTS) / rate * per_token * (rate < 1.0)
         return [
             CurvePoint(int(capacity), float(hit_rate), float(error))
             for capacity, hit_rate, error in zip(self._capacities, rates, errors, strict=True)

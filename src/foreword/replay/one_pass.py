@@ -72,7 +72,7 @@ class _LruAtCapacity:
 
 
 class OnePass:
-    """LRU, unlimited memory and reuse intervals of the requests it was told, complete after `flush`.
+    """LRU, unlimited memory and reuse intervals of the admitted requests; complete after `flush`.
 
     With a sampling rate below 1 only the curve is followed.
     """
@@ -105,7 +105,7 @@ class OnePass:
             self.flush()
 
     def flush(self) -> None:
-        """Count the requests that were only collected."""
+        """Count the collected requests."""
         if not self._waiting:
             return
         batch = _Batch(self._waiting)

@@ -1,8 +1,8 @@
 """The best that any eviction policy could do if it knew the future: Belady's rule on prefixes.
 
-Knows the prefix keys of all requests, in order. After each request, of what is held and what it brought,
-the blocks needed soonest stay; a block that is never needed again is not kept at all (bypass). A head is needed
-no later than its tail, so that the tail goes first and no block is kept that could not be found.
+Knows the prefix keys of all requests, in order. After each request, the cache keeps the blocks that are needed soonest,
+among the held blocks and the request's new ones. It never keeps a block that is not needed again (bypass). A head is
+needed no later than its tail, so the tail goes first, and every kept block can be found.
 
 After Belady, "A study of replacement algorithms for a virtual-storage computer" (1966).
 """
@@ -13,11 +13,9 @@ import heapq
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from foreword.cache.block_ids import Int64Array
 from foreword.replay.keys import PrefixKeys
-
-IntArray = npt.NDArray[np.int64]
 
 
 class Optimum:
@@ -29,10 +27,10 @@ class Optimum:
         keys = np.concatenate(requests) if requests else np.empty(0, np.uint64)
         unique, ids = np.unique(keys, return_inverse=True)
         self._num_blocks = len(unique)
-        self._ids: IntArray = ids.astype(np.int64)
+        self._ids: Int64Array = ids.astype(np.int64)
         self._next_use = _next_uses(self._ids, np.repeat(np.arange(len(requests)), lengths), len(requests))
 
-    def hits(self, capacity: int) -> IntArray:
+    def hits(self, capacity: int) -> Int64Array:
         """Number of leading blocks that were held when each request came, [requests]."""
         num_requests = len(self._starts) - 1
         needed_at = [-1] * self._num_blocks  # the request that needs it next; -1: not held
@@ -59,7 +57,7 @@ class Optimum:
         return hits
 
 
-def _next_uses(ids: IntArray, request_of: IntArray, never: int) -> IntArray:
+def _next_uses(ids: Int64Array, request_of: Int64Array, never: int) -> Int64Array:
     """For each access, the request in which its block is used next, or `never`."""
     order = np.lexsort((request_of, ids))
     again = np.full(len(ids), never, np.int64)

@@ -5,7 +5,7 @@ Knows requests, caches and counts; knows no files, and nothing of how results ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,12 +23,12 @@ from foreword.replay.trace import RecordedRequest
 OPTIMUM = "optimum"
 NUM_CURVE_POINTS = 96
 MAX_TABLE_BLOCKS = 50_000_000
-"""Largest cache: the engine's own tables take 34 bytes per block even when empty."""
+"""The largest simulated cache: the engine's tables take 34 bytes per block even when empty."""
 
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What caches would have found of a recording. Ratios are shares of all blocks (tokens) of all prompts."""
+    """The hits of simulated caches on a recording. Ratios are shares of all blocks (tokens) of all prompts."""
 
     num_requests: int
     num_blocks: int
@@ -54,7 +54,7 @@ class ReplayResult:
         return count.tokens / self.num_tokens
 
     def hit_ratios(self) -> dict[str, dict[str, float]]:
-        """By policy, by capacity's name: share of the blocks found."""
+        """The share of the blocks found, by policy, then by capacity's name."""
         return {
             policy: {name: round(self.block_ratio(count), 6) for name, count in by_capacity.items()}
             for policy, by_capacity in self.hits.items()
@@ -97,7 +97,7 @@ class Simulation:
         self.add_caches(capacities)
 
     def add_caches(self, capacities: Sequence[Capacity]) -> None:
-        """A cache of every policy for each of these capacities; before the first request."""
+        """Add a cache of every policy for each of these capacities. Call it before the first request."""
         assert not self.num_requests, "a cache would miss what was admitted"
         self._capacities += capacities
         for policy in self._policies:
@@ -163,23 +163,6 @@ class Simulation:
             held = optimum.hits(capacity.num_blocks)
             tokens = np.minimum(held * self._block_tokens, self._kept_lengths)
             self._hits[OPTIMUM][capacity.name] = HitCount(int(held.sum()), int(tokens.sum()))
-
-
-def simulate(
-    requests: Iterable[RecordedRequest],
-    policies: Sequence[str],
-    capacities: Sequence[Capacity],
-    *,
-    sampling_rate: float = 1.0,
-) -> ReplayResult:
-    """Replay requests, in their order, on a cache of each policy (or `optimum`) and capacity.
-
-    Raises ConfigError for an unknown policy.
-    """
-    simulation = Simulation(policies, capacities, sampling_rate=sampling_rate)
-    for request in requests:
-        simulation.admit(request)
-    return simulation.result()
 
 
 def _make_cache(policy: str, capacity: int) -> SimulatedCache:

@@ -1,4 +1,4 @@
-"""How far back each block was last used: LRU at every capacity at once, whole batches of requests at a time.
+"""LruStack: the distance to each block's last use, which gives LRU at every capacity at once.
 
 Knows prefix keys and times; knows no capacity. The distance of a block that comes again is the number of different
 blocks used since, itself included: LRU finds it if and only if the capacity is at least that. (A request uses its
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from foreword.cache.block_ids import Int64Array
 from foreword.replay.keys import PrefixKeys
-from foreword.replay.tables import IntArray, Tables, Uses
+from foreword.replay.tables import Tables, Uses
 
 MIN_BLOCKS = 1024
 
@@ -46,7 +47,7 @@ class LruStack:
         """Number of different blocks seen."""
         return self._num_blocks
 
-    def admit(self, keys: PrefixKeys) -> IntArray:
+    def admit(self, keys: PrefixKeys) -> Int64Array:
         """The next request's blocks [blocks] -> distance of each, 0 for those never seen."""
         return self.admit_each(keys, [len(keys)], [0.0]).distances
 
@@ -93,10 +94,10 @@ class LruStack:
                 stamp_of=_resized(tables.stamp_of, size),
                 last_use=_resized(tables.last_use, size),
             )
-        if 2 * needed > len(tables.block_of_slot):
-            slots = np.full(1 << (4 * needed - 1).bit_length() - 1, -1, np.int32)
-            self._compiled.place_blocks(slots, tables.key_of, self._num_blocks)
-            tables = tables._replace(block_of_slot=slots)
+        if 2 * needed > len(tables.block_of_bucket):
+            buckets = np.full(1 << (4 * needed - 1).bit_length() - 1, -1, np.int32)
+            self._compiled.place_blocks(buckets, tables.key_of, self._num_blocks)
+            tables = tables._replace(block_of_bucket=buckets)
         self._tables = tables
         if self._next_stamp + num_new > len(tables.block_of_stamp):
             self._renumber(num_new)

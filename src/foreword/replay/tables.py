@@ -10,16 +10,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from foreword.cache.block_ids import Int64Array
 from foreword.replay.keys import PrefixKeys
 
-IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 
 class Uses(NamedTuple):
-    """What was known of blocks when requests asked for them, laid end to end."""
+    """Facts about blocks at the time when requests used them, laid end to end."""
 
-    distances: IntArray
+    distances: Int64Array
     """[blocks]: distance of each, 0 for those never seen."""
     idle: FloatArray
     """[blocks]: time since the last use of each; meaningless for those never seen."""
@@ -34,11 +34,11 @@ class Tables(NamedTuple):
                       ^ 1   +   2   + 1  = 4
     """
 
-    block_of_slot: npt.NDArray[np.int32]
+    block_of_bucket: npt.NDArray[np.int32]
     """[a power of 2, at least twice the blocks]: hash table with linear probing; -1: empty."""
     key_of: PrefixKeys
     """[blocks]"""
-    stamp_of: IntArray
+    stamp_of: Int64Array
     """[blocks]; -1: none."""
     last_use: FloatArray
     """[blocks]"""

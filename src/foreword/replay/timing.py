@@ -1,8 +1,8 @@
 """Requests in simulated time: the engine's scheduler and cache, a runner that only takes time, a clock that jumps.
 
 Knows arrivals, replicas and the cost of a step; computes no tokens. The same `Scheduler` and `KVCacheManager` as in the
-engine make every decision (what runs in which step, what is hit, evicted, preempted). Sampled tokens are made up, so an
-answer is never part of a later prompt's hit.
+engine make every decision: which requests run in a step, which blocks are hit or evicted, which requests are preempted.
+Sampled tokens are made up, so an answer is never part of a later prompt's hit.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ class TimingOptions:
     cost: StepCost
     num_replicas: int = 1
     routing: Routing = "prefix_aware"
-    """round_robin; least_loaded: the fewest unfinished requests; prefix_aware: the fewest tokens still to be
-    computed before this request's first token, what is cached there taken off."""
+    """round_robin; least_loaded: the replica with the fewest unfinished requests; prefix_aware: the replica that has to
+    compute the fewest tokens, without cached ones, before this request's first token."""
     eviction_policy: str = "lru"
     max_output_tokens: int | None = None
     """Longest answer; longer ones are cut."""
@@ -270,7 +270,7 @@ def simulate_time(requests: Iterable[RecordedRequest], options: TimingOptions) -
 
 
 def make_request(recorded: RecordedRequest, number: int, max_output_tokens: int | None = None) -> Request:
-    """A request whose prompt shares with others what the recorded one shared; nothing beyond whole blocks."""
+    """A request whose prompt shares the same whole blocks with others as the recorded prompt."""
     of_block = ((recorded.keys >> np.uint64(33)) & np.uint64(2**31 - 1)).astype(np.int32)
     tokens: npt.NDArray[np.int32] = np.repeat(of_block, recorded.block_tokens)[: recorded.num_prompt_tokens]
     tail = np.full(recorded.num_prompt_tokens - len(tokens), number, np.int32)  # tokens of a block without a key

@@ -1,7 +1,7 @@
-"""Recorded traffic: reads it in any known format, and writes it without its text.
+"""Reads recorded traffic in any known format, and writes it without its text.
 
-Knows files; `lines` knows what a line says, and nobody here knows of caches. One JSON value a line, gzip or plain.
-A few hundred lines are in memory at a time, however large the file.
+Knows files with one JSON value on each line, gzipped or plain; `lines` knows the contents of a line. Knows nothing of
+caches. Only a few hundred lines are in memory at a time, however large the file is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import secrets
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -51,10 +51,6 @@ class RecordedRequest(NamedTuple):
     block_tokens: int
     """Prompt tokens per block."""
 
-    @property
-    def num_full_blocks(self) -> int:
-        return self.num_prompt_tokens // self.block_tokens
-
     def tokens_of(self, num_blocks: int) -> int:
         """Prompt tokens in the first `num_blocks` blocks."""
         return min(num_blocks * self.block_tokens, self.num_prompt_tokens)
@@ -67,8 +63,8 @@ class TraceReader:
     """The requests of a file, in its order; may be iterated several times.
 
     A line that is not a request is passed over, counted and located, or, when `strict`, raises TraceError. So
-    does a file that cannot be read or holds no request at all. `block_tokens` None: what the format says (512
-    for Mooncake's, 16 for tokens). `on_progress` is told the bytes of the file that were read since the last call.
+    does a file that cannot be read or holds no request at all. `block_tokens` None: the format's size (512
+    for Mooncake's, 16 for tokens). `on_progress` gets the number of bytes that were read since its last call.
     """
 
     def __init__(
@@ -117,7 +113,7 @@ class TraceReader:
             raise TraceError(f"trace {str(self.file)!r} holds no requests{found}")
 
     def _requests(self) -> Iterator[RecordedRequest]:
-        """A few lines are read ahead: their ids and keys are worked out together, which is much faster."""
+        """Read some lines ahead and compute their ids and keys together, which is much faster."""
         ahead: list[SkimmedLine | ParsedLine | TraceError] = []
         num_bytes = 0
         for line in self._lines():
@@ -158,12 +154,12 @@ class TraceReader:
         """The non-empty lines, or their errors; an error of the file itself comes last."""
         number, of_trace = 0, f"of trace {str(self.file)!r}"
         try:
-            with self._open() as (raw, lines):
-                told = 0
+            with _opened(self.file) as (raw, lines):
+                num_reported = 0
                 for number, line in enumerate(lines, 1):
                     if self.on_progress is not None and not number % 256:
-                        self.on_progress(raw.tell() - told)
-                        told = raw.tell()
+                        self.on_progress(raw.tell() - num_reported)
+                        num_reported = raw.tell()
                     if number == 1:
                         line = line.removeprefix(codecs.BOM_UTF8)
                     if line.strip():
@@ -186,9 +182,6 @@ class TraceReader:
         if len(self.malformed) < MAX_REPORTED_LINES:
             self.malformed.append(str(what))
 
-    def _open(self) -> _OpenTrace:
-        return _OpenTrace(self.file)
-
 
 def _read_numbers(text: bytes, count: int) -> PrefixKeys | None:
     """`1, 2,3` -> its numbers [count]; None if it is anything else."""
@@ -208,21 +201,14 @@ def _keys_of(lines: list[ParsedLine]) -> list[PrefixKeys]:
     return [keys[start:end] for start, end in pairwise(ends)]
 
 
-class _OpenTrace:
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[IO[bytes], Iterable[bytes]]]:
     """The file itself, for the position in it, and its unpacked lines."""
-
-    def __init__(self, file: Path) -> None:
-        self._raw = file.open("rb")
-        is_gzip = self._raw.read(2) == b"\x1f\x8b"
-        self._raw.seek(0)
-        self._lines: IO[bytes] = gzip.GzipFile(fileobj=self._raw) if is_gzip else self._raw  # type: ignore[assignment]
-
-    def __enter__(self) -> tuple[IO[bytes], Iterable[bytes]]:
-        return self._raw, self._lines
-
-    def __exit__(self, *_: object) -> None:
-        with closing(self._raw), closing(self._lines):
-            pass
+    with file.open("rb") as raw:
+        is_gzip = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        with gzip.GzipFile(fileobj=raw) if is_gzip else nullcontext(raw) as lines:
+            yield raw, lines
 
 
 # --------------------------------------------------------------------------------------------- writing
@@ -231,9 +217,9 @@ class _OpenTrace:
 class TraceWriter:
     """Writes a recording that `TraceReader` reads: lengths, times and hashed ids, no text and no token.
 
-    Ids are hashes under a secret that is forgotten when the writer is closed, so nobody can try out whether
-    a text that he guesses was among the prompts; equal prefixes get equal ids within one file only. A line is in
-    the file when `write` returns, so a process that is killed loses none.
+    Ids are hashes under a secret that is forgotten when the writer is closed, so nobody can test whether a guessed text
+    was among the prompts. Equal prefixes have equal ids only within one file. A line is in the file when `write`
+    returns, so no line is lost if the process is killed.
     """
 
     def __init__(self, file: Path, *, block_tokens: int = TOKEN_BLOCK_TOKENS, secret: bytes | None = None) -> None:

@@ -11,12 +11,11 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from foreword import __version__
-from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request, unknown_model
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import given_prompt
 from foreword.server.dialect import DetokenizeRequest, TokenizeRequest
-from foreword.server.http import authorized, json_response, service_of
+from foreword.server.http import Authorized, json_response, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.service import Service
 
@@ -53,13 +52,13 @@ async def version() -> Response:
 
 
 @router.get("/v1/models", tags=["openai"])
-async def models(request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Response:
+async def models(request: Request, tenant: Authorized) -> Response:
     """The models that the server serves: one."""
     return json_response({"object": "list", "data": [_model(service_of(request))]})
 
 
 @router.get("/v1/models/{model:path}", tags=["openai"])
-async def model(model: str, request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Response:
+async def model(model: str, request: Request, tenant: Authorized) -> Response:
     """One model."""
     service = service_of(request)
     if model != service.model_name:
@@ -69,9 +68,7 @@ async def model(model: str, request: Request, tenant: Annotated[Tenant, Depends(
 
 @router.post("/tokenize", tags=["tokens"], openapi_extra=takes(TokenizeRequest))
 async def tokenize(
-    body: Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))],
-    request: Request,
-    tenant: Annotated[Tenant, Depends(authorized)],
+    body: Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))], request: Request, tenant: Authorized
 ) -> Response:
     """Token ids of a text or a conversation."""
     service = service_of(request)
@@ -90,9 +87,7 @@ async def tokenize(
 
 @router.post("/detokenize", tags=["tokens"], openapi_extra=takes(DetokenizeRequest))
 async def detokenize(
-    body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))],
-    request: Request,
-    tenant: Annotated[Tenant, Depends(authorized)],
+    body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))], request: Request, tenant: Authorized
 ) -> Response:
     """Text of token ids."""
     service = service_of(request)

@@ -40,14 +40,7 @@ from foreword.server.service import Service
 
 logger = logging.getLogger(__name__)
 
-BODIES = (
-    ChatRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    ExplainRequest,
-)
+BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, ExplainRequest)
 
 
 def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
@@ -113,13 +106,10 @@ def _add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         return error_response(_explain_http(request, error))
 
-    async def unexpected(request: Request, error: Exception) -> Response:
-        return error_response(error)  # starlette logs the error
-
     app.add_exception_handler(ForewordError, ours)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unexpected)
+    app.add_exception_handler(Exception, ours)  # starlette logs the error
 
 
 def _explain_http(request: Request, error: HTTPException) -> APIError:

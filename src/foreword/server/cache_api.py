@@ -1,6 +1,6 @@
 """The cache's own endpoints: /v1/cache, /v1/cache/explain, /reset_prefix_cache, /metrics.
 
-Knows their fields, and what of the cache may be shown to whom: operators see everything, tenants only their own.
+Knows their fields, and who may see which part of the cache: operators see everything, tenants only their own prefixes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from foreword.server.api_errors import bad_request
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import given_prompt
 from foreword.server.dialect import ExplainRequest
-from foreword.server.http import authorized, json_response, service_of
+from foreword.server.http import Authorized, json_response, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.observe.explanations import cache_report, most_similar, text_of
 from foreword.server.records import RequestRecord, TenantStats
@@ -35,9 +35,7 @@ MAX_LISTED_PROMPTS = 50
 
 @router.post("/v1/cache/explain", openapi_extra=takes(ExplainRequest))
 async def explain(
-    body: Annotated[ExplainRequest, Depends(body_of(ExplainRequest))],
-    request: Request,
-    tenant: Annotated[Tenant, Depends(authorized)],
+    body: Annotated[ExplainRequest, Depends(body_of(ExplainRequest))], request: Request, tenant: Authorized
 ) -> Response:
     """The part of a prompt that is cached now, and why not more. Runs nothing and counts nothing."""
     service = service_of(request)
@@ -57,7 +55,7 @@ async def explain(
 
 @router.get("/v1/cache")
 async def cache(request: Request, nodes: int = DEFAULT_TREE_NODES) -> Response:
-    """Statistics of the cache and its most reused prefixes: for operators of all tenants, for a tenant its own."""
+    """Statistics of the cache and its most reused prefixes. Operators see all tenants, a tenant only itself."""
     service = service_of(request)
     if not 0 <= nodes <= MAX_TREE_NODES:
         raise bad_request(f"nodes={nodes} is out of range; use 0 to {MAX_TREE_NODES}", param="nodes")
@@ -137,10 +135,7 @@ def statistics(look: Snapshot, service: Service) -> dict[str, Any]:
         "requests_running": look.num_running,
         "requests_waiting": look.num_waiting,
         "block_size": size,
-        "blocks": {
-            "total": look.num_blocks,
-            **{state.name.lower(): look.num_in_state(state) for state in BlockState},
-        },
+        "blocks": {"total": look.num_blocks, **{state.name.lower(): look.num_in_state(state) for state in BlockState}},
     }
 
 
@@ -187,19 +182,19 @@ def node_report(node: PrefixNode, tokenizer: Tokenizer | None, tenant: str | Non
 
 
 async def _of_tenant(service: Service, tenant: Tenant, limit: int) -> dict[str, Any]:
-    """The cache as a tenant may see it: its own requests, and the prefixes under its own salts."""
+    """The part of the cache that a tenant may see: its requests, and the prefixes under its salts."""
     stats = service.records.tenants().get(tenant.name, TenantStats())
     body: dict[str, Any] = {"object": "cache", "statistics": _tenant_stats(stats)}
     if service.config.keys_file is None:
         return body  # all clients are one tenant here, and a tree would show each of them the prompts of all others
-    own = service.tenants.namespace_of_all(tenant)
-    found = await service.thread.call(lambda engine: engine.top_prefixes(limit, own))
+    namespace = service.tenants.namespace_of_all(tenant)
+    found = await service.thread.call(lambda engine: engine.top_prefixes(limit, namespace))
     if found is not None:
-        mine = {node.node_id for node in found}
+        ids = {node.node_id for node in found}
         body["tree"] = [
             # Above a tenant's first node are public prefixes, which others use too.
             node_report(node, service.llm.tokenizer, tenant.name)
-            | {"parent": node.parent_id if node.parent_id in mine else None}
+            | {"parent": node.parent_id if node.parent_id in ids else None}
             for node in found
         ]
     return body

@@ -1,4 +1,4 @@
-"""What all dialects make of a call: the messages for a chat template, sampling parameters, what is refused.
+"""Reads the parts of a call that all dialects share: its caller, its messages, its sampling parameters.
 
 Knows the fields that dialects share, and the service; knows no endpoint and no answer.
 """
@@ -9,16 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import Request
+
 from foreword.request import SamplingParams, StructuredOutputsParams
+from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.body_limits import MAX_DEPTH
 from foreword.server.bodies.json_scan import parse_json, scan_json
 from foreword.server.dialect import ChatMessage, ChatRequest, ExplainRequest, InputMessage, TokenizeRequest, Tool
-from foreword.server.service import Ending, GivenPrompt, Service
+from foreword.server.service import Caller, Ending, GivenPrompt, Service
 
 
 def check_call(service: Service, body: Any) -> None:
-    """Refuse other models, and fields that ask for what this engine cannot do."""
+    """Refuse other models, and fields for features that this engine lacks."""
     service.check_model(body.model)
     unsupported = body.asks_for_unsupported()
     if unsupported is not None:
@@ -27,9 +30,17 @@ def check_call(service: Service, body: Any) -> None:
         raise bad_request("stream_options is only allowed with stream=true", param="stream_options")
 
 
+def caller_of(
+    body: Any, request: Request, tenant: Tenant, endpoint: str, template_digests: Mapping[str, str] | None = None
+) -> Caller:
+    """The caller of an endpoint that generates, and its wishes for caching."""
+    salt, cache_key, trace_parent = body.cache_salt, body.prompt_cache_key, request.headers.get("traceparent")
+    return Caller(tenant, endpoint, salt, cache_key, trace_parent, template_digests or {}, body.priority or 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Parameters that each dialect names in its own way."""
+    """Parameters that have another name in each dialect."""
 
     max_tokens: int | None
     logprobs: int | None

@@ -1,4 +1,4 @@
-"""The requests of OpenAI's API, and our own, as pydantic models.
+"""The dialect: the requests of OpenAI's API, and of our endpoints, as pydantic models.
 
 Knows field names, types and ranges; knows nothing of tokens. An unknown field is an error, so that a typing mistake is
 not taken for a default. Fields for features that this engine lacks are known and refused by name (`UNSUPPORTED`);
@@ -55,6 +55,12 @@ class _Body(BaseModel):
         return next((name for name in self.UNSUPPORTED if getattr(self, name) not in (None, [], {}, "none")), None)
 
 
+class _Part(BaseModel):
+    """A part of a body whose unknown fields are ignored: clients send earlier answers back as they got them."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
 class StreamOptions(_Body):
     """`stream_options`."""
 
@@ -63,10 +69,10 @@ class StreamOptions(_Body):
 
 
 class ForewordOptions(_Body):
-    """Our own options beside OpenAI's."""
+    """Options that OpenAI's API does not have."""
 
     cache: bool = False
-    """Report in the response what the cache held of the prompt, and why not more."""
+    """Report in the response which part of the prompt was cached, and why not more."""
 
 
 class JsonSchema(_Body):
@@ -149,10 +155,8 @@ class _ChoicesCall(_Call):
     response_format: ResponseFormat | None = None
 
 
-class TextPart(BaseModel):
+class TextPart(_Part):
     """A piece of a message's content. Cache breakpoints of other APIs are ignored."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -190,29 +194,23 @@ class NamedToolChoice(_Body):
     function: FunctionName
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(_Part):
     """`tool_calls[].function` in an earlier answer."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     name: str
     arguments: str
 
 
-class EarlierCall(BaseModel):
+class EarlierCall(_Part):
     """One of `tool_calls` in an earlier answer."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(_Part):
     """A message; fields of OpenAI's answers that mean nothing here are ignored."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
@@ -268,10 +266,8 @@ class CompletionRequest(_ChoicesCall):
     UNSUPPORTED = ("suffix",)
 
 
-class InputMessage(BaseModel):
+class InputMessage(_Part):
     """An item of a response's input: a message, or the output of an earlier response."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
@@ -295,10 +291,8 @@ class TextOptions(_Body):
     verbosity: Word | None = None
 
 
-class Reasoning(BaseModel):
+class Reasoning(_Part):
     """`reasoning` of a response; only its effort is used."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     effort: Word | None = None
 

@@ -1,15 +1,15 @@
 """HTTP for the endpoints: the caller, answers as JSON or server-sent events, and clients that leave.
 
-Knows FastAPI and the shape of a dialect's answers; knows nothing of their fields.
+Knows FastAPI and the protocol of an API's answers; knows nothing of their fields.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from fastapi import Request
+from fastapi import Depends, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -24,7 +24,7 @@ Event = tuple[str | None, dict[str, Any] | str]
 """Name (or None) and data of a server-sent event. Long data is JSON text already, written off the event loop."""
 
 
-class Dialect(Protocol):
+class AnswerWriter(Protocol):
     """Writes one answer in the form of an API."""
 
     piece_depth: int
@@ -46,14 +46,13 @@ def service_of(request: Request) -> Service:
     return service
 
 
-def trace_parent(request: Request) -> str | None:
-    """The call's place in a trace, as its client gives it."""
-    return request.headers.get("traceparent")
-
-
 async def authorized(request: Request) -> Tenant:
     """The tenant of a request. Raises APIError 401."""
     return service_of(request).authorize(request.headers)
+
+
+Authorized = Annotated[Tenant, Depends(authorized)]
+"""An endpoint's parameter of this type is the tenant; without a valid key the endpoint is not called."""
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -67,11 +66,11 @@ def error_response(error: Exception) -> Response:
     return json_response(answer.body(), answer.status, answer.headers)
 
 
-async def respond(request: Request, answer: AnswerStream, dialect: Dialect, *, stream: bool) -> Response:
+async def respond(request: Request, answer: AnswerStream, writer: AnswerWriter, *, stream: bool) -> Response:
     """Answer with the engine's result; if the client leaves before the end, its requests are aborted."""
     limit_s = service_of(request).config.request_timeout_s
     if stream:
-        return _EventStream(answer, _server_sent(answer, dialect), limit_s)
+        return _EventStream(answer, _server_sent(answer, writer), limit_s)
     try:
         async with asyncio.timeout(limit_s):
             deltas = await _unless_disconnected(request, _collect(answer))
@@ -82,11 +81,11 @@ async def respond(request: Request, answer: AnswerStream, dialect: Dialect, *, s
         answer.close()
     if deltas is None:
         return Response(status_code=499)  # nobody reads this
-    return await off_loop(dialect.num_bytes(answer, deltas), lambda: _whole_response(dialect, answer, deltas))
 
+    def write() -> Response:
+        return Response(to_long_json(writer.whole(answer, deltas), writer.piece_depth), media_type="application/json")
 
-def _whole_response(dialect: Dialect, answer: AnswerStream, deltas: Sequence[Delta]) -> Response:
-    return Response(to_long_json(dialect.whole(answer, deltas), dialect.piece_depth), media_type="application/json")
+    return await off_loop(writer.num_bytes(answer, deltas), write)
 
 
 async def _collect(answer: AnswerStream) -> list[Delta]:
@@ -110,9 +109,9 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _server_sent(answer: AnswerStream, dialect: Dialect) -> AsyncIterator[bytes]:
+async def _server_sent(answer: AnswerStream, writer: AnswerWriter) -> AsyncIterator[bytes]:
     try:
-        async for events in dialect.events(answer):
+        async for events in writer.events(answer):
             yield "".join(_written(name, data) for name, data in events).encode()
     except APIError as error:
         yield _written(None, error.body()).encode()
@@ -129,9 +128,7 @@ class _EventStream(StreamingResponse):
 
     def __init__(self, answer: AnswerStream, events: AsyncIterator[bytes], limit_s: float) -> None:
         super().__init__(
-            events,
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
         self._answer = answer
         self._limit_s = limit_s
@@ -144,11 +141,7 @@ class _EventStream(StreamingResponse):
             self._answer.close("timeout")
             error = timed_out(self._limit_s)
             await send(
-                {
-                    "type": "http.response.body",
-                    "body": _written(None, error.body()).encode(),
-                    "more_body": False,
-                }
+                {"type": "http.response.body", "body": _written(None, error.body()).encode(), "more_body": False}
             )
         finally:
             self._answer.close()

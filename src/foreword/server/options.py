@@ -1,7 +1,7 @@
 """The server's options; the engine's are in foreword.config.
 
 Knows names, defaults and ranges. A field with a docstring is also a flag of `foreword serve` and a key of its config
-files (foreword.options).
+files (foreword.config.option).
 """
 
 from __future__ import annotations

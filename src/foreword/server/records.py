@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from threading import Lock
 
 import numpy as np
@@ -91,6 +91,14 @@ class TenantStats:
     output_tokens: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
 
+    def count(self, record: RequestRecord) -> None:
+        """Add a request's tokens, if it ran."""
+        if record.first_scheduled_time is not None:
+            self.requests += 1
+            self.queried_tokens += record.num_prompt_tokens
+            self.hit_tokens += record.num_cached_tokens
+            self.output_tokens += record.num_output_tokens
+
     @property
     def hit_rate(self) -> float:
         """Share of the prompt tokens that were found in the cache."""
@@ -135,11 +143,7 @@ class Records:
             self._keep(record)
             stats = self._tenants.setdefault(record.tenant, TenantStats())
             stats.outcomes[outcome] += 1
-            if record.first_scheduled_time is not None:
-                stats.requests += 1
-                stats.queried_tokens += record.num_prompt_tokens
-                stats.hit_tokens += record.num_cached_tokens
-                stats.output_tokens += record.num_output_tokens
+            stats.count(record)
         for listener in self._listeners:
             listener(record)
 
@@ -176,17 +180,10 @@ class Records:
         total = TenantStats()
         with self._lock:
             for stats in self._tenants.values():
-                total.outcomes += stats.outcomes
-                total.requests += stats.requests
-                total.queried_tokens += stats.queried_tokens
-                total.hit_tokens += stats.hit_tokens
-                total.output_tokens += stats.output_tokens
+                for one in fields(stats):
+                    setattr(total, one.name, getattr(total, one.name) + getattr(stats, one.name))
             for record in self._running.values():
-                if record.first_scheduled_time is not None:
-                    total.requests += 1
-                    total.queried_tokens += record.num_prompt_tokens
-                    total.hit_tokens += record.num_cached_tokens
-                    total.output_tokens += record.num_output_tokens
+                total.count(record)
         return total
 
     def tenants(self) -> dict[str, TenantStats]:

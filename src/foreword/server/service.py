@@ -13,7 +13,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +77,6 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
-    """A prompt in the form that the engine takes."""
-
-    token_ids: npt.NDArray[np.int32]
-    message_ends: tuple[int, ...] = ()
-    """Positions at which messages of a conversation end: recurrent states are worth saving there."""
-
-
-@dataclass(frozen=True, slots=True)
 class Ending:
     """The end of a conversation's prompt."""
 
@@ -127,10 +118,7 @@ class Service:
         self.quotas = Quotas(llm.engine, self.tenants)
         has_curve = options.enable_prefix_caching and llm.layout.is_one_full_group
         self.more_memory = MoreMemory(now.num_blocks - now.num_sink_blocks if has_curve else None, now.block_size)
-        self._after_step = (
-            Listener("quotas", self.quotas.enforce),
-            Listener("more_memory", self.more_memory.note),
-        )
+        self._after_step = (Listener("quotas", self.quotas.enforce), Listener("more_memory", self.more_memory.note))
         self.thread = EngineThread(llm.engine, self.records, after_step=self._after_step)
         self.operators = Operators(config.operator_key, asks_for_keys=self.tenants.asks_for_keys)
         self.insight = Insight(self.thread, self.records, self.more_memory, llm.tokenizer)
@@ -174,9 +162,9 @@ class Service:
         if tokenizer is None:
             raise ConfigError("share_prefix needs a tokenizer, and this model has none")
         prefixes = [common_beginning([tokenizer.encode(text + more) for more in _CONTINUATIONS])]
-        told = [[{"role": "system", "content": text}, {"role": "user", "content": more}] for more in _CONTINUATIONS]
+        chats = [[{"role": "system", "content": text}, {"role": "user", "content": more}] for more in _CONTINUATIONS]
         try:
-            prefixes.append(common_beginning([tokenizer.render_chat(messages) for messages in told]))
+            prefixes.append(common_beginning([tokenizer.render_chat(messages) for messages in chats]))
         except ChatTemplateError as error:
             logger.warning("shared prefix %s serves no conversations: %s", path, error)
         return prefixes
@@ -255,27 +243,23 @@ class Service:
         messages: Sequence[Mapping[str, Any]],
         template_inputs: Mapping[str, Any] | None = None,
         ending: Ending = Ending(),
-    ) -> Tokens:
+    ) -> Prompt:
         """The prompt of a conversation. It finds the ends of messages only for models with recurrent layers."""
         token_ids = await self.render_chat(messages, ending=ending, template_inputs=template_inputs)
         if self.llm.engine.state_interval is None:
-            return Tokens(token_ids)
+            return Prompt(token_ids)
         self.check_length(len(token_ids))
         ends = await asyncio.to_thread(
             self.tokenizer.message_ends, messages, token_ids, template_inputs=template_inputs
         )  # each beginning is rendered separately
-        return Tokens(token_ids, ends)
+        return Prompt(token_ids, message_ends=ends)
 
     async def read_prompt(self, given: GivenPrompt) -> npt.NDArray[np.int32]:
         """Token ids of a text, of token ids, or of a conversation. Raises APIError 400 for none or several of them."""
         if (given.prompt is None) == (given.messages is None):
             raise bad_request("give either prompt or messages")
         if given.messages is not None:
-            return await self.render_chat(
-                given.messages,
-                ending=given.ending,
-                template_inputs=given.template_inputs,
-            )
+            return await self.render_chat(given.messages, ending=given.ending, template_inputs=given.template_inputs)
         if isinstance(given.prompt, str):
             return await self.encode(given.prompt)
         return np.array(given.prompt, np.int32)
@@ -300,13 +284,7 @@ class Service:
     # -------------------------------------------------------------------- run
 
     async def start(
-        self,
-        caller: Caller,
-        response_id: str,
-        prompts: Sequence[Tokens],
-        params: SamplingParams,
-        *,
-        stream: bool,
+        self, caller: Caller, response_id: str, prompts: Sequence[Prompt], params: SamplingParams, *, stream: bool
     ) -> AnswerStream:
         """Have prompts continued; returns once the engine has queued them.
 
@@ -340,13 +318,7 @@ class Service:
                     params.n,
                     stream,
                 ),
-                Prompt(
-                    prompt.token_ids,
-                    None,
-                    self._extra_keys(prompt.token_ids, salt),
-                    priority=caller.priority,
-                    message_ends=prompt.message_ends,
-                ),
+                replace(prompt, extra_keys=self._extra_keys(prompt.token_ids, salt), priority=caller.priority),
                 params,
             )
             for number, prompt in enumerate(prompts)
@@ -359,10 +331,9 @@ class Service:
             raise
         return answer
 
-    def fit(self, tokens: Tokens, params: SamplingParams) -> Tokens:
+    def fit(self, prompt: Prompt, params: SamplingParams) -> Prompt:
         """The part of a prompt that `truncate_prompt_tokens` keeps."""
-        kept = self.llm.engine.truncate(Prompt(tokens.token_ids, message_ends=tokens.message_ends), params)
-        return Tokens(kept.token_ids, kept.message_ends)
+        return self.llm.engine.truncate(prompt, params)
 
     def check_length(self, num_tokens: int) -> None:
         """Raises APIError 400 if a prompt is longer than the server takes."""
@@ -392,9 +363,9 @@ class Service:
         """Name of the tenant whose prefixes are under a salt; None for public ones, and for tenants not seen yet."""
         if salt is None:
             return None
-        own = salt.partition("/")[0]
+        namespace = salt.partition("/")[0]
         names = self.records.tenants()
-        return next((name for name in names if self.tenants.namespace_of_all(Tenant(name)) == own), None)
+        return next((name for name in names if self.tenants.namespace_of_all(Tenant(name)) == namespace), None)
 
     def _seconds_until_free(self) -> int:
         """Seconds that a recent request took: after this time some of the queued requests are done."""

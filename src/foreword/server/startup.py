@@ -5,12 +5,12 @@ Knows an LLM's configuration and layout, and the server's options.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 
 from foreword.config import EngineConfig
 from foreword.config.sizes import format_bytes
 from foreword.llm import LLM
+from foreword.server.access.operators import is_loopback
 from foreword.server.options import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def log_addresses(url: str, options: EngineConfig, config: ServerConfig) -> None
     )
     for advice in _advice(options, config):
         logger.info("to change: %s", advice, extra={"fields": {"event": "advice"}})
-    if config.api_key is None and config.keys_file is None and not _is_loopback(config.host):
+    if config.api_key is None and config.keys_file is None and not is_loopback(config.host):
         logger.warning(
             "whoever reaches %s may use this server, because it asks for no key; set --api-key or --keys-file", url
         )
@@ -101,13 +101,6 @@ def _advice(options: EngineConfig, config: ServerConfig) -> list[str]:
         )
     if options.model.max_model_len is None:
         found.append("--max-model-len limits the tokens of a request, --max-num-seqs the requests that run together")
-    if _is_loopback(config.host):
+    if is_loopback(config.host):
         found.append("--host 0.0.0.0 lets other machines in, --api-key or --keys-file says who")
     return found
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from foreword.cache import common_length
 from foreword.errors import ForewordError
-from foreword.server.observe.explanations import NUM_CONTEXT_TOKENS, TokenIds, common_length, text_of
+from foreword.server.observe.explanations import NUM_CONTEXT_TOKENS, TokenIds, text_of
 from foreword.text import Tokenizer
 
 logger = logging.getLogger(__name__)

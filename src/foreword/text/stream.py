@@ -39,7 +39,7 @@ class StreamStep:
 class TextStream:
     """The text of one output while its tokens arrive.
 
-    What it releases is final: whole characters, nothing beyond a stop string, and nothing that may
+    The text that it releases is final: whole characters, nothing beyond a stop string, and no text that may
     turn out to be the beginning of one. Without a stop string the pieces add up to
     `Tokenizer.decode` of all tokens. (One exception: decoders with byte fallback read a run of byte
     tokens that turns invalid as invalid from its start; characters released before that stand. So does
@@ -134,7 +134,7 @@ class Detokenizer:
         self._decode = decode
         self._skipped_ids = skipped_ids
         self._window: list[int] = []
-        self._released = ""  # of the window's text
+        self._released = ""  # the beginning of the window's text
         self._num_settled = 0  # leading tokens of the window whose text is released completely
         self._max_tokens = _WINDOW_TOKENS
 

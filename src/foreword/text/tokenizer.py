@@ -1,7 +1,7 @@
 """Tokenizers and chat templates: text to tokens and back.
 
-Knows what a model's tokenizer does with strings and token ids. Knows nothing of tensors, of when tokens are computed,
-or of the cache. transformers is imported when a tokenizer is loaded.
+Knows strings, token ids and a model's tokenizer. Knows nothing of tensors, of steps or of the cache.
+transformers is imported when a tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -159,9 +159,7 @@ class Tokenizer:
     def spell(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` with special tokens by name: for people who read prompts."""
         text: str = self._hf.decode(
-            [int(token_id) for token_id in token_ids],
-            skip_special_tokens=False,
-            clean_up_tokenization_spaces=False,
+            [int(token_id) for token_id in token_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
 
@@ -238,9 +236,9 @@ class Tokenizer:
         """Lengths in tokens of the rendered conversation up to the end of each of its last messages, ascending.
 
         A conversation that continues differently after a message shares these tokens with this one. Only the
-        MOST_MESSAGE_ENDS messages before the last one count, because each takes a rendering of its own; a message
-        is left out if the template does not accept the conversation up to it. `template_inputs` and
-        `chat_template` are those that rendered `token_ids`.
+        MOST_MESSAGE_ENDS messages before the last one count, because each needs another rendering. Leaves out a message
+        if the template does not accept the conversation up to it. `template_inputs` and `chat_template` are those that
+        rendered `token_ids`.
         """
         ends = set()
         for count in range(max(1, len(messages) - MOST_MESSAGE_ENDS), len(messages)):
@@ -261,8 +259,8 @@ class Tokenizer:
     def stream(self, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0) -> TextStream:
         """A new `TextStream` for one output.
 
-        `stop` are strings that end it; they are left out of the text unless `include_stop`. They are
-        looked for only in what follows the first `min_tokens` tokens.
+        The strings `stop` end it; with `include_stop` they are part of the text. The stream looks for them only after
+        the first `min_tokens` tokens.
         """
         if isinstance(stop, str):
             stop = (stop,)

@@ -253,7 +253,7 @@ class LruKeepsPlaces(KeepsPlaces, LruPolicy):
 
 class LfuCountsFreeBlocksToo(LfuPolicy):
     def note_hit(self, block_ids):
-        self._num_hits[:] += np.arange(len(self._num_hits))[::-1]
+        self._rank[:] += np.arange(len(self._rank))[::-1]
 
 
 class SlruNeverDemotes(SlruPolicy):

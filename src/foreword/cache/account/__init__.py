@@ -1,1 +1,1 @@
-"""Accounts of what the cache holds, held and saved."""
+"""Accounts of the keys that the cache holds and held, and of the tokens that hits saved."""

@@ -58,7 +58,7 @@ class NumberedEvent:
 
 
 class EventLog:
-    """Events in order. If nobody takes them, the oldest are dropped, with their numbers.
+    """The latest events, in order. Beyond its capacity it drops the oldest ones, with their numbers.
 
     Keeps the newest events, up to `capacity` blocks in total; an event without blocks counts as one.
     """
@@ -92,7 +92,7 @@ def _num_blocks(event: KVCacheEvent) -> int:
 class PrefixMirror:
     """The findable prefixes of a remote cache, rebuilt from its events.
 
-    Keeps keys, not blocks: enough for a router to know how much of a prompt a replica holds.
+    Keeps keys, not blocks: a router needs no more to know which part of a prompt a replica holds.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class PrefixMirror:
         return self._held[group][key]
 
     def num_hit_blocks(self, block_hashes: Sequence[BlockHash], group: int = 0) -> int:
-        """The number of leading blocks of a sequence that are findable there."""
+        """The number of leading blocks of a sequence that are findable in the remote cache."""
         held = self._held.get(group, {})
         return sum(1 for _ in takewhile(held.__contains__, block_hashes))
 

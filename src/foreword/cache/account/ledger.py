@@ -47,7 +47,7 @@ class MissReason(enum.StrEnum):
     MEDIA_DIFFERS = "media_differs"
     """The tokens are cached, but their placeholders stood for other images, sounds or embeddings."""
     STATE_NOT_SAVED = "state_not_saved"
-    """Keys and values are cached further, but no recurrent state was saved there."""
+    """Keys and values of more tokens are cached, but no recurrent state was saved after them."""
     LOOKUP_SKIPPED = "lookup_skipped"
     """The request asked for its whole prompt to be computed."""
     IN_FLIGHT = "in_flight"

@@ -1,4 +1,4 @@
-"""Counters of what the cache saved.
+"""Counters of lookups, hits and misses.
 
 Knows numbers of tokens and requests; knows nothing of blocks.
 """
@@ -12,31 +12,31 @@ from foreword.cache.account.ledger import MissReason
 
 
 def _counter(meaning: str) -> int:
-    """A field whose total everybody may see: /metrics and the cache's API show it by its own name."""
+    """A field that everybody may see: /metrics and the cache's API show it under its own name."""
     counter: int = field(default=0, metadata={"meaning": meaning})
     return counter
 
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Totals since the last reset. A new one is a field here and a line where it is counted; readers go by the fields.
+    """Totals since the last reset. A new one needs a field and a line that counts it: readers iterate over the fields.
 
-    `requests`, `queries` and `hits` count each prompt once, when it is first admitted: they say what earlier traffic
-    left in the cache. Two kinds of lookups find what the same prompt has put there, and are counted apart:
+    `requests`, `queries` and `hits` count each prompt once, when it is first admitted, so they show what earlier
+    traffic left in the cache. Two kinds of lookups find tokens of the same prompt; they have counters of their own:
 
         preempted_*   a request that resumes after preemption looks its own tokens up again (as in vLLM)
-        forked_*      of `n` answers to one prompt, the second and later ones find what the first computes
+        forked_*      of `n` answers to one prompt, the second and later ones find tokens that the first computes
     """
 
     requests: int = 0
     """Prompts admitted."""
     queries: int = _counter("Prompt tokens that were looked up.")
     hits: int = _counter("Prompt tokens that were found: prefill saved.")
-    tail_hits: int = _counter("Of the found tokens, those found in tails.")
+    tail_hits: int = _counter("Found tokens that were in tails.")
     """A tail is the partly filled last block of an earlier request."""
     preempted_requests: int = _counter("Lookups of requests that resumed.")
     preempted_queries: int = _counter("Tokens of those lookups.")
-    preempted_hits: int = _counter("Of these, tokens found.")
+    preempted_hits: int = _counter("Tokens that those lookups found.")
     forked_requests: int = 0
     forked_queries: int = 0
     forked_hits: int = 0
@@ -44,13 +44,13 @@ class PrefixCacheStats:
     """Full cached blocks whose memory was given to other content."""
     tail_evictions: int = _counter("Tails whose memory was given to other content.")
 
-    # Those below need a ledger.
+    # The fields below need a ledger.
     ghost_hits: int = _counter("Missed tokens that twice the blocks would have found.")
     misses: Counter[MissReason] = field(
         default_factory=Counter, metadata={"meaning": "Requests that missed something."}
     )
     missed_tokens: Counter[MissReason] = field(
-        default_factory=Counter, metadata={"meaning": "Their tokens that were not found."}
+        default_factory=Counter, metadata={"meaning": "Tokens that those requests missed."}
     )
 
     def count_lookup(self, kind: str, num_tokens: int, num_hit_tokens: int) -> None:
@@ -63,21 +63,21 @@ class PrefixCacheStats:
         return type(self)(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def __sub__(self, earlier: PrefixCacheStats) -> PrefixCacheStats:
-        """What was counted after `earlier`."""
+        """The counts after `earlier`."""
         return type(self)(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
 
     def meanings(self) -> dict[str, str]:
-        """Field -> its meaning, of the fields that everybody may see."""
+        """The meaning of each field that everybody may see, by the field's name."""
         return {f.name: f.metadata["meaning"] for f in fields(self) if "meaning" in f.metadata}
 
     @property
     def hit_rate(self) -> float:
-        """Share of the queried tokens that were hits, 0.0 when nothing was asked."""
+        """Share of the queried tokens that were hits; 0.0 before the first query."""
         return self.hits / self.queries if self.queries else 0.0
 
     @property
     def hit_rate_with_twice_the_blocks(self) -> float:
-        """What `hit_rate` would have been, by the ghosts."""
+        """The estimate of `hit_rate` with twice the blocks, from the ghosts."""
         return (self.hits + self.ghost_hits) / self.queries if self.queries else 0.0
 
 

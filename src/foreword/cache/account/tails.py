@@ -1,4 +1,4 @@
-"""TailAccount: the tails that the cache holds and has held, so that a lookup can learn that one was evicted.
+"""TailAccount: the tails that the cache holds and held, so that a lookup can report that a tail was evicted.
 
 A tail is a partly filled block: it has no key of its own. It is identified by the key of the block before it, its
 block's extra keys, and its tokens.
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from foreword.cache.block_ids import BlockIds
 from foreword.cache.keys.hashing import BlockHash
-from foreword.cache.keys.sequence import TokenSequence
+from foreword.cache.keys.sequence import TokenSequence, common_length
 
 MAX_COMPARED = 64
 """The number of evicted tails, the latest ones, to compare after one prefix."""
@@ -30,13 +30,13 @@ Place = tuple[BlockHash, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """A tail by its content, in whichever block."""
+    """The content of a tail, whichever block holds it."""
 
     place: Place
     tokens: bytes
-    """int32."""
+    """The tokens as int32."""
     salt: str | None
-    """The salt under which alone a lookup finds it."""
+    """A lookup finds it only under this salt."""
 
 
 class TailAccount(Generic[Eviction]):
@@ -85,9 +85,7 @@ class TailAccount(Generic[Eviction]):
         ours = sequence.token_ids[start : start + sequence.block_size]
         longest, found = num_known, None
         for tail in islice(reversed(there), MAX_COMPARED):
-            theirs = np.frombuffer(tail.tokens, np.int32)[: len(ours)]
-            equal = theirs == ours[: len(theirs)]
-            length = len(theirs) if equal.all() else int(equal.argmin())
+            length = common_length(ours, np.frombuffer(tail.tokens, np.int32))
             if length > longest:
                 longest, found = length, self._evicted[tail]
         return found

@@ -1,11 +1,11 @@
-"""PrefixCachingBlockAllocator: vLLM v0's way to the pool, block by block instead of request by request.
+"""PrefixCachingBlockAllocator: vLLM v0's interface to the pool, block by block instead of request by request.
 
-Knows chains of blocks, their tokens and their keys; leaves holders, free blocks and keys to a `BlockPool`. The
+Knows chains of blocks, their tokens and their keys; a `BlockPool` keeps holders, free blocks and the map of keys. The
 method and the names are those of vLLM v0.6.
 
-A block is mutable until it is full. Then it has a key (its content hash, which stands for the whole chain up to it),
-can be found, and changes no more. If another block has the key already, the full one takes that block's place in
-the chain: its own is freed.
+A block is mutable until it is full. A full block has a key (its content hash, which identifies the whole chain up to
+it), can be found, and never changes. If another block already has that key, the chain continues with the other block,
+and the new one is freed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class PrefixCachingBlock:
     def __init__(self, prev_block: PrefixCachingBlock | None, block_id: int, hash_fn: HashFunction) -> None:
         self.prev_block = prev_block
         self.block_id: int | None = block_id
-        """None after it was freed."""
+        """None after the block was freed."""
         self.number: int = 0 if prev_block is None else prev_block.number + 1
         self.token_ids: list[int] = []
         self.content_hash: BlockHash | None = None
-        """None while it is not full, or if it never can be found."""
+        """None while the block is not full, or if it can never be found."""
         self._hash_fn = hash_fn
 
     def key_with(self, token_ids: Sequence[int]) -> BlockHash | None:
-        """The key that it has when it is full of these tokens; None if the block before it is not full."""
+        """The key of this block when it holds these tokens; None if the block before it is not full."""
         parent = None if self.prev_block is None else self.prev_block.content_hash
         if self.prev_block is not None and parent is None:
             return None
@@ -45,8 +45,8 @@ class PrefixCachingBlock:
 class PrefixCachingBlockAllocator:
     """Blocks that are found by their content.
 
-    Free blocks that hold something go last, the least recently accessed first (`mark_blocks_as_accessed`), and of those
-    accessed at one time the one that ends the longest prefix.
+    Free blocks that hold nothing are given away first, then the least recently accessed ones
+    (`mark_blocks_as_accessed`). Among blocks accessed at one time, the block that ends the longest prefix goes first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, hash_fn: HashFunction = sha256) -> None:
@@ -92,10 +92,10 @@ class PrefixCachingBlockAllocator:
         return PrefixCachingBlock(prev_block, block_id, self._hash_fn)
 
     def append_token_ids(self, block: PrefixCachingBlock, token_ids: Sequence[int]) -> None:
-        """Fill a mutable block further; when it is full it can be found, or becomes the one that is found.
+        """Append tokens to a mutable block. A full block can be found, or is replaced by the block that has its key.
 
-        One that a fork holds too is copied first (`clear_copy_on_writes`). Raises AllocationError for more tokens than
-        there is room for, for a block that was freed, or if no block is free for the copy.
+        A block that a fork holds too is copied first (`clear_copy_on_writes`). Raises AllocationError for more tokens
+        than fit, for a block that was freed, or if no block is free for the copy.
         """
         room = self.block_size - len(block.token_ids)
         if len(token_ids) > room or block.block_id is None:
@@ -119,18 +119,18 @@ class PrefixCachingBlockAllocator:
         block.block_id = found[0].block_id
 
     def _copy_on_write(self, block: PrefixCachingBlock, shared_id: int) -> None:
-        """A block of its own for whoever is about to write into a shared one."""
+        """Give the chain a block of its own before it writes into a shared one."""
         block.block_id = self.allocate_mutable_block(block.prev_block).block_id
         self._pool.free_blocks(_ids(shared_id))
         self._copies.append((shared_id, _held(block)))
 
     def clear_copy_on_writes(self) -> list[tuple[int, int]]:
-        """Blocks to copy before the next step writes anything, (source, target) in order; handed out once."""
+        """Blocks to copy before the next step writes anything: (source, target) in order, each returned once."""
         copies, self._copies = self._copies, []
         return copies
 
     def fork(self, last_block: PrefixCachingBlock) -> list[PrefixCachingBlock]:
-        """The same chain for another sequence, from its first block to `last_block`; the blocks are held once more."""
+        """Copy a chain, from its first block to `last_block`, for another sequence. Its blocks get one more holder."""
         chain: list[PrefixCachingBlock] = []
         block: PrefixCachingBlock | None = last_block
         while block is not None:
@@ -146,22 +146,22 @@ class PrefixCachingBlockAllocator:
         return copies
 
     def free(self, block: PrefixCachingBlock) -> None:
-        """Hold a block once less; it can be found until somebody needs its memory."""
+        """Give up one hold of a block. The block can be found until its memory is needed."""
         self._pool.free_blocks(_ids(_held(block)))
         block.block_id = None
 
-    # ------------------------------------------------------------- what happens
+    # ------------------------------------------------------------- state of blocks
 
     def mark_blocks_as_accessed(self, block_ids: Iterable[int], now: float) -> None:
-        """These blocks were used at that time, which never goes back."""
+        """Note that these blocks were used now. `now` never decreases."""
         self._evictor.note_accessed(np.fromiter(block_ids, np.int32), now)
 
     def mark_blocks_as_computed(self, block_ids: Iterable[int]) -> None:
-        """The KV of these blocks is there."""
+        """Note that the KV of these blocks has been computed."""
         self._computed.update(block_ids)
 
     def is_computed(self, block_id: int) -> bool:
-        """Whether the KV of a block is there."""
+        """Whether the KV of a block has been computed."""
         return block_id in self._computed
 
     def is_active(self, block_id: int) -> bool:
@@ -169,7 +169,7 @@ class PrefixCachingBlockAllocator:
         return self._pool.ref_count(block_id) > 0
 
     def last_accessed(self, block_id: int) -> float:
-        """When a block was used last."""
+        """The last time at which a block was used."""
         return self._evictor.last_accessed(block_id)
 
     def get_num_free_blocks(self) -> int:
@@ -179,7 +179,7 @@ class PrefixCachingBlockAllocator:
         return self._pool.num_blocks
 
     def get_prefix_cache_hit_rate(self) -> float:
-        """Share of the immutable blocks that were asked for and found, 0.0 to 1.0; -1.0 before the first."""
+        """Share of the requested immutable blocks that were found, 0.0 to 1.0; -1.0 before the first request."""
         return self._num_hits / self._num_queries if self._num_queries else -1.0
 
     def reset_prefix_cache(self) -> bool:

@@ -1,8 +1,8 @@
 """The blocks of the KV memory: who holds them, and which are free.
 
-Knows block ids and counts, and leaves to a policy which free block goes next. What a block holds is known to an
-observer, who is told before it is overwritten: a coordinator with an index of its own, or, in a pool that is used
-alone, an index of keys.
+Knows block ids and reference counts; a policy decides which free block goes next. An observer knows the contents of
+blocks, and the pool calls it before a block is overwritten. The observer is a coordinator with an index or, in a pool
+that is used alone, the pool's own index of keys.
 
 All state is in numpy arrays indexed by block id, and every operation takes many blocks at once.
 """
@@ -28,13 +28,15 @@ from foreword.errors import AllocationError, CacheBusyError, ConfigError
 class BlockPool:
     """A fixed number of blocks with a reference count each.
 
-    A block is free exactly when its count is 0. Free blocks keep their content, and may be taken back with `touch`
-    until `get_new_blocks` gives them to someone else. Just before that `on_reuse` is called with the ids; it may return
-    them with others that cannot be found any more without them, and the pool then tells its policy. The policy decides
-    which block goes first (default: `lru`), except for tails: they go after blocks that hold nothing and before all
-    others that hold something, least recently used first. The policy knows nothing of tails; to it they are held.
+    A block is free exactly when its count is 0. A free block keeps its content: `touch` takes it back until
+    `get_new_blocks` gives it to someone else. Just before that, the pool calls `on_reuse` with the ids. `on_reuse` may
+    return these ids and those of other blocks that cannot be found without them; the pool reports them to its policy.
 
-    Without `on_reuse` the pool itself remembers what `cache_full_blocks` says that its blocks hold.
+    The policy decides which block goes first (default: `lru`), except for tails. Tails go after blocks that hold
+    nothing and before all other cached blocks, the least recently used first. The policy does not know tails; it counts
+    them as held.
+
+    Without `on_reuse` the pool has an index of its own, which `cache_full_blocks` fills.
     """
 
     def __init__(
@@ -46,8 +48,11 @@ class BlockPool:
         num_groups: int = 1,
     ) -> None:
         self.num_blocks = num_blocks
-        self._index = GroupedHashIndex(num_blocks, num_groups) if on_reuse is None else None
-        self._on_reuse = on_reuse if on_reuse is not None else self._forget
+        self._index: GroupedHashIndex | None = None
+        if on_reuse is None:
+            self._index = GroupedHashIndex(num_blocks, num_groups)
+            on_reuse = self._index.remove
+        self._on_reuse = on_reuse
         self._ref_counts: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
         self._free: EvictionPolicy = policy if policy is not None else LruPolicy(num_blocks)
         self._tails = FreeKVCacheBlockQueue.empty(num_blocks)
@@ -65,17 +70,17 @@ class BlockPool:
         return 1.0 - self.get_num_free_blocks() / self.num_blocks
 
     def count_free(self, block_ids: BlockIds) -> int:
-        """Number of these blocks that are free; touching them takes that number from the free queue."""
+        """The number of these blocks that are free."""
         return int(np.count_nonzero(self._ref_counts.take(block_ids) == 0))
 
     def count_held_once(self, block_ids: BlockIds) -> int:
-        """Number of these blocks that would join the free queue if they were freed."""
+        """The number of these blocks that have one holder: freeing them makes them free."""
         return int(np.count_nonzero(self._ref_counts[block_ids] == 1))
 
     def get_new_blocks(self, count: int) -> BlockIds:
-        """Take `count` blocks (at most `get_num_free_blocks()`), those first that the policy gives away first.
+        """Take `count` blocks, at most `get_num_free_blocks()`, in the policy's order.
 
-        Raises AllocationError if there are fewer; nothing has changed then.
+        Raises AllocationError, and changes nothing, if fewer blocks are free.
         """
         if count > self.get_num_free_blocks():
             raise AllocationError(
@@ -85,7 +90,7 @@ class BlockPool:
         block_ids = self._take_with_tails(count) if len(self._tails) else self._free.popleft(count)
         if count:
             forgotten = self._on_reuse(block_ids)
-            if forgotten is not None and len(forgotten) > count:  # the policy knows of those that it gave away
+            if forgotten is not None and len(forgotten) > count:  # the policy knows the blocks that it gave away itself
                 self.note_forgotten(forgotten)
             self._ref_counts[block_ids] = 1
         return block_ids
@@ -96,14 +101,14 @@ class BlockPool:
         return np.concatenate((empty, tails, self._free.popleft(count - len(empty) - len(tails))))
 
     def touch(self, block_ids: BlockIds) -> None:
-        """Hold these (distinct) blocks, which a lookup found, once more; free ones are free no longer."""
+        """Add a holder to these (distinct) blocks, which a lookup found. Free ones leave the free queue."""
         counts = self._ref_counts.take(block_ids)
         self._free.remove(block_ids.compress(counts == 0))
         self._ref_counts[block_ids] = counts + 1
         self._free.note_hit(block_ids)
 
     def free_blocks(self, block_ids: BlockIds) -> None:
-        """Hold these (distinct) blocks once less; those at 0 are free, and count as freed in the order given."""
+        """Remove a holder of these (distinct) blocks. Those without a holder become free, in the order given."""
         counts = self._ref_counts.take(block_ids) - 1
         self._ref_counts[block_ids] = counts
         if np.count_nonzero(counts):  # most often nobody else holds any
@@ -117,7 +122,7 @@ class BlockPool:
         self._free.append(block_ids)
 
     def refresh(self, block_id: int) -> None:
-        """A block that nobody holds counts as used just now."""
+        """Count a block that nobody holds as used now."""
         block_ids = np.array([block_id], np.int32)
         if block_id in self._tails:
             self._tails.remove(block_ids)
@@ -127,26 +132,26 @@ class BlockPool:
             self.free_blocks(block_ids)
 
     def note_tail(self, block_id: int) -> None:
-        """This held block can be found as a tail: once it is free it goes before all others that hold something."""
+        """Note that this held block is indexed as a tail. Once free, it goes before all other cached blocks."""
         self._held_tails.add(block_id)
 
     def is_tail(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Which of these blocks are free tails."""
+        """Whether each of these blocks is a free tail."""
         return self._tails.holds(block_ids)
 
     def tail_block_ids(self) -> set[int]:
-        """Tails that go before other blocks, held until now or free."""
+        """All tails, held and free, that go before other cached blocks."""
         return self._held_tails.union(self._tails.in_order().tolist())
 
     def keep_as_block(self, block_id: int, depth: int) -> None:
-        """From now on this free tail goes when the policy says, as block number `depth` of its prefix."""
+        """Let the policy order this free tail from now on, as block number `depth` of its prefix."""
         block_ids = np.array([block_id], np.int32)
         self._tails.remove(block_ids)
         self._free.note_cached(block_ids, np.array([depth], np.int32))
         self._free.append(block_ids)
 
     def note_cached(self, block_ids: BlockIds, depths: BlockIds) -> None:
-        """These held blocks can be found from now on, as blocks number `depths` of their prefixes."""
+        """Note that these held blocks were indexed, as blocks number `depths` of their prefixes."""
         self._free.note_cached(block_ids, depths)
 
     @property
@@ -160,7 +165,7 @@ class BlockPool:
             self._keyed.note_keys(block_ids, keys)
 
     def note_forgotten(self, block_ids: BlockIds) -> None:
-        """What these (distinct) blocks hold cannot be found any more; who holds them keeps them."""
+        """Note that the contents of these (distinct) blocks can no longer be found. Their holders keep them."""
         self._free.note_forgotten(block_ids)
         if len(self._tails):
             freed = block_ids.compress(self._tails.holds(block_ids))
@@ -193,10 +198,10 @@ class BlockPool:
         num_full_blocks: int,
         group_id: int = 0,
     ) -> None:
-        """From now on a sequence's blocks number `num_cached_blocks` to `num_full_blocks` are found by their keys.
+        """Index a sequence's blocks number `num_cached_blocks` to `num_full_blocks` (exclusive) by their keys.
 
-        `block_ids` is its whole table; those blocks are held and hold nothing that can be found. Their size is the
-        sequence's. Entries below 0, which stand for no block, are passed over.
+        `block_ids` is the sequence's whole table. The blocks are held, not indexed yet, and of the sequence's block
+        size. Entries below 0 stand for no block and are skipped.
         """
         keys = sequence.block_hashes()[num_cached_blocks:num_full_blocks]
         entries = list(block_ids)[num_cached_blocks : num_cached_blocks + len(keys)]
@@ -205,7 +210,7 @@ class BlockPool:
         self._cache(group_id, [key for key, _, _ in new], np.array([entry for _, entry, _ in new], np.int32), depths)
 
     def cache_key(self, block_id: int, key: BlockHash, number: int, group_id: int = 0) -> None:
-        """From now on a held block is found by this key, as block number `number` of its prefix."""
+        """Index a held block by this key, as block number `number` of its prefix."""
         self._cache(group_id, [key], np.array([block_id], np.int32), np.array([number], np.int32))
 
     def _cache(self, group_id: int, keys: Sequence[BlockHash], block_ids: BlockIds, depths: BlockIds) -> None:
@@ -215,12 +220,11 @@ class BlockPool:
             self.note_keys(block_ids, [BlockHash(make_block_hash_with_group_id(key, group_id)) for key in keys])
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Forget what these blocks hold. Who holds them keeps them. Entries below 0 stand for no block."""
-        self._checked_index()
-        self.note_forgotten(self._forget(as_block_ids(block_ids, self.num_blocks)))
+        """Forget the contents of these blocks. Their holders keep them. Entries below 0 stand for no block."""
+        self.note_forgotten(self._checked_index().remove(as_block_ids(block_ids, self.num_blocks)))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget everything; True. Raises CacheBusyError while blocks are held."""
+        """Forget everything, and return True. Raises CacheBusyError while blocks are held."""
         index, num_held = self._checked_index(), self.num_blocks - self.get_num_free_blocks()
         if num_held:
             raise CacheBusyError(f"the prefix cache cannot be reset while {num_held} blocks are held; free them first")
@@ -229,7 +233,7 @@ class BlockPool:
         return True
 
     def block_hash(self, block_id: int) -> BlockHashWithGroupId | None:
-        """Key and group under which a block is found, or None."""
+        """The key and group under which a block is indexed, or None."""
         index = self._checked_index()
         key, group_id = index.key_of(block_id), index.group_of(block_id)
         return None if key is None or group_id is None else make_block_hash_with_group_id(key, group_id)
@@ -237,13 +241,9 @@ class BlockPool:
     def _checked_index(self) -> GroupedHashIndex:
         if self._index is None:
             raise ConfigError(
-                "this pool's blocks are found by whoever gave it on_reuse; leave on_reuse out, or ask there"
+                "this pool has no index, because on_reuse was given; leave on_reuse out, or ask its owner's index"
             )
         return self._index
-
-    def _forget(self, block_ids: BlockIds) -> BlockIds:
-        """The index forgets these blocks; those that it knew."""
-        return self._checked_index().remove(block_ids)
 
     def ref_counts(self) -> npt.NDArray[np.int32]:
         """Reference count of every block, [num_blocks] (a copy)."""
@@ -275,9 +275,9 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheBlock:
-    """One block as an object, for engines that are written around such objects. Two views of one block are equal.
+    """One block as an object, for engines that use such objects. Two objects of one block are equal.
 
-    It has no state of its own, so it always tells what the pool tells now.
+    It has no state of its own: its properties read the pool.
     """
 
     pool: BlockPool
@@ -285,15 +285,15 @@ class KVCacheBlock:
 
     @property
     def ref_cnt(self) -> int:
-        """Number of holders; 0: the block is free, and may still be found."""
+        """The number of holders; a block with 0 holders is free, and can still be found."""
         return 0 if self.is_null else self.pool.ref_count(self.block_id)
 
     @property
     def block_hash(self) -> BlockHashWithGroupId | None:
-        """Under what it is found; None: it is not."""
+        """The key under which it is indexed; None if it is not."""
         return None if self.is_null else self.pool.block_hash(self.block_id)
 
     @property
     def is_null(self) -> bool:
-        """Whether it stands for no block, where a group needs none."""
+        """Whether it stands for no block: a table entry that the group does not need."""
         return self.block_id < 0

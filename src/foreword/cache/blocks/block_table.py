@@ -1,6 +1,6 @@
-"""Block tables of the running requests, as rows of one array; one such array per group of layers.
+"""Block tables of the running requests: the rows of one array for each group of layers.
 
-Knows block ids and row numbers; knows nothing of tokens or of what a block holds.
+Knows block ids and row numbers; knows neither tokens nor the contents of blocks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from foreword.cache.block_ids import BlockIds
 
 
 class BlockTable:
-    """One row of block ids per request: entry j holds positions j*block_size and on.
+    """One row of block ids per request: entry j is the block of positions j * block_size to (j + 1) * block_size.
 
-    Rows and columns are added when they run out, by doubling; entries past a row's length are
-    meaningless.
+    The array doubles when rows or columns run out. Entries beyond a row's length are meaningless.
     """
 
     def __init__(self, num_rows: int = 16, num_columns: int = 64) -> None:
@@ -26,7 +25,7 @@ class BlockTable:
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     def open_row(self) -> int:
-        """Number of an empty row."""
+        """Open an empty row; returns its number."""
         if not self._free_rows:
             rows = len(self._lengths)
             self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
@@ -37,7 +36,7 @@ class BlockTable:
         return row
 
     def close_row(self, row: int) -> None:
-        """Give a row back; its content is gone."""
+        """Close a row and forget its entries."""
         self._lengths[row] = 0
         self._free_rows.append(row)
 
@@ -69,9 +68,9 @@ class BlockTable:
     def replace_each(
         self, rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], block_id: int
     ) -> BlockIds:
-        """Write `block_id` into entries `starts[i]` to `ends[i]` of row `rows[i]`; returns what stood there.
+        """Write `block_id` into entries `starts[i]` to `ends[i]` (exclusive) of row `rows[i]`; returns the old entries.
 
-        The order is that of the rows, the last entry of each first.
+        They come row by row, the last entry of each row first.
         """
         counts = ends - starts
         if len(counts) == counts.sum():
@@ -117,18 +116,18 @@ class MultiGroupBlockTable:
         self.groups = tuple(BlockTable() for _ in range(num_groups))
 
     def open_row(self) -> int:
-        """Number of a row that is empty in every group."""
+        """Open a row that is empty in every group; returns its number."""
         row, *others = (tables.open_row() for tables in self.groups)
         assert all(other == row for other in others), "the groups' rows are out of step"
         return row
 
     def close_row(self, row: int) -> None:
-        """Give the row back in every group."""
+        """Close the row in every group."""
         for tables in self.groups:
             tables.close_row(row)
 
     def held(self, row: int, block_sizes: Sequence[int]) -> BlockIds:
-        """All blocks of a row, those that end later in the sequence first (a copy)."""
+        """All blocks of a row, the one that ends last in the sequence first (a copy)."""
         if len(self.groups) == 1:
             table = self.groups[0].row(row)[::-1]
             return table[table >= 0]

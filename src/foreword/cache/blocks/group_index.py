@@ -1,4 +1,4 @@
-"""GroupedHashIndex: which block of which group holds which prefix.
+"""GroupedHashIndex: finds the block of each group that holds a prefix.
 
 Knows block keys, block ids and group numbers; knows neither sequences nor attention types.
 
@@ -136,7 +136,7 @@ class GroupedHashIndex:
         for group_id, blocks in enumerate(self._maps):
             for key, waiting in blocks.duplicates.items():
                 assert waiting, "an empty list of duplicates was left behind"
-                assert key in blocks.block_of, "a duplicate waits behind nothing"
+                assert key in blocks.block_of, "a duplicate waits for no block"
                 listed.update(dict.fromkeys(waiting, (group_id, key)))
             for key, block_id in blocks.block_of.items():
                 assert block_id not in listed, "a block is listed twice"

@@ -1,1 +1,1 @@
-"""Which free block is given away next, and which blocks are kept."""
+"""Eviction: the order in which free blocks are given away, and pins that protect blocks."""

@@ -1,6 +1,6 @@
 """The eviction policies by name: `make_policy` takes the name that a user chose.
 
-Knows the policies; knows nothing of what they order.
+Knows the names and classes of policies; knows nothing of blocks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
         "value": SafeValuePolicy,
     }
 )
-"""Policies by the name under which a user chooses them."""
+"""Policies by name."""
 
 
 def make_policy(name: str, num_blocks: int) -> EvictionPolicy:
-    """The eviction policy that a user chose by name, for block ids below `num_blocks`."""
+    """The eviction policy with this name, for block ids below `num_blocks`. Raises ConfigError for other names."""
     if name not in POLICIES:
         raise ConfigError(f"eviction_policy={name!r} is unknown; use one of {', '.join(POLICIES)}")
     return POLICIES[name](num_blocks)

@@ -1,4 +1,4 @@
-"""EmptyFirstPolicy: what all policies share that order the cached blocks in their own way.
+"""EmptyFirstPolicy: the base of policies that order the cached blocks in their own way.
 
 Knows block ids and which blocks are free and cached; knows nothing of the order among the cached.
 """
@@ -15,10 +15,10 @@ from foreword.cache.eviction.free_queue import FreeKVCacheBlockQueue
 
 
 class EmptyFirstPolicy(ABC):
-    """Blocks that hold nothing, the last freed first; then cached ones, as the subclass orders them.
+    """Blocks that hold nothing, the last freed first; then cached ones, in the subclass's order.
 
-    The subclass keeps the free cached blocks (`_add`, `_discard`, `_take`, `_kept`), and whatever it
-    wants to know of the content of all cached blocks (`_learn`, `note_hit`, `_unlearn`).
+    The subclass keeps the free cached blocks (`_add`, `_discard`, `_take`, `_kept`), and may record facts about the
+    contents of all cached blocks (`_learn`, `note_hit`, `_unlearn`).
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -29,30 +29,30 @@ class EmptyFirstPolicy(ABC):
 
     @abstractmethod
     def _add(self, block_ids: BlockIds) -> None:
-        """These cached blocks became free, in the order given."""
+        """Add cached blocks that became free, in the order given."""
 
     @abstractmethod
     def _discard(self, block_ids: BlockIds) -> None:
-        """These are no longer free, or no longer cached."""
+        """Remove blocks that are no longer free, or no longer cached."""
 
     @abstractmethod
     def _take(self, count: int) -> BlockIds:
-        """Discard and return the first `count` blocks."""
+        """Remove and return the first `count` blocks."""
 
     @abstractmethod
     def _kept(self) -> BlockIds:
-        """Free cached blocks in their order."""
+        """The free cached blocks in order."""
 
     @abstractmethod
     def _check_kept(self) -> None:
         """Raise AssertionError if the subclass's own state contradicts itself."""
 
     def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
-        """These blocks are cached from now on."""
+        """Note blocks that are cached from now on."""
         return
 
     def _unlearn(self, block_ids: BlockIds) -> None:
-        """These blocks, which are not kept (any more), are not cached any more."""
+        """Note blocks that are no longer cached; they have left the free cached blocks."""
         return
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class EmptyFirstPolicy(ABC):
         )
 
     def _divide(self, block_ids: BlockIds) -> tuple[BlockIds, BlockIds]:
-        """Those that are cached, and those that hold nothing."""
+        """The blocks that are cached, and the blocks that hold nothing."""
         cached = self._is_cached.take(block_ids)
         if cached.all():
             return block_ids, NO_BLOCKS

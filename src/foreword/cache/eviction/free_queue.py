@@ -1,6 +1,6 @@
 """Queues of free blocks; any block may leave from the middle.
 
-They know block ids and their places, and neither contents nor holders of blocks.
+Knows block ids and their places; knows neither contents nor holders of blocks.
 
 A linked list removes from its middle in O(1) but handles blocks one by one. These queues are buffers in
 which a removed block leaves a stale entry: an entry is alive only while its block's record names
@@ -72,7 +72,7 @@ class FreeKVCacheBlockQueue:
         self._num_free += count
 
     def appendleft(self, block_ids: BlockIds) -> None:
-        """Put blocks that are not in the queue at its head; they go next, in the order given."""
+        """Put blocks that are not in the queue at its head. They are given away next, in the order given."""
         count = len(block_ids)
         if count > self._head:
             self._compact()
@@ -82,14 +82,14 @@ class FreeKVCacheBlockQueue:
         self._num_free += count
 
     def remove(self, block_ids: BlockIds) -> None:
-        """Take blocks that are in the queue out of it, wherever they are."""
+        """Remove blocks from any place in the queue."""
         self._place[block_ids] = NOT_QUEUED
         self._num_free -= len(block_ids)
 
     def popleft(self, count: int) -> BlockIds:
         """Take `count` blocks from the head; the caller has checked `count <= len(self)`."""
         assert count <= self._num_free
-        if self._num_free == self._tail - self._head:  # no entry is stale
+        if self._num_free == self._tail - self._head:  # no stale entry
             block_ids = self._buffer[self._head : self._head + count].copy()
             self._head += count
         else:
@@ -215,7 +215,7 @@ class KeyedBlockQueue:
             self._lane(int(keys[part[0]])).extend(block_ids[part], entries[part])
 
     def remove(self, block_ids: BlockIds) -> None:
-        """Take blocks that are in the queue out of it, wherever they are."""
+        """Remove blocks from any place in the queue."""
         self._entry[block_ids] = NOT_QUEUED
         self._num_queued -= len(block_ids)
 

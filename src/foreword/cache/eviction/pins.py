@@ -1,7 +1,7 @@
-"""Pins: cached blocks that are to be kept for a time, within a budget.
+"""Pins: cached blocks that are kept for a time, within a budget.
 
-Knows block ids and points in time that its caller names; has no clock, and does not know what the blocks
-hold or in which order the others go.
+Knows block ids and the times that its caller gives; has no clock, and knows neither the contents of blocks nor the
+order of the other blocks.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ NOT_PINNED = -np.inf
 
 
 class PinnedPolicy:
-    """Free blocks in the order of another policy, then those with a pin, least recently freed first.
+    """Free blocks in the order of another policy, then pinned blocks, the least recently freed first.
 
-    A pin is soft: it never keeps the pool from giving away its last block. It breaks when every block
-    without one is taken, and `num_broken` counts that. Pins live until their time, until `unpin`, or
-    until what they protect is forgotten. Their number is limited to `max_share` of the pool, for a pool
-    that is all pins has no policy.
+    A pin is soft: if all other blocks are taken, the pool gives away pinned blocks too, and `num_broken` counts them.
+    A pin ends at its time, at `unpin`, or when the block's content is forgotten. At most `max_share` of the pool can be
+    pinned, because a fully pinned pool would have no eviction policy.
 
-    To the inner policy a pinned free block looks held. O(1) a block on top of the inner policy,
-    O(log pins) for each pin that is made or ends.
+    The inner policy counts pinned free blocks as held. Costs O(1) a block beyond the inner policy, and O(log pins) for
+    each pin that starts or ends.
     """
 
     def __init__(self, inner: EvictionPolicy, num_blocks: int, *, max_share: float = 0.5) -> None:
@@ -39,27 +38,26 @@ class PinnedPolicy:
         self.inner = inner
         self.max_pinned = int(max_share * num_blocks)
         self.num_pinned = 0
-        """Blocks with a pin, held or free."""
+        """The number of pinned blocks, held or free."""
         self.num_broken = 0
-        """Pinned blocks that were given away because nothing else was free."""
+        """The number of pinned blocks that were given away because no other block was free."""
         self._until: npt.NDArray[np.float64] = np.full(num_blocks, NOT_PINNED)
         self._is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self._is_free: npt.NDArray[np.bool_] = np.ones(num_blocks, np.bool_)
         self._queue = FreeKVCacheBlockQueue.empty(num_blocks)
         self._ends: list[tuple[float, int, BlockIds]] = []
-        """Heap of (until, number of the entry, blocks); a block whose pin was made longer has several entries."""
+        """Heap of (until, number of the entry, blocks); a block whose pin was extended has several entries."""
         self._num_entries = 0
         self._num_ends = 0
-        """Block ids in the heap."""
+        """The number of block ids in the heap."""
 
     # -------------------------------------------------------------------- pins
 
     def pin(self, block_ids: BlockIds, until: float, now: float) -> BlockIds:
-        """Keep these blocks until that time; returns those that are pinned now.
+        """Pin these blocks until a time; returns the blocks that are pinned now.
 
-        Name the head of a prefix first: when the budget ends, the rest stays without a pin. Blocks that
-        hold nothing cached get none. A pin that a block has already is never shortened. Modifies the
-        order of the free blocks.
+        Give the head of a prefix first: when the budget is used up, the remaining blocks get no pin. Blocks that hold
+        nothing cached get no pin. A block's pin is never shortened. Modifies the order of the free blocks.
         """
         self.expire(now)
         block_ids = block_ids[self._is_cached[block_ids]]
@@ -79,7 +77,7 @@ class PinnedPolicy:
         return block_ids
 
     def unpin(self, block_ids: BlockIds) -> None:
-        """Let these blocks be ordinary again; the free ones count as freed just now."""
+        """End the pins of these blocks. The free ones count as freed now."""
         block_ids = block_ids[self._until[block_ids] != NOT_PINNED]
         self._until[block_ids] = NOT_PINNED
         self.num_pinned -= len(block_ids)
@@ -88,7 +86,7 @@ class PinnedPolicy:
         self.inner.append(freed)
 
     def expire(self, now: float) -> None:
-        """End the pins whose time has come, as `unpin` does. To be called once a step, or before pinning."""
+        """End the pins whose time has come, as `unpin` does. Call it once a step, or before pinning."""
         while self._ends and self._ends[0][0] <= now:
             _, _, block_ids = heapq.heappop(self._ends)
             self._num_ends -= len(block_ids)
@@ -99,9 +97,9 @@ class PinnedPolicy:
         return np.flatnonzero(self._until != NOT_PINNED).astype(np.int32)
 
     def _end_later(self, block_ids: BlockIds, until: float) -> None:
-        """Look at these blocks again when that time has come."""
+        """Examine these blocks again at that time."""
         if self._num_ends + len(block_ids) > 2 * len(self._until):
-            # Mostly pins that were made longer since: begin anew, with one entry for each time.
+            # Most entries are of pins that were extended since: rebuild the heap, with one entry for each time.
             self._ends, self._num_ends = [], 0
             pinned = self.pinned_block_ids()
             for end in np.unique(self._until[pinned]).tolist():

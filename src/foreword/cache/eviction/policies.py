@@ -1,12 +1,13 @@
-"""Eviction policies that look at what free blocks hold; `choose.py` has their names.
+"""Eviction policies that depend on the contents of free blocks; `choose.py` has their names.
 
-Know block ids, how deep in its prefix a block lies and how often it was hit; know neither keys nor
-tokens, requests or time. Each implements `EvictionPolicy`.
+Knows block ids, their depths in their prefixes and their hits; knows neither keys nor tokens, requests or time. Each
+class implements `EvictionPolicy`.
 """
 
 from __future__ import annotations
 
 import heapq
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,17 +18,17 @@ from foreword.cache.eviction.free_queue import FreeKVCacheBlockQueue, KeyedBlock
 
 
 class LruPolicy(FreeKVCacheBlockQueue):
-    """Blocks that hold nothing, the last freed first; then the least recently freed first: vLLM's order, id by id.
+    """Blocks that hold nothing, the last freed first; then the least recently freed first: exactly vLLM's order.
 
-    A hit takes its blocks out of the queue and the end of the request puts them back at the tail, last
-    block first; so the order is that of last use, and within a request tail before head.
+    A hit removes its blocks from the queue. When the request ends, they join the queue's tail, the last block first. So
+    blocks go in the order of their last use, and within a request the tail goes before the head.
     """
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self._is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self.num_empty = num_blocks
-        """Free blocks that hold nothing, those at the head."""
+        """The number of free blocks that hold nothing; they are at the queue's head."""
 
     def append(self, block_ids: BlockIds) -> None:
         cached = self._is_cached.take(block_ids)
@@ -70,27 +71,15 @@ class LruPolicy(FreeKVCacheBlockQueue):
         assert self.num_empty == np.count_nonzero(~cached), "the blocks that hold nothing are miscounted"
 
 
-class LfuPolicy(EmptyFirstPolicy):
-    """Fewest hits first; among equals the least recently freed first.
+Queue = TypeVar("Queue", FreeKVCacheBlockQueue, KeyedBlockQueue)
 
-    Hits are counted from the moment at which the content was cached. Whoever hits a tail hits its head
-    too, so no block outlives the head of its prefix. What was hit often long ago stays for long: choose
-    it where the popular prefixes are the same all day. O(1) a block, O(log hits) per count in a call.
-    """
 
-    def __init__(self, num_blocks: int) -> None:
+class QueuedPolicy(EmptyFirstPolicy, Generic[Queue]):
+    """The free cached blocks in one queue; a subclass decides where a freed block joins it (`_add`)."""
+
+    def __init__(self, num_blocks: int, queue: Queue) -> None:
         super().__init__(num_blocks)
-        self._num_hits: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
-        self._queue = KeyedBlockQueue(num_blocks)
-
-    def note_hit(self, block_ids: BlockIds) -> None:
-        self._num_hits[block_ids] += 1
-
-    def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
-        self._num_hits[block_ids] = 0
-
-    def _add(self, block_ids: BlockIds) -> None:
-        self._queue.append(block_ids, self._num_hits[block_ids])
+        self._queue: Queue = queue
 
     def _discard(self, block_ids: BlockIds) -> None:
         self._queue.remove(block_ids)
@@ -103,18 +92,45 @@ class LfuPolicy(EmptyFirstPolicy):
 
     def _check_kept(self) -> None:
         self._queue.check_integrity()
-        hits = self._num_hits[self._kept()]
-        assert (np.diff(hits) >= 0).all(), "a block with more hits goes before one with fewer"
+
+
+class RankedPolicy(QueuedPolicy[KeyedBlockQueue]):
+    """Lowest rank first; among equals the least recently freed first. The rank of newly cached content is 0."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks, KeyedBlockQueue(num_blocks))
+        self._rank: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+
+    def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
+        self._rank[block_ids] = 0
+
+    def _add(self, block_ids: BlockIds) -> None:
+        self._queue.append(block_ids, self._rank[block_ids])
+
+    def _check_kept(self) -> None:
+        super()._check_kept()
+        assert (np.diff(self._rank[self._kept()]) >= 0).all(), "a block of higher rank goes before one of lower rank"
+
+
+class LfuPolicy(RankedPolicy):
+    """Fewest hits first; among equals the least recently freed first.
+
+    The count of hits starts when the content is cached. Whoever hits a tail hits its head too, so no block outlives the
+    head of its prefix. Content that was once hit often stays long: choose this policy where the popular prefixes are
+    the same all day. O(1) a block, O(log hits) for each different count in a call.
+    """
+
+    def note_hit(self, block_ids: BlockIds) -> None:
+        self._rank[block_ids] += 1
 
 
 class SlruPolicy(EmptyFirstPolicy):
-    """Segmented LRU: blocks never hit first (probation), then those that were (protected); each LRU.
+    """Segmented LRU: first blocks that were never hit (probation), then those that were (protected); each LRU.
 
-    A flood of prompts that nobody repeats passes through probation and leaves the reused prefixes
-    alone, which plain LRU would lose. The protected segment holds at most `PROTECTED_SHARE` of the pool's
-    blocks while they are free: beyond that, its least recently freed ones go to the end of probation and
-    have to be hit again. O(1) a block. After Karedla, Love and Wherry, "Caching strategies to improve
-    disk system performance" (1994).
+    A flood of prompts that nobody repeats passes through probation and leaves the reused prefixes alone; plain LRU
+    would lose them. At most `PROTECTED_SHARE` of the pool's blocks are free and protected. Beyond that, the least
+    recently freed of them go to the end of probation, and need another hit. O(1) a block. After Karedla, Love and
+    Wherry, "Caching strategies to improve disk system performance" (1994).
     """
 
     PROTECTED_SHARE = 0.8
@@ -163,13 +179,13 @@ class SlruPolicy(EmptyFirstPolicy):
 
 
 class FifoPolicy(EmptyFirstPolicy):
-    """Longest cached first, whether it was hit or not; of blocks cached in one call the deepest first.
+    """Longest cached first, hit or not; among blocks cached in one call the deepest first.
 
-    It is the yardstick that ignores use: compare other policies with it, or choose it where prefixes
-    come into fashion and go. A head is cached no later than its tail and may be evicted before it.
+    This order ignores use: compare other policies with it, or choose it where prefixes are popular for a while and then
+    never again. A head is cached no later than its tail, and may be evicted before it.
 
-    Held blocks are in `_queue` too. Those that the front passes while they are held become overdue: once
-    free, they go before whatever is still queued. O(1) a block, O(log n) for an overdue one.
+    Held blocks are in `_queue` too. A held block that the front of the queue passes becomes overdue: once free, it goes
+    before all queued blocks. O(1) a block, O(log n) for an overdue one.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -201,7 +217,7 @@ class FifoPolicy(EmptyFirstPolicy):
             heapq.heapify(self._overdue)
 
     def _discard(self, block_ids: BlockIds) -> None:
-        pass  # `_is_free` tells, and what was freed again is found where it was
+        pass  # `_is_free` shows it; a block that is freed again has kept its place
 
     def _take(self, count: int) -> BlockIds:
         overdue: list[int] = []
@@ -235,16 +251,15 @@ class FifoPolicy(EmptyFirstPolicy):
         assert found[self._kept()].all(), "a free cached block would never be given away"
 
 
-class LastAccessedPolicy(EmptyFirstPolicy):
+class LastAccessedPolicy(QueuedPolicy[FreeKVCacheBlockQueue]):
     """Least recently accessed first; among equals the one that ends the longer prefix: vLLM v0's evictor.
 
-    A request accesses its blocks until it frees them, all in one call and so at one time. Hence tail
-    before head by depth, even where a caller frees in another order. O(log k) a block for a call of k.
+    A request accesses its blocks until it frees them, all in one call and so at one time. So a tail goes before its
+    head, by depth, even if a caller frees them in another order. O(log k) a block for a call of k.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self._queue = FreeKVCacheBlockQueue.empty(num_blocks)
+        super().__init__(num_blocks, FreeKVCacheBlockQueue.empty(num_blocks))
         self._depths: BlockIds = np.zeros(num_blocks, np.int32)
 
     def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
@@ -252,18 +267,6 @@ class LastAccessedPolicy(EmptyFirstPolicy):
 
     def _add(self, block_ids: BlockIds) -> None:
         self._queue.append(block_ids[np.argsort(-self._depths[block_ids], kind="stable")])
-
-    def _discard(self, block_ids: BlockIds) -> None:
-        self._queue.remove(block_ids)
-
-    def _take(self, count: int) -> BlockIds:
-        return self._queue.popleft(count)
-
-    def _kept(self) -> BlockIds:
-        return self._queue.in_order()
-
-    def _check_kept(self) -> None:
-        self._queue.check_integrity()
 
 
 class AccessTimePolicy(EmptyFirstPolicy):
@@ -281,12 +284,12 @@ class AccessTimePolicy(EmptyFirstPolicy):
         """(time, -depth, block); stale where the block has left or was accessed since."""
 
     def note_accessed(self, block_ids: BlockIds, now: float) -> None:
-        """These blocks were used at that time."""
+        """Note that these blocks were used at a time."""
         self._times[block_ids] = now
         self._add(block_ids[self._is_free[block_ids] & self._is_cached[block_ids]])
 
     def last_accessed(self, block_id: int) -> float:
-        """When a block was used last; 0.0 before."""
+        """The time at which a block was last used; 0.0 before its first use."""
         return float(self._times[block_id])
 
     def _learn(self, block_ids: BlockIds, depths: BlockIds) -> None:
@@ -327,43 +330,18 @@ class AccessTimePolicy(EmptyFirstPolicy):
         assert len(self._alive()) == np.count_nonzero(self._is_free & self._is_cached), "a free block is not listed"
 
 
-class PriorityPolicy(EmptyFirstPolicy):
-    """Lowest priority number first, so a higher number stays longer; among equals least recently freed first.
+class PriorityPolicy(RankedPolicy):
+    """Lowest priority number first, so a higher number stays longer; among equals the least recently freed first.
 
-    Numbers are given to blocks, by `set_priority`, and last as long as the content; without one it is 0.
-    Choose it where the caller knows what will come again: a system prompt above a user's document, that
-    above an answer. O(1) a block, O(log priorities) per priority in a call.
+    `set_priority` gives numbers to blocks. A number lasts as long as the block's content; the default is 0. Choose this
+    policy where the caller knows which content will be used again: a system prompt more likely than a user's document,
+    and the document more likely than an answer. O(1) a block, O(log priorities) for each different number in a call.
     """
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self._priorities: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
-        self._queue = KeyedBlockQueue(num_blocks)
 
     def set_priority(self, block_ids: BlockIds, priority: int) -> None:
         """Give these blocks a number. Free ones count as freed just now; those that hold nothing are ignored."""
         block_ids = block_ids[self._is_cached[block_ids]]
-        self._priorities[block_ids] = priority
+        self._rank[block_ids] = priority
         freed = block_ids[self._is_free[block_ids]]
         self._queue.remove(freed)
         self._add(freed)
-
-    def _unlearn(self, block_ids: BlockIds) -> None:
-        self._priorities[block_ids] = 0
-
-    def _add(self, block_ids: BlockIds) -> None:
-        self._queue.append(block_ids, self._priorities[block_ids])
-
-    def _discard(self, block_ids: BlockIds) -> None:
-        self._queue.remove(block_ids)
-
-    def _take(self, count: int) -> BlockIds:
-        return self._queue.popleft(count)
-
-    def _kept(self) -> BlockIds:
-        return self._queue.in_order()
-
-    def _check_kept(self) -> None:
-        self._queue.check_integrity()
-        priorities = self._priorities[self._kept()]
-        assert (np.diff(priorities) >= 0).all(), "a block of higher priority goes before one of lower"

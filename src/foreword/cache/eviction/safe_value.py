@@ -1,12 +1,12 @@
-"""The `value` policy, made safe: two shadow pools compete, and the real one does as the better of them does.
+"""The `value` policy, made safe: two shadow pools compete, and the real pool follows the better one.
 
-Knows block ids, depths and keys; knows neither tokens, requests nor time. docs/decisions/0028-safe-value.md has
-what was measured and what was tried.
+Knows block ids, depths and keys; knows neither tokens, requests nor time. docs/decisions/0028-safe-value.md has the
+measurements and the variants that were tried.
 
-`ValuePolicy` learns which prefixes come back, and finds much more than `lru` where traffic lets it; where its classes
-mislead it, it finds less. So each use of a block is told to two `ShadowPool`s, one under each policy, which count
-what they would have hit. The real pool evicts what the followed shadow would not hold any more, and so comes to hold
-what that shadow holds, without ever evicting a block for a change of mind.
+`ValuePolicy` learns which prefixes come back. On most traffic it finds much more than `lru`; where its classes mislead
+it, it finds less. So two `ShadowPool`s, one for each policy, see each use of a block and count the hits that they would
+have had. The real pool evicts the blocks that the followed shadow no longer holds. So it gradually comes to hold the
+same blocks as that shadow, and never evicts a block merely because the followed shadow has changed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from foreword.cache.keys.hashing import BlockHash
 LEAD_OF_USES = 1 / 2048
 LEAD_OF_POOL = 0.01
 MIN_LEAD = 64
-"""The other shadow is followed when it leads by more hits than these shares of all uses and of the pool, and than this.
-To follow the wrong one costs no more than that lead. A change of mind costs a few per cent of the pool, until the
-contents have changed, so small leads are not worth one."""
+"""The policy switches to the other shadow when that leads by more hits than these shares of all uses and of the pool,
+and by more than `MIN_LEAD`. Following the wrong shadow costs no more than that lead. A switch costs a few per cent of
+the pool until the contents have changed, so small leads are not worth one."""
 LEAD_IN_REQUESTS = 4
-"""LRU must lead by this multiple of the largest difference that one request has made: with long prompts, the
-first few decide nothing, and `ValuePolicy` has yet to learn."""
+"""LRU must lead by this multiple of the largest difference that one request has made: the first few long prompts decide
+nothing, because `ValuePolicy` has not learned yet."""
 
 
 class SafeValuePolicy(EmptyFirstPolicy):
-    """What the better of `lru` and the hazards' order does not hold first, least recently freed first; then its order.
+    """First the blocks that the followed shadow does not hold, least recently freed first; then that shadow's order.
 
-    Needs no setting, and blocks' keys (`note_keys`). Costs both policies and O(1) a block on top; some 300 bytes for
-    each block of the pool, beyond the ghosts of `ValuePolicy`.
+    Needs no settings, but the blocks' keys (`note_keys`). Costs as much as both policies and O(1) a block; takes about
+    300 bytes for each block of the pool, beyond the ghosts of `ValuePolicy`.
     """
 
     wants_keys = True
@@ -51,33 +51,33 @@ class SafeValuePolicy(EmptyFirstPolicy):
         self._shadows = (self._lru, self._value)
         self._followed = self._value
         self.num_uses = 0
-        """Blocks that requests have used so far."""
+        """The number of blocks that requests have used so far."""
         self.num_switches = 0
         self._lead = self._most_of_a_request = 0
-        """By how many hits `ValuePolicy` leads, and by how many a request has changed that at most."""
+        """The lead of `ValuePolicy` in hits, and the largest change of it by one request."""
         self._key: Keys = np.zeros(num_blocks, np.uint64)
         self._depth: BlockIds = np.zeros(num_blocks, np.int32)
         self._freed_at: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self._num_freed = 0
         self._given_up = FreeKVCacheBlockQueue.empty(num_blocks)
-        """Free cached blocks that the followed shadow does not hold."""
+        """The free cached blocks that the followed shadow does not hold."""
         self._unkeyed: list[BlockIds] = []
-        """Blocks that were cached a moment ago; their keys may follow."""
+        """Blocks that were just cached; the pool may report their keys next."""
         self._is_unkeyed: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self._num_blank = 0
-        """Held blocks that hold nothing cached."""
+        """The number of held blocks that hold nothing cached."""
 
     @property
     def follows_value(self) -> bool:
-        """Whether the order is that of `ValuePolicy`; else it is that of `lru`."""
+        """Whether the real pool follows `ValuePolicy`; if not, it follows `lru`."""
         return self._followed is self._value
 
     @property
     def num_hits_alone(self) -> int:
-        """Blocks that `ValuePolicy` would have found."""
+        """The number of blocks that `ValuePolicy` alone would have found."""
         return self._value.num_hits
 
-    # ---------------------------------------------------------------- what the shadows are told
+    # ---------------------------------------------------------------- events for the shadows
 
     def append(self, block_ids: BlockIds) -> None:
         self._tell_unkeyed()
@@ -138,7 +138,7 @@ class SafeValuePolicy(EmptyFirstPolicy):
             self._give_up(shadow, shadow.fill(block_ids, self._key[block_ids], self._depth[block_ids]))
 
     def _tell_unkeyed(self) -> None:
-        """The blocks cached last whose keys did not follow have none."""
+        """Report the blocks that were cached last and whose keys did not follow: they have no keys."""
         if self._unkeyed:
             block_ids = np.concatenate(self._unkeyed)
             self._unkeyed.clear()
@@ -151,7 +151,7 @@ class SafeValuePolicy(EmptyFirstPolicy):
         for shadow in self._shadows:
             self._give_up(shadow, shadow.hold_blank(self._num_blank))
 
-    # ---------------------------------------------------------------- whom to follow
+    # ---------------------------------------------------------------- the choice of a shadow
 
     def _choose(self) -> None:
         lead = self._value.num_hits - self._lru.num_hits
@@ -164,7 +164,7 @@ class SafeValuePolicy(EmptyFirstPolicy):
             self._follow(self._value)
 
     def _follow(self, shadow: ShadowPool) -> None:
-        """Give up, from now on, what this shadow does not hold."""
+        """Evict first, from now on, the blocks that this shadow does not hold."""
         self._followed = shadow
         self.num_switches += 1
         kept = np.flatnonzero(self._is_free & self._is_cached).astype(np.int32)
@@ -173,7 +173,7 @@ class SafeValuePolicy(EmptyFirstPolicy):
         self._given_up.append(kept[np.argsort(self._freed_at[kept])])
 
     def _give_up(self, shadow: ShadowPool, block_ids: BlockIds) -> None:
-        """A shadow has evicted what these blocks hold."""
+        """Note that a shadow has evicted the contents of these blocks."""
         if shadow is self._followed and len(block_ids):
             self._given_up.append(block_ids[self._is_free[block_ids]])
 

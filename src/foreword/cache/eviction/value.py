@@ -3,8 +3,8 @@
 A prompt that many requests repeat stays; a flood of prompts that nobody repeats goes quickly. The policy learns from
 the traffic which kinds of blocks return.
 
-Knows block ids, depths and keys; knows neither tokens, requests nor wall time. It counts time in
-uses: each block that a request frees is one use. docs/decisions/0010-value-policy.md tells what was tried.
+Knows block ids, depths and keys; knows neither tokens, requests nor wall time. It counts time in uses: each block that
+a request frees is one use. docs/decisions/0010-value-policy.md lists the variants that were tried.
 
 Each freed block belongs to a class: the number of its uses, whether it is the last of its request, and the number of
 blocks that its request added. For each class the policy counts how many blocks reach an age, and how many are
@@ -101,12 +101,12 @@ class _History:
         count_kept = min(count, len(self._key))  # a request longer than the ring overwrites itself
         entries = np.arange(self.num_uses, self.num_uses + count)
         kept = entries[count - count_kept :]
-        slots = kept % len(self._key)
-        self._forget(self._key[slots], kept - len(self._key))
-        self._key[slots] = keys[count - count_kept :]
-        self._class[slots] = classes[count - count_kept :]
-        self._times[slots] = times[count - count_kept :]
-        self._latest[slots] = True
+        places = kept % len(self._key)
+        self._forget(self._key[places], kept - len(self._key))
+        self._key[places] = keys[count - count_kept :]
+        self._class[places] = classes[count - count_kept :]
+        self._times[places] = times[count - count_kept :]
+        self._latest[places] = True
         self.num_uses += count
         known = keys[count - count_kept :] != 0
         self._entry_of.update(zip(keys[count - count_kept :][known].tolist(), kept[known].tolist(), strict=True))
@@ -138,9 +138,9 @@ class _History:
         old = np.arange(self.oldest, self.num_uses)
         kept = [column[old % len(self._key)] for column in self._columns()]
         self._allocate(min(self.max_uses, 2 * len(self._key)))
-        slots = old % len(self._key)
+        places = old % len(self._key)
         for column, values in zip(self._columns(), kept, strict=True):
-            column[slots] = values
+            column[places] = values
 
     def _columns(self) -> list[npt.NDArray[Any]]:
         return [self._key, self._class, self._times, self._latest]
@@ -329,7 +329,7 @@ class ValuePolicy(EmptyFirstPolicy):
         return classes
 
     def _tell_time(self) -> None:
-        """Count uses from time to time; `value` computes on demand what follows from the counts."""
+        """Count uses from time to time; `value` computes values from the counts on demand."""
         now = self._history.num_uses
         if now < self._next_count:
             return
@@ -349,14 +349,14 @@ class ValuePolicy(EmptyFirstPolicy):
         self._parent[block_ids[:-1][follows]] = block_ids[1:][follows]
         classes = self._classify(block_ids)
         self._class[block_ids] = classes
-        again = self._entry[block_ids]  # held by two without a hit: freed by one, then by the other
+        again = self._entry[block_ids]  # two requests held it without a hit, and freed it one after the other
         self._history.is_followed(again[self._history.is_latest(again)])
         self._entry[block_ids] = self._history.add(self._key[block_ids], classes, self._times[block_ids])
         self._end_ranking()
         self._tell_time()
 
     def _discard(self, block_ids: BlockIds) -> None:
-        self._end_ranking()  # `_is_free` says that they are gone, but heads may be worth less without them
+        self._end_ranking()  # `_is_free` shows that they are gone, but heads may be worth less without them
 
     def _take(self, count: int) -> BlockIds:
         taken: list[BlockIds] = [NO_BLOCKS]

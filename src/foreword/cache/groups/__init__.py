@@ -1,1 +1,1 @@
-"""Groups of layers that remember alike, and coordinators that find the hits on which all groups agree."""
+"""Groups of layers with one attention type, and coordinators that find the hits on which all groups agree."""

@@ -1,17 +1,17 @@
 """Where the states of recurrent layers are worth saving, and where steps must end for it.
 
-Knows token counts, block keys and group sizes; knows nothing of requests or of what holds a state.
+Knows token counts, block keys and group sizes; knows neither requests nor the blocks that hold states.
 
-A state takes the memory of hundreds of tokens' KV. One after every block would fill the pool, one after
-every prompt would never be hit by a prompt that only begins alike. So states are saved after
+A state takes as much memory as the KV of hundreds of tokens. States after every block would fill the pool; if states
+were saved after whole prompts only, a prompt that only begins alike would never hit one. So states are saved after
 
     every `interval` tokens of a prompt
     the end of a prompt, and of each message in it       the next turn begins with them
     the place where a prompt parts from an earlier one   the third prompt that begins alike hits there
 
-each rounded down to where a hit can end. The third is Marconi's rule (Pan et al., MLSys 2025): what two
-prompts share is likely to be asked for again. Generated tokens are computed one by one and not in cells, so no
-state after them is saved: a prompt that holds them has other bits.
+each rounded down to a place where a hit can end. The third is Marconi's rule (Pan et al., MLSys 2025): a prefix that
+two prompts share is likely to return. Generated tokens are computed one by one and not in cells, so a state after them
+has other bits than the same tokens in a prompt, and is not saved.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 
 MAX_SEEN_KEYS = 1 << 16
-"""Places of earlier prompts that are remembered."""
+"""The number of places in earlier prompts to remember."""
 
 
 @dataclass(slots=True)
 class StateCheckpoints:
-    """The rules above for one set of groups; remembers where earlier prompts have been."""
+    """The rules above for one set of groups. Remembers the keys of earlier prompts."""
 
     grid: int
-    """Steps end at multiples of this, or at the end of what is known."""
+    """Steps end at multiples of this, or at the end of the known tokens."""
     alignment: int
     """Hits end at multiples of this; a multiple of `grid`."""
     interval: int
-    """A multiple of `alignment`."""
+    """States are saved at multiples of this; a multiple of `alignment`."""
     _seen: dict[BlockHash, None] = field(default_factory=dict)
 
     @classmethod
     def for_groups(cls, groups: Sequence[GroupSpec]) -> StateCheckpoints | None:
-        """None if no group is recurrent."""
+        """The rules for these groups; None if no group is recurrent."""
         recurrent = [group for group in groups if isinstance(group, MambaSpec)]
         if not recurrent:
             return None
@@ -56,27 +56,27 @@ class StateCheckpoints:
         return num_tokens // self.alignment * self.alignment
 
     def num_in_cells(self, num_prompt_tokens: int) -> int:
-        """Leading tokens of a prompt that fill whole cells; only they can be hit."""
+        """The number of leading tokens of a prompt that fill whole cells; only they can be hit."""
         return num_prompt_tokens // self.grid * self.grid
 
     def of_prompt(self, sequence: TokenSequence, message_ends: Iterable[int]) -> list[int]:
-        """Numbers of tokens of a new prompt after which states are saved, ascending, besides the intervals."""
+        """The positions in a new prompt at which states are saved, ascending, besides the multiples of the interval."""
         length = len(sequence)
         # The prompt alone again must leave a token to compute; a longer one may begin with all of it.
         wanted = {length, length - 1, self._note_junction(sequence), *(end for end in message_ends if end <= length)}
         return sorted({self.align(position) for position in wanted} - {0})
 
     def next_after(self, positions: Sequence[int], start: int) -> int:
-        """The first place after `start` whose state is saved, given those beside the intervals."""
+        """The first position after `start` at which a state is saved; `positions` are those besides the intervals."""
         at = bisect.bisect_right(positions, start)
         by_interval = (start // self.interval + 1) * self.interval
         return min(by_interval, positions[at]) if at < len(positions) else by_interval
 
     def cut(self, start: int, end: int, num_prompt_tokens: int, budget: int, positions: Sequence[int]) -> int:
-        """Where a step that begins at `start` ends, instead of at `end`; `start` if it has no room for a cell.
+        """The end of a step that begins at `start` and wants to end at `end`; `start` if no cell fits.
 
-        The budget, at least `end - start`, may be used up to the end of the first cell. Generated tokens are cells of
-        their own, so among them a step ends anywhere.
+        The step may use the budget, at least `end - start`, to reach the end of the first cell. Each generated token is
+        a cell, so among generated tokens a step can end anywhere.
         """
         if start >= num_prompt_tokens:
             return end
@@ -89,7 +89,7 @@ class StateCheckpoints:
         return min(end, self.next_after(positions, start))
 
     def _note_junction(self, sequence: TokenSequence) -> int:
-        """How far an earlier prompt began alike; from now on this one counts as an earlier one."""
+        """The length of the beginning that an earlier prompt shares. This prompt now counts as an earlier one."""
         width = self.alignment // sequence.block_size
         keys = sequence.block_hashes()[width - 1 :: width]
         seen = self._seen
@@ -100,6 +100,3 @@ class StateCheckpoints:
         while len(seen) > MAX_SEEN_KEYS:
             del seen[next(iter(seen))]
         return shared * self.alignment
-
-
-__all__ = ["StateCheckpoints"]

@@ -1,6 +1,6 @@
-"""The coordinator that serves some groups, and the one that serves any without remembering anything.
+"""Chooses the coordinator for a set of groups; and the coordinator without a prefix cache.
 
-Knows the three coordinators and what each of them can do; knows nothing of requests.
+Knows the three coordinators and the groups that each can serve; knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from foreword.errors import ConfigError
 
 
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
-    """Any groups; remembers nothing, so nothing is found."""
+    """Serves any groups. It remembers nothing, so lookups find nothing."""
 
     num_indexed = 0
 
@@ -51,7 +51,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
 
 
 def is_one_full_group(groups: Sequence[GroupSpec]) -> bool:
-    """Whether every layer needs every block, so that hits are prefixes."""
+    """Whether all layers need all blocks, so that each hit is a prefix."""
     return len(groups) == 1 and isinstance(groups[0], (FullAttentionSpec, SinkFullSpec))
 
 

@@ -1,7 +1,7 @@
 """KVCacheCoordinator: the groups' tables over one pool, and the hits on which all groups agree.
 
 Knows groups, keys and rows of tables; knows nothing of request ids or steps' contents. A coordinator belongs to one
-KVCacheManager. This class gives blocks to rows; what can be found is up to three siblings, as in vLLM v1:
+KVCacheManager. This class gives blocks to rows. Three subclasses, named as in vLLM v1, decide which blocks are found:
 
     KVCacheCoordinatorNoPrefixCache   any groups, nothing is found (choose.py)
     UnitaryKVCacheCoordinator         one group that needs all its blocks; any PrefixIndex (unitary.py)
@@ -30,7 +30,7 @@ from foreword.cache.index.tree_view import PrefixNode
 from foreword.cache.keys.sequence import TokenSequence
 
 MAX_NOTES = 1024
-"""Notes of filled blocks that are kept unread; most steps never read them."""
+"""The number of notes of filled blocks to keep unread; most steps never read them."""
 SequenceOfRow = Callable[[int], TokenSequence]
 
 
@@ -39,23 +39,23 @@ class PrefixHit:
     """The cached beginning of a sequence. Valid until the next call that changes the cache."""
 
     tables: tuple[BlockIds, ...]
-    """Per group, the blocks of the leading full blocks that were found; NULL_BLOCK where none is needed."""
+    """For each group, the block ids of the leading full blocks that were found; NULL_BLOCK where none is needed."""
     partial: PartialBlock | None
-    """A block that holds some of the tokens after those; it is copied if the hit is taken."""
+    """A block that holds some of the tokens after them; it is copied if a request takes the hit."""
     num_tokens: int
     """Leading tokens that need not be computed.
 
-    May be one less than `num_shared_tokens`: when the blocks hold the whole sequence, its last token is
-    computed all the same, for its logits, but its KV stays as it is.
+    It can be one less than `num_shared_tokens`: if the blocks hold the whole sequence, its last token is still computed
+    for its logits, but its KV is not written again.
     """
     num_shared_tokens: int
     """Leading tokens whose KV is in the blocks themselves; it must not be written again."""
     resumed: bool = False
-    """The request was preempted before; its lookup is counted apart."""
+    """Whether the request was preempted before; such lookups have counters of their own."""
     forked: bool = False
-    """Another answer to a prompt whose lookup was counted; this one is counted apart."""
+    """Whether this is another answer to a prompt whose lookup was counted; such lookups have counters of their own."""
     skipped: bool = False
-    """Nothing was looked up, because nobody asked or the request asked not to."""
+    """Whether nothing was looked up, because caching is off or the request asked for no lookup."""
 
     @property
     def block_ids(self) -> BlockIds:
@@ -64,7 +64,7 @@ class PrefixHit:
 
 
 class KVCacheCoordinator(ABC):
-    """Tables of any groups over one pool. Subclasses remember what the blocks hold."""
+    """Tables of any groups over one pool. Subclasses remember the contents of blocks."""
 
     def __init__(
         self, groups: Sequence[GroupSpec], num_blocks: int, policy: EvictionPolicy, ledger: CacheLedger | None = None
@@ -72,7 +72,7 @@ class KVCacheCoordinator(ABC):
         self.specs = tuple(groups)
         self.block_sizes = tuple(spec.block_size for spec in groups)
         self.alignment = math.lcm(*self.block_sizes)
-        """Hits are multiples of this many tokens, where the index cannot tell more."""
+        """Hits are multiples of this number of tokens, unless the index finds parts of blocks."""
         self.pool = BlockPool(num_blocks, on_reuse=self._forget_reused, policy=policy)
         self.stats = PrefixCacheStats()
         """Counts since the last `clear`: evictions here, lookups by the manager."""
@@ -95,11 +95,11 @@ class KVCacheCoordinator(ABC):
     @property
     @abstractmethod
     def num_indexed(self) -> int:
-        """Blocks that can be found, duplicates included."""
+        """The number of blocks that can be found, including duplicates."""
 
     @abstractmethod
     def indexed_block_ids(self) -> BlockIds:
-        """Those blocks (a copy)."""
+        """The blocks that can be found (a copy)."""
 
     def num_indexed_by_group(self) -> list[int]:
         """`num_indexed` of each group."""
@@ -110,16 +110,16 @@ class KVCacheCoordinator(ABC):
         """The longest beginning of `sequence` that every group holds. Changes nothing."""
 
     def find_hit_of_next_step(self, sequence: TokenSequence) -> PrefixHit:
-        """`find_longest_cache_hit`, when what this step fills has been computed."""
+        """`find_longest_cache_hit`, as if the blocks that this step fills had been computed."""
         return self.find_longest_cache_hit(sequence)
 
     @abstractmethod
     def holds(self, sequence: TokenSequence, block: int) -> bool:
-        """Whether the sequence's own full block number `block` is cached, given that those before it are."""
+        """Whether the sequence's full block number `block` is cached, given that the blocks before it are."""
 
     @abstractmethod
     def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
-        """Index what the first `num_tokens` tokens fill and is not indexed yet."""
+        """Index the blocks that the first `num_tokens` tokens fill and that are not indexed yet."""
 
     def cache_blocks_each(self, rows: Int64Array, sequence_of: SequenceOfRow, ends: Int64Array) -> None:
         """`cache_blocks` for many rows, in their order."""
@@ -128,21 +128,21 @@ class KVCacheCoordinator(ABC):
 
     @abstractmethod
     def forget_from(self, row: int, num_tokens: int) -> None:
-        """Take back the indexing of the row's blocks that hold positions from `num_tokens` on."""
+        """Forget the row's indexed blocks that hold positions from `num_tokens` on."""
 
     @abstractmethod
     def _remove(self, block_ids: BlockIds) -> BlockIds:
-        """Have the index forget these blocks; returns them, or more that can no longer be found without them."""
+        """Remove these blocks from the index. Returns them and all blocks that can no longer be found without them."""
 
     def forget(self, block_ids: BlockIds, cause: EvictionCause) -> None:
-        """Forget what these blocks hold. Rows that hold them keep them."""
+        """Forget the contents of these blocks. Rows that hold them keep them."""
         forgotten = self._remove(block_ids)
         self.pool.note_forgotten(forgotten)
         if self._ledger is not None:
             self._ledger.removed(forgotten, cause, self.pool.get_usage())
 
     def _forget_reused(self, block_ids: BlockIds) -> BlockIds:
-        """The pool gives these blocks away; returns all that cannot be found any more."""
+        """Forget blocks that the pool gives away. Returns all blocks that can no longer be found."""
         num_indexed, num_tails = self.num_indexed, self.num_tails
         forgotten = self._remove(block_ids)
         self.stats.evictions += num_indexed - self.num_indexed
@@ -152,39 +152,39 @@ class KVCacheCoordinator(ABC):
         return forgotten
 
     def clear(self) -> None:
-        """Forget everything, and begin to count anew."""
+        """Forget everything, and restart the counters."""
         self.stats = PrefixCacheStats()
         self.pool.note_forgotten(np.arange(self.pool.num_blocks, dtype=np.int32))
         if self._ledger is not None:
             self._ledger.cleared()
 
-    # --------------------------------------- tails and trees, which an index of one full group may have
+    # --------------------------------------- tails and trees: only some indexes of one full group have them
 
     def partial_block(self, sequence: TokenSequence) -> PartialBlock | None:
-        """What is cached after the last full block that is, even if this step fills it."""
+        """The cached part of the block after the last cached full block, even if this step fills it."""
         return None
 
     @property
     def num_tails(self) -> int:
-        """Partly filled blocks that can be found, which `num_indexed` does not count."""
+        """The number of partly filled blocks that can be found; `num_indexed` does not count them."""
         return 0
 
     def tail_block_ids(self) -> BlockIds:
-        """Those blocks (a copy)."""
+        """The partly filled blocks that can be found (a copy)."""
         return NO_BLOCKS
 
     def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:  # noqa: B027 - most have none
-        """Index what the row's first tokens hold after their last full block; the row is closed next."""
+        """Index the part of the row's first `num_tokens` tokens after their last full block. The row is closed next."""
 
     def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
-        """`PrefixIndex.top`, where there is such an index."""
+        """`PrefixIndex.top`; None without such an index."""
         return None
 
     def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
-        """`PrefixIndex.diverges`, where there is such an index."""
+        """`PrefixIndex.diverges`; None without such an index."""
         return None
 
-    # ------------------------------------------------- why something was not found; needs a ledger
+    # ------------------------------------------------- reasons of misses; they need a ledger
 
     @abstractmethod
     def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
@@ -192,30 +192,30 @@ class KVCacheCoordinator(ABC):
 
     @abstractmethod
     def num_ghost_tokens(self, sequence: TokenSequence, hit: PrefixHit) -> int:
-        """Tokens of the full blocks after the hit that a pool of twice the size would hold."""
+        """The number of tokens in full blocks after the hit that a pool of twice the size would hold."""
 
     # -------------------------------------------------------------------- step
 
     def begin_step(self) -> None:
-        """A new batch is being put together; what was indexed before has been computed."""
+        """Begin a new batch: the blocks that were indexed before have been computed."""
         self._indexed_now.clear()
         self._noted.clear()
         if self._ledger is not None:
             self._ledger.begin_step()
 
     def _note_indexed(self, block_ids: BlockIds, first: int) -> None:
-        """These blocks (a copy of the caller's), number `first` and on of a prefix, are filled by this step."""
+        """Note that this step fills these blocks (a copy), number `first` and on of a prefix."""
         self._note_indexed_each(block_ids, np.arange(first, first + len(block_ids), dtype=np.int32))
 
     def _note_indexed_each(self, block_ids: BlockIds, depths: BlockIds) -> None:
-        """These blocks (a copy of the caller's), number `depths` of their prefixes, are filled by this step."""
+        """Note that this step fills these blocks (a copy), number `depths` of their prefixes."""
         self.pool.note_cached(block_ids, depths)
         self._noted.append(block_ids)
         if len(self._noted) > MAX_NOTES:
             self._gather_notes()
 
     def _is_being_filled(self, block_id: int) -> bool:
-        """Whether this step fills the block, so that it can be indexed but not be copied or read yet."""
+        """Whether this step fills the block: it may be indexed, but must not be copied or read yet."""
         self._gather_notes()
         return block_id in self._indexed_now
 
@@ -227,24 +227,24 @@ class KVCacheCoordinator(ABC):
     # -------------------------------------------------------------- allocation
 
     def num_required_blocks(self, hit: PrefixHit, num_tokens: int) -> int:
-        """Free blocks that admitting a request takes: new ones, and those of the hit that nobody holds."""
+        """The free blocks that a request takes at admission: new ones, and the hit's blocks that nobody holds."""
         return self._num_admission_blocks(hit, num_tokens) + self.pool.count_free(self._needed(hit.tables))
 
     def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        """Most blocks that one request of `num_tokens` holds, in steps of at most `max_step_tokens`."""
+        """The most blocks that a request of `num_tokens` holds at a time, in steps of at most `max_step_tokens`."""
         return sum(manager.max_num_blocks(num_tokens, max_step_tokens) for manager in self.managers)
 
     def reserve(self) -> None:
-        """Take the blocks that no request can get (sinks); called once, before anything else."""
+        """Take the blocks that belong to no request (sinks). Call it once, first."""
         for manager in self.managers:
             manager.reserve(self.pool)
 
     def held_for_ever(self) -> BlockIds:
-        """What `reserve` took."""
+        """The blocks that `reserve` took."""
         return np.concatenate([manager.held_for_ever() for manager in self.managers])
 
     def _needed(self, tables: tuple[BlockIds, ...]) -> BlockIds:
-        """The blocks in these tables."""
+        """The blocks in these tables, without NULL_BLOCK."""
         if not self._releases and len(tables) == 1:
             return tables[0]
         return without_null(np.concatenate(tables))
@@ -258,7 +258,7 @@ class KVCacheCoordinator(ABC):
     def admit(self, hit: PrefixHit, num_tokens: int) -> tuple[int, BlockIds] | None:
         """Open a row with the hit's blocks and room for `num_tokens`; returns it and the new blocks.
 
-        None, and no change, if blocks are short.
+        None, and no change, if too few blocks are free.
         """
         hit_ids = self._needed(hit.tables)
         num_new = self._num_admission_blocks(hit, num_tokens)
@@ -275,10 +275,10 @@ class KVCacheCoordinator(ABC):
         return row, self._extend(row, hit.num_tokens, num_tokens, num_new)
 
     def grow(self, row: int, start: int, end: int) -> BlockIds | None:
-        """Make room for positions `start` to `end`, of which those before `start` are computed.
+        """Make room for positions `start` to `end` (exclusive); those before `start` are computed.
 
-        Gives up what is no longer needed first. Returns the new blocks; None, and no change, if blocks
-        are short.
+        First releases the blocks that are no longer needed. Returns the new blocks; None, and no change, if too few
+        blocks are free.
         """
         num_new = 0
         for manager in self.managers:
@@ -308,7 +308,7 @@ class KVCacheCoordinator(ABC):
         return new_ids
 
     def grow_each(self, rows: Int64Array, starts: Int64Array, ends: Int64Array) -> int:
-        """`grow` for many rows, in their order, up to the first that is short; returns how many were served."""
+        """`grow` for many rows, in order, until too few blocks are free. Returns the number of rows that grew."""
         if not self._only_appends:
             return self._grow_one_by_one(rows, starts, ends)
         counts = np.empty((len(rows), len(self.managers)), np.int64)
@@ -318,8 +318,8 @@ class KVCacheCoordinator(ABC):
         num_new = int(counts.sum())
         if num_new > self.pool.get_num_free_blocks():
             return self._grow_one_by_one(rows, starts, ends)
-        # The same blocks as one by one: rows take from the queue's head, in their order, what was free
-        # before this call, and what they give up joins its tail.
+        # The rows get the same blocks as one by one: in order, they take blocks from the queue's head that were free
+        # before this call. The blocks that they release join its tail.
         if self._releases:
             self._release_each(rows, starts)
         if num_new:
@@ -336,7 +336,7 @@ class KVCacheCoordinator(ABC):
         return len(rows)
 
     def _release_each(self, rows: Int64Array, starts: Int64Array) -> None:
-        """Free what the rows no longer need."""
+        """Free the blocks that the rows no longer need."""
         parts = [manager.release_each(rows, starts) for manager in self.managers if manager.releases_blocks]
         places = np.concatenate([place for place, _ in parts])
         if not len(places):
@@ -345,12 +345,12 @@ class KVCacheCoordinator(ABC):
         places, block_ids = places[order], np.concatenate([ids for _, ids in parts])[order]
         if len(np.unique(block_ids)) == len(block_ids):
             self.pool.free_blocks(block_ids)
-        else:  # two requests give up a block that they share
+        else:  # two requests release a block that they share
             for of_row in np.split(block_ids, np.flatnonzero(np.diff(places)) + 1):
                 self.pool.free_blocks(of_row)
 
     def _append_each(self, rows: Int64Array, counts: Int64Array, new_ids: BlockIds) -> None:
-        """Hand out new blocks, row by row and in a row group by group; `counts` [rows, groups]."""
+        """Append new blocks to rows, row by row and within a row group by group; `counts` [rows, groups]."""
         groups = self.tables.groups
         owners = np.repeat(np.tile(np.arange(len(groups)), len(rows)), counts.ravel()) if len(groups) > 1 else None
         for group_id, tables in enumerate(groups):
@@ -359,7 +359,7 @@ class KVCacheCoordinator(ABC):
             tables.append_each(rows[growing], counts[growing, group_id], block_ids)
 
     def close(self, row: int) -> None:
-        """Free a row's blocks, those that end last first, so that tails are evicted before heads."""
+        """Close a row and free its blocks, the last ones first, so that tails are evicted before heads."""
         if len(self.managers) == 1 and not self._releases:
             self.pool.free_blocks(self.tables.groups[0].row(row)[::-1].copy())
         else:

@@ -20,19 +20,19 @@ from foreword.cache.keys.sequence import TokenSequence
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
-    """Any groups, each with its own block size, over one pool, found by hash keys.
+    """Any groups, each with its own block size, over one pool, with an index of hash keys.
 
-    Only hash keys will do: see `group_index`. A sequence's own block size divides every group's.
+    Other indexes cannot serve these groups (see `group_index`). A sequence's block size divides every group's.
 
-    A hit leaves at least one token to compute: the last one's logits need the past that belongs to its
-    own position, which may be another window, another chunk or an earlier state than that of the next.
+    A hit leaves at least one token to compute. The last token's logits need the past of its own position, and its
+    window, chunk or state may differ from that of the next position.
 
-    A recurrent module computes a prompt in cells, and its results differ in the last bits when the cell does
-    (docs/decisions/0007). So where a group is recurrent, a request indexes and finds whole cells of its prompt alone:
+    A recurrent module computes a prompt in cells, and another division into cells changes the last bits of its results
+    (docs/decisions/0007). So if a group is recurrent, a request indexes and finds only whole cells of its prompt:
 
         cells of 4, a prompt of 6 tokens, 3 generated      |0123|45|6|7|8|
         a longer prompt that begins alike                  |0123|4567|89ab|
-        what the one may find of the other                  ----
+        the tokens that one may find of the other           ----
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         self._keys_per_block = tuple(size // key_block_size for size in self.block_sizes)
         self._index = GroupedHashIndex(num_blocks, len(self.managers))
         self._accounts = [ledger.open_group(width) for width in self._keys_per_block] if ledger is not None else []
-        # Groups whose hits shrink to hits are asked first: they are looked up once and then only cut.
+        # Groups in which each beginning of a hit is a hit come first: they are looked up once and then only cut.
         self._order = sorted(range(len(self.managers)), key=lambda g: not self.managers[g].hits_every_prefix)
 
     @property
@@ -65,10 +65,10 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         return [self._index.num_indexed(group_id) for group_id in range(len(self.managers))]
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
-        """Each group lowers the bound to its own longest hit, until a whole round leaves it alone.
+        """Each group lowers the bound to its longest hit, until a whole round leaves the bound unchanged.
 
-        Every group returns its longest hit within the bound, so the bound never falls below the longest
-        common hit, and a bound that all accept is one.
+        Each group returns its longest hit within the bound. So the bound never falls below the longest common hit, and
+        a bound that all groups accept is a common hit.
         """
         length = min(len(sequence) - 1, self._num_findable(sequence)) // self.alignment * self.alignment
         tables: dict[int, BlockIds] = {}
@@ -85,7 +85,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         return PrefixHit(tuple(tables[g] for g in range(len(self.managers))), None, length, length)
 
     def _num_findable(self, sequence: TokenSequence) -> int:
-        """Leading tokens whose KV and states have the same bits in every sequence that begins with them."""
+        """The number of leading tokens whose KV and states have the same bits in all sequences that begin with them."""
         if self._cell_tokens is None:
             return len(sequence)
         return sequence.num_prompt_tokens // self._cell_tokens * self._cell_tokens
@@ -93,7 +93,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     def _cut_or_find(
         self, group_id: int, table: BlockIds | None, length: int, sequence: TokenSequence
     ) -> tuple[BlockIds, int]:
-        """One group's longest hit within `length` tokens, given an earlier one; and its length in tokens."""
+        """One group's longest hit within `length` tokens, given an earlier hit, and its length in tokens."""
         manager = self.managers[group_id]
         size = manager.block_size
         if table is not None and (manager.hits_every_prefix or len(table) * size == length):
@@ -119,7 +119,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         return find_computed
 
     def holds(self, sequence: TokenSequence, block: int) -> bool:
-        """In every group, so that a request which waits for the block would now hit it."""
+        """Whether every group holds the block, so that a request that waits for it would now hit it."""
         end = (block + 1) * sequence.block_size
         return self.find_longest_cache_hit(sequence).num_shared_tokens >= end
 
@@ -130,13 +130,12 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             if not numbers:
                 continue
             block_ids = manager.tables.row(row)[numbers.start : numbers.stop].copy()
-            self._index.insert(group_id, self._keys(group_id, sequence, numbers.start, numbers.stop), block_ids)
+            keys = self._keys(group_id, sequence, numbers.start, numbers.stop)
+            self._index.insert(group_id, keys, block_ids)
             self._note_indexed(block_ids, numbers.start)
             if self.pool.wants_keys:
-                keys = self._keys(group_id, sequence, numbers.start, numbers.stop)
-                self.pool.note_keys(
-                    block_ids, [BlockHash(make_block_hash_with_group_id(key, group_id)) for key in keys]
-                )
+                own = [BlockHash(make_block_hash_with_group_id(key, group_id)) for key in keys]
+                self.pool.note_keys(block_ids, own)
             manager.set_indexed(row, numbers.stop)
             if self._accounts:
                 self._accounts[group_id].stored(sequence, numbers, block_ids)
@@ -157,7 +156,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         super().clear()
 
     def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
-        """Told by the group that keeps the most, unless another one has evicted its next block."""
+        """The reason of the group that keeps the most blocks, unless another group has evicted its next block."""
         if self._cell_tokens is not None and hit.num_tokens + self.alignment > self._num_findable(sequence):
             return MissReason.PARTIAL_BLOCK, None  # a cell that the prompt does not fill, or generated tokens
         reasons = [self._accounts[g].reason(sequence, len(hit.tables[g])) for g in self._order]
@@ -170,10 +169,10 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             is_state = not self.managers[group_id].readable_in_same_step
             if is_state and reason is not None and reason[0] is MissReason.NEVER_SEEN:
                 return MissReason.STATE_NOT_SAVED, None
-        return MissReason.PARTIAL_BLOCK, None  # what is left is less than a block of all groups
+        return MissReason.PARTIAL_BLOCK, None  # the rest is shorter than a block of all groups
 
     def num_ghost_tokens(self, sequence: TokenSequence, hit: PrefixHit) -> int:
-        """Counted in the group that keeps the most: an upper bound for the others."""
+        """The count of the group that keeps the most blocks: an upper bound for the other groups."""
         group_id = self._order[0]
         return self._accounts[group_id].num_ghost_hits(sequence, len(hit.tables[group_id])) * self.block_sizes[group_id]
 

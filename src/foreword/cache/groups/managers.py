@@ -1,17 +1,17 @@
-"""Groups of layers that remember in the same way: what a group needs, looks up and lets go.
+"""Managers of groups: the blocks that each type of attention needs, looks up and releases.
 
-Knows attention types, block ids and one request's table in one group; knows neither the other groups
-nor who decides on a hit (the coordinators), nor what a block holds. The types and names are vLLM v1's.
+Knows attention types, block ids and one request's table in one group; knows neither the other groups nor the
+coordinators, which decide on hits, nor the contents of blocks. The types and names are vLLM v1's.
 
-Which blocks a group needs to compute position p, in tokens of its own past (block size 4, p = 13):
+The blocks that a group needs to compute position p (block size 4, p = 13):
 
     full              |0123|4567|89ab|c       all
     sliding window 6            |89ab|c       positions 8 to 13, so blocks 2 and 3
     chunked 8                   |89ab|c       the chunk of position 13 begins at 8
     recurrent                        |c       the state after position 12, in the block that covers it
 
-Everything before is given up: its table entry becomes NULL_BLOCK, the block joins the free queue, and
-stays cached until it is overwritten.
+The group releases all earlier blocks: their table entries become NULL_BLOCK, and the blocks join the free queue. They
+stay cached until they are overwritten.
 """
 
 from __future__ import annotations
@@ -40,52 +40,52 @@ from foreword.errors import ConfigError
 
 Position = TypeVar("Position", int, Int64Array)
 BlockFinder = Callable[[BlockHash], int | None]
-"""Block that is cached under a key, or None."""
+"""Returns the block that is cached under a key, or None."""
 
 
 class SingleTypeKVCacheManager(ABC):
-    """One group's tables, and the rules of its attention type. Rows are the coordinator's.
+    """One group's tables, and the rules of its attention type. The coordinator opens and closes rows.
 
-    This class alone manages attention over a suffix that `first_needed_block` begins.
+    This base class serves attention over a suffix of the sequence, which begins with `first_needed_block`.
     """
 
     only_appends = True
-    """Whether a table grows by its new blocks alone."""
+    """Whether a table grows only by new blocks."""
     releases_blocks = True
-    """Whether blocks are given up while a request runs."""
+    """Whether blocks are released while a request runs."""
     hits_every_prefix = False
     """Whether each beginning of a hit is a hit."""
     readable_in_same_step = True
-    """Whether a step may read what another request of the same batch writes: KV, but not states."""
+    """Whether a step may read blocks that another request of the same batch writes: KV, but not states."""
 
     def __init__(self, block_size: int, tables: BlockTable) -> None:
         self.block_size = block_size
         self.tables = tables
         self.num_indexed: list[int] = []
-        """Row -> number of leading blocks that have been offered to the index, or came from it."""
+        """By row: the number of leading blocks that were offered to the index or came from it."""
         self._num_released: Int64Array = np.zeros(0, np.int64)
 
     def reserve(self, pool: BlockPool) -> None:  # noqa: B027 - only sinks need any
-        """Take the blocks that belong to no request and are never evicted; called once."""
+        """Take the blocks that belong to no request and are never evicted. Call it once."""
 
     def held_for_ever(self) -> BlockIds:
-        """What `reserve` took."""
+        """The blocks that `reserve` took."""
         return NO_BLOCKS
 
     # ------------------------------------------------------------------ lookup
 
     @abstractmethod
     def first_needed_block(self, position: Position) -> Position:
-        """Number of the first block needed to compute `position`; may be negative for block 0."""
+        """The number of the first block needed to compute `position`; a negative number means block 0."""
 
     def find_longest_cache_hit(
         self, keys: Sequence[BlockHash], block_of: BlockFinder, max_num_tokens: int, alignment: int
     ) -> BlockIds:
-        """Table entries of the longest hit of at most `max_num_tokens` tokens; NULL_BLOCK where not needed.
+        """Table entries of the longest hit of at most `max_num_tokens` tokens; NULL_BLOCK where no block is needed.
 
-        `keys` are those of the group's own blocks, at least up to there; the length in tokens is a
-        multiple of `alignment`, itself one of `block_size`. Goes right to left: behind a missing block
-        no length is a hit until the block is no longer needed, so each block is looked up once at most.
+        `keys` are the keys of the group's blocks, at least up to `max_num_tokens`. The hit's length in tokens is a
+        multiple of `alignment`, which is a multiple of `block_size`. The search goes from right to left. If a block is
+        missing, no length is a hit that needs this block, so each block is looked up at most once.
         """
         size = self.block_size
         length = max_num_tokens // alignment * alignment
@@ -112,19 +112,19 @@ class SingleTypeKVCacheManager(ABC):
     # -------------------------------------------------------------------- need
 
     def num_new_blocks(self, row: int, start: int, end: int) -> int:
-        """New blocks needed to compute positions `start` to `end` (exclusive) of a held request."""
+        """The number of new blocks that a row needs to compute positions `start` to `end` (exclusive)."""
         return max(0, -(-end // self.block_size) - self.tables.length(row))
 
     def num_admission_blocks(self, num_hit_blocks: int, end: int) -> int:
-        """New blocks needed to compute what follows a hit of that many table entries, up to `end`."""
+        """The number of new blocks needed to compute positions up to `end` after a hit of `num_hit_blocks` entries."""
         return max(0, -(-end // self.block_size) - num_hit_blocks)
 
     def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        """Most blocks that a request of `num_tokens` holds at a time, in steps of `max_step_tokens` at most."""
+        """The most blocks that a request of `num_tokens` holds at a time, in steps of at most `max_step_tokens`."""
         return -(-num_tokens // self.block_size)
 
     def changes(self, rows: Int64Array, starts: Int64Array, ends: Int64Array) -> npt.NDArray[np.bool_]:
-        """Which rows take or give up blocks when positions `starts` to `ends` are computed."""
+        """Whether each row takes or releases blocks when positions `starts` to `ends` are computed."""
         grows: npt.NDArray[np.bool_] = self.tables.lengths(rows) * self.block_size < ends
         if self.releases_blocks:
             grows |= self.first_needed_block(starts) > self._num_released[rows]
@@ -143,7 +143,7 @@ class SingleTypeKVCacheManager(ABC):
         self.tables.append(row, entries)
 
     def releasable(self, row: int, start: int) -> BlockIds:
-        """Blocks that nothing from position `start` on needs, last one first (a copy)."""
+        """The blocks that no position from `start` on needs, the last one first (a copy)."""
         end = self._num_needless(start)
         released = int(self._num_released[row])
         if end <= released:
@@ -151,7 +151,7 @@ class SingleTypeKVCacheManager(ABC):
         return without_null(self.tables.row(row)[released:end][::-1])
 
     def release(self, row: int, start: int) -> None:
-        """Let go of `releasable(row, start)`; the caller frees them."""
+        """Remove `releasable(row, start)` from the table; the caller frees them."""
         end = self._num_needless(start)
         released = int(self._num_released[row])
         if end > released:
@@ -159,7 +159,7 @@ class SingleTypeKVCacheManager(ABC):
             self._num_released[row] = end
 
     def release_each(self, rows: Int64Array, starts: Int64Array) -> tuple[Int64Array, BlockIds]:
-        """`releasable` and `release` for many rows: which of them give up blocks (repeated), and the blocks."""
+        """`releasable` and `release` for many rows: the place of its row for each released block, and the blocks."""
         released, ends = self._num_released[rows], self.first_needed_block(starts)
         leaving = np.flatnonzero(ends > released)
         if not len(leaving):
@@ -170,22 +170,22 @@ class SingleTypeKVCacheManager(ABC):
         return np.repeat(leaving, ends - released), block_ids
 
     def extend(self, row: int, start: int, end: int, new_ids: BlockIds) -> None:
-        """Take over the `num_new_blocks(row, start, end)` new blocks."""
+        """Add the `num_new_blocks(row, start, end)` new blocks to the table."""
         self.tables.append(row, new_ids)
 
     def blocks_to_index(self, row: int, num_tokens: int, most: int) -> range:
-        """Numbers of blocks that are full with the first `num_tokens` tokens and not indexed yet.
+        """The numbers of the blocks that the first `num_tokens` tokens fill and that are not indexed yet.
 
-        Only the first `most` tokens may be found by others.
+        Other requests may find only the first `most` tokens.
         """
         return range(self.num_indexed[row], min(num_tokens, most) // self.block_size)
 
     def set_indexed(self, row: int, num_blocks: int) -> None:
-        """The row's blocks before number `num_blocks` that can be indexed are."""
+        """Note that the row's blocks before number `num_blocks` were offered to the index."""
         self.num_indexed[row] = num_blocks
 
     def check_row(self, row: int) -> None:
-        """Raise AssertionError if a row holds what it has given up, or lacks what it needs."""
+        """Raise AssertionError if a row holds blocks that it has released, or lacks blocks that it needs."""
         table, released = self.tables.row(row), int(self._num_released[row])
         assert (table[:released] == NULL_BLOCK).all(), "a block was given up but is still in the table"
         assert (table[released:] != NULL_BLOCK).all(), "a block that is needed is missing from the table"
@@ -195,7 +195,7 @@ class SingleTypeKVCacheManager(ABC):
 
 
 class FullAttentionManager(SingleTypeKVCacheManager):
-    """Needs all blocks; the only type whose hits shrink to hits, so others are asked after it."""
+    """Needs all blocks. The only type in which each beginning of a hit is a hit, so its groups are looked up first."""
 
     releases_blocks = False
     hits_every_prefix = True
@@ -206,7 +206,7 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     def find_longest_cache_hit(
         self, keys: Sequence[BlockHash], block_of: BlockFinder, max_num_tokens: int, alignment: int
     ) -> BlockIds:
-        """Left to right, up to the first missing block."""
+        """The search goes from left to right, up to the first missing block."""
         found: list[int] = []
         for key in keys[: max_num_tokens // self.block_size]:
             block_id = block_of(key)
@@ -218,9 +218,9 @@ class FullAttentionManager(SingleTypeKVCacheManager):
 
 
 class SinkFullAttentionManager(FullAttentionManager):
-    """Full attention whose sink blocks are taken once, for all requests, and never given away.
+    """Full attention with sink blocks that are taken once, for all requests, and never given away.
 
-    They are in no request's table: attention puts them before it.
+    They are in no request's table: attention reads them before the table's blocks.
     """
 
     def __init__(self, spec: SinkFullSpec, tables: BlockTable) -> None:
@@ -272,17 +272,17 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
 
 
 class MambaManager(SingleTypeKVCacheManager):
-    """Needs the last state alone. A request holds one block that its steps overwrite, and moves along its table.
+    """Needs only the last state. A request holds one block; its steps overwrite it and move it along the table.
 
         block size 4      entries     step computes
         start 0, end 6    - 5         positions 0 to 5, into block 5
         start 6, end 8    - 5         in place; the state after 8 tokens is saved: block 5 is indexed
-        start 8, end 9    - 5 7       reads block 5, which is not to be overwritten, writes block 7
-        start 9, end 10   - - 7       block 5 is given up (and stays cached)
+        start 8, end 9    - 5 7       reads block 5, which must not be overwritten, writes block 7
+        start 9, end 10   - - 7       block 5 is released (and stays cached)
         start 10, end 13  - - - 7     the state after 12 tokens is not saved: block 7 moves on
 
-    So a step that computes `start` to `end` writes the entry of position end - 1, and reads the entry of
-    position start - 1, or if that is NULL_BLOCK the one it writes; at start 0 it begins with no state.
+    So a step that computes `start` to `end` writes the entry of position end - 1. It reads the entry of position
+    start - 1 or, if that is NULL_BLOCK, the entry that it writes; at start 0 it begins without a state.
     """
 
     only_appends = False
@@ -309,11 +309,11 @@ class MambaManager(SingleTypeKVCacheManager):
         return min(2, -(-num_tokens // self.block_size))
 
     def ask_for_states(self, row: int, positions: Iterable[int]) -> None:
-        """Save the states after these numbers of tokens too, if steps end there; others are ignored."""
+        """Save the states after these numbers of tokens too. Positions at which no step ends are ignored."""
         self._asked_for[row] |= {position for position in positions if position % self._alignment == 0}
 
     def is_state_saved(self, row: int, num_tokens: int) -> bool:
-        """Whether the state after `num_tokens` tokens is to be saved."""
+        """Whether to save the state after `num_tokens` tokens."""
         return num_tokens % self._interval == 0 or num_tokens in self._asked_for[row]
 
     def open(self, row: int, entries: BlockIds) -> None:
@@ -355,7 +355,7 @@ class MambaManager(SingleTypeKVCacheManager):
 
 
 def make_group_manager(spec: GroupSpec, tables: BlockTable, alignment: int) -> SingleTypeKVCacheManager:
-    """The manager of a spec's type; `alignment` is the multiple of tokens in which hits are counted."""
+    """The manager for a spec's type; hits are multiples of `alignment` tokens."""
     match spec:
         case FullAttentionSpec():
             return FullAttentionManager(spec.block_size, tables)

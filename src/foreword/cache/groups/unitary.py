@@ -1,4 +1,4 @@
-"""UnitaryKVCacheCoordinator: hits of one group that needs all its blocks, so that a hit is a prefix.
+"""UnitaryKVCacheCoordinator: one group that needs all its blocks, so that each hit is a prefix.
 
 Knows an index, rows of tables and the ledger's account; knows nothing of request ids, statistics or steps' contents.
 """
@@ -20,10 +20,10 @@ from foreword.cache.keys.sequence import TokenSequence
 
 
 class UnitaryKVCacheCoordinator(KVCacheCoordinator):
-    """One group that needs all its blocks: a hit is a prefix, whatever index finds it.
+    """One group that needs all its blocks; any index can find its hits.
 
-    With `deduplicate`, as in vLLM v0, a request does not keep a second copy of a block that is indexed: when
-    the step that filled the copy has run, the table takes the indexed block and the copy is freed.
+    With `deduplicate`, as in vLLM v0, a request does not keep a second copy of an indexed block: after the step that
+    filled the copy, the table takes the indexed block, and the copy is freed.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         self._deduplicates = deduplicate
         self._reports = ledger is not None or deduplicate or self.pool.wants_keys
         self._filled: list[tuple[int, int, BlockIds]] = []
-        """Row, number of the first and ids of blocks that the current step fills; only to deduplicate them."""
+        """Blocks that the current step fills, for deduplication: row, number of the first block, block ids."""
 
     @property
     def num_indexed(self) -> int:
@@ -68,7 +68,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         hit = self.find_hit_of_next_step(sequence)
         if hit.partial is None or not self._is_being_filled(hit.partial.block_id):
             return hit
-        # A block that this very step fills is filled too late to be copied.
+        # This step fills the block too late for it to be copied.
         return PrefixHit(hit.tables, None, hit.num_shared_tokens, hit.num_shared_tokens)
 
     def find_hit_of_next_step(self, sequence: TokenSequence) -> PrefixHit:
@@ -101,10 +101,10 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
             self._report(row, sequence, first, block_ids)
 
     def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
-        """A tail is not announced: listeners count full blocks, and it has no key."""
+        """Index a tail. Events do not report tails, which have no keys: listeners count full blocks."""
         if not self._index.keeps_tails:
             return
-        self.cache_blocks(row, sequence, num_tokens)  # the last token of a block may have become known since
+        self.cache_blocks(row, sequence, num_tokens)  # the last token of a block may be known only now
         number, num_rest = divmod(num_tokens, self._size)
         if not num_rest:
             return
@@ -112,13 +112,13 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         tail = np.array([block_id], np.int32)
         if not self.pool.count_held_once(tail) or not self._index.insert_tail(sequence, num_tokens, block_id):
             return
-        self._noted.append(tail)  # a step that still runs may be filling it: too late to copy it in this one
+        self._noted.append(tail)  # a step that still runs may fill it, too late for a copy in this step
         self.pool.note_tail(block_id)
         if self._ledger is not None:
             self._ledger.tails.stored(sequence, num_tokens, block_id)
 
     def cache_blocks_each(self, rows: Int64Array, sequence_of: SequenceOfRow, ends: Int64Array) -> None:
-        """In one call, if each row has filled one block."""
+        """Index in one call if each row has filled exactly one block."""
         num_indexed = self._manager.num_indexed
         last = (ends // self._size - 1).astype(np.int32)
         listed, numbers = rows.tolist(), last.tolist()
@@ -138,7 +138,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
                 self._report(row, sequences[at], numbers[at], block_ids[at : at + 1])
 
     def _report(self, row: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
-        """The row's blocks number `first` and on were indexed."""
+        """Report that the row's blocks number `first` and on were indexed."""
         if self.pool.wants_keys:
             self.pool.note_keys(block_ids, sequence.block_hashes()[first : first + len(block_ids)])
         if self._account is not None:
@@ -165,7 +165,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
             self._deduplicate(row, first, block_ids)
         self._filled.clear()
         superseded = self._index.superseded_tails()
-        if len(superseded):  # one that was pinned stays
+        if len(superseded):  # pinned tails stay
             self.forget(superseded.compress(self.pool.is_tail(superseded)), EvictionCause.DUPLICATE)
 
     def _deduplicate(self, row: int, first: int, block_ids: BlockIds) -> None:
@@ -174,7 +174,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         for number, block_id in enumerate(block_ids.tolist(), first):
             original = self._index.original_of(block_id)
             if original is None or number >= len(table) or table[number] != block_id:
-                continue  # it is the only one, or its request has left
+                continue  # it has no duplicate, or its request has ended
             self.forget(np.array([block_id], np.int32), EvictionCause.DUPLICATE)
             self.pool.touch(np.array([original], np.int32))
             table[number] = original
@@ -184,7 +184,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         assert self._account is not None
         assert self._ledger is not None
         number = len(hit.block_ids)
-        # None: another prompt's block has the same key, which only an index that verifies tokens notices.
+        # `reason` is None if another prompt's block has the same key: only an index that verifies tokens notices that.
         reason, eviction = self._account.reason(sequence, number) or (MissReason.NEVER_SEEN, None)
         if self._index.keeps_tails and reason in (MissReason.PARTIAL_BLOCK, MissReason.NEVER_SEEN):
             tail = self._ledger.tails.eviction_after(sequence, number, hit.num_tokens - hit.num_shared_tokens)

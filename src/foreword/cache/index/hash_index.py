@@ -1,6 +1,6 @@
 """HashIndex: prefixes found by the keys of their full blocks.
 
-Knows block ids and keys; knows nothing of reference counts, or of which blocks are free.
+Knows block ids and keys; knows neither reference counts nor free blocks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from foreword.cache.keys.verified import VerifiedPrefix, VerifiedPrefixes
 class HashIndex:
     """Blocks by their chained hash, as in vLLM v1.
 
-    The first block to get a key answers for it; later duplicates wait and take its place
+    Lookups find the first block with a key. Later blocks with the same key are duplicates: one of them takes its place
     when it is removed, so a request's block table never has to change.
 
-    With `verify_tokens`, a block answers only if the tokens and extra keys of its whole prefix are the
-    sequence's: hash functions whose keys collide cost time, but never return another prompt's block.
-    It stores every indexed token, and an insertion walks its prefix, which a hash index need not do.
+    With `verify_tokens`, a lookup compares the tokens and extra keys of the whole prefix. Then a hash function with
+    colliding keys costs time, but a lookup never returns another prompt's block. The index stores all indexed tokens,
+    and an insertion walks its whole prefix; without `verify_tokens` it does neither.
 
     Only full blocks have keys, so there are no tails.
     """
@@ -118,7 +118,7 @@ class HashIndex:
         return block_ids
 
     def _remove_duplicate(self, key: BlockHash | VerifiedPrefix, block_id: int) -> None:
-        """Take away one of several blocks with this key."""
+        """Remove one of several blocks with this key."""
         waiting = self._duplicates[key]
         if self._block_of[key] == block_id:
             self._block_of[key] = waiting.pop(0)
@@ -128,7 +128,7 @@ class HashIndex:
             del self._duplicates[key]
 
     def _known_keys(self, sequence: TokenSequence) -> Sequence[BlockHash | VerifiedPrefix]:
-        """What the sequence's full blocks may be found under; ends where that is certain to be nothing."""
+        """The keys of the sequence's full blocks, up to the first that is certainly not indexed."""
         return sequence.block_hashes() if self._prefixes is None else self._prefixes.find(sequence)
 
     def clear(self) -> None:
@@ -151,7 +151,7 @@ class HashIndex:
         return np.array([block_id for block_id, key in enumerate(self._key_of) if key is not None], np.int32)
 
     def key_of(self, block_id: int) -> BlockHash | None:
-        """Key under which a block is indexed, or None."""
+        """The key under which a block is indexed, or None."""
         key = self._key_of[block_id]
         return key.key if isinstance(key, VerifiedPrefix) else key
 
@@ -168,7 +168,7 @@ class HashIndex:
         listed = {block_id: key for key, block_id in self._block_of.items()}
         for key, waiting in self._duplicates.items():
             assert waiting, "an empty list of duplicates was left behind"
-            assert key in self._block_of, "a duplicate waits behind nothing"
+            assert key in self._block_of, "a duplicate waits for no block"
             listed.update(dict.fromkeys(waiting, key))
         assert keyed == listed, "the map from keys to blocks and its inverse differ"
         assert self._num_indexed == len(keyed), "the index miscounts itself"

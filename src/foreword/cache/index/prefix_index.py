@@ -1,7 +1,6 @@
-"""Which block holds which prefix.
+"""PrefixIndex: the protocol of indexes, which find the blocks that hold a prefix.
 
-Knows block ids and the sequences whose leading blocks they hold; knows nothing of reference counts or
-of free and used blocks.
+Knows block ids and the sequences whose leading blocks they hold; knows neither reference counts nor free blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class PartialBlock:
 
     block_id: int
     num_tokens: int
-    """Leading tokens that match, 1 to block_size - 1."""
+    """The number of leading tokens that match, 1 to block_size - 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +31,9 @@ class PrefixMatch:
     """The indexed beginning of a sequence."""
 
     block_ids: BlockIds
-    """Blocks of its leading full blocks."""
+    """The block ids of its leading full blocks."""
     partial: PartialBlock | None = None
-    """What matches beyond them, where the index can tell."""
+    """The block that matches beyond them, if the index finds parts of blocks."""
 
 
 NO_MATCH = PrefixMatch(np.empty(0, np.int32))
@@ -42,13 +41,13 @@ NO_MATCH = PrefixMatch(np.empty(0, np.int32))
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a sequence leaves what is indexed, and how both go on. Numbers below 0 stand for media."""
+    """Where a sequence differs from the indexed ones, and the tokens of both. Numbers below 0 represent media."""
 
     position: int
-    """Number of leading tokens that are indexed; tokens inside a block count."""
+    """The number of leading tokens that are indexed, including tokens inside a block."""
     ours: tuple[int, ...]
     theirs: tuple[int, ...]
-    """Of several continuations, the one that was indexed first; empty if nothing goes on from here."""
+    """The continuation that was indexed first; empty if the indexed tokens end here."""
 
 
 class PrefixIndex(Protocol):
@@ -60,7 +59,7 @@ class PrefixIndex(Protocol):
 
     @property
     def num_tails(self) -> int:
-        """Number of indexed tails, which `len` does not count."""
+        """The number of indexed tails, which `len` does not count."""
 
     def match(self, sequence: TokenSequence) -> PrefixMatch:
         """The longest indexed beginning of `sequence`. Changes nothing."""
@@ -69,43 +68,43 @@ class PrefixIndex(Protocol):
         """Whether the sequence's full block number `block` is indexed, given that those before it are."""
 
     def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
-        """Where the sequence leaves what is indexed, with `num_tokens` of each continuation at most.
+        """Where the sequence differs from the indexed ones, with at most `num_tokens` of each continuation.
 
         None if all of it is indexed, or if the index cannot tell. Changes nothing.
         """
 
     def original_of(self, block_id: int) -> int | None:
-        """The block that is found in this duplicate's place; None if it is no duplicate."""
+        """The block that lookups find instead of this duplicate; None if the block is no duplicate."""
 
     def insert(self, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
-        """From now on `block_ids` hold the sequence's full blocks number `first`, `first + 1`, ...
+        """Index `block_ids` as the sequence's full blocks number `first`, `first + 1`, ...
 
-        A block may be a duplicate of one that is indexed already: both stay. False, and no change, if the
-        blocks before `first` are not indexed any more and these could not be found without them.
+        A block may be a duplicate of an indexed one: both stay. False, and no change, if the blocks before `first` are
+        no longer indexed and these blocks could not be found without them.
         """
 
     def insert_each(
         self, sequences: Sequence[TokenSequence], numbers: Sequence[int], block_ids: BlockIds
     ) -> list[bool]:
-        """`insert` of one block for each of these sequences: `block_ids[i]` is number `numbers[i]` of its own."""
+        """`insert` one block for each of these sequences: `block_ids[i]` is block number `numbers[i]`."""
 
     def insert_tail(self, sequence: TokenSequence, num_tokens: int, block_id: int) -> bool:
-        """From now on `block_id`, which is not indexed, holds what of these first tokens is after the last full block.
+        """Index a block as the tail that holds the last of `num_tokens` tokens, those after the last full block.
 
-        It is found as a `PartialBlock`. False, and no change, if the index keeps no tails, if the full blocks
-        before are not indexed, or if other blocks hold the same tokens already.
+        Lookups find it as a `PartialBlock`. False, and no change, if the index keeps no tails, if the full blocks
+        before it are not indexed, or if other blocks already hold the same tokens.
         """
 
     def superseded_tails(self) -> BlockIds:
-        """Tails that became superfluous since the last call: blocks or longer tails hold their tokens too."""
+        """Tails that became unnecessary since the last call: blocks or longer tails hold their tokens too."""
 
     def tail_block_ids(self) -> BlockIds:
         """All indexed tails (a copy)."""
 
     def remove(self, block_ids: BlockIds) -> BlockIds:
-        """Forget these (distinct) blocks and tails, and what can no longer be found without them; returns all of those.
+        """Forget these (distinct) blocks and tails, and all that cannot be found without them. Returns all of these.
 
-        Blocks that were not indexed are ignored, and returned too.
+        Ignores blocks that were not indexed, but returns them too.
         """
 
     def clear(self) -> None:
@@ -116,18 +115,18 @@ class PrefixIndex(Protocol):
     ) -> list[PrefixNode] | None:
         """The `limit` nodes of the tree that were reused most; None if the index has no tree.
 
-        `num_reuses` counts by block; without it nodes are ordered by length. With `under_salt`, only nodes that are
-        found under salts that begin so. Changes nothing.
+        `num_reuses` has a count for each block; without it, nodes are ordered by length. `under_salt` selects nodes
+        under salts that begin with it. Changes nothing.
         """
 
     def block_ids(self) -> BlockIds:
-        """All indexed full blocks, duplicates included (a copy)."""
+        """All indexed full blocks, including duplicates (a copy)."""
 
     def __len__(self) -> int:
-        """Number of indexed full blocks, duplicates included."""
+        """The number of indexed full blocks, including duplicates."""
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the index contradicts itself."""
 
     def check_table(self, sequence: TokenSequence, block_ids: BlockIds) -> None:
-        """Raise AssertionError if a block of this sequence's table is indexed as anything but what it holds there."""
+        """Raise AssertionError if a block of this table is indexed as another block than the sequence's."""

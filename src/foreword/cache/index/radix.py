@@ -1,4 +1,4 @@
-"""RadixIndex: which block holds which prefix, found by comparing tokens instead of hashing them.
+"""RadixIndex: finds the blocks of a prefix by comparing tokens instead of hashing them.
 
 Knows sequences and block ids; knows nothing of reference counts. The method is SGLang's RadixAttention
 tree, over blocks: an edge holds a run of tokens, children differ in their first token, a node splits
@@ -14,7 +14,7 @@ where sequences diverge, at any token.
 A search for ABCDEFGZ matches 7 tokens: block 0 whole, and 3 tokens of block 1, which the caller may copy
 (copy on write). A lookup costs one array comparison per node on the path.
 
-What a finished request leaves after its last full block is a *tail*, a node that ends inside a block:
+A finished request leaves a *tail* after its last full block: a node that ends inside a block.
 
         root --ABCDEF--> o --GH--> leaf
              [block 0]    \\    [block 1]
@@ -35,24 +35,24 @@ import numpy.typing as npt
 from foreword.cache.block_ids import BlockIds
 from foreword.cache.index.hash_index import HashIndex
 from foreword.cache.index.prefix_index import Divergence, PartialBlock, PrefixIndex, PrefixMatch
-from foreword.cache.index.radix_tree import NO_TAIL, NOT_INDEXED, Namespace, RadixNode, RadixTree, common_length
+from foreword.cache.index.radix_tree import NO_TAIL, NOT_INDEXED, Namespace, RadixNode, RadixTree
 from foreword.cache.index.tree_view import PrefixNode, top_nodes
 from foreword.cache.keys.hashing import ExtraKeys, TokenArray
 from foreword.cache.keys.media_numbers import MediaNumbers, Placed, placed_media, placed_stretches
-from foreword.cache.keys.sequence import TokenSequence
+from foreword.cache.keys.sequence import TokenSequence, common_length
 
 
 class RadixIndex(RadixTree):
     """Prefixes as a radix tree of tokens.
 
-    Sequences that differ in adapter, salt or embeddings have trees of their own; placeholders of media
-    enter as numbers that stand for the item's content, so equal placeholders of different images differ. So
-    does the token from which on a salt keeps prefixes apart, where that is not the first one.
+    Sequences that differ in adapter, salt or embeddings are in different trees. Numbers that represent the content of
+    media replace their placeholders, so equal placeholders of different images differ. If a salt begins inside a
+    prompt, such a number also replaces the token at which it begins.
 
-    Forgetting a block also forgets what follows it: a suffix without its prefix cannot be found.
-    Duplicates of an indexed block wait for its place, as in `HashIndex`. Of several tails of which one begins with the
-    others, the longest is enough; a tail that a block or a longer tail makes superfluous stays until its owner
-    asks for `superseded_tails`, because a block that is being filled cannot be copied yet.
+    Forgetting a block also forgets the blocks after it: a suffix without its prefix cannot be found. Duplicates of an
+    indexed block wait to take its place, as in `HashIndex`. A tail is unnecessary once a block or a longer tail holds
+    its tokens too. It stays until its owner calls `superseded_tails`, because a block that is still being filled cannot
+    be copied yet.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, keep_tails: bool = True) -> None:
@@ -63,15 +63,15 @@ class RadixIndex(RadixTree):
     def clear(self) -> None:
         super().clear()
         self._ends: WeakKeyDictionary[TokenSequence, tuple[RadixNode, int]] = WeakKeyDictionary()
-        """Node in which a sequence's last insertion ended, and how often it had been cut by then."""
+        """The node in which a sequence's last insertion ended, and the node's `num_cuts` at that time."""
         self._duplicates: dict[int, list[int]] = {}
         self._original_of: dict[int, int] = {}
         self._media = MediaNumbers(self._num_blocks)
         self._num_indexed = 0
         self._tails: dict[int, RadixNode] = {}
-        """Node that ends with the tail in this block."""
+        """The node that ends with the tail in each block."""
         self._superseded: list[int] = []
-        """Tails after which something was inserted."""
+        """Tails after which blocks or longer tails were inserted."""
 
     def __len__(self) -> int:
         return self._num_indexed
@@ -107,7 +107,7 @@ class RadixIndex(RadixTree):
             node = next(iter(node.children.values()), None)
         theirs = list(
             takewhile(lambda token: self._media.salted_token(token) is None, theirs)
-        )  # the rest is under another's salt
+        )  # the rest is under another salt
         return Divergence(position, ours, tuple(theirs))
 
     def original_of(self, block_id: int) -> int | None:
@@ -151,7 +151,7 @@ class RadixIndex(RadixTree):
         num_known = position // size
         if num_known < first:
             self._trim(node)
-            return False  # the blocks before were forgotten while the request ran: these could not be found
+            return False  # the blocks before were forgotten while the request ran, so these could not be found
         if position < len(tokens):
             own = block_ids[num_known - first :].copy()
             self._number_of[own] = np.arange(num_known, num_known + len(own))
@@ -188,7 +188,7 @@ class RadixIndex(RadixTree):
         if position < start or position == num_tokens:
             if node.parent is None:
                 self._trim(node)
-            return False  # what is before is forgotten, or all of it is found already
+            return False  # the blocks before it were forgotten, or lookups find all of it already
         if position < node.end:
             node = self._split(node, position - node.start)
         for above in passed:
@@ -200,7 +200,7 @@ class RadixIndex(RadixTree):
         return True
 
     def _note_superseded(self, node: RadixNode) -> None:
-        """Something is inserted after the end of this node."""
+        """Note that tokens are inserted after the end of this node."""
         if node.tail != NO_TAIL:
             self._superseded.append(node.tail)
 
@@ -213,9 +213,9 @@ class RadixIndex(RadixTree):
         return np.array(list(self._tails), np.int32)
 
     def _start(self, sequence: TokenSequence, position: int) -> tuple[RadixNode, int]:
-        """Where to go on with a sequence whose tokens before `position` are in the tree.
+        """The node at which to continue a sequence whose tokens before `position` are in the tree, and its end.
 
-        That is where its last insertion ended, if the tree still has a node that ends there; else the root.
+        That is the node in which its last insertion ended, if it still ends there; otherwise the root.
         """
         node, num_cuts = self._ends.get(sequence, (None, 0))
         if (
@@ -228,7 +228,7 @@ class RadixIndex(RadixTree):
         return self._root(_namespace(sequence.extra_keys)), 0
 
     def _add_duplicates(self, node: RadixNode, start: int, end: int, first: int, block_ids: BlockIds) -> None:
-        """Note those of `block_ids` (numbers `first` on) that repeat blocks ending in node[start:end]."""
+        """Note the duplicates among `block_ids` (numbers `first` and on) of blocks that end in node[start:end]."""
         size = self._block_size
         for number in range(max(first, start // size), min(end // size, first + len(block_ids))):
             original = int(node.block_ids[number - node.start // size])
@@ -256,18 +256,18 @@ class RadixIndex(RadixTree):
             if not indexed.any():
                 return block_ids
             forgotten = dict.fromkeys(block_ids.tolist())
-            # Of several blocks in one node the first decides: cut each node once, there.
+            # Cut each node once, at the first of its blocks.
             order = np.lexsort((self._number_of[block_ids], node_ids))[np.count_nonzero(~indexed) :]
             nodes, firsts = np.unique(node_ids[order], return_index=True)
             numbers = self._number_of[block_ids[order[firsts]]]
             for node_id, number in zip(nodes.tolist(), numbers.tolist(), strict=True):
                 node = self._nodes.get(node_id)
-                if node is not None:  # else it went with a node above
+                if node is not None:  # otherwise it was removed with a node above
                     forgotten.update(dict.fromkeys(self._cut(node, number - node.start // self._block_size)))
         return block_ids if len(forgotten) == len(block_ids) else np.array(list(forgotten), np.int32)
 
     def _remove_one(self, block_id: int) -> list[int]:
-        """Forget one block where duplicates have to be seen to; returns what was forgotten with it."""
+        """Forget one block, in an index with duplicates. Returns the blocks that were forgotten with it."""
         original = self._original_of.pop(block_id, None)
         if original is not None:
             self._duplicates[original].remove(block_id)
@@ -300,7 +300,7 @@ class RadixIndex(RadixTree):
         return True
 
     def _cut(self, node: RadixNode, at: int) -> list[int]:
-        """Forget the node's blocks from number `at` on, and everything below; returns what was forgotten."""
+        """Forget the node's blocks from number `at` on, and everything below. Returns the forgotten blocks."""
         forgotten: list[int] = []
         below = list(node.children.values())
         for child in below:
@@ -316,7 +316,7 @@ class RadixIndex(RadixTree):
         return forgotten
 
     def _drop_tail(self, node: RadixNode) -> list[int]:
-        """Forget the tail at a node's end, if there is one; returns it."""
+        """Forget the tail at a node's end and return it, if there is one."""
         tail, node.tail = node.tail, NO_TAIL
         if tail == NO_TAIL:
             return []
@@ -324,7 +324,7 @@ class RadixIndex(RadixTree):
         return [tail]
 
     def _drop(self, block_ids: BlockIds) -> list[int]:
-        """Forget blocks of a node and their duplicates; returns both."""
+        """Forget blocks of a node and their duplicates, and return both."""
         dropped: list[int] = block_ids.tolist()
         self._node_id_of[block_ids] = NOT_INDEXED
         if self._duplicates:
@@ -338,12 +338,12 @@ class RadixIndex(RadixTree):
     # -------------------------------------------------------------------- keys
 
     def _tokens(self, sequence: TokenSequence) -> TokenArray:
-        """The sequence's tokens; numbers below 0 where media stand, and where its salt begins."""
+        """The sequence's tokens, with numbers below 0 for media and for the token at which its salt begins."""
         placed = placed_stretches(sequence.extra_keys, sequence.token_ids)
         return self._media.replace(sequence.token_ids, placed) if placed else sequence.token_ids
 
     def _know(self, placed: Sequence[Placed]) -> None:
-        """Give these stretches numbers; forget those that are in no node any more, if there are too many."""
+        """Give these stretches numbers. If there are too many, first forget those that are in no node any more."""
         if self._media.is_full(placed):
             nodes = list(self._nodes.values())
             for node, tokens in zip(nodes, self._media.keep(node.tokens.copy() for node in nodes), strict=True):
@@ -357,7 +357,7 @@ class RadixIndex(RadixTree):
     def top(
         self, limit: int, num_reuses: npt.NDArray[np.int64] | None, under_salt: str = ""
     ) -> list[PrefixNode] | None:
-        def told(number: int) -> tuple[int, str | None]:
+        def meaning(number: int) -> tuple[int, str | None]:
             salted = self._media.salted_token(number)
             if salted is None:
                 return number, None
@@ -366,7 +366,7 @@ class RadixIndex(RadixTree):
         roots = ((salt, root) for (_, salt, _), root in self._roots.items())
         return top_nodes(
             [(salt, root) for salt, root in roots if salt is None or salt.startswith(under_salt)],
-            told,
+            meaning,
             limit,
             num_reuses,
             under_salt,
@@ -384,7 +384,7 @@ class RadixIndex(RadixTree):
         assert not set(tails) & (set(seen) | set(self._original_of)), "a tail is also a full block"
         waiting = {duplicate: block for block, those in self._duplicates.items() for duplicate in those}
         assert waiting == self._original_of, "duplicates and originals differ"
-        assert set(self._original_of.values()) <= set(seen), "a duplicate waits behind nothing"
+        assert set(self._original_of.values()) <= set(seen), "a duplicate waits for no block"
         assert not set(waiting) & set(seen), "a duplicate stands in the tree"
         assert self._num_indexed == len(seen) + len(waiting), "the index miscounts itself"
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from foreword.cache.block_ids import BlockIds
 from foreword.cache.keys.hashing import TokenArray
+from foreword.cache.keys.sequence import common_length
 
 Namespace = tuple[str | None, str | None, str | None]
 NOT_INDEXED = -1
@@ -186,10 +187,3 @@ class RadixTree:
         recorded = np.flatnonzero(self._node_id_of != NOT_INDEXED)
         assert {int(block): int(self._node_id_of[block]) for block in recorded} == seen, "blocks and nodes differ"
         return seen, tails
-
-
-def common_length(ours: TokenArray, theirs: TokenArray) -> int:
-    """The length of the common prefix of two arrays."""
-    length = min(len(ours), len(theirs))
-    equal = ours[:length] == theirs[:length]
-    return length if equal.all() else int(equal.argmin())

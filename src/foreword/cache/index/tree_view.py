@@ -58,15 +58,15 @@ class TreeNode(Protocol):
 
 def top_nodes(
     roots: Iterable[tuple[str | None, TreeNode]],
-    told: Callable[[int], tuple[int, str | None]],
+    meaning: Callable[[int], tuple[int, str | None]],
     limit: int,
     num_reuses: npt.NDArray[np.int64] | None,
     under_salt: str = "",
 ) -> list[PrefixNode]:
     """The `limit` most reused nodes, then those with the most tokens; a parent comes before its children.
 
-    `roots` are trees, each with its salt. `told` maps a negative token to what it represents and to the salt that
-    begins there. `under_salt` selects nodes under salts that start with it. Leaves out tails. Examines only
+    `roots` are trees, each with its salt. `meaning` maps a negative token to the token that it represents and to the
+    salt that begins there. `under_salt` selects nodes under salts that start with it. Leaves out tails. Examines only
     the children of the returned nodes and of their ancestors.
     """
     found: list[PrefixNode] = []
@@ -86,7 +86,7 @@ def top_nodes(
         tokens, begins = [], None
         for token in node.tokens[:MAX_SHOWN_TOKENS].tolist():
             if token < 0:
-                token, its_salt = told(token)
+                token, its_salt = meaning(token)
                 begins = its_salt or begins
             tokens.append(token)
         salt = begins or salt

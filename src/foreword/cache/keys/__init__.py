@@ -1,1 +1,1 @@
-"""What identifies a block's content: a hash chain over token ids, and what else keeps contents apart."""
+"""Keys that identify a block's content: a hash chain over token ids and extra keys."""

@@ -1,4 +1,4 @@
-"""Canonical CBOR of block keys: the few types that a key is made of.
+"""Canonical CBOR for block keys, which consist of a few types.
 
 Knows integers, byte strings, text and arrays of them; knows nothing of hashes. The form is RFC 8949's
 core deterministic encoding: shortest heads, definite lengths. There is no decoder, because nothing needs one.
@@ -16,7 +16,7 @@ NULL = b"\xf6"
 
 
 def encode_head(major_type: int, value: int) -> bytes:
-    """Head of an item: its major type and its length, or its value if it is an integer."""
+    """The head of an item: its major type and its length or, for an integer, its value."""
     if value < 24:
         return bytes([major_type << 5 | value])
     width = 1 if value < 1 << 8 else 2 if value < 1 << 16 else 4 if value < 1 << 32 else 8

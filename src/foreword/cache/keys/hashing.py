@@ -34,7 +34,7 @@ TokenArray = npt.NDArray[np.int32]
 _INT32_LITTLE_ENDIAN = np.dtype("<i4")
 MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 PACKED_AT_ONCE = 1024
-"""Tokens; few enough to stay in the processor's first-level cache."""
+"""The number of tokens to pack at once: they fit into the processor's first-level cache."""
 
 
 class Digester(Protocol):
@@ -45,7 +45,7 @@ class Digester(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HashFunction:
-    """How a block's parent, tokens and extra keys become its key."""
+    """Turns a block's parent, tokens and extra keys into its key."""
 
     name: str
     new: Callable[[bytes], Digester]
@@ -71,20 +71,16 @@ HASH_FUNCTION_NAMES = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 
 
 def make_hash_function(name: str) -> HashFunction:
-    """The hash function that a user chose by name. Raises ConfigError if it is unknown or not installed."""
-    if name == "sha256":
-        return sha256
-    if name == "sha256_cbor":
-        return sha256_cbor
-    if name == "xxhash":
-        return _make_xxhash(name, "packed")
-    if name == "xxhash_cbor":
-        return _make_xxhash(name, "cbor")
+    """The hash function with this name. Raises ConfigError if it is unknown or not installed."""
+    if name in ("sha256", "sha256_cbor"):
+        return sha256 if name == "sha256" else sha256_cbor
+    if name in HASH_FUNCTION_NAMES:
+        return _make_xxhash(name, "cbor" if name.endswith("_cbor") else "packed")
     raise ConfigError(f"unknown hash function {name!r}; choose one of {', '.join(HASH_FUNCTION_NAMES)}")
 
 
 def _make_xxhash(name: str, encoding: Literal["packed", "cbor"]) -> HashFunction:
-    """128-bit xxh3."""
+    """128-bit xxh3. Raises ConfigError without the package xxhash."""
     try:
         import xxhash
     except ImportError as error:
@@ -102,8 +98,8 @@ def _make_xxhash(name: str, encoding: Literal["packed", "cbor"]) -> HashFunction
 def chain_root(fingerprint: str = "") -> BlockHash:
     """The parent of every first block, for one model.
 
-    The fingerprint names everything besides the prompt that decides the KV (model, revision, dtype, layout), so that
-    models that share a cache never share keys. The tenant's salt follows in the first block.
+    The fingerprint names everything besides the prompt on which the KV depends (model, revision, dtype, layout), so
+    models that share a cache never share keys. The tenant's salt is part of the first block's extra keys.
     """
     version = b"foreword block chain 1"
     return BlockHash(hashlib.sha256(version + b"\n" + fingerprint.encode() if fingerprint else version).digest())
@@ -126,21 +122,21 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """Everything besides token ids that decides a prompt's KV, or that must keep prompts apart.
+    """Everything besides token ids on which a prompt's KV depends, or which must keep prompts apart.
 
     Two requests share a block only if their extra keys for that block are equal.
     """
 
     adapter: str | None = None
-    """LoRA adapter name; enters every block."""
+    """Name of the LoRA adapter; part of every block's keys."""
     salt: str | None = None
-    """Tenant's salt; enters the first block and thereby the whole chain."""
+    """The tenant's salt; part of one block's keys, and so of all keys after it in the chain."""
     salt_offset: int = 0
-    """Position of the first token that the salt keeps apart; everybody shares the tokens before it."""
+    """The position of the first token under the salt; all requests share the tokens before it."""
     media: tuple[MediaItem, ...] = ()
-    """In order of position, without overlaps; an item enters every block that holds one of its placeholders."""
+    """In order of position, without overlaps; an item is part of the keys of all blocks that hold its placeholders."""
     embeddings_hash: str | None = None
-    """Hash of prompt embeddings given instead of token ids; enters every block."""
+    """Hash of prompt embeddings that replace token ids; part of every block's keys."""
 
     def check(self, num_tokens: int) -> None:
         """Raise InvalidRequestError unless these fit a prompt of `num_tokens` tokens.
@@ -149,7 +145,7 @@ class ExtraKeys:
         """
         if self.salt_offset < 0:
             raise InvalidRequestError(
-                f"salt_offset={self.salt_offset} is before the first token, so the salt would keep nothing apart; "
+                f"salt_offset={self.salt_offset} is before the first token, so the salt would separate nothing; "
                 "give 0 or more"
             )
         free_from = 0
@@ -163,7 +159,7 @@ class ExtraKeys:
             free_from = end
 
     def of_block(self, start: int, end: int) -> tuple[str, ...]:
-        """Keys of the block that holds positions `start` to `end` (exclusive), in a fixed order."""
+        """The extra keys of the block that holds positions `start` to `end` (exclusive), in a fixed order."""
         keys: list[str] = []
         if self.adapter is not None:
             keys.append(f"adapter={self.adapter}")
@@ -225,7 +221,7 @@ def _convert(token_ids: npt.ArrayLike) -> TokenArray:
     except ValueError:  # lists of different lengths
         given = np.empty((0, 0))
     if given.ndim != 1:
-        raise InvalidRequestError("token ids must stand in one row; give a list, or an array of one dimension")
+        raise InvalidRequestError("token ids must be one row of numbers; give a list, or an array of one dimension")
     if given.size and (given.dtype.kind not in "iub" or given.min() < 0 or given.max() > MAX_TOKEN_ID):
         for token in given.tolist():
             check_token_id(token)
@@ -241,10 +237,7 @@ def check_token_id(token: object) -> None:
 
 
 def hash_block_tokens(
-    hash_fn: HashFunction,
-    parent_hash: BlockHash | None,
-    token_ids: npt.ArrayLike,
-    extra_keys: Sequence[str] = (),
+    hash_fn: HashFunction, parent_hash: BlockHash | None, token_ids: npt.ArrayLike, extra_keys: Sequence[str] = ()
 ) -> BlockHash:
     """The key of one full block; `parent_hash` is None for the first block of a sequence without fingerprint."""
     tokens = as_token_array(token_ids)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from foreword.cache.keys.hashing import ExtraKeys, TokenArray
 
 UNKNOWN = -1
-"""Represents placeholders of items that no index knows; no index ever holds it."""
+"""Represents placeholders of unknown items; no index ever contains it."""
 LOWEST = int(np.iinfo(np.int32).min)
 
 

@@ -1,6 +1,6 @@
 """The tokens of one request, as the cache sees them.
 
-Knows token ids and their block keys; knows neither text nor which physical blocks hold the KV.
+Knows token ids and their block keys; knows neither text nor the blocks that hold the KV.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class TokenSequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens that were given; those after them were generated."""
+        """The number of the prompt's tokens; all tokens after them were generated."""
         return self._num_given
 
     @property
     def token_ids(self) -> TokenArray:
-        """All tokens, [len(self)]; a view that is valid until the next token."""
+        """All tokens, [len(self)]; a view that is valid until a token is added."""
         length, known = len(self), self._num_gathered
         if known < length:
             if length > len(self._tokens):
@@ -94,7 +94,7 @@ class TokenSequence:
 
     @property
     def num_full_blocks(self) -> int:
-        """Blocks whose tokens are all there."""
+        """The number of blocks whose tokens are all known."""
         return len(self) // self.block_size
 
     def append(self, token_id: int) -> None:
@@ -120,9 +120,9 @@ class TokenSequence:
         return self._generated[start:]
 
     def block_hashes(self) -> list[BlockHash]:
-        """Keys of all full blocks; only blocks that filled since the last call are hashed.
+        """Keys of all full blocks; hashes only blocks that filled since the last call.
 
-        The list is the sequence's own: read it, do not change it.
+        Do not change the list: the sequence keeps it.
         """
         return self._hash_new_blocks(self._hashes, self.extra_keys)
 
@@ -133,7 +133,7 @@ class TokenSequence:
         return self._hash_new_blocks(self._plain_hashes, NO_EXTRA_KEYS)
 
     def _hash_new_blocks(self, hashes: list[BlockHash], extra_keys: ExtraKeys) -> list[BlockHash]:
-        """Complete a list of keys in place."""
+        """Append the keys of new full blocks to a list, and return the list."""
         known, full = len(hashes), self.num_full_blocks
         if known < full:
             first = known * self.block_size
@@ -146,3 +146,10 @@ class TokenSequence:
                 extra_keys,
             )
         return hashes
+
+
+def common_length(ours: TokenArray, theirs: TokenArray) -> int:
+    """The length of the common prefix of two arrays of tokens."""
+    length = min(len(ours), len(theirs))
+    equal = ours[:length] == theirs[:length]
+    return length if equal.all() else int(equal.argmin())

@@ -1,4 +1,4 @@
-"""Prefixes compared by their content, for hash functions whose keys may collide.
+"""Compares prefixes by their contents, for hash functions whose keys may collide.
 
 Knows keys, tokens and extra keys of blocks; knows nothing of block ids.
 """
@@ -25,7 +25,7 @@ class VerifiedPrefix:
         """The prefix without its last block; the chain's root for a first block."""
         self.key = key
         self.tokens = tokens
-        """Tokens of the last block, as int32."""
+        """The tokens of the last block as int32."""
         self.extra_keys = extra_keys
         self.num_uses = 0
         """The number of blocks that hold it plus the number of prefixes that continue it."""

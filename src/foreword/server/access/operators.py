@@ -9,7 +9,6 @@ Knows keys, addresses and headers of a connection; knows nothing about the prote
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import ipaddress
 import secrets
@@ -21,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.types import Scope
 
-from foreword.server.access.tenants import shown_key
+from foreword.server.access.tenants import digest, shown_key
 from foreword.server.api_errors import APIError
 
 COOKIE = "foreword_operator"
@@ -33,7 +32,7 @@ class Operators:
     """Decides whether a caller is an operator. Belongs to the event loop."""
 
     def __init__(self, operator_key: str | None, *, asks_for_keys: bool) -> None:
-        self._key = None if operator_key is None else _digest(operator_key)
+        self._key = None if operator_key is None else digest(operator_key)
         self._asks_for_keys = asks_for_keys
         self._sessions: dict[bytes, float] = {}
 
@@ -69,22 +68,22 @@ class Operators:
 
     def open_session(self, key: str) -> str | None:
         """The value of a session cookie for a caller that knows the key; None for others."""
-        if self._key is None or not hmac.compare_digest(_digest(key), self._key):
+        if self._key is None or not hmac.compare_digest(digest(key), self._key):
             return None
         now = time.monotonic()
         self._sessions = {session: end for session, end in self._sessions.items() if end > now}
         token = secrets.token_urlsafe(32)
-        self._sessions[_digest(token)] = now + SESSION_S
+        self._sessions[digest(token)] = now + SESSION_S
         return token
 
     def _shows_key(self, headers: Mapping[str, str]) -> bool:
         key = shown_key(headers)
         assert self._key is not None
-        return key is not None and hmac.compare_digest(_digest(key), self._key)
+        return key is not None and hmac.compare_digest(digest(key), self._key)
 
     def _has_session(self, headers: Mapping[str, str]) -> bool:
         token = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
-        return self._sessions.get(_digest(token), 0.0) > time.monotonic()
+        return self._sessions.get(digest(token), 0.0) > time.monotonic()
 
 
 def _closed(remedy: str) -> APIError:
@@ -97,24 +96,21 @@ def _is_local(scope: Scope, headers: Mapping[str, str]) -> bool:
     The name matters: a web page can make its own name resolve to 127.0.0.1, and then read the answers.
     """
     client = scope.get("client")
-    if client is None or not _is_loopback(client[0]) or any(name in headers for name in _FORWARDED):
+    if client is None or not is_loopback(client[0]) or any(name in headers for name in _FORWARDED):
         return False
     host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-    return host == "localhost" or _is_loopback(host)
+    return is_loopback(host)
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is this machine's own."""
     try:
-        return ipaddress.ip_address(address).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False
+        return host == "localhost"
 
 
 def _is_same_origin(headers: Mapping[str, str]) -> bool:
     """Whether the page that asks, which browsers name, is one of ours."""
     origin = headers.get("origin")
     return origin is None or urlsplit(origin).netloc == headers.get("host")
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from foreword.cache import common_length
+
 TokenIds = npt.NDArray[np.int32]
 
 
@@ -35,7 +37,5 @@ def common_beginning(encodings: Sequence[TokenIds]) -> TokenIds:
     """
     first = encodings[0]
     for other in encodings[1:]:
-        length = min(len(first), len(other))
-        equal = first[:length] == other[:length]
-        first = first[: length if equal.all() else int(equal.argmin())]
+        first = first[: common_length(first, other)]
     return first

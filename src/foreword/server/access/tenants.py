@@ -61,7 +61,7 @@ class Tenants:
     ) -> None:
         """Raises ConfigError if the file cannot be read, or has quotas although `quotas_work` is false."""
         self._secret = (server_secret or secrets.token_hex(32)).encode()
-        self._always = {} if api_key is None else {_digest(api_key): Tenant(ANYBODY)}
+        self._always = {} if api_key is None else {digest(api_key): Tenant(ANYBODY)}
         self._file = keys_file
         self._quotas_work = quotas_work
         self._version: tuple[int, int, int] | None = None
@@ -94,7 +94,7 @@ class Tenants:
         if not self.asks_for_keys:
             return Tenant(ANYBODY)
         self._reload()
-        return None if key is None else self._tenant_of.get(_digest(key))
+        return None if key is None else self._tenant_of.get(digest(key))
 
     def namespace(self, tenant: Tenant, cache_salt: str | None) -> str | None:
         """The salt of a tenant's prefixes, "TENANT" or "TENANT/CLIENT", both hashed; None if there are no tenants."""
@@ -150,8 +150,8 @@ def read_keys(path: Path) -> dict[bytes, Tenant]:
     tenant_of: dict[bytes, Tenant] = {}
     for name, table in tables.items():
         tenant, digests = _read_tenant(path, name, table)
-        for digest in digests:
-            if tenant_of.setdefault(digest, tenant) is not tenant:
+        for key in digests:
+            if tenant_of.setdefault(key, tenant) is not tenant:
                 raise ConfigError(f"keys file {str(path)!r}: {name!r} has a key that another tenant has too")
     return tenant_of
 
@@ -175,14 +175,15 @@ def _read_tenant(path: Path, name: str, table: Any) -> tuple[Tenant, list[bytes]
 
 def _stored_digest(key: str) -> bytes:
     if not key.startswith(_HASHED):
-        return _digest(key)
-    digest = bytes.fromhex(key.removeprefix(_HASHED))
-    if len(digest) != hashlib.sha256().digest_size:
+        return digest(key)
+    stored = bytes.fromhex(key.removeprefix(_HASHED))
+    if len(stored) != hashlib.sha256().digest_size:
         raise ValueError(key)
-    return digest
+    return stored
 
 
-def _digest(key: str) -> bytes:
+def digest(key: str) -> bytes:
+    """A key's SHA-256; keys are compared by it, so that the time of a comparison reveals nothing."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 

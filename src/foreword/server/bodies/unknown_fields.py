@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 logger = logging.getLogger(__name__)
 
-MAX_TOLD = 256
+MAX_LOGGED = 256
 """Most names that are logged and remembered."""
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -28,7 +28,7 @@ class UnknownFields:
 
     def __init__(self, *, ignored: bool) -> None:
         self._ignored = ignored
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._lock = Lock()
 
     def validate(self, model: type[Body], body: Any) -> Body:
@@ -41,15 +41,15 @@ class UnknownFields:
                 raise
         for place in unknown:
             _remove(body, place)
-            self._tell(place)
+            self._log(place)
         return model.model_validate(body)
 
-    def _tell(self, place: Place) -> None:
+    def _log(self, place: Place) -> None:
         name = ".".join(str(part) for part in place if isinstance(part, str))[:100]
         with self._lock:
-            if name in self._told or len(self._told) >= MAX_TOLD:
+            if name in self._logged or len(self._logged) >= MAX_LOGGED:
                 return
-            self._told.add(name)
+            self._logged.add(name)
         logger.warning("requests have the field %r, which is unknown here; it is ignored", name)
 
 

@@ -211,7 +211,7 @@ def reuse_bar(num_cached: int, num_tokens: int, scale: float = 1.0) -> str:
 
 
 def request_rows(records: Iterable[RequestRecord], tokenizer: Tokenizer | None, *, with_tenants: bool) -> str:
-    """Requests as rows: how much was found, how long the first token took, and why the rest was missed."""
+    """Requests as rows: the found tokens, the time to the first token, and why the rest was missed."""
     shown = list(records)
     if not shown:
         return '<div class="empty">No requests yet. Send one, or use the chat.</div>'
@@ -244,7 +244,7 @@ def _stage(record: RequestRecord) -> str:
 
 
 def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
-    """Why the rest of a prompt was missed, with the texts that part there."""
+    """Why the rest of a prompt was missed, with the texts that differ there."""
     explanation = record.explanation
     if explanation is None or explanation.reason is None:
         return ""
@@ -276,7 +276,7 @@ def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
 
 
 def miss_reasons(missed_tokens: Mapping[str, int], misses: Mapping[str, int]) -> str:
-    """Computed prompt tokens: what was new, then what a cache could have found."""
+    """Computed prompt tokens: first new text, then tokens that a cache could have found."""
     new = sum(missed for reason, missed in missed_tokens.items() if reason in NEW_TEXT)
     num_new = sum(requests for reason, requests in misses.items() if reason in NEW_TEXT)
     avoidable = {reason: missed for reason, missed in missed_tokens.items() if reason not in NEW_TEXT and missed}

@@ -63,9 +63,9 @@ class Edge:
                 raise
             logger.debug("a client left before its answer had begun", exc_info=True)
 
-    def _set_headers(self, path: str, asked: Headers, status: int, headers: MutableHeaders) -> None:
-        found = status in (200, 206, 304)
-        if found and path.startswith(self._files) and not path.startswith(f"{self._files}dynamic_resources/"):
+    def _set_headers(self, path: str, request_headers: Headers, status: int, headers: MutableHeaders) -> None:
+        exists = status in (200, 206, 304)
+        if exists and path.startswith(self._files) and not path.startswith(f"{self._files}dynamic_resources/"):
             headers["Cache-Control"] = FILES_NEVER_CHANGE
         if headers.get("Location", "").startswith("/"):
-            headers["Location"] = asked.get("x-forwarded-prefix", "") + headers["Location"]
+            headers["Location"] = request_headers.get("x-forwarded-prefix", "") + headers["Location"]

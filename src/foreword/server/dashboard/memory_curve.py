@@ -1,6 +1,6 @@
-"""What more memory would bring: the estimated curve, and what the ghosts say of twice the blocks.
+"""Draws the gain of more memory: the estimated curve, and the hits that ghosts count for twice the blocks.
 
-Knows looks at the engine, as drawings.py knows records.
+Knows snapshots of the engine, as drawings.py knows records.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _curve(points: Sequence[CurvePoint], block_bytes: int) -> str:
         f"{x:.2f} {min(100.0, y + 2 * e):.2f}" for x, y, e in reversed([*zip(middles, heights, errors, strict=True)])
     ]
     line = [f"{x:.2f} {y:.2f}" for x, y in zip(middles, heights, strict=True)]
-    shapes = f'<path class="level" d="M{line[0]}H100"/>'  # what is above it is gained
+    shapes = f'<path class="level" d="M{line[0]}H100"/>'  # the part above it is the gain
     shapes += f'<path class="band" d="M{"L".join(band)}Z"/><path class="line" d="M{"L".join(line)}"/>'
     shapes += "".join(f'<path class="dot stroke-found" d="M{at}h0"/>' for at in line)
     sizes = "".join(_size(point, points[0], block_bytes) for point in points)
@@ -51,7 +51,7 @@ def _size(point: CurvePoint, own: CurvePoint, block_bytes: int) -> str:
 
 
 def _of_ghosts(look: Snapshot, block_bytes: int, seconds_per_token: float) -> str:
-    """What was computed again although twice the blocks would still have held it: counted, not estimated."""
+    """The tokens that were computed again although twice the blocks would have held them: counted, not estimated."""
     stats = look.stats
     note = "Estimated for the lru policy and whole blocks, from the requests since the last reset. "
     if not look.has_ledger:

@@ -1,4 +1,4 @@
-"""What is served: the model, what its layers remember, and the pool that holds it.
+"""The card about the model, its layers, and its pool.
 
 Knows an LLM's configuration and layout; draws them once, because they do not change.
 """

@@ -44,7 +44,7 @@ def mount_dashboard(app: FastAPI, service: Service) -> None:
         from nicegui import ui
 
         from foreword.server.dashboard.edge import give_edge
-        from foreword.server.dashboard.page import Dashboard
+        from foreword.server.dashboard.page import View
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the dashboard needs the package {error.name}; run `pip install foreword[serve]`, or give dashboard=False"
@@ -54,7 +54,10 @@ def mount_dashboard(app: FastAPI, service: Service) -> None:
     async def login(request: Request) -> Response:
         return await _log_in(request, service.operators)
 
-    ui.page("/")(Dashboard(service).build)
+    @ui.page("/")
+    def build() -> None:
+        View(service)
+
     ui.run_with(
         app,
         mount_path=PATH,
@@ -82,16 +85,8 @@ async def _log_in(request: Request, operators: Operators) -> Response:
         await asyncio.sleep(WRONG_KEY_DELAY_S)
         return _form("That is not the operator's key.", root_path)
     answer = RedirectResponse(f"{root_path}{PATH}/", 303)
-    secure = request.url.scheme == "https"
-    answer.set_cookie(
-        COOKIE,
-        session,
-        max_age=round(SESSION_S),
-        path=f"{root_path}{PATH}",
-        httponly=True,
-        samesite="strict",
-        secure=secure,
-    )
+    path, secure, age_s = f"{root_path}{PATH}", request.url.scheme == "https", round(SESSION_S)
+    answer.set_cookie(COOKIE, session, max_age=age_s, path=path, httponly=True, samesite="strict", secure=secure)
     return answer
 
 

@@ -1,7 +1,7 @@
-"""The page: its parts, and when they are drawn anew.
+"""The dashboard's page: its parts, and their refresh.
 
-Knows the service and NiceGUI; what is drawn comes from drawings.py. One look at the engine a second serves all
-viewers, and nothing is looked at while nobody views.
+Knows the service and NiceGUI; drawings.py makes the drawings. One snapshot of the engine a second serves all viewers;
+without viewers nothing takes any.
 """
 
 from __future__ import annotations
@@ -37,17 +37,6 @@ RATE_S = 10.0
 """Tokens per second are counted over this many seconds."""
 
 
-class Dashboard:
-    """Builds one page for each viewer."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def build(self) -> None:
-        """The whole page, for the viewer who asks."""
-        _View(self._service)
-
-
 class _Html:
     """A piece of the page that is sent again only if it has changed."""
 
@@ -61,8 +50,8 @@ class _Html:
             self._element.content = content
 
 
-class _View:
-    """What one viewer sees."""
+class View:
+    """The page of one viewer."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -107,7 +96,7 @@ class _View:
             with _card("Model", "span12"):
                 self._model = _Html("model-facts", "model")
             self._traffic: list[ui.element] = []
-            """What there is nothing to show in before the first request."""
+            """Parts that have nothing to show before the first request."""
             with _card("Waiting for the first request", "span12 waiting") as self._waiting:
                 ui.html(_first_request(), sanitize=False).props('data-testid="waiting"')
             with ui.element("div").classes("span12 tools") as tools:

@@ -103,7 +103,7 @@ class Prefixes:
                 self._tree.expand()
             elif not self._opened and shown:
                 self._opened = True
-                self._tree.expand([own_id for node in shown for own_id in (node["id"], *_ids_below(node))])
+                self._tree.expand([one["id"] for node in shown for one in (node, *node["children"])])
         if self._chosen in self._reports:  # a viewer may go on reading an evicted prefix
             self._show(_detail(self._reports[self._chosen]))
 
@@ -177,11 +177,6 @@ def _text(report: Mapping[str, Any]) -> str:
     """The shown text, or the token ids if there is none."""
     text: str = report["text"] if report["text"] is not None else " ".join(map(str, report.get("token_ids") or ()))
     return text
-
-
-def _ids_below(node: Mapping[str, Any]) -> list[str]:
-    """Ids of a node's children."""
-    return [child["id"] for child in node["children"]]
 
 
 def _nested(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

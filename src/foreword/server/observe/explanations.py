@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache import Divergence, LookupExplanation, MissReason
+from foreword.cache import Divergence, LookupExplanation, MissReason, common_length
 from foreword.server.records import RequestRecord
 from foreword.text import Tokenizer
 
@@ -93,18 +93,12 @@ def _side(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> dict[str, An
     if not token_ids:
         return None
     first = token_ids[0]
+    token = None if tokenizer is None else tokenizer.token_text(first) if first >= 0 else MEDIA
     return {
         "token_id": first if first >= 0 else None,
-        "token": token_text(first, tokenizer),
+        "token": token,
         "text": text_of(token_ids[:NUM_CONTEXT_TOKENS], tokenizer),
     }
-
-
-def token_text(token_id: int, tokenizer: Tokenizer | None) -> str | None:
-    """One token's text, special tokens by name; None without a tokenizer."""
-    if token_id < 0:
-        return MEDIA
-    return None if tokenizer is None else tokenizer.token_text(token_id)
 
 
 def text_of(token_ids: Iterable[int], tokenizer: Tokenizer | None) -> str | None:
@@ -113,13 +107,6 @@ def text_of(token_ids: Iterable[int], tokenizer: Tokenizer | None) -> str | None
         return None
     runs = groupby(token_ids, key=lambda token_id: token_id < 0)
     return "".join(MEDIA if is_media else tokenizer.spell(list(run)) for is_media, run in runs)
-
-
-def common_length(ours: TokenIds, theirs: TokenIds) -> int:
-    """Length of the common beginning of two arrays."""
-    length = min(len(ours), len(theirs))
-    equal = ours[:length] == theirs[:length]
-    return length if equal.all() else int(equal.argmin())
 
 
 def most_similar(prompt: TokenIds, salt: str | None, records: Iterable[RequestRecord]) -> Divergence | None:

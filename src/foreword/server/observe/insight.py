@@ -36,8 +36,7 @@ class Insight:
         self._records = records
         self._last: Snapshot | None = None
         self.curve: Sequence[CurvePoint] = ()
-        """Estimated hit rates at several capacities, ascending from the pool's own, at the last look; empty if there
-        are none (yet)."""
+        """Estimated hit rates at the last look, for capacities from the pool's size up; empty without an estimate."""
         self.num_saved_seconds = 0.0
         """Seconds of prefill that hits saved, by the mean time per computed token at that moment."""
         records.on_finished(Listener("saved_seconds", self._count_saved))

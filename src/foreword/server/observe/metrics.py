@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -193,10 +194,7 @@ class _EngineCollector(Collector):
     def _pool(self, look: Snapshot) -> Iterator[Metric]:
         yield self._gauge("kv_cache_usage_perc", "Share of the blocks that requests hold, 0 to 1.", look.usage)
         states = {state.name.lower(): look.num_in_state(state) for state in BlockState}
-        blocks = GaugeMetricFamily("foreword_kv_cache_blocks", "Blocks by state.", labels=("model_name", "state"))
-        for state, count in states.items():
-            blocks.add_metric((self._model, state), count)
-        yield blocks
+        yield self._gauges("kv_cache_blocks", "Blocks by state.", "state", states)
         yield self._gauge("kv_cache_tail_blocks", "Cached blocks that are only partly filled.", look.num_tails)
 
     def _tenants(self, records: Records) -> Iterator[Metric]:
@@ -214,31 +212,24 @@ class _EngineCollector(Collector):
         yield self._counters("listener_failures", "Failed attempts of a listener.", "listener", failures)
         lost = {listener.name: listener.num_lost for listener in self._listeners}
         yield self._counters("listener_lost_requests", "Requests that a listener missed.", "listener", lost)
-        failing = GaugeMetricFamily(
-            "foreword_listener_failing", "1 where a listener's last attempt failed.", labels=("model_name", "listener")
-        )
-        for listener in self._listeners:
-            failing.add_metric((self._model, listener.name), listener.failure is not None)
-        yield failing
-        kept = GaugeMetricFamily(
-            "foreword_kept_bytes", "Memory of what requests leave behind, roughly.", labels=("model_name", "what")
-        )
-        for what, num_bytes in self._kept_bytes.items():
-            kept.add_metric((self._model, what), num_bytes)
-        yield kept
+        failing = {listener.name: listener.failure is not None for listener in self._listeners}
+        yield self._gauges("listener_failing", "1 where a listener's last attempt failed.", "listener", failing)
+        yield self._gauges("kept_bytes", "Memory of what requests leave behind, roughly.", "what", self._kept_bytes)
 
-    def _gauge(self, name: str, documentation: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"foreword_{name}", documentation, labels=("model_name",))
-        family.add_metric((self._model,), value)
-        return family
+    def _gauge(self, name: str, documentation: str, value: float) -> Metric:
+        return self._add(GaugeMetricFamily(f"foreword_{name}", documentation, labels=("model_name",)), {None: value})
 
-    def _counter(self, name: str, documentation: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"foreword_{name}", documentation, labels=("model_name",))
-        family.add_metric((self._model,), value)
-        return family
+    def _gauges(self, name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
+        return self._add(GaugeMetricFamily(f"foreword_{name}", documentation, labels=("model_name", label)), values)
 
-    def _counters(self, name: str, documentation: str, label: str, values: Mapping[str, int]) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"foreword_{name}", documentation, labels=("model_name", label))
-        for value, count in dict(values).items():
-            family.add_metric((self._model, value), count)
+    def _counter(self, name: str, documentation: str, value: float) -> Metric:
+        return self._add(CounterMetricFamily(f"foreword_{name}", documentation, labels=("model_name",)), {None: value})
+
+    def _counters(self, name: str, documentation: str, label: str, values: Mapping[str, float]) -> Metric:
+        return self._add(CounterMetricFamily(f"foreword_{name}", documentation, labels=("model_name", label)), values)
+
+    def _add(self, family: Metric, values: Mapping[Any, float]) -> Metric:
+        """Add values by label; the label None stands for none."""
+        for label, value in dict(values).items():
+            family.add_metric((self._model,) if label is None else (self._model, label), value)
         return family

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -17,20 +17,28 @@ import numpy.typing as npt
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from foreword.engine import Prompt
 from foreword.request import TokenLogprobs
-from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.off_loop import off_loop
-from foreword.server.calls import Limits, check_call, ending_of, plain_messages, sampling_params, template_inputs
+from foreword.server.calls import (
+    Limits,
+    caller_of,
+    check_call,
+    ending_of,
+    plain_messages,
+    sampling_params,
+    template_inputs,
+)
 from foreword.server.dialect import ChatRequest, CompletionRequest
-from foreword.server.http import Event, authorized, respond, service_of, trace_parent
+from foreword.server.http import Authorized, Event, respond, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.openai import format as form
 from foreword.server.openai.extras import Extras
 from foreword.server.openai.structured import structured_outputs
 from foreword.server.openai.tools import ToolCall, ToolCallReader, ToolUse
-from foreword.server.service import Caller, Service, Tokens, digests, new_id
+from foreword.server.service import Service, digests, new_id
 
 router = APIRouter(tags=["openai"])
 
@@ -40,9 +48,7 @@ Chunk = dict[str, Any]
 
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
 async def chat_completions(
-    body: Annotated[ChatRequest, Depends(body_of(ChatRequest))],
-    request: Request,
-    tenant: Annotated[Tenant, Depends(authorized)],
+    body: Annotated[ChatRequest, Depends(body_of(ChatRequest))], request: Request, tenant: Authorized
 ) -> Response:
     """Answer a conversation."""
     service = service_of(request)
@@ -54,7 +60,7 @@ async def chat_completions(
         return inputs, digests(inputs), tool_use.grammar(), plain_messages(body.messages)
 
     inputs, inputs_digests, forced, messages = await with_body(request, read)
-    caller = _caller(body, request, tenant, "chat.completions", inputs_digests)
+    caller = caller_of(body, request, tenant, "chat.completions", inputs_digests)
     extras = Extras(service, tenant, request, body)
     limits = _chat_limits(body)
     params = await sampling_params(service, body, limits, structured_outputs(body, body.response_format))
@@ -65,47 +71,31 @@ async def chat_completions(
         params = replace(params, open_constraint=await service.open_lark(forced))
     prompt = await service.conversation(messages, inputs, ending_of(body))
     prompt = service.fit(prompt, params)
-    dialect = _ChatAnswer(service, new_id("chatcmpl-"), body, extras, tool_use)
-    answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
-    return await respond(request, answer, dialect, stream=bool(body.stream))
+    writer = _ChatAnswer(service, new_id("chatcmpl-"), body, extras, tool_use)
+    answer = await service.start(caller, writer.response_id, [prompt], params, stream=bool(body.stream))
+    return await respond(request, answer, writer, stream=bool(body.stream))
 
 
 @router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
 async def completions(
-    body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest))],
-    request: Request,
-    tenant: Annotated[Tenant, Depends(authorized)],
+    body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest))], request: Request, tenant: Authorized
 ) -> Response:
     """Continue one or several texts."""
     service = service_of(request)
     check_call(service, body)
     if body.best_of not in (None, body.n or 1):
         raise bad_request(f"best_of={body.best_of} is not supported, other than equal to n", param="best_of")
-    caller = _caller(body, request, tenant, "completions")
+    caller = caller_of(body, request, tenant, "completions")
     extras = Extras(service, tenant, request, body)
     limits = _completion_limits(body)
     params = await sampling_params(service, body, limits, structured_outputs(body, body.response_format))
-    tokens = [service.fit(Tokens(prompt), params) for prompt in await _prompts(service, body, request)]
-    dialect = _CompletionAnswer(service, new_id("cmpl-"), body, extras, [prompt.token_ids for prompt in tokens])
-    answer = await service.start(caller, dialect.response_id, tokens, params, stream=bool(body.stream))
-    return await respond(request, answer, dialect, stream=bool(body.stream))
+    tokens = [service.fit(Prompt(prompt), params) for prompt in await _prompts(service, body, request)]
+    writer = _CompletionAnswer(service, new_id("cmpl-"), body, extras, [prompt.token_ids for prompt in tokens])
+    answer = await service.start(caller, writer.response_id, tokens, params, stream=bool(body.stream))
+    return await respond(request, answer, writer, stream=bool(body.stream))
 
 
 # ------------------------------------------------------------------- requests
-
-
-def _caller(
-    body: Call, request: Request, tenant: Tenant, endpoint: str, template_digests: Mapping[str, str] | None = None
-) -> Caller:
-    return Caller(
-        tenant,
-        endpoint,
-        body.cache_salt,
-        body.prompt_cache_key,
-        trace_parent(request),
-        template_digests or {},
-        body.priority or 0,
-    )
 
 
 def _chat_limits(body: ChatRequest) -> Limits:
@@ -167,11 +157,7 @@ class _Answer(ABC):
     def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> Chunk:
         """The body of an answer that is not streamed."""
         choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
-        return {
-            **self._frame(self.object_name, choices),
-            "usage": form.usage(answer.outputs),
-            **self._extras.of(answer),
-        }
+        return self._frame(self.object_name, choices) | {"usage": form.usage(answer.outputs), **self._extras.of(answer)}
 
     async def events(self, answer: AnswerStream) -> AsyncIterator[list[Event]]:
         """Events of a streamed answer; their names are None, as OpenAI's are here."""
@@ -215,7 +201,7 @@ class _ChatAnswer(_Answer):
         self._num_top = body.top_logprobs or 0
         self._tool_use = tool_use
         self._readers: dict[int, ToolCallReader | None] = {}
-        self._num_told: dict[int, int] = {}
+        self._num_sent: dict[int, int] = {}
         """Number of calls that a stream has sent, by choice."""
 
     def _parts(self, delta: Delta) -> tuple[list[str | ToolCall], str | None]:
@@ -269,14 +255,11 @@ class _ChatAnswer(_Answer):
         """`delta`s for a piece of text, or for a call: its name first, then its arguments."""
         if isinstance(part, str):
             return [{"content": part}]
-        index = self._num_told.get(choice, 0)
-        self._num_told[choice] = index + 1
+        index = self._num_sent.get(choice, 0)
+        self._num_sent[choice] = index + 1
         call = part.as_json()
         begun = {"index": index, **call, "function": {"name": part.name, "arguments": ""}}
-        return [
-            {"tool_calls": [begun]},
-            {"tool_calls": [{"index": index, "function": {"arguments": part.arguments}}]},
-        ]
+        return [{"tool_calls": [begun]}, {"tool_calls": [{"index": index, "function": {"arguments": part.arguments}}]}]
 
     def _logprobs(self, delta: Delta) -> Chunk | None:
         if not delta.logprobs:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from foreword.cache import LookupExplanation, MissReason
+from foreword.cache import LookupExplanation, MissReason, common_length
 from foreword.server.api_errors import bad_request
-from foreword.server.observe.explanations import common_length, told_to_client
+from foreword.server.observe.explanations import told_to_client
 from foreword.server.records import RequestRecord
 
 _OPTIONS = {"mode", "ttl", "comparison_response_id", "prewarm"}

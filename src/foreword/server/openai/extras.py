@@ -26,8 +26,8 @@ class Extras:
     def __init__(self, service: Service, tenant: Tenant, request: Request, body: Any) -> None:
         self._service = service
         self._tenant = tenant
-        asked = body.foreword is not None and body.foreword.cache
-        self._wants_cache = asked or request.headers.get(HEADER, "").lower() in ("1", "true", "yes")
+        in_body = body.foreword is not None and body.foreword.cache
+        self._wants_cache = in_body or request.headers.get(HEADER, "").lower() in ("1", "true", "yes")
         self._compare_with = comparison_response_id(body.prompt_cache_options)
 
     def of(self, answer: AnswerStream) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Knows the field names of answers; knows nothing of HTTP, nor how an answer was m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from foreword.request import RequestOutput, TokenLogprobs
@@ -29,38 +29,33 @@ def num_bytes(deltas: Sequence[Delta], num_top: int) -> int:
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """`usage` of chat and completions, over all prompts of a call."""
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = num_completion_tokens(outputs)
+    prompt, cached, completion = _num_tokens(outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": num_cached_tokens(outputs), "audio_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
     }
 
 
 def response_usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """`usage` of responses."""
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = num_completion_tokens(outputs)
+    prompt, cached, completion = _num_tokens(outputs)
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": num_cached_tokens(outputs), "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": completion,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + completion,
     }
 
 
-def num_cached_tokens(outputs: Iterable[RequestOutput]) -> int:
-    """Prompt tokens that were found in the cache."""
-    return sum(output.num_cached_tokens for output in outputs)
-
-
-def num_completion_tokens(outputs: Iterable[RequestOutput]) -> int:
-    """Tokens that were generated, over all choices."""
-    return sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+def _num_tokens(outputs: Sequence[RequestOutput]) -> tuple[int, int, int]:
+    """Tokens of the prompts, those of them that were found in the cache, and generated tokens, over all choices."""
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    return num_prompt, num_cached, sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
 
 
 def chat_logprobs(

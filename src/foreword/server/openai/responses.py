@@ -19,24 +19,22 @@ from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.json_pieces import to_long_json
 from foreword.server.bodies.off_loop import off_loop
-from foreword.server.calls import Limits, check_call, plain_messages, sampling_params, template_inputs
+from foreword.server.calls import Limits, caller_of, check_call, plain_messages, sampling_params, template_inputs
 from foreword.server.dialect import JsonSchema, ResponseFormat, ResponsesRequest, TextOptions
-from foreword.server.http import Event, authorized, json_response, respond, service_of, trace_parent
+from foreword.server.http import Authorized, Event, json_response, respond, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.kept_responses import PIECE_DEPTH, KeptResponses, Messages
 from foreword.server.openai import format as form
 from foreword.server.openai.extras import Extras
 from foreword.server.openai.structured import structured_outputs
-from foreword.server.service import Caller, Service, digests, new_id
+from foreword.server.service import Service, digests, new_id
 
 router = APIRouter(tags=["openai"])
 
 
 @router.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
 async def create_response(
-    body: Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest))],
-    request: Request,
-    tenant: Annotated[Tenant, Depends(authorized)],
+    body: Annotated[ResponsesRequest, Depends(body_of(ResponsesRequest))], request: Request, tenant: Authorized
 ) -> Response:
     """Answer a text or a conversation."""
     service = service_of(request)
@@ -48,11 +46,11 @@ async def create_response(
             "tool_choice is only allowed with tools, which /v1/responses does not take", param="tool_choice"
         )
     kept = _kept(request)
-    told: Messages = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else []
-    items = body.input
-    told += await with_body(request, lambda: plain_messages(items)) if not isinstance(items, str) else []
+    given = body.input
+    new: Messages = [{"role": "user", "content": given}] if isinstance(given, str) else []
+    new += await with_body(request, lambda: plain_messages(given)) if not isinstance(given, str) else []
     before = kept.get(tenant, body.previous_response_id)[0] if body.previous_response_id is not None else []
-    conversation = [*before, *told]
+    conversation = [*before, *new]
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
     wants_logprobs = "message.output_text.logprobs" in (body.include or []) or body.top_logprobs is not None
     limits = Limits(body.max_output_tokens, (body.top_logprobs or 0) if wants_logprobs else None)
@@ -60,30 +58,20 @@ async def create_response(
     inputs = template_inputs(body.reasoning.effort if body.reasoning is not None else None)
     prompt = service.fit(await service.conversation([*head, *conversation], inputs), params)
     extras = Extras(service, tenant, request, body)
-    dialect = _ResponseAnswer(service, body, kept, tenant, conversation, extras)
-    caller = Caller(
-        tenant,
-        "responses",
-        body.cache_salt,
-        body.prompt_cache_key,
-        trace_parent(request),
-        digests(inputs),
-        body.priority or 0,
-    )
-    answer = await service.start(caller, dialect.response_id, [prompt], params, stream=bool(body.stream))
-    return await respond(request, answer, dialect, stream=bool(body.stream))
+    writer = _ResponseAnswer(service, body, kept, tenant, conversation, extras)
+    caller = caller_of(body, request, tenant, "responses", digests(inputs))
+    answer = await service.start(caller, writer.response_id, [prompt], params, stream=bool(body.stream))
+    return await respond(request, answer, writer, stream=bool(body.stream))
 
 
 @router.get("/v1/responses/{response_id}")
-async def get_response(response_id: str, request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Response:
+async def get_response(response_id: str, request: Request, tenant: Authorized) -> Response:
     """A kept response."""
     return Response(_kept(request).get(tenant, response_id)[1], media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
-async def delete_response(
-    response_id: str, request: Request, tenant: Annotated[Tenant, Depends(authorized)]
-) -> Response:
+async def delete_response(response_id: str, request: Request, tenant: Authorized) -> Response:
     """Forget a response."""
     _kept(request).delete(tenant, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})

@@ -17,27 +17,27 @@ GUIDED = ("json", "regex", "choice", "grammar")
 
 def structured_outputs(body: Any, response_format: ResponseFormat | None) -> StructuredOutputsParams | None:
     """The form that a call asks for; None for any text. Raises APIError or InvalidRequestError."""
-    asked: dict[str, StructuredOutputsParams] = {}
+    forms: dict[str, StructuredOutputsParams] = {}
     of_format = _of_format(response_format)
     if of_format is not None:
-        asked["response_format"] = of_format
-    own: StructuredOutputs | None = body.structured_outputs
-    if own is not None:
-        asked["structured_outputs"] = StructuredOutputsParams(
-            json=own.json_schema,
-            regex=own.regex,
-            choice=None if own.choice is None else tuple(own.choice),
-            grammar=own.grammar,
-            json_object=own.json_object,
+        forms["response_format"] = of_format
+    vllm_form: StructuredOutputs | None = body.structured_outputs
+    if vllm_form is not None:
+        forms["structured_outputs"] = StructuredOutputsParams(
+            json=vllm_form.json_schema,
+            regex=vllm_form.regex,
+            choice=None if vllm_form.choice is None else tuple(vllm_form.choice),
+            grammar=vllm_form.grammar,
+            json_object=vllm_form.json_object,
         )
     for kind in GUIDED:
         value = getattr(body, f"guided_{kind}")
         if value is not None:
             given: dict[str, Any] = {kind: tuple(value) if isinstance(value, list) else value}
-            asked[f"guided_{kind}"] = StructuredOutputsParams(**given)
-    if len(asked) > 1:
-        raise bad_request(f"{' and '.join(asked)} cannot be combined; give one of them", param=list(asked)[1])
-    return next(iter(asked.values()), None)
+            forms[f"guided_{kind}"] = StructuredOutputsParams(**given)
+    if len(forms) > 1:
+        raise bad_request(f"{' and '.join(forms)} cannot be combined; give one of them", param=list(forms)[1])
+    return next(iter(forms.values()), None)
 
 
 def _of_format(wanted: ResponseFormat | None) -> StructuredOutputsParams | None:

@@ -41,11 +41,7 @@ class ToolCall:
 
     def as_json(self) -> dict[str, Any]:
         """The call in OpenAI's form."""
-        return {
-            "id": self.call_id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": self.arguments},
-        }
+        return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class ToolUse:
