@@ -31,7 +31,7 @@ from foreword.batch import Batch
 from foreword.cache import NULL_BLOCK
 from foreword.model.layout import StateLayout
 from foreword.model.storage import KVStorage
-from foreword.model.trial import RandomInputs
+from foreword.model.trial import ROUNDING, RandomInputs, relative_error
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 """Names under which transformers' models and layers take their cache."""
@@ -188,10 +188,6 @@ class RecurrentForward:
         ]
 
 
-CONTINUATION_TOLERANCE = 1e-3
-"""Largest difference, as a share of the largest output, that float32 rounding explains."""
-
-
 @dataclass(slots=True)
 class StateProbe:
     """Finds out, by running a model once with transformers' own cache, which modules keep a state in it."""
@@ -237,7 +233,7 @@ class StateProbe:
                 continue
             checked.add(type(module))
             difference = _continuation_error(module, layer, self.calls[layer])
-            if not difference <= CONTINUATION_TOLERANCE:
+            if not difference <= ROUNDING:
                 problems.append(
                     f"layer {layer} ({type(module).__name__}) does not continue from a saved state: with it, results "
                     f"differ by {difference:.0%} from those of the whole sequence"
@@ -277,8 +273,7 @@ def _continuation_error(module: nn.Module, layer: int, call: inspect.BoundArgume
         return torch.cat(outputs, 1)
 
     with torch.inference_mode():
-        whole, pieces = run([9]), run([4, 3, 1, 1])
-        return float((whole - pieces).abs().max() / whole.abs().max().clamp(min=1e-20))
+        return relative_error(run([4, 3, 1, 1]), expected=run([9]))
 
 
 def cache_argument(model: nn.Module) -> str | None:

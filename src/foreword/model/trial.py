@@ -11,12 +11,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 logger = logging.getLogger(__name__)
 
 NUM_ROWS = 3
 """Rows of random numbers on which a module and a formula are compared."""
+ROUNDING = 1e-3
+"""The largest `relative_error` that float32 rounding explains."""
 Result = TypeVar("Result")
 
 
@@ -42,6 +44,17 @@ def same_bits(found: object, expected: object) -> bool:
     if not (isinstance(found, Tensor) and isinstance(expected, Tensor)):
         return False
     return found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The largest difference of two tensors, as a share of the largest expected value."""
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-20))
+
+
+def settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
+    """The plain values among a module's attributes, which may change what it computes; its number does not."""
+    values = ((name, value) for name, value in vars(module).items() if name != "layer_idx")
+    return tuple((name, value) for name, value in values if isinstance(value, bool | int | float | str))
 
 
 def attempt(run: Callable[[], Result], failure: str) -> Result | None:

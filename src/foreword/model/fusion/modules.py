@@ -23,7 +23,7 @@ from foreword.kernels.llvm.norms import ADD_ONE, ROUND_NORM
 from foreword.model.cpu.product import CompactProduct
 from foreword.model.cpu.row_functions import Norm, RowKernels
 from foreword.model.fusion.packed import PackedLinear, can_pack, stacked
-from foreword.model.trial import NUM_ROWS, RandomInputs, attempt, same_bits
+from foreword.model.trial import NUM_ROWS, RandomInputs, attempt, same_bits, settings
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class _Fusion:
         epsilons = [value for value in vars(module).values() if type(value) is float and 0 < value < 1e-2]
         if len(epsilons) != 1:
             return None
-        key = (type(module), _settings(module), weight.dtype, len(weight))
+        key = (type(module), settings(module), weight.dtype, len(weight))
         if key not in self._verdicts:
             self._verdicts[key] = _norm_form(module, weight, epsilons[0])
         form = self._verdicts[key]
@@ -171,18 +171,13 @@ class _Fusion:
         same = len({(linear.bias is None, linear.weight.dtype) for linear in linears[:2]}) == 1
         if not same or not self._kernels.can_take(sizes[0][1], first.dtype):
             return None
-        key = (type(module), _settings(module), *(type(child) for child in module.children()), first.dtype, *sizes)
+        key = (type(module), settings(module), *(type(child) for child in module.children()), first.dtype, *sizes)
         if key not in self._verdicts:
             self._verdicts[key] = _gate_order(module, linears)
         order = self._verdicts[key]
         if order is None:
             return None
         return FusedGate(linears[order[0]], linears[order[1]], linears[2], self._kernels)
-
-
-def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """Plain values among a module's attributes, which may change what it computes."""
-    return tuple((name, value) for name, value in vars(module).items() if isinstance(value, bool | int | float | str))
 
 
 def _norm_form(module: nn.Module, weight: Tensor, epsilon: float) -> int | None:
