@@ -434,7 +434,7 @@ UNSUPPORTED: dict[str, tuple[Recipe, str]] = {
         Recipe("rwkv"),
         r"layer 0 keeps something else than keys and values, or a state in transformers' cache",
     ),
-    "bloom, whose attention is its own": (Recipe("bloom"), r"layer 0 .*never asked for attention"),
+    "xglm, whose attention is its own": (Recipe("xglm"), r"layer 0 .*never asked for attention"),
     "bert, which is not causal": (Recipe("bert"), r"layer 0 \(BertSelfAttention\) is not causal"),
     "doge, which masks by content": (Recipe("doge"), r"layer 0 \(DogeAttention\) makes a mask of its own"),
     "phimoe with a window that only its mask knows": (

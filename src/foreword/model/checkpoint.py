@@ -43,8 +43,8 @@ SUPPORTED_LAYER_TYPES = (
 )
 SUPPORTED = (
     "decoder-only language models of transformers whose layers are full, sliding-window or chunked attention (llama, "
-    "qwen2, qwen3, qwen3_moe, mistral, phi3, olmo2, granite, gemma2, gemma3, cohere2, gpt_oss, smollm3, llama4, ...), "
-    "recurrent, or both (mamba2, qwen3_next, falcon_h1, granitemoehybrid, bamba, lfm2, ...)"
+    "qwen2, qwen3, qwen3_moe, mistral, phi3, olmo2, granite, gemma2, gemma3, cohere2, gpt_oss, smollm3, llama4, bloom, "
+    "mpt, ...), recurrent, or both (mamba2, qwen3_next, falcon_h1, granitemoehybrid, bamba, lfm2, ...)"
 )
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -217,7 +217,8 @@ def _max_positions(text: PretrainedConfig) -> int:
     Rotary embeddings that change with a sequence's length would change the KV of a prefix afterwards. Such models
     are limited to the length below which they do not.
     """
-    longest = int(getattr(text, "max_position_embeddings", None) or 2**20)
+    names = ("max_position_embeddings", "max_seq_len")
+    longest = min((int(limit) for name in names if (limit := getattr(text, name, None))), default=2**20)
     parameters = getattr(text, "rope_parameters", None) or {}
     flat = parameters if "rope_type" in parameters else next(iter(parameters.values()), {})
     if isinstance(flat, dict) and flat.get("rope_type") in LENGTH_DEPENDENT_ROPE:

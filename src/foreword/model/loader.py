@@ -17,6 +17,7 @@ from foreword.config import ModelConfig
 from foreword.errors import ConfigError
 from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, make_kernel
+from foreword.model.alibi import use_slopes
 from foreword.model.attention import ForwardContext
 from foreword.model.checkpoint import read_checkpoint
 from foreword.model.cpu.layer_program import BrokenChainError
@@ -108,7 +109,7 @@ def load_plain_model(options: ModelConfig) -> LoadedModel:
     """Read and probe a model, as a GPU runs it: nothing is replaced by this processor's own code."""
     checkpoint = read_checkpoint(options)
     module, device = checkpoint.module, checkpoint.device
-    kernel = _kernel(options, device, checkpoint.dtype)
+    kernel = _kernel(options, device, checkpoint.dtype, has_slopes=use_slopes(module))
     flat = FlatModel(module, cache_argument(module), device)
     found = probe_layers(flat, checkpoint.config)
     for layer, part in found.recurrent.items():
@@ -130,11 +131,17 @@ def load_plain_model(options: ModelConfig) -> LoadedModel:
     )
 
 
-def _kernel(options: ModelConfig, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
-    """The kernel that is asked for. The CPU's compiled one takes no float16."""
-    if device.type != "cpu" or "cpu" in KVFormat(dtype).kernels or options.attention_kernel in ("triton", "reference"):
+def _kernel(options: ModelConfig, device: torch.device, dtype: torch.dtype, *, has_slopes: bool) -> AttentionKernel:
+    """Choose the kernel. The CPU's compiled one takes neither float16 nor slopes."""
+    takes_all = "cpu" in KVFormat(dtype).kernels and not has_slopes
+    if device.type != "cpu" or takes_all or options.attention_kernel in ("triton", "reference"):
         return make_kernel(options.attention_kernel, device)
+    if options.attention_kernel == "cpu" and has_slopes:
+        raise ConfigError("attention_kernel='cpu' takes no model whose scores have linear biases; use 'reference'")
     if options.attention_kernel == "cpu":
         raise ConfigError("attention_kernel='cpu' takes no dtype='float16'; use 'reference', 'bfloat16' or 'float32'")
-    logger.warning("float16 on a CPU: attention runs in plain torch and no layer is packed; float32 is faster")
+    if has_slopes:
+        logger.warning("linear biases on a CPU: attention runs in plain torch, several times slower")
+    else:
+        logger.warning("float16 on a CPU: attention runs in plain torch and no layer is packed; float32 is faster")
     return make_kernel("reference", device)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from foreword.errors import UnsupportedModelError
-from foreword.model.attention import ATTENTION_NAME
 from foreword.model.checkpoint import SUPPORTED, first_line
 from foreword.model.flat_model import FlatModel
 from foreword.model.layout import LayerLayout, StateLayout
@@ -45,6 +44,7 @@ def probe_layers(model: FlatModel, config: PretrainedConfig) -> Remembered:
     """
     probe = LayoutProbe()
     kind = getattr(config, "model_type", "?")
+    attention = model.module.config._attn_implementation
     model.module.set_attn_implementation(PROBE_NAME)
     states = StateProbe.attach(model.module, model.module.config)
     try:
@@ -56,7 +56,7 @@ def probe_layers(model: FlatModel, config: PretrainedConfig) -> Remembered:
         ) from error
     finally:
         states.detach()
-        model.module.set_attn_implementation(ATTENTION_NAME)
+        model.module.set_attn_implementation(attention)
     layouts = states.layouts()
     problems = probe.problems + _problems(config, probe, layouts) + states.problems()
     if problems:
