@@ -17,8 +17,6 @@ from foreword.config import ModelConfig
 from foreword.errors import ConfigError
 from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, make_kernel
-from foreword.model.alibi import use_slopes
-from foreword.model.attention import ForwardContext
 from foreword.model.checkpoint import read_checkpoint
 from foreword.model.cpu.layer_program import BrokenChainError
 from foreword.model.flat_model import FlatModel
@@ -27,9 +25,11 @@ from foreword.model.fusion.chains import unchain_layers
 from foreword.model.fusion.modules import ProductPart
 from foreword.model.fusion.packed import PackedLinear
 from foreword.model.fusion.straight_pass import StraightPass
+from foreword.model.layers.alibi import use_slopes
+from foreword.model.layers.attention import ForwardContext
+from foreword.model.layers.recurrent import RecurrentForward, cache_argument
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.probe import probe_layers
-from foreword.model.recurrent import RecurrentForward, cache_argument
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from foreword.errors import UnsupportedModelError
 from foreword.model.checkpoint import SUPPORTED, first_line
 from foreword.model.flat_model import FlatModel
+from foreword.model.layers.recurrent import StateProbe
 from foreword.model.layout import LayerLayout, StateLayout
-from foreword.model.recurrent import StateProbe
 
 PROBE_NAME = "foreword_probe"
 

@@ -17,11 +17,11 @@ from foreword.batch import NO_ENTRIES, Batch, BatchResult
 from foreword.cache import MambaSpec
 from foreword.kernels.device_attention import DeviceAttention
 from foreword.kernels.select import AttentionKernel, ReferenceAttention
-from foreword.model.attention import ForwardContext, GroupStep
 from foreword.model.fusion.packed import has_unpacked_products
+from foreword.model.layers.attention import ForwardContext, GroupStep
+from foreword.model.layers.recurrent import StateRun, StepCache, plan_state_runs
 from foreword.model.loader import LoadedModel
 from foreword.model.passes import split_batch
-from foreword.model.recurrent import StateRun, StepCache, plan_state_runs
 from foreword.model.row_padding import RowPadding
 from foreword.model.sampling.readout import Readout, Rows, logit_rows
 from foreword.model.storage import KVStorage

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from foreword.batch import NO_ENTRIES, Batch, IntArray
 from foreword.kernels.device_attention import DeviceAttention, HostPlan
-from foreword.model.attention import ForwardContext, GroupStep
-from foreword.model.experts import EXPERTS_NAME
 from foreword.model.gpu.device import Device, Graph
+from foreword.model.layers.attention import ForwardContext, GroupStep
+from foreword.model.layers.experts import EXPERTS_NAME
+from foreword.model.layers.recurrent import StepCache
 from foreword.model.loader import LoadedModel
-from foreword.model.recurrent import StepCache
 from foreword.model.runner import ModelRunner
 from foreword.model.sampling.sampler import Put
 from foreword.model.storage import KVStorage

@@ -17,9 +17,9 @@ from foreword.batch import NO_ENTRIES, Batch
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError, UnsupportedModelError
 from foreword.kernels.select import ReferenceAttention
-from foreword.model.alibi import use_slopes
-from foreword.model.attention import ATTENTION_NAME
 from foreword.model.flat_model import FlatModel
+from foreword.model.layers.alibi import use_slopes
+from foreword.model.layers.attention import ATTENTION_NAME
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel, load_model
 from foreword.model.probe import probe_layers

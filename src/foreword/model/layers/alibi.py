@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from foreword.model.attention import foreword_attention
+from foreword.model.layers.attention import foreword_attention
 from foreword.model.trial import NUM_ROWS, ROUNDING, RandomInputs, attempt, relative_error, settings
 
 BIASED_NAME = "foreword_biased"
