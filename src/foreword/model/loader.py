@@ -17,7 +17,7 @@ from foreword.config import ModelConfig
 from foreword.errors import ConfigError
 from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, make_kernel
-from foreword.model.checkpoint import read_checkpoint
+from foreword.model.checkpoint.read import read_checkpoint
 from foreword.model.cpu.layer_program import BrokenChainError
 from foreword.model.flat_model import FlatModel
 from foreword.model.fusion.accelerate import accelerate

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from foreword.errors import UnsupportedModelError
-from foreword.model.checkpoint import SUPPORTED, first_line
+from foreword.model.checkpoint.read import SUPPORTED, first_line
 from foreword.model.flat_model import FlatModel
 from foreword.model.layers.recurrent import StateProbe
 from foreword.model.layout import LayerLayout, StateLayout
