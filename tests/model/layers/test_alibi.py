@@ -104,12 +104,12 @@ def test_a_module_that_computes_something_else_is_left_alone_and_the_model_refus
         probe_layers(flat, model.config)
 
 
-def test_a_bias_that_is_not_even_is_refused() -> None:
+def test_a_bias_that_is_not_linear_is_refused() -> None:
     model = fresh("mpt")
     build = model.transformer.build_mpt_alibi_tensor
     model.transformer.build_mpt_alibi_tensor = lambda *args, **options: -build(*args, **options).square()
     assert use_slopes(model)
-    with pytest.raises(UnsupportedModelError, match="does not grow evenly with the position"):
+    with pytest.raises(UnsupportedModelError, match="is not linear in the position"):
         probe_layers(FlatModel(model, "past_key_values", torch.device("cpu")), model.config)
 
 

@@ -80,7 +80,7 @@ class DecodeGraphs:
         self._kernels = [runner.kernel_of(group_id) for group_id in range(self._num_groups)]
         self._graphs: dict[int, Graph] = {}
         self.sizes: list[int] = []
-        """Ascending."""
+        """The sizes of the recorded graphs, ascending."""
         self.num_replays = 0
 
     def capture(self, sizes: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """Attention with linear biases (ALiBi, arXiv 2108.12409) in models that compute their scores themselves.
 
-Knows how transformers calls such attention modules; knows no model by name. These modules neither ask
-`AttentionInterface` nor pass the model's keyword arguments on. So their `forward` is replaced by one that asks the
-interface for attention with slopes. A module is replaced only if, on random rows, it computes this formula:
+Knows how transformers calls such attention modules; knows no model by name. These modules neither call
+`AttentionInterface` nor get the model's keyword arguments. So they get another `forward`, which asks the interface for
+attention with slopes. A module is replaced only if, on random rows, it computes this formula:
 
     query, key, value = clip(project(rows));    output(softmax(scale * query @ key + bias) @ value) + residual
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,17 +26,17 @@ from foreword.model.trial import NUM_ROWS, ROUNDING, RandomInputs, attempt, rela
 
 BIASED_NAME = "foreword_biased"
 """attn_implementation of a model whose attention was replaced. It has a mask function, because some of these models
-convert the mask that they build, even where nobody reads it."""
+convert their mask even if nobody reads it."""
 _BIASES = ("alibi", "position_bias")
 """Names under which attention modules take the bias of their scores, [heads, 1, positions]."""
 _SCALES = ("inv_norm_factor", "softmax_scale")
 """Names under which attention modules keep the factor of their scores."""
 _INPUT_SIZES = (1.0, 1e3)
-"""Sizes of random rows: the larger ones reach a limit that clips queries, keys and values."""
+"""Sizes of random rows; the larger ones reach the limit that clips queries, keys and values."""
 
 
 def use_slopes(model: PreTrainedModel) -> bool:
-    """Replace the attention of a model that biases its scores by distance; returns whether there was any."""
+    """Replace the attention modules that bias scores by distance; returns whether the model has any."""
     num_heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
     if not isinstance(num_heads, int):
         return False
@@ -53,52 +53,48 @@ def use_slopes(model: PreTrainedModel) -> bool:
     if not any(known.values()):
         return False
     model.register_forward_pre_hook(call.note, with_kwargs=True)
-    model.set_attn_implementation = call.use  # transformers' own refuses: the model's source has no interface
+    model.set_attn_implementation = call.use  # transformers' method finds no interface in the model's source
     call.use(BIASED_NAME)
     return True
 
 
 class _Call:
-    """The running call of a model, whose attention modules are not handed its keyword arguments."""
+    """The attention function and the context of a model's running call."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._config = model.config
+        self.attend: Any = None
         self.context: Any = None
-        """Of the step."""
 
     def use(self, name: str) -> None:
         """Set the attention function by its name."""
         self._config._attn_implementation = name
+        self.attend = ALL_ATTENTION_FUNCTIONS[name]
 
     def note(self, model: nn.Module, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        """Runs before each call of the model."""
+        """Note the context; runs before each call of the model."""
         self.context = options.get("forward_context")
-
-    @property
-    def attend(self) -> Callable[..., tuple[Tensor, None]]:
-        """The attention function that was set."""
-        function: Callable[..., tuple[Tensor, None]] = ALL_ATTENTION_FUNCTIONS[self._config._attn_implementation]
-        return function
 
 
 @dataclass(frozen=True, slots=True)
 class BiasFormula:
-    """What an attention module computes, and the names of its parts."""
+    """The formula of an attention module, and the names of its parts."""
 
     project: str
     """The linear layer that makes queries, keys and values."""
     output: str
+    """The linear layer that mixes the heads' results."""
     bias: str
     """The argument that holds the bias."""
     num_heads: int
     heads_first: bool
-    """Whether the projection's rows are [heads, 3, dim], and not [3, heads, dim]."""
+    """Whether a projected row is [heads, 3, dim]; else it is [3, heads, dim]."""
     scale: float
     clip: float | None
 
     @classmethod
     def candidates(cls, module: nn.Module, num_heads: int) -> tuple[BiasFormula, ...]:
-        """What a module may compute, by the names and sizes of its parts; empty if it has other parts."""
+        """Formulas that fit the names and sizes of a module's parts."""
         if not isinstance(getattr(module, "layer_idx", None), int):
             return ()
         parameters = inspect.signature(module.forward).parameters
@@ -115,7 +111,7 @@ class BiasFormula:
         return tuple(cls(project, output, bias, num_heads, order, scale, clip) for order in (True, False))
 
     def split(self, module: nn.Module, rows: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values, each [1, heads, tokens, dim], of rows [1, tokens, width]."""
+        """Make queries, keys and values, each [1, heads, tokens, dim], from rows [1, tokens, width]."""
         projected: Tensor = getattr(module, self.project)(rows)
         if self.clip is not None:
             projected = projected.clamp(-self.clip, self.clip)
@@ -124,12 +120,12 @@ class BiasFormula:
         return tuple(part.transpose(1, 2) for part in parts)
 
     def join(self, module: nn.Module, mixed: Tensor, residual: Tensor | None) -> Tensor:
-        """The module's output, from mixed values [1, tokens, heads, dim]."""
+        """Make the module's output from mixed values [1, tokens, heads, dim]."""
         output: Tensor = getattr(module, self.output)(mixed.flatten(2))
         return output if residual is None else output + residual
 
     def is_computed_by(self, module: nn.Module) -> bool:
-        """Whether the module gives what the formula gives, up to what float32 rounds."""
+        """Whether module and formula give the same results, up to the rounding of float32."""
         exact: Any = copy.deepcopy(module).float()
         linear = getattr(exact, self.project)
         inputs, device = RandomInputs(), linear.weight.device
@@ -159,10 +155,10 @@ class BiasedForward:
         self._formula = formula
         self._call = call
         self._slopes: Tensor | None = None
-        """[heads], read from the first bias."""
+        """[heads], known after the first call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module is called; weights of attention are left out."""
+        """Take the module's arguments; return its output and None in place of attention weights."""
         given = self._signature.bind(*args, **kwargs).arguments
         module, formula = self._module, self._formula
         if self._slopes is None:
@@ -182,17 +178,17 @@ class BiasedForward:
 
 
 def _slopes(bias: Tensor) -> Tensor:
-    """Slopes [heads] of a bias [heads, 1, positions]. Raises TypeError if the bias is no line."""
+    """Slopes [heads] of a bias [heads, 1, positions]. Raises TypeError if the bias is not linear."""
     lines = bias[:, 0].float()
     slopes = lines[:, -1] - lines[:, -2]
     line = lines[:, -1:] + slopes[:, None] * torch.arange(1 - lines.shape[1], 1, device=bias.device)
     if not torch.allclose(lines, line, rtol=1e-2):
-        raise TypeError("the bias of its scores does not grow evenly with the position")
+        raise TypeError("the bias of attention scores is not linear in the position")
     return slopes
 
 
 def _no_mask(**_: Any) -> Tensor:
-    """Something that can be converted, and that `foreword_attention` does not read."""
+    """Make a tensor that a model can convert; `foreword_attention` does not read it."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
