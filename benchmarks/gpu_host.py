@@ -61,10 +61,10 @@ SHAPE = replace(QUICK_SHAPE, vocab_size=64)
 class Nothing:
     """An event that is past, and a graph without work."""
 
-    def is_done(self) -> bool:
+    def query(self) -> bool:
         return False
 
-    def wait(self) -> None: ...
+    def synchronize(self) -> None: ...
 
     def replay(self) -> None: ...
 
