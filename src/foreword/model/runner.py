@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreword.batch import NO_ENTRIES, Batch, BatchResult
+from foreword.batch import Batch, BatchResult
 from foreword.cache import MambaSpec
 from foreword.kernels.device_attention import DeviceAttention
 from foreword.kernels.select import AttentionKernel, ReferenceAttention
@@ -106,19 +106,9 @@ class ModelRunner:
     def fill_sinks(self, token_ids: npt.NDArray[np.int32], block_ids: npt.NDArray[np.int32]) -> None:
         """Compute the tokens that begin every request into their blocks; called once, before any batch."""
         assert len(token_ids) == len(block_ids) * self._storage.block_sizes[0]
-        nothing = np.zeros(1, np.int32)
-        self.forward(
-            Batch(
-                entries=NO_ENTRIES,
-                token_ids=token_ids,
-                positions=np.arange(len(token_ids), dtype=np.int32),
-                query_starts=np.array([0, len(token_ids)], np.int32),
-                group_tables=(block_ids[None],),
-                write_from=nothing,
-                copies=np.empty((0, 2), np.int32),
-            ),
-            nothing.astype(np.int64),
-        )
+        positions = np.arange(len(token_ids), dtype=np.int32)
+        batch = Batch.bare(token_ids, positions, np.array([0, len(token_ids)], np.int32), (block_ids[None],))
+        self.forward(batch, np.zeros(1, np.int64))
         self._sink_block_ids = block_ids
 
     def _after_sinks(self, batch: Batch) -> Batch:

@@ -6,11 +6,12 @@ Knows a runner, its arithmetic, and the cache that decides what to reuse; knows 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from foreword.batch import NO_ENTRIES, Batch, IntArray
+from foreword.batch import Batch, IntArray
 from foreword.cache import KVCacheManager, StateCheckpoints, TokenSequence
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel
@@ -126,16 +127,13 @@ class _CachedRequests:
 
     def _step(self, sequence: TokenSequence, start: int, end: int) -> torch.Tensor:
         tables = self._manager.group_block_tables(self._manager.handles([sequence.request_id]))
-        batch = Batch(
-            entries=NO_ENTRIES,
-            token_ids=sequence.token_ids[start:end],
-            positions=np.arange(start, end, dtype=np.int32),
-            query_starts=np.array([0, end - start], np.int32),
-            group_tables=tuple(own for own, _ in tables),
-            write_from=np.zeros(1, np.int32),
-            copies=np.empty((0, 2), np.int32),
-            prompt_ends=np.array([sequence.num_prompt_tokens], np.int32),
+        batch = Batch.bare(
+            sequence.token_ids[start:end],
+            np.arange(start, end, dtype=np.int32),
+            np.array([0, end - start], np.int32),
+            tuple(own for own, _ in tables),
         )
+        batch = replace(batch, prompt_ends=np.array([sequence.num_prompt_tokens], np.int32))
         return self._runner.forward(batch, np.array([end - start - 1]))[0]
 
 
@@ -163,13 +161,10 @@ class _Check:
         """Run parts, each (request, token ids, start, end), as one batch; returns logits after the first part."""
         lengths = [end - start for _, _, start, end in parts]
         rows = [row for row, *_ in parts]
-        batch = Batch(
-            entries=NO_ENTRIES,
-            token_ids=np.concatenate([ids[start:end] for _, ids, start, end in parts]),
-            positions=np.concatenate([np.arange(start, end, dtype=np.int32) for _, _, start, end in parts]),
-            query_starts=np.cumsum([0, *lengths], dtype=np.int32),
-            group_tables=tuple(table[rows] for table in self.tables),
-            write_from=np.zeros(len(parts), np.int32),
-            copies=np.empty((0, 2), np.int32),
+        batch = Batch.bare(
+            np.concatenate([ids[start:end] for _, ids, start, end in parts]),
+            np.concatenate([np.arange(start, end, dtype=np.int32) for _, _, start, end in parts]),
+            np.cumsum([0, *lengths], dtype=np.int32),
+            tuple(table[rows] for table in self.tables),
         )
         return self.runner.forward(batch, batch.query_starts[1:2].astype(np.int64) - 1)[0]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from foreword.batch import NO_ENTRIES, Batch
+from foreword.batch import Batch
 from foreword.config import ModelConfig
 from foreword.errors import ConfigError, UnsupportedModelError
 from foreword.kernels.select import ReferenceAttention
@@ -52,15 +52,9 @@ def all_logits(model: LoadedModel, token_ids: list[int]) -> Tensor:
     """Logits at every position of one request."""
     layout = model.plan_layout(LayoutOptions(block_size=16))
     num_blocks = -(-len(token_ids) // 16)
-    batch = Batch(
-        entries=NO_ENTRIES,
-        token_ids=np.array(token_ids, np.int32),
-        positions=np.arange(len(token_ids), dtype=np.int32),
-        query_starts=np.array([0, len(token_ids)], np.int32),
-        group_tables=(np.arange(num_blocks, dtype=np.int32)[None],),
-        write_from=np.zeros(1, np.int32),
-        copies=np.empty((0, 2), np.int32),
-    )
+    positions = np.arange(len(token_ids), dtype=np.int32)
+    starts, tables = np.array([0, len(token_ids)], np.int32), (np.arange(num_blocks, dtype=np.int32)[None],)
+    batch = Batch.bare(np.array(token_ids, np.int32), positions, starts, tables)
     runner = ModelRunner(model, KVStorage(layout, num_blocks, model.device))
     return runner.forward(batch, np.arange(len(token_ids)))
 
