@@ -9,7 +9,7 @@ window or chunk says. The probe refuses a layer that hides or remembers anything
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -104,38 +104,35 @@ class LayoutProbe:
     layers: dict[int, LayerLayout] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
-    def observe(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Note one layer's shapes, or the reasons why it cannot be served."""
-        name = type(module).__name__
+    def observe(
+        self, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, sliding_window: int | None
+    ) -> None:
+        """Note the shapes of one layer's queries, keys and values, and what it sees; or why it cannot be served.
+
+        Attention sees no mask. So the layer must ask it to hide what the mask hides.
+        """
+        (query, key, value), name = heads, type(module).__name__
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             self.problems.append(f"{name} has no layer_idx")
             return
+        at = f"layer {layer} ({name})"
         if layer in self.layers:
             self.problems.append(f"layer {layer} calls attention more than once")
         if not getattr(module, "is_causal", True):
-            self.problems.append(f"layer {layer} ({name}) is not causal")
+            self.problems.append(f"{at} is not causal")
         if key.shape[2] != query.shape[2]:
-            self.problems.append(f"layer {layer} ({name}) attends to other tokens than those of the batch")
+            self.problems.append(f"{at} attends to other tokens than those of the batch")
         if query.shape[1] % key.shape[1]:
-            self.problems.append(f"layer {layer} ({name}) has {query.shape[1]} query and {key.shape[1]} KV heads")
-        self.layers[layer] = LayerLayout(key.shape[1], key.shape[3], value.shape[3])
-
-    def observe_mask(self, module: nn.Module, mask: Tensor | None, sliding_window: int | None) -> None:
-        """Note what a layer's mask hides; it must tell attention, which sees no mask, to hide the same."""
-        layer = getattr(module, "layer_idx", None)
-        if layer not in self.layers:
-            return
-        at = f"layer {layer} ({type(module).__name__})"
+            self.problems.append(f"{at} has {query.shape[1]} query and {key.shape[1]} KV heads")
         window, chunk = (sliding_window, None) if mask is None else getattr(mask, _SEEN, (-1, -1))
+        self.layers[layer] = LayerLayout(key.shape[1], key.shape[3], value.shape[3], window, chunk)
         if window == -1:
             self.problems.append(f"{at} makes its own mask")
         elif sliding_window != (window if chunk is None else None):
             self.problems.append(
                 f"{at} asks attention for a window of {sliding_window}, but its mask has one of {chunk or window}"
             )
-        else:
-            self.layers[layer] = replace(self.layers[layer], sliding_window=window, local_chunk=chunk)
 
 
 def _probing_mask(
@@ -189,8 +186,7 @@ def probing_attention(
     """Compute nothing, but report the call to the probe. The interface is that of `foreword_attention`."""
     if forward_context is None:
         raise TypeError(f"{type(module).__name__} does not get the keyword arguments of the model's call")
-    forward_context.observe(module, query, key, value)
-    forward_context.observe_mask(module, attention_mask, sliding_window)
+    forward_context.observe(module, (query, key, value), attention_mask, sliding_window)
     unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _KNOWN_TENSORS]
     if unknown:
         forward_context.problems.append(f"{type(module).__name__} passes {', '.join(unknown)} to attention")

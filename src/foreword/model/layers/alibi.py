@@ -44,6 +44,8 @@ def use_slopes(model: PreTrainedModel) -> bool:
     known: dict[Any, BiasFormula | None] = {}
     for module in list(model.modules()):
         candidates = BiasFormula.candidates(module, num_heads)
+        if not candidates:
+            continue
         make = type(module), settings(module), candidates
         if make not in known:
             known[make] = next((formula for formula in candidates if formula.is_computed_by(module)), None)
@@ -126,24 +128,26 @@ class BiasFormula:
 
     def is_computed_by(self, module: nn.Module) -> bool:
         """Whether module and formula give the same results, up to the rounding of float32."""
-        exact: Any = copy.deepcopy(module).float()
-        linear = getattr(exact, self.project)
-        inputs, device = RandomInputs(), linear.weight.device
-        for size in _INPUT_SIZES:
-            rows, residual = (inputs.rows(1, NUM_ROWS, linear.in_features).to(device) for _ in range(2))
-            slopes = inputs.rows(self.num_heads, 1, 1).abs().to(device)
-            bias = slopes * torch.arange(1 - NUM_ROWS, 1, device=device)
-            given = {"hidden_states": rows * size, self.bias: bias, "attention_mask": None}
-            if "residual" in inspect.signature(exact.forward).parameters:
-                given["residual"] = residual
-            with torch.inference_mode():
-                query, key, value = self.split(exact, rows * size)
-                mixed = (query @ key.mT * self.scale + bias).softmax(-1) @ value
-                expected = self.join(exact, mixed.transpose(1, 2), given.get("residual"))
-                found = attempt(partial(exact.forward, **given), "a biased attention takes other inputs")
-            if found is None or not relative_error(found[0], expected) <= ROUNDING:
-                return False
-        return True
+        exact = copy.deepcopy(module).float()
+        with torch.inference_mode():
+            trials = (partial(self._error, exact, size) for size in _INPUT_SIZES)
+            errors = [attempt(trial, "an attention module with a bias takes other arguments") for trial in trials]
+        return all(error is not None and error <= ROUNDING for error in errors)
+
+    def _error(self, module: Any, size: float) -> float:
+        """The difference of module and formula on random rows of this size."""
+        linear, inputs = getattr(module, self.project), RandomInputs()
+        device = linear.weight.device
+        rows, residual = (inputs.rows(1, NUM_ROWS, linear.in_features).to(device) for _ in range(2))
+        slopes = inputs.rows(self.num_heads, 1, 1).abs().to(device)
+        bias = slopes * torch.arange(1 - NUM_ROWS, 1, device=device)
+        given = {"hidden_states": rows * size, self.bias: bias, "attention_mask": None}
+        if "residual" in inspect.signature(module.forward).parameters:
+            given["residual"] = residual
+        query, key, value = self.split(module, rows * size)
+        mixed = (query @ key.mT * self.scale + bias).softmax(-1) @ value
+        expected = self.join(module, mixed.transpose(1, 2), given.get("residual"))
+        return relative_error(module.forward(**given)[0], expected)
 
 
 class BiasedForward:
