@@ -112,9 +112,10 @@ def load_plain_model(options: ModelConfig) -> LoadedModel:
     """Read and probe a model. Its layers run transformers' own code, as they do on a GPU."""
     checkpoint = read_checkpoint(options)
     module, device = checkpoint.module, checkpoint.device
-    kernel = _kernel(options, device, checkpoint.dtype, has_slopes=use_slopes(module))
     flat = FlatModel(module, cache_argument(module), device)
+    use_slopes(module)
     found = probe_layers(flat, checkpoint.config)
+    kernel = _kernel(options, device, checkpoint.dtype, has_slopes=found.has_slopes)
     for layer, part in found.recurrent.items():
         part.forward = RecurrentForward(part, layer, found.states[layer])
     return LoadedModel(

@@ -35,6 +35,8 @@ class Remembered:
     """Recurrent layers; some are attention layers too."""
     recurrent: dict[int, nn.Module]
     """Recurrent layer -> the module that keeps its state."""
+    has_slopes: bool
+    """Whether a layer biases its scores by distance."""
 
 
 def probe_layers(model: FlatModel, config: PretrainedConfig) -> Remembered:
@@ -63,7 +65,8 @@ def probe_layers(model: FlatModel, config: PretrainedConfig) -> Remembered:
         raise UnsupportedModelError(
             f"architecture {kind!r} cannot be served: {'; '.join(problems[:3])}. Supported are {SUPPORTED}"
         )
-    return Remembered(dict(sorted(probe.layers.items())), dict(sorted(layouts.items())), states.modules)
+    layers = dict(sorted(probe.layers.items()))
+    return Remembered(layers, dict(sorted(layouts.items())), states.modules, probe.has_slopes)
 
 
 def _problems(config: PretrainedConfig, probe: LayoutProbe, states: Mapping[int, StateLayout]) -> list[str]:
@@ -103,6 +106,7 @@ class LayoutProbe:
 
     layers: dict[int, LayerLayout] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    has_slopes: bool = False
 
     def observe(
         self, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, sliding_window: int | None
@@ -187,6 +191,7 @@ def probing_attention(
     if forward_context is None:
         raise TypeError(f"{type(module).__name__} does not get the keyword arguments of the model's call")
     forward_context.observe(module, (query, key, value), attention_mask, sliding_window)
+    forward_context.has_slopes |= options.get("alibi_slopes") is not None
     unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _KNOWN_TENSORS]
     if unknown:
         forward_context.problems.append(f"{type(module).__name__} passes {', '.join(unknown)} to attention")

@@ -22,7 +22,7 @@ from foreword.model.layers.alibi import use_slopes
 from foreword.model.layers.attention import ATTENTION_NAME
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel, load_model
-from foreword.model.probe import probe_layers
+from foreword.model.probe import LayoutProbe, probe_layers, probing_attention
 from foreword.model.runner import ModelRunner
 from foreword.model.storage import KVStorage
 from tiny_models import BASE, RECIPES, TinyModels, random_tokens
@@ -77,13 +77,13 @@ def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(tiny_mo
 def test_every_attention_module_is_replaced(family: str) -> None:
     model = fresh(family)
     assert len(attention_modules(model)) == 3
-    assert use_slopes(model)
+    use_slopes(model)
     assert all("forward" in vars(module) for module in attention_modules(model))
 
 
 def test_models_without_biases_stay_as_they_are() -> None:
     model = fresh("llama")
-    assert not use_slopes(model)
+    use_slopes(model)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -102,9 +102,19 @@ def test_a_bias_that_is_not_linear_is_refused() -> None:
     model = fresh("mpt")
     build = model.transformer.build_mpt_alibi_tensor
     model.transformer.build_mpt_alibi_tensor = lambda *args, **options: -build(*args, **options).square()
-    assert use_slopes(model)
+    use_slopes(model)
     with pytest.raises(UnsupportedModelError, match="is not linear in the position"):
         probe_layers(FlatModel(model, "past_key_values", torch.device("cpu")), model.config)
+
+
+def test_a_layer_that_asks_for_slopes_itself_is_noted() -> None:
+    layer = torch.nn.Identity()
+    layer.layer_idx = 0
+    probe, heads = LayoutProbe(), torch.zeros(1, 2, 3, 8)
+    probing_attention(layer, heads, heads, heads, None, forward_context=probe)
+    assert not probe.has_slopes
+    probing_attention(layer, heads, heads, heads, None, forward_context=probe, alibi_slopes=torch.ones(2))
+    assert probe.has_slopes
 
 
 @pytest.mark.usefixtures("on_cpu")

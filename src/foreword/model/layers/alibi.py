@@ -35,11 +35,11 @@ _INPUT_SIZES = (1.0, 1e3)
 """Sizes of random rows; the larger ones reach the limit that clips queries, keys and values."""
 
 
-def use_slopes(model: PreTrainedModel) -> bool:
-    """Replace the attention modules that bias scores by distance; returns whether the model has any."""
+def use_slopes(model: PreTrainedModel) -> None:
+    """Let the attention modules that bias scores by distance ask the interface for it."""
     num_heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
     if not isinstance(num_heads, int):
-        return False
+        return
     call = _Call(model)
     known: dict[Any, BiasFormula | None] = {}
     for module in list(model.modules()):
@@ -52,12 +52,10 @@ def use_slopes(model: PreTrainedModel) -> bool:
         formula = known[make]
         if formula is not None:
             module.forward = BiasedForward(module, formula, call)
-    if not any(known.values()):
-        return False
-    model.register_forward_pre_hook(call.note, with_kwargs=True)
-    model.set_attn_implementation = call.use  # transformers' method finds no interface in the model's source
-    call.use(BIASED_NAME)
-    return True
+    if any(known.values()):
+        model.register_forward_pre_hook(call.note, with_kwargs=True)
+        model.set_attn_implementation = call.use  # transformers' method finds no interface in the model's source
+        call.use(BIASED_NAME)
 
 
 class _Call:
