@@ -41,7 +41,7 @@ from rich.table import Table
 
 import foreword
 from foreword import LLM, RequestOutput, SamplingParams
-from foreword.model.random_weights import DEMO_SHAPE, RandomModelShape, save_random_model
+from foreword.model.checkpoint.random_weights import DEMO_SHAPE, RandomModelShape, save_random_model
 
 SMALL_SHAPE = RandomModelShape(2, 128, 2, 1, 256, 1000, 4096)
 KV_BYTES = 2**28

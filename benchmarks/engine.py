@@ -45,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine_drivers.protocol import Options
-from foreword.model.random_weights import QWEN2_0_5B, RandomModelShape, save_random_model
+from foreword.model.checkpoint.random_weights import QWEN2_0_5B, RandomModelShape, save_random_model
 from workloads import QUICK_SHAPE, Rates, measure_rates
 
 DRIVERS = Path(__file__).parent / "engine_drivers"

@@ -44,9 +44,9 @@ from foreword.batch import NO_ENTRIES, Batch
 from foreword.config import ModelConfig
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.select import AttentionKernel, make_kernel
+from foreword.model.checkpoint.random_weights import QWEN2_0_5B, RandomModelShape, save_random_model
 from foreword.model.gpu.runner import DeviceRunner
 from foreword.model.loader import load_model
-from foreword.model.random_weights import QWEN2_0_5B, RandomModelShape, save_random_model
 
 SHAPES = {
     "0.5b": QWEN2_0_5B,

@@ -39,13 +39,13 @@ from foreword.cache import KVCacheManager
 from foreword.config import ModelConfig, SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt
 from foreword.kernels.triton.attention import TritonAttention
+from foreword.model.checkpoint.random_weights import save_random_model
 from foreword.model.gpu.decode_graphs import DecodeGraphs
 from foreword.model.gpu.device import DeviceMemory
 from foreword.model.gpu.runner import DeviceRunner, ExpectedTokens, PendingResult, RunnerLimits
 from foreword.model.gpu.step_buffer import StepBuffer
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import load_model
-from foreword.model.random_weights import save_random_model
 from foreword.model.runner import ForwardPass
 from foreword.model.sampling.readout import Readout
 from foreword.model.storage import KVStorage
@@ -61,10 +61,10 @@ SHAPE = replace(QUICK_SHAPE, vocab_size=64)
 class Nothing:
     """An event that is past, and a graph without work."""
 
-    def is_done(self) -> bool:
+    def query(self) -> bool:
         return False
 
-    def wait(self) -> None: ...
+    def synchronize(self) -> None: ...
 
     def replay(self) -> None: ...
 

@@ -37,7 +37,7 @@ def checkpoint(given: Path | None) -> Iterator[Path]:
     if given is not None:
         yield given
         return
-    from foreword.model.random_weights import QWEN2_0_5B, save_random_model
+    from foreword.model.checkpoint.random_weights import QWEN2_0_5B, save_random_model
     from made_tokenizer import save_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:

@@ -384,7 +384,7 @@ def _model(name: str, stack: ExitStack) -> str:
         return name
     import shutil
 
-    from foreword.model.random_weights import QWEN2_0_5B, save_random_model
+    from foreword.model.checkpoint.random_weights import QWEN2_0_5B, save_random_model
 
     folder = Path(stack.enter_context(TemporaryDirectory())) / "random"
     save_random_model(folder, QWEN2_0_5B)

@@ -37,9 +37,9 @@ from foreword.engine.scheduler import Scheduler
 from foreword.kernels.cpu import attention as cpu_attention
 from foreword.kernels.runtime.threads import Program
 from foreword.model import loader, runner, storage
+from foreword.model.checkpoint.random_weights import QWEN2_0_5B, save_random_model
 from foreword.model.cpu import product, rotary, row_functions
 from foreword.model.fusion import fused_layer, modules, packed
-from foreword.model.random_weights import QWEN2_0_5B, save_random_model
 from foreword.model.sampling import readout
 from foreword.text import TextStream
 from made_tokenizer import save_tokenizer

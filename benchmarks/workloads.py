@@ -49,7 +49,7 @@ from torch.nn.functional import linear
 
 import foreword
 from foreword import LLM, RequestOutput, SamplingParams
-from foreword.model.random_weights import QWEN2_0_5B, RandomModelShape, save_random_model
+from foreword.model.checkpoint.random_weights import QWEN2_0_5B, RandomModelShape, save_random_model
 
 QUICK_SHAPE = RandomModelShape(2, 128, 2, 1, 256, 1000, 4096)
 QWEN2_5_7B = RandomModelShape(28, 3584, 28, 4, 18_944, 152_064, 32_768)

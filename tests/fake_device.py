@@ -69,10 +69,10 @@ class FakeEvent:
     """Host memory, and what it will hold."""
     done: bool = False
 
-    def is_done(self) -> bool:
+    def query(self) -> bool:
         return self.done
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self.device.log.append("wait")
         self.done = True
         for host, content in self.copies_in:

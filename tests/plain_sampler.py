@@ -1,15 +1,32 @@
-"""Sampling one request after the other, step by step, in plain torch: what the planned sampler must equal."""
+"""Sampling in two ways, which must be equal: as planned for a step, and request by request in plain torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.model.sampling.sampler import Sample
+from foreword.batch import Entries
+from foreword.model.sampling.sampler import Sampled, SamplingPlan
 from foreword.request import Logprob, Request, TokenLogprobs
+
+
+class Sample(NamedTuple):
+    """The token sampled from one row."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+def planned_sample(logits: Tensor, requests: Sequence[Request]) -> list[Sample]:
+    """Sample the next token of each request from its row of `logits` [requests, vocab]; this changes the logits."""
+    asked = Sampled.of(Entries.of_prompts(requests))
+    drawn = SamplingPlan.make(asked, logits.shape[1], torch.from_numpy).draw(logits)
+    token_ids, logprobs = drawn.read(drawn.packed().numpy())
+    return [Sample(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids.tolist())]
 
 
 def plain_sample(logits: Tensor, requests: Sequence[Request]) -> list[Sample]:

@@ -327,7 +327,7 @@ def test_a_tokenizer_and_a_template_may_come_from_elsewhere(chat_model: Path, tm
     [
         ({"chat_template": "no-such-file.jinja"}, "no-such-file.jinja"),
         ({"chat_template": "{% for"}, "is not a Jinja template"),
-        ({"revision": "v2"}, "revision='v2' is of a repository on the hub"),
+        ({"revision": "v2"}, "revision='v2' names a version on the hub"),
         ({"tokenizer": "./nowhere"}, "nowhere"),
     ],
     ids=str,

@@ -194,6 +194,17 @@ RECIPES: Mapping[str, Recipe] = {
     "glm4": Recipe("glm4", {"head_dim": 16}),
     # Positions as an embedding; names of its own for every size.
     "gpt2": Recipe("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4}),
+    # Scores that fall with the distance; numbers of heads that are no powers of two have two kinds of slopes.
+    "bloom": Recipe("bloom", {"hidden_size": 96, "num_attention_heads": 6, "tie_word_embeddings": False}),
+    "mpt": Recipe(
+        "mpt",
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 6,
+            "max_seq_len": 640,
+            "attn_config": {"clip_qkv": 1.5, "softmax_scale": 0.2},
+        },
+    ),
     # Keys of another size than values, and experts that are chosen in groups.
     "deepseek_v3": Recipe(
         "deepseek_v3",

@@ -127,6 +127,14 @@ class Batch:
     expected: IntArray = field(default_factory=lambda: NONE_EXPECTED)
     """[expected, 2]: the number of a token, ascending, and the entry of the batch before that samples it."""
 
+    @classmethod
+    def bare(
+        cls, token_ids: IntArray, positions: IntArray, query_starts: IntArray, group_tables: tuple[IntArray, ...]
+    ) -> Batch:
+        """Tokens without requests: their KV is written, and nothing is copied or sampled."""
+        write_from = np.zeros(len(query_starts) - 1, np.int32)
+        return cls(NO_ENTRIES, token_ids, positions, query_starts, group_tables, write_from, np.empty((0, 2), np.int32))
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)

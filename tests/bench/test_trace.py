@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random model so small that only the engine's own work takes time."""
     import torch
 
-    from foreword.model.random_weights import RandomModelShape, save_random_model
+    from foreword.model.checkpoint.random_weights import RandomModelShape, save_random_model
 
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("random_model")

@@ -66,7 +66,7 @@ def test_one_copy_brings_all_arrays(cuda: CudaDevice) -> None:
         arrays.append(rng.normal(size=(3, 7)))
         tensors = [buffer.put(array) for array in arrays]
         buffer.upload()
-        cuda.mark().wait()
+        cuda.mark().synchronize()
         assert all((tensor.cpu().numpy() == array).all() for tensor, array in zip(tensors, arrays, strict=True)), step
 
 

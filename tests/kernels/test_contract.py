@@ -212,6 +212,18 @@ def test_a_sink_of_great_weight_takes_everything(kernel: AttentionKernel) -> Non
     torch.testing.assert_close(result[:, 1], without[:, 1])
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slopes_raise_scores_towards_the_query(dtype: torch.dtype, softcap: float | None) -> None:
+    case = Case(Shape(4, 2, 16, 16, 16, dtype), [(256, 300), (290, 291), (0, 3)], np.random.default_rng(18))
+    options = AttentionOptions(0.25, softcap=softcap, slopes=torch.tensor([0.9, 0.25, 2**-4, 2**-8]))
+    tolerance = 2e-5 if dtype == torch.float32 else 2**-8
+    result = case.run(ReferenceAttention(), options)
+    torch.testing.assert_close(result.double(), case.expected(options), rtol=tolerance, atol=tolerance)
+    with pytest.raises(AssertionError, match="takes no slopes"):
+        case.run(CpuAttention(), options)
+
+
 def test_rows_of_padding_change_nothing_and_come_back_as_zeros(kernel: AttentionKernel) -> None:
     case = Case(Shape(4, 2, 16, 16, 4), [(0, 9), (20, 21)], np.random.default_rng(10))
     options = AttentionOptions(0.25)

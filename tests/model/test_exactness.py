@@ -86,7 +86,7 @@ def assert_same_bits(ours: Logits, theirs: Logits) -> None:
 
 CASES = [
     *itertools.product(FAMILIES, ["float32", "bfloat16"], ["cpu"]),
-    *itertools.product(["gpt_oss", "mqa_llama"], ["float32", "bfloat16"], ["reference"]),
+    *itertools.product(["gpt_oss", "mqa_llama", "bloom", "mpt"], ["float32", "bfloat16"], ["reference"]),
     *itertools.product(["gpt_oss", "odd_llama", "qwen3_moe"], ["float16"], ["reference"]),
 ]
 

@@ -64,7 +64,7 @@ def test_weights_kv_and_logits_are_float16(tiny_models: TinyModels) -> None:
 
 def test_auto_widens_a_float16_checkpoint_on_cpu_where_that_is_faster(tiny_models: TinyModels, tmp_path: Path) -> None:
     """Without losing a bit; other devices take it as it is."""
-    from foreword.model.checkpoint import choose_dtype
+    from foreword.model.checkpoint.read import choose_dtype
 
     folder = copy_of(tiny_models.folder("llama"), tmp_path / "half", dtype="float16")
     options = ModelConfig(str(folder))

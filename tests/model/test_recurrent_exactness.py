@@ -15,8 +15,8 @@ from foreword.cache import TokenSequence
 from foreword.cache.groups.hybrid import HybridKVCacheCoordinator
 from foreword.config import Dtype
 from foreword.engine import Engine, Prompt
+from foreword.model.layers.recurrent import StateRun
 from foreword.model.loader import LoadedModel
-from foreword.model.recurrent import StateRun
 from foreword.model.self_check import find_inexactness
 from foreword.request import RequestOutput, SamplingParams
 from tiny_models import TinyModels, add, build_engine, complete, drain, greedy, random_tokens

@@ -169,7 +169,7 @@ def _model(options: TraceBenchOptions) -> Iterator[str]:
     if options.model is not None:
         yield options.model
         return
-    from foreword.model.random_weights import DEMO_SHAPE, save_random_model
+    from foreword.model.checkpoint.random_weights import DEMO_SHAPE, save_random_model
 
     with TemporaryDirectory(prefix="foreword-") as folder:
         save_random_model(Path(folder), DEMO_SHAPE, seed=options.seed)

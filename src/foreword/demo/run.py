@@ -72,7 +72,7 @@ def _run_workloads(console: Console) -> list[WorkloadReport]:
 
 
 def _run_timings() -> list[TimingReport]:
-    from foreword.model.random_weights import DEMO_SHAPE, save_random_model
+    from foreword.model.checkpoint.random_weights import DEMO_SHAPE, save_random_model
 
     with tempfile.TemporaryDirectory(prefix="foreword-demo-") as folder:
         save_random_model(Path(folder), DEMO_SHAPE)

@@ -1,6 +1,6 @@
 """A model of transformers, called with a flattened batch: the tokens of all requests in one row.
 
-Knows the arguments of a model's `forward`; knows neither blocks nor what runs inside.
+Knows the arguments of a model's `forward`; knows neither blocks nor the code that runs inside.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True, slots=True)
 class FlatModel:
-    """A model, and how it is called."""
+    """A model and the facts needed to call it."""
 
     module: PreTrainedModel
     cache_argument: str | None
@@ -23,9 +23,9 @@ class FlatModel:
     device: torch.device
 
     def __call__(self, token_ids: Tensor, positions: Tensor, keep: Tensor, context: Any, cache: Any) -> Tensor:
-        """Logits [len(keep), vocab] of the rows `keep` of a flattened batch, [1, tokens] each.
+        """Compute logits [len(keep), vocab] of the rows `keep`, from token ids and positions [1, tokens].
 
-        `context` and `cache`: of a step (`ForwardContext`, `StepCache`), or what stands in for them.
+        `context` and `cache` are a step's `ForwardContext` and `StepCache`, or stand-ins.
         """
         arguments = {
             "input_ids": token_ids,
@@ -39,7 +39,7 @@ class FlatModel:
         return logits
 
     def run_two_tokens(self, context: Any, cache: Any) -> None:
-        """Run the model on a batch that means nothing, with what stands in for the context of a step."""
+        """Run the model on two arbitrary tokens, with stand-ins for a step's context and cache."""
         positions = torch.arange(2, device=self.device)[None]
         with torch.inference_mode():
             self(torch.zeros_like(positions), positions, positions[0, :1], context, cache)

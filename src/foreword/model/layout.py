@@ -1,20 +1,20 @@
-"""What each layer remembers, and how all of them share one pool of blocks.
+"""What each layer remembers, and how all layers share one pool of blocks.
 
 Knows shapes, bytes and attention types; knows neither tensors' contents nor requests.
 
 Layers that need the same past form groups with one block table each (`cache/groups/managers.py`). All groups take
-their blocks from one pool, so every group's block must take the same memory. A block is a number of pages,
-one per slot; an attention group has at most one layer in each slot, and large types are cut into several
-groups. A model with one full layer (f) after two sliding ones (s), twelve layers in all, four slots:
+their blocks from one pool, so every group's block must take the same memory. A block consists of pages, one per slot.
+An attention group has at most one layer in each slot, so a type with many layers is cut into several groups. A model
+with one full layer (f) after every two sliding ones (s), twelve layers in all, four slots:
 
     group        slot 0   1    2    3      a block holds
     full          f 2    f 5  f 8  f 11    16 tokens of four layers
     sliding       s 0    s 1  s 3  s 4     16 tokens of four others
     sliding       s 6    s 7  s 9  s 10    16 tokens of the last four
 
-A recurrent group's block holds one state of several layers, laid over the pages of all slots. Where a state
-is larger than a block, blocks get more tokens until it fits. The scheme is that of vLLM's hybrid allocator,
-except that there a state must fit into a page of one layer.
+A recurrent group's block holds one state of each of several layers, laid over the pages of all slots. If a state
+is larger than a block, blocks get more tokens until it fits. vLLM's hybrid allocator has the same scheme, except
+that its states must fit into a page of one layer.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ from foreword.errors import ConfigError
 from foreword.kernels.kv_format import KVFormat
 
 MAX_PADDING = 1 / 8
-"""Most slots that may stay empty, as a share of the attention layers, for the sake of fewer groups. It holds for
-full attention by itself too, whose blocks are the most."""
+"""The largest share of slots that may stay empty for the sake of fewer groups. It holds for full attention alone too,
+because full attention has the most blocks."""
 MAX_STATE_GROUPS = 24
-"""Most groups for recurrent states: more make smaller blocks and finer hits, and cost time in every step."""
+"""The most groups for recurrent states: more groups make smaller blocks and finer hits, and cost time in every step."""
 MIN_STATE_TOKENS = 64
-"""Least distance of places where a state can be saved; prefill is cut there, and short cuts are slow."""
+"""The least distance between places where a state can be saved. Prefill is cut there, and short pieces are slow."""
 MIN_STATE_INTERVAL = 512
+"""The least default of tokens between saved states."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """One attention layer: the shape of its KV, and which positions it sees."""
+    """One attention layer: the shape of its KV and the positions that it sees."""
 
     num_kv_heads: int
     key_dim: int
@@ -62,32 +63,32 @@ class LayerLayout:
 
     @property
     def key_elements(self) -> int:
-        """Per token."""
+        """Numbers in one token's keys."""
         return self.num_kv_heads * self.key_dim
 
     @property
     def value_elements(self) -> int:
-        """Per token."""
+        """Numbers in one token's values."""
         return self.num_kv_heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """One recurrent layer's state: some tensors, in the order in which they are stored."""
+    """One recurrent layer's state: its tensors in the order of storage."""
 
     names: tuple[tuple[str, int], ...]
-    """("conv" or "recurrent", number within the layer) of each tensor."""
+    """The name of each tensor: ("conv" or "recurrent", number within the layer)."""
     shapes: tuple[tuple[int, ...], ...]
-    """Without the batch dimension."""
+    """The shape of each tensor, without the batch dimension."""
     dtypes: tuple[torch.dtype, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of one state, every tensor padded to whole 8 bytes."""
+        """Bytes of one state, with its padding."""
         return sum(self.tensor_bytes())
 
     def tensor_bytes(self) -> list[int]:
-        """Bytes that each tensor takes, padded to whole 8 bytes."""
+        """Bytes of each tensor, padded to a multiple of 8."""
         return [
             _round_up(math.prod(shape) * dtype.itemsize, 8)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
@@ -96,7 +97,7 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """Layers with one block table."""
+    """Layers that share a block table."""
 
     spec: GroupSpec
     layers: tuple[int, ...]
@@ -105,7 +106,7 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """How a block's bytes are used by every group."""
+    """How every group uses a block's bytes."""
 
     groups: tuple[GroupLayout, ...]
     attention: Mapping[int, LayerLayout]
@@ -115,9 +116,9 @@ class CacheLayout:
     key_page_bytes: int
     value_page_bytes: int
     state_page_bytes: int = 0
-    """Of each block, beside the pages of all slots: what a recurrent group's states need more than attention."""
+    """Bytes of each block's extra page, which holds what recurrent states need beyond the pages of all slots."""
     state_interval: int | None = None
-    """Tokens between recurrent states that are saved in any case; None without recurrent layers."""
+    """Tokens between recurrent states that are always saved; None without recurrent layers."""
 
     @property
     def bytes_per_block(self) -> int:
@@ -129,16 +130,16 @@ class CacheLayout:
 
     @property
     def is_one_full_group(self) -> bool:
-        """Whether all layers need all blocks, so that any index will do and hits end at any token."""
+        """Whether all layers need all blocks, so that any index works and hits end at any token."""
         return len(self.groups) == 1 and isinstance(self.groups[0].spec, (FullAttentionSpec, SinkFullSpec))
 
     @property
     def block_size(self) -> int:
-        """Tokens per block of the sequences: divides every group's."""
+        """Tokens per block of the sequences; it divides every group's block size."""
         return math.gcd(*(group.spec.block_size for group in self.groups))
 
     def layers_by_kind(self) -> dict[str, int]:
-        """Numbers of layers: {"full attention": 6, "sliding window": 18}."""
+        """The number of layers of each kind, as in {"full attention": 6, "sliding window": 18}."""
         kinds: Counter[str] = Counter()
         for group in self.groups:
             words = re.findall(r"[A-Z][a-z]*", type(group.spec).__name__.removesuffix("Spec"))
@@ -146,7 +147,7 @@ class CacheLayout:
         return dict(kinds)
 
     def describe(self) -> str:
-        """One line about groups and granularity, for logs."""
+        """Describe groups and granularity in one line, for logs."""
         names = [type(group.spec).__name__.removesuffix("Spec") for group in self.groups]
         counts = Counter(
             f"{name} x {len(group.layers)} layers, {group.spec.block_size} tokens"
@@ -159,29 +160,29 @@ class CacheLayout:
 
     @property
     def hit_granularity(self) -> int:
-        """Hits end at multiples of this many tokens, unless an index matches to the token."""
+        """Hits end at multiples of this number of tokens, unless an index matches to the token."""
         return math.lcm(*(group.spec.block_size for group in self.groups))
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutOptions:
-    """What may be chosen about the layout."""
+    """The choices about a layout."""
 
     block_size: int = 16
-    """Tokens per block of attention layers; more if a recurrent state would not fit otherwise."""
+    """Tokens per block of attention layers; blocks get more if a recurrent state does not fit."""
     state_block_size: int | None = None
-    """Recurrent states can be saved after multiples of this many tokens; None: see `MIN_STATE_TOKENS`.
+    """Recurrent states can be saved after multiples of this number of tokens; None: see `MIN_STATE_TOKENS`.
 
-    If it is given, blocks keep `block_size` tokens, whatever memory that wastes.
+    If it is set, blocks keep `block_size` tokens, even if that wastes memory.
     """
     state_interval: int | None = None
     """Tokens between two saved recurrent states; None: states take about as much memory as KV."""
     max_tokens: int = 2**31
-    """Longest sequence; a window or chunk that is not shorter is full attention."""
+    """The longest sequence; a window or chunk of at least this length is full attention."""
     num_sink_tokens: int = 0
-    """Positions before every request's own that all share; whole blocks, and full attention in every layer."""
+    """Shared positions before those of every request; they fill whole blocks and need full attention in every layer."""
     keep_all: bool = False
-    """Treat windows and chunks as full attention: simpler, larger, and hits to the token."""
+    """Treat windows and chunks as full attention, which takes more memory and hits to the token."""
 
 
 def plan_layout(
@@ -229,11 +230,11 @@ def plan_layout(
 
 
 Kind = tuple[int, int, str, int]
-"""Key and value elements per token, attention type, its reach: layers of one kind can share a table."""
+"""Key and value elements per token, attention type and reach; layers of one kind can share a table."""
 
 
 def _kinds(attention: Mapping[int, LayerLayout], options: LayoutOptions) -> dict[Kind, list[int]]:
-    """Layers by kind, those that need the most first."""
+    """Sort layers by kind; the kind that needs the most blocks comes first."""
     kinds: dict[Kind, list[int]] = defaultdict(list)
     for layer, layout in attention.items():
         name, reach = "full", 0
@@ -257,10 +258,10 @@ def _spec(kind: Kind, block_size: int) -> GroupSpec:
 
 
 def _with_sinks(groups: list[GroupLayout], has_states: bool, options: LayoutOptions) -> GroupLayout:
-    """The one full group, with blocks that all requests share."""
+    """Give the one full group blocks that all requests share. Raises ConfigError if there is no such group."""
     if has_states or len(groups) != 1 or not isinstance(groups[0].spec, FullAttentionSpec):
         raise ConfigError(
-            f"sink_token_ids ({options.num_sink_tokens} tokens) need a model whose layers all attend to everything; "
+            f"sink_token_ids ({options.num_sink_tokens} tokens) need a model whose layers all see every position; "
             "leave them out, or set keep_all_kv if no layer is recurrent"
         )
     size = groups[0].spec.block_size
@@ -273,7 +274,7 @@ def _with_sinks(groups: list[GroupLayout], has_states: bool, options: LayoutOpti
 
 
 def _num_slots(kinds: Mapping[Kind, list[int]]) -> int:
-    """Most layers of an attention group: as many as leave few slots empty."""
+    """The largest number of layers of an attention group that leaves few slots empty."""
     counts = [len(layers) for layers in kinds.values()]
     full = [len(layers) for kind, layers in kinds.items() if kind[2] == "full"]
 
@@ -284,7 +285,7 @@ def _num_slots(kinds: Mapping[Kind, list[int]]) -> int:
 
 
 def _block_multiples(kinds: Mapping[Kind, list[int]]) -> dict[Kind, int]:
-    """How many times the block size each kind's blocks hold: small tokens, more of them, for equal pages."""
+    """The multiple of the block size that each kind's blocks hold: more of smaller tokens, so that pages are equal."""
     most_keys, most_values = max((k[0] for k in kinds), default=0), max((k[1] for k in kinds), default=0)
     multiples = {}
     for kind in kinds:
@@ -297,14 +298,14 @@ def _block_multiples(kinds: Mapping[Kind, list[int]]) -> dict[Kind, int]:
 def _fitting_block_size(
     kinds: Mapping[Kind, list[int]], num_slots: int, state_bytes: int, num_states: int, kv_format: KVFormat, least: int
 ) -> int:
-    """The smallest multiple of `least` tokens at which a block holds the states of one recurrent group."""
+    """The smallest multiple of `least` tokens whose block holds the states of one recurrent group."""
     token_bytes = kv_format.num_bytes(num_slots * max(k[0] + k[1] for k in kinds))
     needed = -(-num_states // MAX_STATE_GROUPS) * state_bytes
     return _round_up(max(1, -(-needed // token_bytes)), least)
 
 
 def _states_per_group(block_bytes: int, state_bytes: int, num_states: int, has_attention: bool) -> int:
-    """Layers in a recurrent group: all without attention, else as many as fit into a block, evenly."""
+    """The number of layers in a recurrent group: all without attention, else an even share that fits into a block."""
     if not has_attention:
         return num_states
     most = max(-(-num_states // MAX_STATE_GROUPS), block_bytes // state_bytes)
@@ -320,7 +321,7 @@ def _state_block_size(options: LayoutOptions, attention_tokens: int) -> int:
 
 
 def _state_interval(options: LayoutOptions, granularity: int, state_bytes: int, kv_bytes_per_token: int) -> int:
-    """Tokens between saved states, a multiple of the granularity of hits."""
+    """Tokens between saved states: a multiple of the granularity of hits."""
     wanted = options.state_interval
     if wanted is None:
         wanted = max(MIN_STATE_INTERVAL, state_bytes // kv_bytes_per_token if kv_bytes_per_token else 0)
@@ -331,6 +332,3 @@ def _state_interval(options: LayoutOptions, granularity: int, state_bytes: int, 
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-__all__ = ["CacheLayout", "GroupLayout", "LayerLayout", "LayoutOptions", "StateLayout", "plan_layout"]

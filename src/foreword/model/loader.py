@@ -1,6 +1,6 @@
 """Loading any Hugging Face causal language model with foreword's attention, in three acts: read, probe, accelerate.
 
-Knows the order of the acts, and what the engine must know of a model; knows no architecture by name.
+Knows the order of the acts and the facts that the engine needs about a model; knows no architecture by name.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from foreword.config import ModelConfig
 from foreword.errors import ConfigError
 from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, make_kernel
-from foreword.model.attention import ForwardContext
-from foreword.model.checkpoint import read_checkpoint
+from foreword.model.checkpoint.read import read_checkpoint
 from foreword.model.cpu.layer_program import BrokenChainError
 from foreword.model.flat_model import FlatModel
 from foreword.model.fusion.accelerate import accelerate
@@ -26,9 +25,11 @@ from foreword.model.fusion.chains import unchain_layers
 from foreword.model.fusion.modules import ProductPart
 from foreword.model.fusion.packed import PackedLinear
 from foreword.model.fusion.straight_pass import StraightPass
+from foreword.model.layers.alibi import use_slopes
+from foreword.model.layers.attention import ForwardContext
+from foreword.model.layers.recurrent import RecurrentForward, cache_argument
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.probe import probe_layers
-from foreword.model.recurrent import RecurrentForward, cache_argument
 
 logger = logging.getLogger(__name__)
 
@@ -45,41 +46,44 @@ class LoadedModel(FlatModel):
     dtype: torch.dtype
     vocab_size: int
     max_positions: int
-    """The length of the longest sequence that the model may be given."""
+    """The length of the longest sequence that the model accepts."""
     eos_token_ids: frozenset[int]
     kernel: AttentionKernel
     straight: StraightPass | None
-    """The way through the model without its own code, if there is one."""
+    """A pass that skips the model's own code, if there is one."""
     exact: bool
-    """Whether a GPU computes in fixed shapes, so that a row's bits do not depend on the others; a CPU always does."""
+    """Whether a GPU computes in fixed shapes, so that a row's bits depend on no other row; on a CPU they never do."""
 
     def __call__(self, token_ids: Tensor, positions: Tensor, keep: Tensor, context: Any, cache: Any) -> Tensor:
-        """As `FlatModel`. Layers run one by one from now on if somebody has changed the model since it was loaded."""
+        """As `FlatModel`. If somebody has changed the model after loading, its layers run one by one from now on."""
         try:
             return FlatModel.__call__(self, token_ids, positions, keep, context, cache)
         except BrokenChainError:
             unchain_layers(self.module)
-            # What was written to blocks is written again.
+            # This overwrites what the broken pass wrote to blocks.
             return FlatModel.__call__(self, token_ids, positions, keep, context, cache)
 
     def run_straight(
         self, token_ids: Tensor, positions: Tensor, keep: Tensor, context: ForwardContext
     ) -> Tensor | None:
-        """As a call, without the model's own code; rows are ascending, each once. None if this step needs that code."""
+        """Compute a call's logits without the model's own code; None if this step needs that code.
+
+        The rows `keep` are ascending and distinct.
+        """
         return None if self.straight is None else self.straight(token_ids, positions, keep, context)
 
     @property
     def kv_format(self) -> KVFormat:
-        """Keys and values are stored in the type that layers compute in."""
+        """The format of stored keys and values: the type that layers compute in."""
         return KVFormat(self.dtype)
 
     def plan_layout(self, options: LayoutOptions) -> CacheLayout:
-        """How this model's layers share blocks."""
+        """Plan how this model's layers share blocks."""
         return plan_layout(self.layers, self.states, self.kv_format, options)
 
     def activation_widths(self) -> list[int]:
-        """Last sizes of the activations that pass through elementwise functions."""
-        own = {  # of recurrent layers, which run in cells of fixed lengths
+        """The last dimensions of the activations that pass through elementwise functions."""
+        own = {  # recurrent layers run in cells of fixed lengths
             m for layer in self.module.modules() if isinstance(layer.forward, RecurrentForward) for m in layer.modules()
         }
         kinds = (nn.Linear, PackedLinear, ProductPart)
@@ -93,7 +97,7 @@ class LoadedModel(FlatModel):
 def load_model(options: ModelConfig, *, num_threads: int | None = None) -> LoadedModel:
     """Load a checkpoint from a folder or the hub. Raises ConfigError, ModelLoadError or UnsupportedModelError.
 
-    `num_threads` for the CPU's numerical code; None leaves torch's choice.
+    `num_threads`: threads of the CPU's numerical code; None keeps torch's choice.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -105,14 +109,15 @@ def load_model(options: ModelConfig, *, num_threads: int | None = None) -> Loade
 
 
 def load_plain_model(options: ModelConfig) -> LoadedModel:
-    """Read and probe a model, as a GPU runs it: nothing is replaced by this processor's own code."""
+    """Read and probe a model. Its layers run transformers' own code, as they do on a GPU."""
     checkpoint = read_checkpoint(options)
     module, device = checkpoint.module, checkpoint.device
-    kernel = _kernel(options, device, checkpoint.dtype)
     flat = FlatModel(module, cache_argument(module), device)
+    use_slopes(module)
     found = probe_layers(flat, checkpoint.config)
+    kernel = _kernel(options, device, checkpoint.dtype, has_slopes=found.has_slopes)
     for layer, part in found.recurrent.items():
-        RecurrentForward.install(part, layer, found.states[layer])
+        part.forward = RecurrentForward(part, layer, found.states[layer])
     return LoadedModel(
         module=module,
         cache_argument=flat.cache_argument,
@@ -130,11 +135,17 @@ def load_plain_model(options: ModelConfig) -> LoadedModel:
     )
 
 
-def _kernel(options: ModelConfig, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
-    """The kernel that is asked for. The CPU's compiled one takes no float16."""
-    if device.type != "cpu" or "cpu" in KVFormat(dtype).kernels or options.attention_kernel in ("triton", "reference"):
+def _kernel(options: ModelConfig, device: torch.device, dtype: torch.dtype, *, has_slopes: bool) -> AttentionKernel:
+    """Choose the kernel. The CPU's compiled one takes neither float16 nor slopes."""
+    takes_all = "cpu" in KVFormat(dtype).kernels and not has_slopes
+    if device.type != "cpu" or takes_all or options.attention_kernel in ("triton", "reference"):
         return make_kernel(options.attention_kernel, device)
+    if options.attention_kernel == "cpu" and has_slopes:
+        raise ConfigError("attention_kernel='cpu' takes no model whose scores have linear biases; use 'reference'")
     if options.attention_kernel == "cpu":
         raise ConfigError("attention_kernel='cpu' takes no dtype='float16'; use 'reference', 'bfloat16' or 'float32'")
-    logger.warning("float16 on a CPU: attention runs in plain torch and no layer is packed; float32 is faster")
+    if has_slopes:
+        logger.warning("linear biases on a CPU: attention runs in plain torch, several times slower")
+    else:
+        logger.warning("float16 on a CPU: attention runs in plain torch and no layer is packed; float32 is faster")
     return make_kernel("reference", device)

@@ -1,4 +1,4 @@
-"""Lines in the log while a model loads, so that nobody takes a long load for a server that hangs.
+"""Log lines while a model loads, so that a long load does not look like a server that hangs.
 
 Knows stages and seconds.
 """
@@ -15,7 +15,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class LoadingLog:
-    """Logs each stage of a load, and every few seconds that it still runs. A context manager around the load."""
+    """Logs each stage of a load, and every few seconds that it still runs. Use it as a context manager."""
 
     def __init__(self, model: str, seconds_between_lines: float = SECONDS_BETWEEN_LINES) -> None:
         self._model = model
@@ -26,7 +26,7 @@ class LoadingLog:
         self._thread = threading.Thread(target=self._repeat, name="foreword-loading", daemon=True)
 
     def enter(self, stage: str) -> None:
-        """The next stage begins."""
+        """Begin the next stage."""
         self._stage = stage
         logger.info("%s: %s", self._model, stage, extra={"fields": {"event": "loading", "stage": stage}})
 

@@ -1,4 +1,4 @@
-"""How much memory the KV blocks may take.
+"""The memory that KV blocks may take.
 
 Knows devices and bytes; knows nothing of blocks.
 """
@@ -18,9 +18,9 @@ GPU_DEFAULT_SHARE = 0.9
 
 
 def kv_cache_bytes(options: ModelConfig, measure: Callable[[], MemoryUse] | None) -> int:
-    """Memory for KV blocks, with the weights already loaded.
+    """Decide on the memory for KV blocks, after the weights were loaded. Raises ConfigError if nothing is left.
 
-    `measure` finds out what a GPU's memory is needed for; None on a CPU. Raises ConfigError if nothing is left.
+    `measure` finds out what takes a GPU's memory; None on a CPU.
     """
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes
@@ -34,7 +34,7 @@ def kv_cache_bytes(options: ModelConfig, measure: Callable[[], MemoryUse] | None
 
 
 def available_cpu_bytes() -> int:
-    """Memory that programs may still take here: the system's, or the container's if that is less."""
+    """The memory that is still free: the system's, or the container's if that is less."""
     limits = [_meminfo_available() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     maximum, current = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
     if maximum is not None and current is not None:

@@ -1,11 +1,11 @@
-"""A batch cut into passes of limited size, for products whose bits depend on the number of rows.
+"""Cutting a batch into passes of limited size, for products whose bits depend on the number of rows.
 
 Knows flat batches; knows neither models nor devices.
 
     tokens of requests    |----0----|-1-|------2------|3|4|
-    passes of 12          |-----------.|-----------.|---|      a request may go on in the next pass
+    passes of 12          |-----------.|-----------.|---|      a request may continue in the next pass
 
-Each pass writes its KV before the next one attends, so together the passes see what the whole batch would see.
+Each pass writes its KV before the next one attends, so the passes together see what the whole batch would see.
 """
 
 from __future__ import annotations

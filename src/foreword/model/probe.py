@@ -1,15 +1,15 @@
-"""What each layer remembers, and in which shapes: two tokens run through the plain model once, at load.
+"""What each layer remembers, and in which shapes: at load, two tokens run through the plain model once.
 
 Knows the calling conventions of transformers' attention and masks; knows no model by name. Importing this module
-registers attn_implementation="foreword_probe", which computes nothing, and notes what it is asked for. Unlike
+registers attn_implementation="foreword_probe", which computes nothing and notes each request for attention. Unlike
 `foreword_attention` it has a mask function: models build their masks, and each must hide exactly what the layer's
-window or chunk says. A layer that hides or remembers anything else is refused, with the reason.
+window or chunk says. The probe refuses a layer that hides or remembers anything else, with the reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,34 +17,36 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from foreword.errors import UnsupportedModelError
-from foreword.model.attention import ATTENTION_NAME
-from foreword.model.checkpoint import SUPPORTED, first_line
+from foreword.model.checkpoint.read import SUPPORTED, first_line
 from foreword.model.flat_model import FlatModel
+from foreword.model.layers.recurrent import StateProbe
 from foreword.model.layout import LayerLayout, StateLayout
-from foreword.model.recurrent import StateProbe
 
 PROBE_NAME = "foreword_probe"
 
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """What the layers of a model keep from step to step."""
+    """The things that the layers of a model keep from step to step."""
 
     layers: dict[int, LayerLayout]
     """Attention layers."""
     states: dict[int, StateLayout]
     """Recurrent layers; some are attention layers too."""
     recurrent: dict[int, nn.Module]
-    """The module in each recurrent layer that keeps the state."""
+    """Recurrent layer -> the module that keeps its state."""
+    has_slopes: bool
+    """Whether a layer biases its scores by distance."""
 
 
 def probe_layers(model: FlatModel, config: PretrainedConfig) -> Remembered:
     """Find out what a plain model's layers remember. Raises UnsupportedModelError if it cannot be served.
 
-    To be called before modules are packed: a probe copies some of them, and packed weights cannot be copied.
+    Call it before modules are packed: a probe copies some of them, and packed weights cannot be copied.
     """
     probe = LayoutProbe()
     kind = getattr(config, "model_type", "?")
+    attention = model.module.config._attn_implementation
     model.module.set_attn_implementation(PROBE_NAME)
     states = StateProbe.attach(model.module, model.module.config)
     try:
@@ -56,18 +58,19 @@ def probe_layers(model: FlatModel, config: PretrainedConfig) -> Remembered:
         ) from error
     finally:
         states.detach()
-        model.module.set_attn_implementation(ATTENTION_NAME)
+        model.module.set_attn_implementation(attention)
     layouts = states.layouts()
     problems = probe.problems + _problems(config, probe, layouts) + states.problems()
     if problems:
         raise UnsupportedModelError(
             f"architecture {kind!r} cannot be served: {'; '.join(problems[:3])}. Supported are {SUPPORTED}"
         )
-    return Remembered(dict(sorted(probe.layers.items())), dict(sorted(layouts.items())), states.modules)
+    layers = dict(sorted(probe.layers.items()))
+    return Remembered(layers, dict(sorted(layouts.items())), states.modules, probe.has_slopes)
 
 
 def _problems(config: PretrainedConfig, probe: LayoutProbe, states: Mapping[int, StateLayout]) -> list[str]:
-    """Where what the probes saw and what the config says differ."""
+    """List the differences between the probes' notes and the config."""
     problems = []
     types = list(getattr(config, "layer_types", None) or [None] * config.num_hidden_layers)
     for layer, layer_type in enumerate(types):
@@ -77,65 +80,63 @@ def _problems(config: PretrainedConfig, probe: LayoutProbe, states: Mapping[int,
             continue
         if seen is None and state is None:
             problems.append(
-                f"{kind} keeps something else than keys and values, or a state in transformers' cache (it never asked "
-                "for attention)"
+                f"{kind} keeps something other than keys and values, or a state in transformers' cache (it never "
+                "asked for attention)"
             )
         elif layer_type in ("linear_attention", "conv", "hybrid", "hybrid_sliding") and state is None:
             problems.append(f"{kind} keeps no state in transformers' cache")
         elif seen is not None and layer_type == "chunked_attention" and seen.local_chunk is None:
             problems.append(f"{kind} does not mask its chunks")
         elif seen is not None and seen.local_chunk is not None and layer_type != "chunked_attention":
-            problems.append(f"{kind} masks chunks of {seen.local_chunk}, which its type does not say")
+            problems.append(f"{kind} masks chunks of {seen.local_chunk}, but its type does not say so")
     return problems
 
 
 _KNOWN_TENSORS = ("s_aux", "alibi_slopes", "position_ids")
-"""Tensors that a layer may hand to attention besides query, key and value; positions are known anyway."""
+"""Tensors that a layer may pass to attention besides query, key and value; positions are known anyway."""
 
 _SEEN = "foreword_seen"
-"""Attribute of the tensor that a probed model gets in place of a mask: what a query sees, as (sliding_window,
-local_chunk). A tensor computed from it lacks the attribute."""
+"""Attribute of the tensor that a probed model gets in place of a mask: (sliding_window, local_chunk), which say what a
+query sees. A tensor computed from it lacks the attribute."""
 
 
 @dataclass(slots=True)
 class LayoutProbe:
-    """Stands in for the context of a step, and notes which layers call attention, with which shapes."""
+    """Stands in for a step's context and notes which layers call attention, with which shapes."""
 
     layers: dict[int, LayerLayout] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    has_slopes: bool = False
 
-    def observe(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Note one layer's shapes, and why it cannot be served, if it cannot."""
-        name = type(module).__name__
+    def observe(
+        self, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, sliding_window: int | None
+    ) -> None:
+        """Note the shapes of one layer's queries, keys and values, and what it sees; or why it cannot be served.
+
+        Attention sees no mask. So the layer must ask it to hide what the mask hides.
+        """
+        (query, key, value), name = heads, type(module).__name__
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             self.problems.append(f"{name} has no layer_idx")
             return
+        at = f"layer {layer} ({name})"
         if layer in self.layers:
             self.problems.append(f"layer {layer} calls attention more than once")
         if not getattr(module, "is_causal", True):
-            self.problems.append(f"layer {layer} ({name}) is not causal")
+            self.problems.append(f"{at} is not causal")
         if key.shape[2] != query.shape[2]:
-            self.problems.append(f"layer {layer} ({name}) attends to other tokens than its own")
+            self.problems.append(f"{at} attends to other tokens than those of the batch")
         if query.shape[1] % key.shape[1]:
-            self.problems.append(f"layer {layer} ({name}) has {query.shape[1]} query and {key.shape[1]} KV heads")
-        self.layers[layer] = LayerLayout(key.shape[1], key.shape[3], value.shape[3])
-
-    def observe_mask(self, module: nn.Module, mask: Tensor | None, sliding_window: int | None) -> None:
-        """Note what a layer's mask hides, and whether it tells attention, which sees no mask, to hide the same."""
-        layer = getattr(module, "layer_idx", None)
-        if layer not in self.layers:
-            return
-        at = f"layer {layer} ({type(module).__name__})"
+            self.problems.append(f"{at} has {query.shape[1]} query and {key.shape[1]} KV heads")
         window, chunk = (sliding_window, None) if mask is None else getattr(mask, _SEEN, (-1, -1))
+        self.layers[layer] = LayerLayout(key.shape[1], key.shape[3], value.shape[3], window, chunk)
         if window == -1:
-            self.problems.append(f"{at} makes a mask of its own")
+            self.problems.append(f"{at} makes its own mask")
         elif sliding_window != (window if chunk is None else None):
             self.problems.append(
-                f"{at} asks attention for a window of {sliding_window}, and its mask for one of {chunk or window}"
+                f"{at} asks attention for a window of {sliding_window}, but its mask has one of {chunk or window}"
             )
-        else:
-            self.layers[layer] = replace(self.layers[layer], sliding_window=window, local_chunk=chunk)
 
 
 def _probing_mask(
@@ -146,7 +147,7 @@ def _probing_mask(
     mask_function: Callable[..., Any] | None = None,
     **_: Any,
 ) -> Tensor:
-    """Called by transformers in place of a function that builds a mask."""
+    """Stand in for the functions by which transformers builds masks."""
     mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
     seen = _what_is_seen(local_size, mask_function)
     if seen is not None:
@@ -155,7 +156,7 @@ def _probing_mask(
 
 
 def _what_is_seen(reach: int | None, mask_function: Callable[..., Any] | None) -> tuple[int | None, int | None] | None:
-    """The window and chunk of a mask function; None if it is of another kind."""
+    """Find the window and chunk of a mask function; None if it hides anything else."""
     if mask_function is None:
         return None
     zero = torch.tensor(0)
@@ -186,11 +187,11 @@ def probing_attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute nothing, but tell the probe what was asked. The interface is that of `foreword_attention`."""
+    """Compute nothing, but report the call to the probe. The interface is that of `foreword_attention`."""
     if forward_context is None:
-        raise TypeError(f"{type(module).__name__} is not handed the keyword arguments that the model was called with")
-    forward_context.observe(module, query, key, value)
-    forward_context.observe_mask(module, attention_mask, sliding_window)
+        raise TypeError(f"{type(module).__name__} does not get the keyword arguments of the model's call")
+    forward_context.observe(module, (query, key, value), attention_mask, sliding_window)
+    forward_context.has_slopes |= options.get("alibi_slopes") is not None
     unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _KNOWN_TENSORS]
     if unknown:
         forward_context.problems.append(f"{type(module).__name__} passes {', '.join(unknown)} to attention")

@@ -1,11 +1,11 @@
 """The number of rows a forward pass must have so that each row's bits do not depend on the others.
 
-Knows what the CPU's libraries do with the number of rows; knows no model. Two things in them look at it:
+Knows how the CPU's libraries depend on the number of rows; knows no model. They do so in two places:
 
 - A plain float32 matrix product of fewer than 16 rows takes another path, and so does a plain bfloat16 product of a
-  single long row. Of packed weights, only a float32 product of a single row does.
+  single long row. With packed weights, only a float32 product of a single row does.
 - Elementwise functions (silu, gelu, sigmoid) compute the last few elements of each thread's share one by one, with
-  another exponential than in vectors. The share must be whole vectors.
+  a different exponential than in vectors. So each share must consist of whole vectors.
 
 docs/decisions/0002-exactness.md and 0009-packed-weights.md have the measurements.
 """
@@ -30,9 +30,9 @@ class RowPadding:
 
     @classmethod
     def for_model(cls, widths: list[int], dtype: torch.dtype, num_threads: int, *, packed: bool = False) -> RowPadding:
-        """For products on a CPU. `widths`: last sizes of all activations, whose greatest common divisor counts.
+        """The padding for a model on a CPU, whose activations have these `widths` as last dimensions.
 
-        `packed`: all matrix products are of packed weights.
+        `packed`: all matrix products have packed weights.
         """
         vector = 64 * num_threads  # two AVX-512 vectors of bfloat16, for every thread
         multiple = math.lcm(num_threads, vector // math.gcd(vector, *widths))
@@ -42,7 +42,7 @@ class RowPadding:
 
     @classmethod
     def fixed(cls, num_rows: int) -> RowPadding:
-        """Always `num_rows` rows, or a multiple."""
+        """Pad to `num_rows` rows, or to a multiple."""
         return cls(num_rows, num_rows)
 
     def __call__(self, num_rows: int) -> int:

@@ -13,36 +13,36 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foreword.batch import NO_ENTRIES, Batch, BatchResult
+from foreword.batch import Batch, BatchResult
 from foreword.cache import MambaSpec
 from foreword.kernels.device_attention import DeviceAttention
 from foreword.kernels.select import AttentionKernel, ReferenceAttention
-from foreword.model.attention import ForwardContext, GroupStep
 from foreword.model.fusion.packed import has_unpacked_products
+from foreword.model.layers.attention import ForwardContext, GroupStep
+from foreword.model.layers.recurrent import StateRun, StepCache, plan_state_runs
 from foreword.model.loader import LoadedModel
 from foreword.model.passes import split_batch
-from foreword.model.recurrent import StateRun, StepCache, plan_state_runs
 from foreword.model.row_padding import RowPadding
 from foreword.model.sampling.readout import Readout, Rows, logit_rows
 from foreword.model.storage import KVStorage
 
 EXACT_ROWS = 256
-"""Rows of every pass on a GPU that keeps equal bits: there the libraries choose how to compute by the number of rows.
+"""Rows of every pass on a GPU that keeps equal bits: a GPU's libraries choose their method by the number of rows.
 
-About as many as a product can have before arithmetic takes longer than reading its weights (docs/decisions/0014)."""
+With about this number, arithmetic takes as long as reading the weights (docs/decisions/0014)."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What the attention layers of one group do in a pass; tensors may still be on their way to the device."""
+    """The work of one group's attention layers in a pass; tensors may still be on their way to the device."""
 
     kernel: AttentionKernel
     plan: Any
-    """The kernel's own, or, with `metadata`, a `HostPlan`."""
+    """The kernel's plan; a `HostPlan` if there is `metadata`."""
     metadata: Tensor | None = None
 
     def step(self, slots: Tensor) -> GroupStep:
-        """With everything in place; slots [tokens] int64."""
+        """Put the plan and slots [tokens] int64 together, when everything is on the device."""
         plan = self.plan if self.metadata is None else self.plan.at(self.metadata)
         return GroupStep(slots, self.kernel, plan)
 
@@ -53,16 +53,16 @@ class ForwardPass:
 
     num_tokens: int
     rows: Tensor
-    """[3 + groups, padded tokens] int32: token ids, positions, positions less rows, slots of each attention group."""
+    """[3 + groups, padded tokens] int32: token ids, positions, positions minus rows, slots of each attention group."""
     keep: Tensor
     """[padded] int32: rows whose logits are computed."""
     num_kept: int
-    """Number of these rows that are wanted; the rest is padding."""
+    """The number of wanted rows in `keep`; the others are padding."""
     groups: dict[int, GroupPlan]
     runs: dict[int, list[StateRun]]
 
     def run(self, model: LoadedModel, storage: KVStorage) -> Tensor:
-        """Write the KV; logits [num_kept, vocab]."""
+        """Write the KV and return logits [num_kept, vocab]."""
         token_ids, positions, offsets, *slots = self.rows.long().unbind()
         steps = {
             group_id: plan.step(own[: self.num_tokens])
@@ -80,9 +80,9 @@ class ModelRunner:
     """Runs batches on one model. `execute` is called by one thread at a time."""
 
     def __init__(self, model: LoadedModel, storage: KVStorage, *, pass_rows: int | None = None) -> None:
-        """`pass_rows`: compute batches in passes of exactly this size. None: on a GPU, if the model is to be exact.
+        """`pass_rows`: rows of the passes that batches are cut into; None: `EXACT_ROWS` for an exact model on a GPU.
 
-        Recurrent layers compute requests, not rows: there batches stay whole.
+        Batches of a model with recurrent layers stay whole: these layers compute requests, not rows.
         """
         self._model = model
         self._storage = storage
@@ -95,7 +95,7 @@ class ModelRunner:
             pass_rows = EXACT_ROWS
         self._pass_rows = None if model.states else pass_rows
         self.pad_rows: RowPadding
-        """Number of rows of a forward pass, padding included, from the number of rows in the batch."""
+        """Number of rows in a batch -> number of rows in its forward pass, with padding."""
         if pass_rows is not None or on_gpu:
             self.pad_rows = RowPadding.fixed(pass_rows or 1)
         else:
@@ -104,25 +104,15 @@ class ModelRunner:
             self.pad_rows = RowPadding.for_model(model.activation_widths(), model.dtype, threads, packed=packed)
 
     def fill_sinks(self, token_ids: npt.NDArray[np.int32], block_ids: npt.NDArray[np.int32]) -> None:
-        """Compute the tokens that stand before every request into their blocks; called once, before any batch."""
+        """Compute the tokens that begin every request into their blocks; called once, before any batch."""
         assert len(token_ids) == len(block_ids) * self._storage.block_sizes[0]
-        nothing = np.zeros(1, np.int32)
-        self.forward(
-            Batch(
-                entries=NO_ENTRIES,
-                token_ids=token_ids,
-                positions=np.arange(len(token_ids), dtype=np.int32),
-                query_starts=np.array([0, len(token_ids)], np.int32),
-                group_tables=(block_ids[None],),
-                write_from=nothing,
-                copies=np.empty((0, 2), np.int32),
-            ),
-            nothing.astype(np.int64),
-        )
+        positions = np.arange(len(token_ids), dtype=np.int32)
+        batch = Batch.bare(token_ids, positions, np.array([0, len(token_ids)], np.int32), (block_ids[None],))
+        self.forward(batch, np.zeros(1, np.int64))
         self._sink_block_ids = block_ids
 
     def _after_sinks(self, batch: Batch) -> Batch:
-        """The batch with the sinks as the beginning of every request."""
+        """Return the batch with the sinks at the beginning of every request."""
         num_blocks = len(self._sink_block_ids)
         if not num_blocks:
             return batch
@@ -137,7 +127,7 @@ class ModelRunner:
         )
 
     def execute(self, batch: Batch) -> BatchResult:
-        """Compute a batch: blocks are copied, its KV is written, and each entry that reaches its end gets a token."""
+        """Copy blocks, write the batch's KV, and sample a token for each entry that reaches its end."""
         with torch.inference_mode():
             self._storage.copy_blocks(self._put(batch.copies))
             rows = logit_rows(batch)
@@ -146,24 +136,24 @@ class ModelRunner:
             return taken.read(taken.packed().cpu().numpy())
 
     def forward(self, batch: Batch, logit_rows: Rows) -> Tensor:
-        """Write the batch's KV; return logits [len(logit_rows), vocab] of the given tokens (ascending).
+        """Write the batch's KV; return logits [len(logit_rows), vocab] of the given rows (ascending).
 
-        They are in the model's type, and may be changed.
+        The logits have the model's type; the caller may change them.
         """
         with torch.inference_mode():
             return self._run(self._plan(self._after_sinks(batch), logit_rows))
 
     def _put(self, array: npt.NDArray[Any]) -> Tensor:
-        """The array where the model is."""
+        """Copy an array to the model's device."""
         return torch.from_numpy(array).to(self._device)
 
     def _run(self, passes: list[ForwardPass]) -> Tensor:
-        """Logits of what all passes keep, in the model's type."""
+        """Run passes and join the logits that they keep, in the model's type."""
         logits = [one.run(self._model, self._storage) for one in passes]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _plan(self, batch: Batch, logit_rows: Rows) -> list[ForwardPass]:
-        """The passes of a batch, which holds the sinks already."""
+        """Plan the passes of a batch that already includes the sinks."""
         if self._pass_rows is None:
             return [self._plan_pass(batch, logit_rows)]
         return [self._plan_pass(*part) for part in split_batch(batch, logit_rows, self._pass_rows)]
@@ -192,7 +182,7 @@ class ModelRunner:
         return GroupPlan(kernel, kernel.plan(batch.of_group(group_id, scrap), scrap, size, self._device))
 
     def kernel_of(self, group_id: int) -> AttentionKernel:
-        """What attends in a group's layers. The CPU's compiled kernel counts on blocks without gaps between them."""
+        """The kernel of a group's layers. The CPU's compiled kernel needs blocks without gaps between them."""
         kernel = self._model.kernel
         if self._is_device_attention or self._storage.is_contiguous(group_id):
             return kernel

@@ -1,16 +1,17 @@
-"""Does the exactness promise hold for this model on this machine?
+"""A check that the exactness promise holds for a model on this machine.
 
-Knows a runner, its arithmetic, and the cache that decides what it may reuse; knows nothing of schedulers.
+Knows a runner, its arithmetic, and the cache that decides what to reuse; knows nothing of schedulers.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from foreword.batch import NO_ENTRIES, Batch, IntArray
+from foreword.batch import Batch, IntArray
 from foreword.cache import KVCacheManager, StateCheckpoints, TokenSequence
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel
@@ -22,24 +23,24 @@ NUM_TOKENS = 45
 BLOCK_SIZE = 4
 CELL_TOKENS = 12
 NUM_PROMPT_TOKENS = 29
-"""Of the request that is preempted: two cells and a part of one, which holds a whole block."""
+"""Prompt tokens of the preempted request: two cells, and a part of one that holds a whole block."""
 NUM_GENERATED_TOKENS = 3
 
 
 def find_inexactness(model: LoadedModel) -> str | None:
-    """Compute the end of one short prompt in several ways; say which way gave other bits, or None.
+    """Compute the end of one short prompt in several ways; returns what the logits depend on, or None.
 
-    The ways: all at once; in uneven chunks down to one token; and beside another request, over KV that
-    a third one wrote, once as prefill and once as decoding. Costs six forward passes of at most 52 tokens.
-    With recurrent layers, whose bits are equal for equal cells only, chunks end on the grid of cells, and decoding is
-    not compared with prefill; instead, in at most nine passes more, with what a cache makes of cells.
+    The ways are: all at once; in uneven chunks down to one token; and beside another request, over KV that a third
+    one wrote, once as prefill and once as decoding. They cost six forward passes of at most 52 tokens.
+    Recurrent layers give equal bits for equal cells only. So their chunks end on the grid of cells, and decoding is not
+    compared with prefill. Instead, at most nine more passes check what a cache makes of cells.
     """
     num_tokens = min(NUM_TOKENS, model.max_positions)
     check = _Check(model, num_tokens)
     tokens: IntArray = RandomInputs().integers(model.vocab_size, num_tokens).numpy().astype(np.int32)
     other = tokens[::-1].copy()
     num_hit = min(4, (num_tokens - 1) // BLOCK_SIZE) * BLOCK_SIZE
-    if model.states and num_hit:  # the state behind the hit is kept only if a step ends there
+    if model.states and num_hit:  # the state after the hit is kept only if a step ends there
         check.run((0, tokens, 0, num_hit))
         whole = check.run((0, tokens, num_hit, num_tokens))
     else:
@@ -61,10 +62,10 @@ def find_inexactness(model: LoadedModel) -> str | None:
 
 
 def _cell_inexactness(model: LoadedModel, tokens: IntArray) -> str | None:
-    """Whether recurrent layers give other bits where a cell was computed otherwise, or as generated tokens.
+    """Check recurrent layers after preemption and after hits on other requests' cells; as `find_inexactness`.
 
-    preempted    |--12--|--12--|-5-|||| and from its hit on once more
-    longer       |--12--|--12--|--12--|--9--|        hits the first two cells, then, once more, three
+    preempted    |--12--|--12--|-5-||||              is computed again after its hit
+    longer       |--12--|--12--|--12--|--9--|        hits the first two cells, and then, as "again", three
     """
     cached = _CachedRequests(model)
     sequence = cached.sequence("preempted", tokens[:NUM_PROMPT_TOKENS])
@@ -87,7 +88,7 @@ def _cell_inexactness(model: LoadedModel, tokens: IntArray) -> str | None:
 
 
 class _CachedRequests:
-    """Requests of a model with recurrent layers, one at a time, by the rules of the cache."""
+    """Runs requests of a model with recurrent layers one at a time, by the rules of the cache."""
 
     def __init__(self, model: LoadedModel) -> None:
         layout = model.plan_layout(LayoutOptions(BLOCK_SIZE, CELL_TOKENS, CELL_TOKENS, max_tokens=model.max_positions))
@@ -103,7 +104,7 @@ class _CachedRequests:
         return TokenSequence(name, prompt, block_size=self._manager.block_size)
 
     def compute(self, sequence: TokenSequence) -> torch.Tensor:
-        """Look a request up if it does not run yet, and compute all that is known; logits after its last token."""
+        """Look up a request that does not run yet, and compute its known tokens; returns logits after the last one."""
         length = len(sequence)
         while True:
             self._manager.begin_step()
@@ -120,27 +121,24 @@ class _CachedRequests:
                 return logits
 
     def free(self, sequence: TokenSequence) -> None:
-        """It is preempted, or has ended."""
+        """Preempt or end a request."""
         self._manager.free(sequence.request_id)
         del self._num_computed[sequence.request_id]
 
     def _step(self, sequence: TokenSequence, start: int, end: int) -> torch.Tensor:
         tables = self._manager.group_block_tables(self._manager.handles([sequence.request_id]))
-        batch = Batch(
-            entries=NO_ENTRIES,
-            token_ids=sequence.token_ids[start:end],
-            positions=np.arange(start, end, dtype=np.int32),
-            query_starts=np.array([0, end - start], np.int32),
-            group_tables=tuple(own for own, _ in tables),
-            write_from=np.zeros(1, np.int32),
-            copies=np.empty((0, 2), np.int32),
-            prompt_ends=np.array([sequence.num_prompt_tokens], np.int32),
+        batch = Batch.bare(
+            sequence.token_ids[start:end],
+            np.arange(start, end, dtype=np.int32),
+            np.array([0, end - start], np.int32),
+            tuple(own for own, _ in tables),
         )
+        batch = replace(batch, prompt_ends=np.array([sequence.num_prompt_tokens], np.int32))
         return self._runner.forward(batch, np.array([end - start - 1]))[0]
 
 
 class _Check:
-    """Four requests with tables of their own in every group."""
+    """Four requests with separate tables in every group."""
 
     def __init__(self, model: LoadedModel, num_tokens: int) -> None:
         options = LayoutOptions(block_size=BLOCK_SIZE, state_block_size=BLOCK_SIZE, max_tokens=model.max_positions)
@@ -160,16 +158,13 @@ class _Check:
             table[target, : num_tokens // size] = table[source, : num_tokens // size]
 
     def run(self, *parts: tuple[int, IntArray, int, int]) -> torch.Tensor:
-        """Logits after the first of some parts, each (request, token ids, start, end), run as one batch."""
+        """Run parts, each (request, token ids, start, end), as one batch; returns logits after the first part."""
         lengths = [end - start for _, _, start, end in parts]
         rows = [row for row, *_ in parts]
-        batch = Batch(
-            entries=NO_ENTRIES,
-            token_ids=np.concatenate([ids[start:end] for _, ids, start, end in parts]),
-            positions=np.concatenate([np.arange(start, end, dtype=np.int32) for _, _, start, end in parts]),
-            query_starts=np.cumsum([0, *lengths], dtype=np.int32),
-            group_tables=tuple(table[rows] for table in self.tables),
-            write_from=np.zeros(len(parts), np.int32),
-            copies=np.empty((0, 2), np.int32),
+        batch = Batch.bare(
+            np.concatenate([ids[start:end] for _, ids, start, end in parts]),
+            np.concatenate([np.arange(start, end, dtype=np.int32) for _, _, start, end in parts]),
+            np.cumsum([0, *lengths], dtype=np.int32),
+            tuple(table[rows] for table in self.tables),
         )
         return self.runner.forward(batch, batch.query_starts[1:2].astype(np.int64) - 1)[0]

@@ -2,7 +2,7 @@
 
 Knows tensors, blocks and slots; knows nothing of requests, prefixes or who holds a block.
 
-    slot = block id * block_size + offset in the block        (a token's place; block_size is the group's)
+    slot = block id * block_size + offset in the block        (the place of a token; each group has its block_size)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_SLOTS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Bytes `start` to `end` of a recurrent state lie in one page, from `offset` on."""
+    """Bytes `start` to `end` of a recurrent state, which lie in one page at `offset`."""
 
     pages: Tensor
     start: int
@@ -35,22 +35,22 @@ class _Piece:
 
 
 class KVStorage:
-    """Pages of every slot, `[num_blocks + 1, bytes]`, and what attention layers see of them.
+    """Pages of every slot, `[num_blocks + 1, bytes]`, and the views of them that attention layers use.
 
-    The last block is scrap: KV that must not be kept is written there, and nothing reads it unmasked. Memory
-    is not touched before it is used, so a large pool costs nothing at start; unwritten slots may hold anything.
+    The last block is scrap: it takes KV that must not be kept, and nothing reads it unmasked. Memory is not touched
+    before it is used, so a large pool costs nothing at the start; unwritten slots may hold anything.
     """
 
     def __init__(
         self, layout: CacheLayout, num_blocks: int, device: torch.device, *, compiled: bool | None = None
     ) -> None:
-        """`compiled`: write and copy with Triton's kernels; None: where they are the device's own."""
+        """`compiled`: whether to write and copy with Triton's kernels; None: only on their own device."""
         self.layout = layout
         self.num_blocks = num_blocks
         most_tokens = max(spec.block_size for spec in layout.specs)
         if (num_blocks + 1) * most_tokens > MAX_SLOTS:
             raise ConfigError(
-                f"{num_blocks} blocks of {most_tokens} tokens are more than {MAX_SLOTS} slots, the most there can "
+                f"{num_blocks} blocks of {most_tokens} tokens are more than the {MAX_SLOTS} slots that there can "
                 "be; lower kv_cache_memory_bytes or gpu_memory_utilization"
             )
         self.scrap_block = num_blocks
@@ -95,7 +95,7 @@ class KVStorage:
             self.values[layer] = kv_format.view(value_pages, size, shape.num_kv_heads, shape.value_dim)
 
     def _place_states(self, group_id: int, group: GroupLayout) -> None:
-        """States follow each other over the pages of all slots, keys' before values', and what there is beside."""
+        """Lay states one after the other over the pages of all slots, keys before values, and the extra page."""
         extents, end = [], 0
         for pages in self._pages:
             extents.append((pages, end, end + pages.shape[1]))
@@ -115,12 +115,12 @@ class KVStorage:
     # ------------------------------------------------------------------------ KV
 
     def is_contiguous(self, group_id: int) -> bool:
-        """Whether the blocks of an attention group's layers fill their pages, so that no gaps lie between them."""
+        """Whether an attention group's blocks fill their pages, so that there are no gaps between them."""
         layer = self.layout.groups[group_id].layers[0]
         return self.keys[layer].is_contiguous() and self.values[layer].is_contiguous()
 
     def slot_mapping(self, batch: Batch, group_id: int) -> IntArray:
-        """Slot of each token of a batch, [tokens]; a scrap slot where the KV is in a shared block already."""
+        """The slot of each token of a batch, [tokens]; a scrap slot where a shared block already holds the KV."""
         size = self.block_sizes[group_id]
         lengths = batch.query_starts[1:] - batch.query_starts[:-1]
         request = np.arange(len(lengths)).repeat(lengths)
@@ -138,7 +138,7 @@ class KVStorage:
             self.layout.kv_format.write(blocks, slots, rows)
 
     def copy_blocks(self, copies: Tensor) -> None:
-        """Copy whole blocks, [copies, (source, target)], all sources read before any target is written."""
+        """Copy whole blocks, [copies, (source, target)]. All sources are read before any target is written."""
         if not len(copies):
             return
         if self._kernels is not None:
@@ -151,7 +151,7 @@ class KVStorage:
     # -------------------------------------------------------------------- states
 
     def load_state(self, layer: int, block_id: int) -> list[Tensor]:
-        """A recurrent layer's state, one tensor [1, ...] for each that its layout names (copies)."""
+        """Copy a recurrent layer's state out of a block: one tensor [1, ...] for each that its layout names."""
         layout = self.layout.states[layer]
         raw = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._pages[0].device)
         for piece in self._pieces[layer]:

@@ -1,7 +1,7 @@
-"""What a module computes is found out by trying it: random inputs, and whether two results have the same bits.
+"""Finding out by trial what a module computes: random inputs, and a comparison of two results.
 
-Knows tensors and random numbers; knows no formula. Whoever takes a module for a formula runs both on the same inputs,
-and replaces the module only where `same_bits` says so. Inputs are equal in every process, so a verdict is, too.
+Knows tensors and random numbers; knows no formula. The caller runs a module and a formula on the same inputs, and
+replaces the module only if the results agree. Inputs are the same in every process, so verdicts are too.
 """
 
 from __future__ import annotations
@@ -11,23 +11,25 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 logger = logging.getLogger(__name__)
 
 NUM_ROWS = 3
-"""Rows of random numbers on which a module and a formula are compared."""
+"""The number of random rows in a trial."""
+ROUNDING = 1e-3
+"""The largest `relative_error` that float32 rounding explains."""
 Result = TypeVar("Result")
 
 
 class RandomInputs:
-    """A sequence of random inputs, which its seed determines."""
+    """A sequence of random inputs, determined by its seed."""
 
     def __init__(self, seed: int = 0) -> None:
         self._generator = torch.Generator().manual_seed(seed)
 
     def rows(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Numbers around 0, [*shape]."""
+        """Normal numbers, [*shape]."""
         return torch.randn(shape, generator=self._generator).to(dtype)
 
     def integers(self, limit: int, *shape: int) -> Tensor:
@@ -36,7 +38,7 @@ class RandomInputs:
 
 
 def same_bits(found: object, expected: object) -> bool:
-    """Whether two tensors are equal in type, shape and every bit; or two tuples of such tensors."""
+    """Whether two tensors, or two tuples of tensors, are equal in type, shape and every bit."""
     if isinstance(found, tuple) and isinstance(expected, tuple):
         return len(found) == len(expected) and all(map(same_bits, found, expected))
     if not (isinstance(found, Tensor) and isinstance(expected, Tensor)):
@@ -44,8 +46,19 @@ def same_bits(found: object, expected: object) -> bool:
     return found.dtype == expected.dtype and torch.equal(found, expected)
 
 
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The largest difference of two tensors, as a share of the largest expected value."""
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-20))
+
+
+def settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
+    """The plain values among a module's attributes, without its number; they may change what it computes."""
+    values = ((name, value) for name, value in vars(module).items() if name != "layer_idx")
+    return tuple((name, value) for name, value in values if isinstance(value, bool | int | float | str))
+
+
 def attempt(run: Callable[[], Result], failure: str) -> Result | None:
-    """What `run` returns; None, with `failure` in the log, if a module wants to be called in another way."""
+    """Return the result of `run`; log `failure` and return None if it raises, as a module with other arguments does."""
     try:
         return run()
     except Exception:

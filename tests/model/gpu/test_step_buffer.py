@@ -29,7 +29,7 @@ def step(buffer: StepBuffer, device: FakeDevice, arrays: list[npt.NDArray[Any]])
     buffer.begin()
     tensors = [buffer.put(array) for array in arrays]
     buffer.upload()
-    device.mark().wait()
+    device.mark().synchronize()
     for tensor, array in zip(tensors, arrays, strict=True):
         assert tensor.numpy().dtype == array.dtype
         np.testing.assert_array_equal(tensor.numpy(), array)

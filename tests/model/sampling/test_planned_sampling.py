@@ -13,10 +13,9 @@ import torch
 from foreword.cache import TokenSequence
 from foreword.errors import InvalidRequestError
 from foreword.model.sampling.logprobs import LogprobRows
-from foreword.model.sampling.sampler import sample
 from foreword.model.sampling.uniform import FEW_SEEDS, uniform_numbers
 from foreword.request import Request, SamplingParams, TokenLimits
-from plain_sampler import plain_report, plain_sample, spell
+from plain_sampler import plain_report, plain_sample, planned_sample, spell
 
 
 class Mask:
@@ -81,7 +80,7 @@ def test_a_batch_of_any_requests_gets_what_each_gets_by_itself(vocab: int, num_r
         logits = torch.from_numpy(rng.normal(0, 3, (num_requests, vocab)).astype(np.float32))
         logits[:, 5] = logits[:, 6]  # ties
         logits[0] = logits[0].round()
-        assert sample(logits.clone(), requests) == plain_sample(logits, requests)
+        assert planned_sample(logits.clone(), requests) == plain_sample(logits, requests)
         assert any(request.has_run_dry for request in requests) or num_requests < 100
 
 

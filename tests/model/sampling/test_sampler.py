@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from foreword.cache import TokenSequence
 from foreword.errors import InvalidRequestError
 from foreword.model.loader import LoadedModel
-from foreword.model.sampling.sampler import Sample, sample
 from foreword.request import NOTHING_ALLOWED, Request, RequestOutput, SamplingParams
+from plain_sampler import Sample, planned_sample
 from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, TinyModels, add, build_engine, complete, drain, greedy, random_tokens
 
 FloatArray = npt.NDArray[np.float64]
@@ -49,12 +49,12 @@ def draw(params: SamplingParams, num_draws: int = NUM_DRAWS, logits: FloatArray 
     """How often each token is sampled, over as many seeds."""
     requests = [request(params, seed=seed, **state) for seed in range(num_draws)]
     rows = torch.from_numpy(logits).float().repeat(num_draws, 1)
-    samples = sample(rows, requests)
+    samples = planned_sample(rows, requests)
     return np.bincount([s.token_id for s in samples], minlength=len(logits)) / num_draws
 
 
 def greedy_token(params: SamplingParams, logits: FloatArray = LOGITS, **state: Any) -> int:
-    [result] = sample(torch.from_numpy(logits).float()[None], [request(params, **state)])
+    [result] = planned_sample(torch.from_numpy(logits).float()[None], [request(params, **state)])
     return result.token_id
 
 
@@ -163,7 +163,7 @@ SPECIAL_BITS = (0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC0, 0x7F7F, 0xFF7F, 
 def test_a_greedy_token_is_the_same_from_bfloat16_as_from_float32(rows: list[list[int]]) -> None:
     logits = torch.from_numpy(np.array(rows, np.uint16)).view(torch.bfloat16)
     requests = [request(SamplingParams(temperature=0.0)) for _ in rows]
-    assert sample(logits, requests) == sample(logits.float(), requests)
+    assert planned_sample(logits, requests) == planned_sample(logits.float(), requests)
 
 
 def test_the_first_of_equal_bfloat16_logits_is_taken_without_making_them_float32(
@@ -171,15 +171,15 @@ def test_the_first_of_equal_bfloat16_logits_is_taken_without_making_them_float32
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "float", lambda _: pytest.fail("made float32"))
     logits = torch.tensor([[-2.0, 0.5, 3.0, 3.0], [1.0, -7.0, 1.0, 0.0]], dtype=torch.bfloat16)
-    samples = sample(logits, [request(SamplingParams(temperature=0.0))] * 2)
+    samples = planned_sample(logits, [request(SamplingParams(temperature=0.0))] * 2)
     assert [one.token_id for one in samples] == [2, 0]
 
 
 def test_greedy_and_random_requests_share_a_batch() -> None:
     requests = [request(SamplingParams(temperature=t), seed=seed) for seed, t in enumerate((0.0, 1.0, 0.0, 5.0))]
     logits = torch.from_numpy(LOGITS).float()
-    together = sample(logits.repeat(4, 1), requests)
-    alone = [sample(logits[None].clone(), [own])[0] for own in requests]
+    together = planned_sample(logits.repeat(4, 1), requests)
+    alone = [planned_sample(logits[None].clone(), [own])[0] for own in requests]
     assert together == alone
 
 
@@ -257,7 +257,7 @@ def test_min_tokens_without_end_tokens_forbids_nothing() -> None:
 def test_penalties_of_one_request_do_not_reach_its_neighbours() -> None:
     biased = request(SamplingParams(temperature=0.0, logit_bias={6: 100.0}))
     plain = request(SamplingParams(temperature=0.0))
-    result = sample(torch.from_numpy(LOGITS).float().repeat(3, 1), [plain, biased, plain])
+    result = planned_sample(torch.from_numpy(LOGITS).float().repeat(3, 1), [plain, biased, plain])
     assert [own.token_id for own in result] == [0, 6, 0]
 
 
@@ -266,7 +266,7 @@ def test_penalties_of_one_request_do_not_reach_its_neighbours() -> None:
 
 def test_logprobs_report_the_sampled_token_and_the_likeliest_with_their_ranks() -> None:
     own = request(SamplingParams(temperature=0.0, logprobs=3, logit_bias={4: 100.0}))
-    [result] = sample(torch.from_numpy(LOGITS).float()[None], [own])
+    [result] = planned_sample(torch.from_numpy(LOGITS).float()[None], [own])
     assert result.token_id == 4
     assert result.logprobs is not None
     assert [(token_id, entry.rank) for token_id, entry in result.logprobs.items()] == [(4, 6), (0, 1), (3, 2), (5, 3)]
@@ -277,21 +277,21 @@ def test_logprobs_report_the_sampled_token_and_the_likeliest_with_their_ranks() 
 
 def test_logprobs_of_zero_tokens_report_only_the_sampled_one() -> None:
     own = request(SamplingParams(temperature=0.0, logprobs=0))
-    [result] = sample(torch.from_numpy(LOGITS).float()[None], [own])
+    [result] = planned_sample(torch.from_numpy(LOGITS).float()[None], [own])
     assert result.logprobs is not None
     assert list(result.logprobs) == [0]
 
 
 def test_more_logprobs_than_tokens_report_all_tokens() -> None:
     own = request(SamplingParams(temperature=0.0, logprobs=1_000))
-    [result] = sample(torch.from_numpy(LOGITS).float()[None], [own])
+    [result] = planned_sample(torch.from_numpy(LOGITS).float()[None], [own])
     assert result.logprobs is not None
     assert [entry.rank for entry in result.logprobs.values()] == list(range(1, len(LOGITS) + 1))
 
 
 def test_requests_that_did_not_ask_get_no_logprobs() -> None:
     requests = [request(SamplingParams(logprobs=1)), request(SamplingParams())]
-    results: list[Sample] = sample(torch.from_numpy(LOGITS).float().repeat(2, 1), requests)
+    results: list[Sample] = planned_sample(torch.from_numpy(LOGITS).float().repeat(2, 1), requests)
     assert [result.logprobs is None for result in results] == [False, True]
 
 
@@ -516,5 +516,5 @@ def test_the_models_end_token_ends_an_answer_unless_ignored(model: LoadedModel) 
 @pytest.mark.parametrize("temperature", [1e-9, 1e-300, 5e-324])
 def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float) -> None:
     logits = torch.tensor([[1.0, 5.0, -2.0, 4.0]])
-    (drawn,) = sample(logits, [request(SamplingParams(temperature=temperature))])
+    (drawn,) = planned_sample(logits, [request(SamplingParams(temperature=temperature))])
     assert drawn.token_id == 1

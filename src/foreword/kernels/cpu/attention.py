@@ -81,6 +81,7 @@ class AttentionOperations:
 
         `bfloat16`: the mode of its products.
         """
+        assert options.slopes is None, "compiled attention takes no slopes; use the reference"
         assert options.scale > 0  # a row's peak is looked for before its scores are scaled
         keys, values = blocks
         sinks = None if options.sinks is None else options.sinks.float().contiguous()

@@ -32,11 +32,11 @@ from foreword.kernels.cpu.attention import AttentionOperations, CpuAttention
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.runtime.threads import Operation, Program, Wires
 from foreword.kernels.select import AttentionKernel
-from foreword.model.attention import ForwardContext
 from foreword.model.cpu import rotary
 from foreword.model.cpu.product import CompactProduct, ProductOperation
 from foreword.model.cpu.rotary import RotaryKernel
 from foreword.model.cpu.row_functions import Norm, RowOperation
+from foreword.model.layers.attention import ForwardContext
 from foreword.model.storage import KVStorage
 
 _ITEM_BYTES = 2

@@ -1,7 +1,7 @@
-"""Making a plain model fast on a CPU: modules fused, weights packed, layers joined to programs.
+"""Making a plain model fast on a CPU: modules are fused, weights packed, layers joined into programs.
 
 Knows the order: modules are fused while their weights are plain, and layers are tried as they will run. Each part
-replaces only what it has seen to give the same bits; the rest stays transformers' own.
+replaces only code that gave the same bits in a trial; the rest stays transformers' own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from foreword.model.layout import LayerLayout
 def accelerate(
     model: FlatModel, layers: Mapping[int, LayerLayout], has_states: bool, vocab_size: int
 ) -> StraightPass | None:
-    """Replace parts of a model in place; returns the way through it without its own code, if there is one."""
+    """Replace parts of a model in place; returns a pass that skips the model's own code, if there is one."""
     module = model.module
     fuse(module)
     pack_linears(module)

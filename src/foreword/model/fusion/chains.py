@@ -1,4 +1,4 @@
-"""Fused layers that follow each other become one program.
+"""Joining fused layers that follow each other into one program.
 
 Knows fused layers and programs; `neighbours.py` finds out which layers follow each other.
 """
@@ -19,7 +19,7 @@ from foreword.model.trial import attempt
 def chain_layers(module: nn.Module, run: Callable[[Any], object]) -> list[LayerChain]:
     """Let fused layers that follow each other run as one program; returns all programs.
 
-    `run` runs the model, with what is to stand in for the context of a step. If that fails, each layer is a program.
+    `run` runs the model with a stand-in for a step's context. If that fails, each layer gets its own program.
     """
 
     def chains() -> list[list[LayerOperations]]:
@@ -28,7 +28,7 @@ def chain_layers(module: nn.Module, run: Callable[[Any], object]) -> list[LayerC
             run(neighbours)
         return neighbours.chains()
 
-    return _put_in_chains(module, attempt(chains, "what lies between the layers is not known") or [])
+    return _put_in_chains(module, attempt(chains, "the operations between the layers are not known") or [])
 
 
 def unchain_layers(module: nn.Module) -> None:
@@ -37,7 +37,7 @@ def unchain_layers(module: nn.Module) -> None:
 
 
 def _put_in_chains(module: nn.Module, chains: list[list[LayerOperations]]) -> list[LayerChain]:
-    """Make a program of each chain, and of each layer that is in none."""
+    """Make a program of each chain, and of each layer outside all chains."""
     forwards = {
         forward.operations: forward
         for layer in module.modules()

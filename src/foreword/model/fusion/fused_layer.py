@@ -1,4 +1,4 @@
-"""A decoder layer's `forward` as a formula of a dozen operations instead of some forty.
+"""A decoder layer's `forward` as a formula of a dozen operations instead of about forty.
 
     x = x + output(attention(turn(project(norm(x)))))
     x = x + network(norm(x))
@@ -14,19 +14,19 @@ from typing import Any
 from torch import Tensor
 
 from foreword.kernels.reference import AttentionOptions
-from foreword.model.attention import ForwardContext
 from foreword.model.cpu.layer_program import LayerChain
 from foreword.model.cpu.rotary import RotaryKernel
 from foreword.model.fusion.layer_parts import LayerParts
 from foreword.model.fusion.modules import FusedGate
 from foreword.model.fusion.neighbours import Neighbours
+from foreword.model.layers.attention import ForwardContext
 
 
 class FusedForward:
-    """What a layer's `forward` is replaced by.
+    """Replaces a layer's `forward`.
 
-    Its last sum and the next layer's first norm are one pass over the rows, whose norm is handed to the next layer. A
-    layer that is given other rows than these computes its norm itself.
+    Its last sum and the next layer's first norm are one pass over the rows, and the norm is passed to the next layer.
+    A layer that gets other rows than these computes its norm itself.
     """
 
     def __init__(
@@ -41,20 +41,20 @@ class FusedForward:
         """The next layer, if it is fused."""
         self._parts = parts
         self.operations = parts.operations(rotary, options)
-        """None where products are another library's."""
+        """None if another library computes the products."""
         self.chain: LayerChain | None = None
-        """In which this layer runs without Python, if it has operations."""
+        """The program that runs this layer without Python, if it has operations."""
         self._rotary = rotary
         self._options = options
         self._plain = plain
         self._handed: tuple[Tensor, Tensor] | None = None
-        """What the layer before has returned, and its norm."""
-        # What modules do around `forward` costs as much as small products' hand-over to threads.
+        """The rows that the previous layer returned, and their norm."""
+        # `forward` is called directly: a module's own call costs as much as handing a small product to threads.
         self._project, self._output = parts.project.forward, parts.output.forward
         network = parts.network.forward
         flat = type(parts.network) is FusedGate
         self._network: Callable[[Tensor], Tensor] = network if flat else lambda rows: network(rows[None])[0]
-        """[rows, width] to the same."""
+        """[rows, width] -> [rows, width]"""
 
     def __call__(
         self,
@@ -64,7 +64,7 @@ class FusedForward:
         forward_context: ForwardContext,
         **others: Any,
     ) -> Tensor:
-        """[1, rows, width] to the same; `others` are what models pass and a served layer has no use for."""
+        """Compute the layer, [1, rows, width] -> [1, rows, width]. A served layer needs none of the `others`."""
         if isinstance(forward_context, Neighbours):
             return forward_context.observe(self.operations, hidden_states, position_embeddings)
         if self.chain is not None and self.operations is not None:

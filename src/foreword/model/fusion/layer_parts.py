@@ -1,6 +1,6 @@
-"""A decoder layer's modules, by what they do: one attention, two norms, one feed-forward network.
+"""A decoder layer's modules by their tasks: one attention, two norms, one feed-forward network.
 
-Knows what such a layer looks like as modules, after these were fused and packed; knows no model by name.
+Knows the fused and packed modules of such a layer; knows no model by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from foreword.model.layout import LayerLayout
 
 
 def layers_with_attention(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Layers and their attention, where its projections are one product."""
+    """Yield layers and their attention if its projections are one product."""
     for layer in list(module.modules()):
         for attention in layer.children():
             projections = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
@@ -32,22 +32,22 @@ def layers_with_attention(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Mod
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """The modules of a layer, by what they do."""
+    """The modules of a layer by their tasks."""
 
     attention: nn.Module
     norms: tuple[FusedNorm, FusedNorm]
-    """Before attention, and before the feed-forward network."""
+    """The norms before attention and before the feed-forward network."""
     project: PackedLinear
     output: nn.Module
     network: nn.Module
     head_norms: tuple[FusedNorm | None, FusedNorm | None]
-    """Of queries and of keys."""
+    """The norms of queries and of keys."""
     widths: tuple[int, ...]
-    """Of queries, keys and values together."""
+    """Widths of queries, keys and values, each of all heads."""
 
     @classmethod
     def of(cls, layer: nn.Module, attention: nn.Module) -> LayerParts | None:
-        """None if the layer has other parts."""
+        """Find the parts of a layer; None if it has others."""
         own, inner = dict(layer.named_children()), dict(attention.named_children())
         norms = tuple(child for child in own.values() if type(child) is FusedNorm)
         networks = [child for child in own.values() if child not in norms and child is not attention]
@@ -70,7 +70,7 @@ class LayerParts:
         )
 
     def head_shapes(self, layout: LayerLayout, turned: int) -> HeadShapes | None:
-        """None if norms or heads are of other sizes than one row after the other."""
+        """The shapes of heads that follow each other in a row; None if norms or heads have other sizes."""
         norms = [norm for norm in self.head_norms if norm is not None]
         if any(len(norm.weight) != layout.key_dim for norm in norms):
             return None
@@ -84,11 +84,11 @@ class LayerParts:
         return shapes if self.widths == expected and shapes.can_take() else None
 
     def rotary(self, shapes: HeadShapes) -> RotaryKernel:
-        """The pass from projections to attention."""
+        """Make the pass from projections to attention."""
         return RotaryKernel(shapes, *(None if norm is None else norm.norm for norm in self.head_norms))
 
     def operations(self, rotary: RotaryKernel, options: AttentionOptions) -> LayerOperations | None:
-        """None if a part has no operation for it."""
+        """Make the layer's operations; None if a part has none."""
         if type(self.network) is not FusedGate or self.norms[0].weight.dtype != torch.bfloat16:
             return None
         output = self.output.compact if type(self.output) is PackedLinear else None
@@ -100,7 +100,7 @@ class LayerParts:
         return LayerOperations(layer, (first, second), products, rotary, options)  # type: ignore[arg-type]
 
     def make(self) -> tuple[Any, ...]:
-        """What layers have in common for which one full trial is enough."""
+        """A key that is equal for layers for which one full trial is enough."""
         modules = (*self.norms, self.network, self.attention, *self.head_norms)
         return (
             *(type(module) for module in modules),

@@ -1,7 +1,7 @@
-"""Which decoder layers compute the formula of `fused_layer.py`: found out by running each on random rows.
+"""Replacing the decoder layers that compute the formula of `fused_layer.py`, found by running each on random rows.
 
-Knows what a layer's attention is handed; knows no model by name. A layer is taken over only if it gives the formula's
-exact bits, hands attention the same queries, and writes the same keys and values. Other layers stay as they are.
+Knows the arguments of a layer's attention; knows no model by name. A layer is replaced only if it gives the formula's
+exact bits, passes the same queries to attention, and writes the same keys and values. Other layers stay as they are.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from foreword.kernels.reference import AttentionOptions
-from foreword.model.attention import GroupStep
 from foreword.model.cpu.rotary import HeadShapes
 from foreword.model.fusion.fused_layer import FusedForward
 from foreword.model.fusion.layer_parts import LayerParts, layers_with_attention
+from foreword.model.layers.attention import GroupStep
 from foreword.model.layout import LayerLayout
 from foreword.model.trial import NUM_ROWS, RandomInputs, attempt, same_bits
 
 logger = logging.getLogger(__name__)
 
 _TURNED_PARTS = (1, 2, 4)
-"""What part of a head a rotary embedding may turn: all of it, a half, a quarter."""
+"""A rotary embedding may turn all of a head, a half or a quarter: key_dim divided by one of these."""
 
 
 def fuse_layers(module: nn.Module, layouts: Mapping[int, LayerLayout]) -> int:
-    """Take over the layers of a fused and packed `module` that compute the formula; returns their number."""
+    """Replace the layers of a fused and packed `module` that compute the formula; returns their number."""
     known: dict[tuple[Any, ...], bool] = {}
     fused: dict[int, FusedForward] = {}
     with torch.inference_mode():
@@ -51,9 +51,9 @@ def fuse_layers(module: nn.Module, layouts: Mapping[int, LayerLayout]) -> int:
 def _fused_forward(
     layer: nn.Module, parts: LayerParts, layout: LayerLayout, known: dict[tuple[Any, ...], bool]
 ) -> FusedForward | None:
-    """The layer's `forward` as the formula, if that is what it computes.
+    """The formula as the layer's `forward`, if the layer computes it.
 
-    Attention is tried on every layer, all the rest on the first of a make.
+    Attention is tried in every layer, the other parts in the first layer of each make.
     """
     if any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules()):
         return None
@@ -88,7 +88,7 @@ def _fused_forward(
 
 
 def _run(module: nn.Module, x: Tensor, turns: tuple[Tensor, Tensor], trial: _Trial) -> Tensor | None:
-    """A layer's output, or an attention's; None if it wants to be called in another way."""
+    """The output of a layer or of its attention; None if it takes other arguments."""
     output = attempt(
         lambda: module.forward(
             x,
@@ -99,7 +99,7 @@ def _run(module: nn.Module, x: Tensor, turns: tuple[Tensor, Tensor], trial: _Tri
             position_embeddings=turns,
             forward_context=trial.context,
         ),
-        "a layer or its attention wants to be called in another way",
+        "a layer or its attention takes other arguments",
     )
     first = output[0] if isinstance(output, tuple) else output
     return first if isinstance(first, Tensor) and first.dim() == 3 else None
@@ -107,12 +107,12 @@ def _run(module: nn.Module, x: Tensor, turns: tuple[Tensor, Tensor], trial: _Tri
 
 @dataclass(slots=True)
 class _Trial:
-    """Storage and kernel of a step in which nothing is attended: it notes what a layer hands over."""
+    """Stands in for a step's storage and kernel: it attends to nothing and notes what a layer passes to it."""
 
     layer: int
     layout: LayerLayout
     mixed: Tensor
-    """What attention returns, [rows, heads, value_dim]."""
+    """The result that attention returns, [rows, heads, value_dim]."""
     blocks: tuple[Tensor, Tensor]
     queries: Tensor | None = None
     options: AttentionOptions | None = None
@@ -131,7 +131,7 @@ class _Trial:
 
     @classmethod
     def on(cls, layer: int, layout: LayerLayout, shapes: HeadShapes, dtype: torch.dtype) -> _Trial:
-        """With random results of attention, the same in every trial."""
+        """Make a trial with random results of attention, the same in every trial."""
         mixed = RandomInputs(1).rows(NUM_ROWS, shapes.query_heads, shapes.value_dim, dtype=dtype)
         keys = torch.zeros(1, NUM_ROWS, shapes.kv_heads, shapes.key_dim, dtype=dtype)
         return cls(layer, layout, mixed, (keys, keys.new_zeros(1, NUM_ROWS, shapes.kv_heads, shapes.value_dim)))
@@ -142,11 +142,11 @@ class _Trial:
             blocks.flatten(0, 1).index_copy_(0, slots, new)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, plan: object, options: AttentionOptions) -> Tensor:
-        """As a kernel is asked."""
+        """Note the arguments, as a kernel gets them."""
         del keys, values, plan
         self.queries, self.options = query.clone(), options
         return self.mixed
 
     def saw_the_same(self, other: _Trial) -> bool:
-        """Whether queries, keys and values have equal bits."""
+        """Whether both trials got the same bits as queries, keys and values."""
         return same_bits((self.queries, *self.blocks), (other.queries, *other.blocks))

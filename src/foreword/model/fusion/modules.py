@@ -1,8 +1,7 @@
-"""Modules of a loaded model replaced by faster ones that compute the same.
+"""Replacing modules of a loaded model by faster ones that compute the same.
 
-Knows what norms, gated feed-forward networks and projections of one input look like as modules; knows no model by
-name. What a module computes is found out by running it: it is replaced only if the formula that it is taken for
-gives its exact bits. Everything else stays as it is.
+Knows norms, gated feed-forward networks and projections of one input as modules; knows no model by name. A trial
+decides: a module is replaced only if its formula gives its exact bits. Everything else stays as it is.
 
     norm(x) * weight                      seven operations become one           (`RowKernels.rms_norm`)
     down(silu(gate(x)) * up(x))           two products become one, and the gate one operation
@@ -23,16 +22,16 @@ from foreword.kernels.llvm.norms import ADD_ONE, ROUND_NORM
 from foreword.model.cpu.product import CompactProduct
 from foreword.model.cpu.row_functions import Norm, RowKernels
 from foreword.model.fusion.packed import PackedLinear, can_pack, stacked
-from foreword.model.trial import NUM_ROWS, RandomInputs, attempt, same_bits
+from foreword.model.trial import NUM_ROWS, RandomInputs, attempt, same_bits, settings
 
 logger = logging.getLogger(__name__)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-"""Linear layers of one parent that usually read the same input."""
+"""Names of linear layers that usually read the same input."""
 
 
 def fuse(module: nn.Module) -> None:
-    """Replace what can be replaced in `module`; to be called before its linear layers are packed."""
+    """Replace parts of `module` where possible. Call it before its linear layers are packed."""
     kernels = RowKernels()
     fusion = _Fusion(kernels)
     for path, child in list(module.named_modules()):
@@ -45,9 +44,9 @@ def fuse(module: nn.Module) -> None:
 
 
 class FusedNorm(nn.Module):
-    """A root-mean-square norm in one pass. Bits of a row do not depend on the others.
+    """A root-mean-square norm in one pass, in which a row's bits do not depend on other rows.
 
-    Rows of another type than the weight's are left to the plain module: some models keep norms in float32.
+    The plain module computes rows of another type than the weight's: some models keep norms in float32.
     """
 
     def __init__(self, plain: nn.Module, weight: Tensor, epsilon: float, form: int, kernels: RowKernels) -> None:
@@ -63,18 +62,18 @@ class FusedNorm(nn.Module):
         return self._kernels.rms_norm(hidden_states, self.norm)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """x + y, and its norm."""
+        """Return x + y and its norm."""
         return self._kernels.add_norm(x, y, self.norm)
 
 
 class FusedGate(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up being one product."""
+    """down(silu(gate(x)) * up(x)), with gate and up as one product."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, kernels: RowKernels) -> None:
         super().__init__()
         weights, bias = stacked([gate, up])
         self.compact = CompactProduct(weights, bias, gated=True) if CompactProduct.can_take(weights[0]) else None
-        """Gate and up, with what is made of them, where this processor has instructions for it."""
+        """Gate, up and the multiplication as one operation, if this processor has instructions for it."""
         if self.compact is None:
             product = PackedLinear(weights, bias)
             self._gated: Callable[[Tensor], Tensor] = lambda x: kernels.silu_gate(product(x))
@@ -88,7 +87,7 @@ class FusedGate(nn.Module):
 
 
 class SharedProduct:
-    """One product for several linear layers, computed when the first of them is asked."""
+    """One product for several linear layers, computed when the first of them runs."""
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         self.packed = PackedLinear.stack(linears)
@@ -107,7 +106,7 @@ class SharedProduct:
 
 
 class ProductPart(nn.Module):
-    """What one linear layer computes, as a part of a product that its siblings share."""
+    """One linear layer as a part of a product that its siblings share."""
 
     def __init__(self, linear: nn.Linear, product: SharedProduct, number: int) -> None:
         super().__init__()
@@ -130,11 +129,11 @@ class ProductPart(nn.Module):
         return self.product.part(self._number, input)
 
 
-# -------------------------------------------------------------------------------------- finding out
+# ------------------------------------------------------------------------------------------- trials
 
 
 class _Fusion:
-    """Decides what a module may be replaced by; one verdict serves all modules of the same make."""
+    """Decides which module may replace another; one verdict serves all modules of the same make."""
 
     def __init__(self, kernels: RowKernels) -> None:
         self._kernels = kernels
@@ -142,7 +141,7 @@ class _Fusion:
 
     def replacement(self, module: nn.Module) -> nn.Module | None:
         if _has_hooks(module) or len(inspect.signature(module.forward).parameters) != 1:
-            return None  # a gated norm takes a second tensor, if it is given one
+            return None  # such as a gated norm, which may take a second tensor
         parameters, children = dict(module.named_parameters()), dict(module.named_children())
         if not children and list(parameters) == ["weight"] and parameters["weight"].dim() == 1:
             return self._norm(module, parameters["weight"].detach())
@@ -157,7 +156,7 @@ class _Fusion:
         epsilons = [value for value in vars(module).values() if type(value) is float and 0 < value < 1e-2]
         if len(epsilons) != 1:
             return None
-        key = (type(module), _settings(module), weight.dtype, len(weight))
+        key = (type(module), settings(module), weight.dtype, len(weight))
         if key not in self._verdicts:
             self._verdicts[key] = _norm_form(module, weight, epsilons[0])
         form = self._verdicts[key]
@@ -171,7 +170,7 @@ class _Fusion:
         same = len({(linear.bias is None, linear.weight.dtype) for linear in linears[:2]}) == 1
         if not same or not self._kernels.can_take(sizes[0][1], first.dtype):
             return None
-        key = (type(module), _settings(module), *(type(child) for child in module.children()), first.dtype, *sizes)
+        key = (type(module), settings(module), *(type(child) for child in module.children()), first.dtype, *sizes)
         if key not in self._verdicts:
             self._verdicts[key] = _gate_order(module, linears)
         order = self._verdicts[key]
@@ -180,22 +179,17 @@ class _Fusion:
         return FusedGate(linears[order[0]], linears[order[1]], linears[2], self._kernels)
 
 
-def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """Plain values among a module's attributes, which may change what it computes."""
-    return tuple((name, value) for name, value in vars(module).items() if isinstance(value, bool | int | float | str))
-
-
 def _norm_form(module: nn.Module, weight: Tensor, epsilon: float) -> int | None:
     """How the module rounds and scales; None if it is no root-mean-square norm.
 
-    Its weight is random for the trial, since a weight of ones would make the formulas agree.
+    The trial makes its weight random, because with a weight of ones all formulas agree.
     """
     inputs = RandomInputs()
     x, kept = inputs.rows(NUM_ROWS, len(weight), dtype=weight.dtype), weight.clone()
     with torch.no_grad():
         weight.copy_(inputs.rows(len(weight)))
         try:
-            output = attempt(lambda: module(x), "a module with one weight takes something else than rows")
+            output = attempt(lambda: module(x), "a module with one weight takes other arguments than rows")
             wide = x.float()
             norm = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
             formulas = {
@@ -212,7 +206,7 @@ def _gate_order(module: nn.Module, linears: list[nn.Linear]) -> tuple[int, int] 
     """Which of the first two linear layers is the gate; None if the module computes something else."""
     x = RandomInputs().rows(NUM_ROWS, linears[0].in_features, dtype=linears[0].weight.dtype)
     with torch.no_grad():
-        output = attempt(lambda: module(x), "a module of three linear layers takes something else than rows")
+        output = attempt(lambda: module(x), "a module of three linear layers takes other arguments than rows")
         for gate, up in ((0, 1), (1, 0)):
             if same_bits(output, linears[2](nn.functional.silu(linears[gate](x)) * linears[up](x))):
                 return gate, up
@@ -222,8 +216,8 @@ def _gate_order(module: nn.Module, linears: list[nn.Linear]) -> tuple[int, int] 
 def _merge_siblings(parent: nn.Module) -> None:
     """Let the linear layers of `parent` that read the same input share one product.
 
-    Which ones do cannot be seen without running the model, so the usual names of projections are asked for. A wrong
-    guess would cost time and nothing else: a layer that is handed another tensor than its siblings computes anew.
+    Only running the model would show which layers these are, so the names of usual projections decide. A wrong guess
+    costs time only: a layer that gets another tensor than its siblings computes the product again.
     """
     named = [(name, getattr(parent, name, None)) for name in PROJECTIONS]
     linears = [child for _, child in named if type(child) is nn.Linear and not _has_hooks(child)]

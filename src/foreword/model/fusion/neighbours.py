@@ -1,4 +1,4 @@
-"""Which fused layers follow each other: found out by running the model once, without computing.
+"""Finding the fused layers that follow each other, by running the model once without computing them.
 
 Knows the tensors that pass between layers; knows no module.
 """
@@ -16,8 +16,10 @@ from foreword.model.cpu.layer_program import LayerOperations
 
 
 class Neighbours(TorchFunctionMode):
-    """Stands in for the context of a step in which layers compute nothing: it notes which of them are handed the result
-    of the one before, and the same rotary embeddings, and with which results something else is computed.
+    """Stands in for the context of a step in which layers compute nothing.
+
+    It notes which layers get the previous layer's result and the same rotary embeddings, and which results are also
+    used elsewhere.
     """
 
     def __init__(self) -> None:
@@ -25,7 +27,7 @@ class Neighbours(TorchFunctionMode):
         self._layers: list[LayerOperations | None] = []
         self._follows: list[bool] = []
         self._rows: list[Tensor] = []
-        """What the first layer was handed, and what each has returned."""
+        """The rows that the first layer got, and those that each layer returned."""
         self._turns: Tensor | None = None
         self._used: set[int] = set()
 
@@ -36,7 +38,7 @@ class Neighbours(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def observe(self, layer: LayerOperations | None, hidden_states: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        """What the layer is to return."""
+        """Note a layer's call; returns the layer's result."""
         if not self._rows:
             self._rows.append(hidden_states)
         self._follows.append(self._rows[-1] is hidden_states and self._turns is turns[0])
@@ -46,7 +48,7 @@ class Neighbours(TorchFunctionMode):
         return self._rows[-1]
 
     def chains(self) -> list[list[LayerOperations]]:
-        """Of layers that have operations; to be asked when the model has run."""
+        """The layers with operations that follow each other. Call it after the model has run."""
         found: list[list[LayerOperations]] = [[]]
         for number, layer in enumerate(self._layers):
             if not self._follows[number] or number in self._used or layer is None:
@@ -57,7 +59,7 @@ class Neighbours(TorchFunctionMode):
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    """What a function is called with, out of its lists and dictionaries."""
+    """Yield the values in nested lists, tuples and dictionaries."""
     if isinstance(value, list | tuple):
         for one in value:
             yield from _flat(one)

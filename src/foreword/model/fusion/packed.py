@@ -1,10 +1,10 @@
-"""Linear layers whose weights lie in memory in the order in which the CPU's matrix product reads them.
+"""Linear layers whose weights lie in memory in the order in which a CPU's matrix product reads them.
 
 Knows `nn.Linear` and oneDNN's prepacked products, as torch.compile's freezing uses them; knows no model by name.
 
-A plain weight is reordered anew in every product of few rows, or read in strides. A packed one is read as a
-stream: decoding becomes up to twice as fast. And with a packed weight a row's bits do not depend on the number of
-rows, not even on whether it is alone (docs/decisions/0009-packed-weights.md has the measurements).
+Every product of few rows reorders a plain weight again, or reads it in strides. It reads a packed one as a stream:
+decoding becomes up to twice as fast. With packed weights, a row's bits do not depend on the number of rows, not even
+on whether the row is alone (docs/decisions/0009-packed-weights.md has the measurements).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ logger = logging.getLogger(__name__)
 keep_onednn_to_vectors()
 
 ROWS_HINT = 16
-"""For how many rows oneDNN chooses its layout; neither bits nor times changed with it."""
+"""The number of rows for which oneDNN chooses its layout; other numbers changed neither bits nor times."""
 
 
 class PackedLinear(nn.Module):
-    """What `nn.Linear` computes, from a packed copy of its weight; the plain weight can be freed.
+    """`nn.Linear` with a packed copy of its weight, so that the plain weight can be freed.
 
     `forward` takes [..., in_features] and returns [..., out_features] in the same dtype.
     """
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
-        """`weights` [any, in_features], whose outputs follow each other, `bias` [out_features]."""
+        """Join `weights` [any, in_features], whose outputs follow each other; `bias` [out_features]."""
         super().__init__()
         self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
         self.compact = CompactProduct(weights, bias) if CompactProduct.can_take(weights[0]) else None
-        """The product, where this processor has instructions for it."""
+        """The product, if this processor has instructions for it."""
         if self.compact is None:
             # Neither parameter nor buffer: an opaque tensor can be neither moved nor cast.
             weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
@@ -46,7 +46,7 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def stack(cls, linears: Sequence[nn.Linear]) -> PackedLinear:
-        """One layer with the outputs of several, which read the same input and have all a bias or none."""
+        """Join layers that read the same input, and of which all have a bias or none."""
         return cls(*stacked(linears))
 
     @property
@@ -66,7 +66,7 @@ class PackedLinear(nn.Module):
 
 
 def stacked(linears: Sequence[nn.Linear]) -> tuple[list[Tensor], Tensor | None]:
-    """Weights and bias of one layer in place of several, which have all a bias or none."""
+    """The weights of layers and their joined bias, if they have one."""
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     return [linear.weight.detach() for linear in linears], torch.cat(biases) if biases else None
 
@@ -83,11 +83,10 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(module: nn.Module) -> int:
-    """Replace every plain `nn.Linear` in `module` by a packed one, where this machine can; returns how many.
+    """Replace every plain `nn.Linear` in `module` by a packed one, if this machine can; returns their number.
 
-    The plain weights are freed as far as nothing else holds them. An embedding that shares its weight with the
-    output head keeps its rows, which lookups need: they stay in the memory-mapped checkpoint, of which the
-    system keeps in memory what is looked up.
+    Plain weights that nothing else holds are freed. An embedding that shares its weight with the output head keeps
+    the weight for lookups. It stays in the memory-mapped checkpoint, and the system loads only the rows in use.
     """
     packed: dict[int, PackedLinear] = {}
     for path, child in list(module.named_modules(remove_duplicate=False)):
@@ -101,9 +100,9 @@ def pack_linears(module: nn.Module) -> int:
 
 
 def has_unpacked_products(module: nn.Module) -> bool:
-    """Whether any matrix is multiplied in the library's plain way, in which a row's bits depend on the others.
+    """Whether the library multiplies any plain matrix, in a way in which a row's bits depend on the others.
 
-    Experts' matrices (three-dimensional) have a row padding of their own.
+    Experts' matrices (three-dimensional) do not count, because experts pad their rows themselves.
     """
     lookups = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     return any(parameter.dim() == 2 and id(parameter) not in lookups for parameter in module.parameters())

@@ -1,17 +1,17 @@
 """A pass through a whole model without the model's own Python: embedding, all layers as one program, norm, head.
 
-Knows what a decoder is made of; knows no model by name. A model runs this way only if, on random tokens, positions and
+Knows the parts of a decoder; knows no model by name. A model runs this way only if, on random tokens, positions and
 rows, its own code gives the exact bits of this formula:
 
     rows = embedding(tokens);  turns = rotary(rows, positions);  rows = layers(rows, turns);  logits = head(norm(rows))
 
-transformers' code around the layers (masks that nobody needs, checks, a call for each layer) takes a millisecond of a
-step of some twenty, and it computes rows of the last layer that nobody asks for. On a Zen 4 or 5 processor of 2 cores a
-straight pass takes 0.92 of the time for one request that decodes, 0.98 for sixteen, and 0.95 for the first token after
-1024 (medians of pairs in turn, docs/decisions/0020-straight-pass.md).
+transformers' code around the layers (unused masks, checks, a call for each layer) takes a millisecond of a step of
+about twenty, and computes rows of the last layer that nobody needs. On a Zen 4 or 5 processor of 2 cores, a straight
+pass takes 0.92 of the time for one request that decodes, 0.98 for sixteen, and 0.95 for the first token after 1024
+(medians of interleaved pairs, docs/decisions/0020-straight-pass.md).
 
-A step runs the model's own code again if somebody hooks, replaces or gives another `forward` to a layer or to a module
-outside the layers, to watch it or to change what it gives.
+If somebody hooks or replaces a layer or a module outside the layers, or gives it another `forward`, steps run the
+model's own code again.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from torch.nn.modules.module import (
 )
 from transformers import DynamicCache
 
-from foreword.model.attention import ForwardContext
 from foreword.model.cpu.layer_program import LayerChain, LayerOperations
 from foreword.model.flat_model import FlatModel
 from foreword.model.fusion.fused_layer import FusedForward
 from foreword.model.fusion.modules import FusedNorm
 from foreword.model.fusion.neighbours import Neighbours
 from foreword.model.fusion.packed import PackedLinear
+from foreword.model.layers.attention import ForwardContext
 from foreword.model.trial import RandomInputs, attempt, same_bits
 
 Turns = tuple[Tensor, Tensor]
 _TRIALS = ((5, (1, 4)), (2, (0, 1)))
-"""The number of rows of each trial, and the rows whose logits are compared."""
+"""For each trial, the number of rows, and the rows whose logits are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class StraightPass:
     head: PackedLinear
     chain: LayerChain
     hooks: tuple[Mapping[int, Any], ...]
-    """Of each module outside layers and of each layer, and the global ones."""
+    """The hooks of modules outside layers and of layers, and the global ones."""
     found: tuple[tuple[Mapping[str, Any], str, Any], ...]
-    """(where, name, value) of what must not change: children of modules outside layers, what stands in place of a
+    """(where, name, value) of everything that must not change: children of modules outside layers, replacements of a
     class's `forward`, and the program of the layers."""
 
     @classmethod
     def find(cls, model: FlatModel, chain: LayerChain, vocab_size: int) -> StraightPass | None:
-        """None if the model computes anything else than the formula."""
+        """Find the parts of a model; None if it computes anything else than the formula."""
         found: StraightPass | None = None
         for seed, (num_rows, keep) in enumerate(_TRIALS):
             trial = _Trial(RandomInputs(seed), vocab_size, num_rows, keep)
@@ -76,7 +76,7 @@ class StraightPass:
 
     @classmethod
     def _of(cls, module: Any, chain: LayerChain, trial: _Trial) -> StraightPass | None:
-        """The parts that the model has used."""
+        """The parts that the model used in a trial."""
         embed, head = module.get_input_embeddings(), module.get_output_embeddings()
         if not (len(trial.norms) == len(trial.rotaries) == 1 and trial.num_layers == len(chain.layers)):
             return None
@@ -95,7 +95,7 @@ class StraightPass:
         return cls(embed.forward, rotary.forward, norm, head, chain, hooks, kept)
 
     def _agrees(self, trial: _Trial) -> bool:
-        """Whether the formula gives the layers what the model gave them, and makes of their rows what it made."""
+        """Whether the formula has the model's inputs for the layers, and its logits for their rows."""
 
         def formula() -> tuple[object, ...]:
             assert trial.last is not None
@@ -103,11 +103,11 @@ class StraightPass:
             logits = self.head.forward(self.norm.forward(trial.last[0])[trial.keep])
             return rows, logits, self.rotary(rows, trial.positions)
 
-        found = attempt(formula, "the parts of the model want to be called in another way")
+        found = attempt(formula, "the parts of the model take other arguments")
         return same_bits(found, (trial.first, trial.logits, trial.turns))
 
     def __call__(self, tokens: Tensor, positions: Tensor, keep: Tensor, context: ForwardContext) -> Tensor | None:
-        """Logits [len(keep), vocab] of rows in ascending order, each once; None if this step needs the model's code."""
+        """Logits [len(keep), vocab] of ascending, distinct rows; None if this step needs the model's code."""
         if any(self.hooks) or any(where.get(name) is not one for where, name, one in self.found):
             return None
         rows = self.embed(tokens)
@@ -115,7 +115,7 @@ class StraightPass:
 
 
 class _Trial(Neighbours):
-    """Stands in for the context of a step: layers return random rows, and the trial notes what they are handed."""
+    """Stands in for a step's context: layers return random rows, and the trial notes their inputs."""
 
     def __init__(self, inputs: RandomInputs, vocab_size: int, num_rows: int, keep: tuple[int, ...]) -> None:
         super().__init__()
@@ -123,19 +123,19 @@ class _Trial(Neighbours):
         self.tokens, self.positions = inputs.integers(vocab_size, 1, num_rows), inputs.integers(64, 1, num_rows)
         self.keep = torch.tensor(keep)
         self.logits: Tensor | None = None
-        """Of the rows `keep`, when the model has run."""
+        """Logits of the rows `keep`, after the model has run."""
         self._pairs: list[tuple[nn.Module, Tensor]] = []
-        """Modules that returned a pair of tensors, and the first of each."""
+        """Modules that returned a pair of tensors, each with the first of the pair."""
         self.norms: list[nn.Module] = []
-        """Modules that were given the last layer's rows."""
+        """Modules that took the last layer's rows."""
         self.first: Tensor | None = None
         self.last: Tensor | None = None
-        """What the first layer was given, and what the last has returned, [1, rows, width]."""
+        """The first layer's input and the last layer's result, [1, rows, width]."""
         self.turns: Turns | None = None
         self.num_layers = 0
 
     def run(self, model: FlatModel) -> bool:
-        """Run the model's own code; whether it ran, which a model does not if some layers are transformers' own."""
+        """Run the model's own code; returns whether it ran, which it does not if some layers are not fused."""
         with torch.inference_mode(), register_module_forward_hook(self.note):
             self.logits = attempt(
                 lambda: model(self.tokens, self.positions, self.keep, self, DynamicCache()),
@@ -144,7 +144,7 @@ class _Trial(Neighbours):
         return self.logits is not None
 
     def observe(self, layer: LayerOperations | None, hidden_states: Tensor, turns: Turns) -> Tensor:
-        """What the layer is to return."""
+        """Note a layer's call; returns the layer's result."""
         del layer
         if self.first is None:
             self.first, self.turns = hidden_states, turns
@@ -153,7 +153,7 @@ class _Trial(Neighbours):
         return self.last
 
     def note(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        """Called after each module has run."""
+        """Note a module's input and output; runs after each module."""
         if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], Tensor):
             self._pairs.append((module, output[0]))
         if self.last is not None and any(argument is self.last for argument in arguments):

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.batch import NO_ENTRIES, Batch, IntArray
+from foreword.batch import Batch, IntArray
 from foreword.kernels.device_attention import DeviceAttention, HostPlan
-from foreword.model.attention import ForwardContext, GroupStep
-from foreword.model.experts import EXPERTS_NAME
 from foreword.model.gpu.device import Device, Graph
+from foreword.model.layers.attention import ForwardContext, GroupStep
+from foreword.model.layers.experts import EXPERTS_NAME
+from foreword.model.layers.recurrent import StepCache
 from foreword.model.loader import LoadedModel
-from foreword.model.recurrent import StepCache
 from foreword.model.runner import ModelRunner
 from foreword.model.sampling.sampler import Put
 from foreword.model.storage import KVStorage
@@ -80,7 +80,7 @@ class DecodeGraphs:
         self._kernels = [runner.kernel_of(group_id) for group_id in range(self._num_groups)]
         self._graphs: dict[int, Graph] = {}
         self.sizes: list[int] = []
-        """Ascending."""
+        """The sizes of the recorded graphs, ascending."""
         self.num_replays = 0
 
     def capture(self, sizes: Sequence[int]) -> None:
@@ -147,15 +147,7 @@ class DecodeGraphs:
         """One row of padding: it writes to the scrap block and attends to it."""
         zero = np.zeros(1, np.int32)
         scrap = np.full((1, 1), self._storage.scrap_block, np.int32)
-        return Batch(
-            entries=NO_ENTRIES,
-            token_ids=zero,
-            positions=zero,
-            query_starts=np.array([0, 1], np.int32),
-            group_tables=(scrap,) * self._num_groups,
-            write_from=zero,
-            copies=np.empty((0, 2), np.int32),
-        )
+        return Batch.bare(zero, zero, np.array([0, 1], np.int32), (scrap,) * self._num_groups)
 
     def _row_array(self, batch: Batch, size: int) -> IntArray:
         """Token ids, positions, positions minus rows, and slots of each group; padding is all 0."""

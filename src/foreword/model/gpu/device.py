@@ -30,11 +30,11 @@ class DeviceMemory:
 class Event(Protocol):
     """A point in the queue of the device's work."""
 
-    def is_done(self) -> bool:
+    def query(self) -> bool:
         """Whether the device has passed it."""
         ...
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Return when the device has passed it."""
         ...
 
@@ -102,7 +102,9 @@ class CudaDevice:
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> Event:
-        return CudaEvent(self._device)
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event  # type: ignore[no-any-return]
 
     def capture(self, work: Callable[[], None]) -> Graph:
         # The first run, on a separate stream, initialises libraries and compiles kernels.
@@ -128,17 +130,3 @@ class CudaDevice:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
-
-
-class CudaEvent:
-    """An event recorded on the current stream when it is created."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(torch.cuda.current_stream(device))
-
-    def is_done(self) -> bool:
-        return bool(self._event.query())
-
-    def wait(self) -> None:
-        self._event.synchronize()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -111,15 +111,8 @@ def largest_step(layout: CacheLayout, storage: KVStorage, limits: RunnerLimits, 
         np.full((num_requests, -(-max(lengths) // spec.block_size)), storage.scrap_block, np.int32)
         for spec in layout.specs
     )
-    return Batch(
-        entries=Entries.of_prompts([_request(number, length, params) for number, length in enumerate(lengths)]),
-        token_ids=np.zeros(int(starts[-1]), np.int32),
-        positions=positions,
-        query_starts=starts,
-        group_tables=tables,
-        write_from=np.zeros(num_requests, np.int32),
-        copies=np.empty((0, 2), np.int32),
-    )
+    entries = Entries.of_prompts([_request(number, length, params) for number, length in enumerate(lengths)])
+    return replace(Batch.bare(np.zeros_like(positions), positions, starts, tables), entries=entries)
 
 
 def _request(number: int, length: int, params: SamplingParams) -> Request:

@@ -76,12 +76,12 @@ class PendingResult:
 
     def is_ready(self) -> bool:
         """Whether `result` would return at once."""
-        return self._event.is_done()
+        return self._event.query()
 
     def result(self) -> BatchResult:
         """Wait for the device and read the step; to be called once."""
         self.is_read = True
-        self._event.wait()
+        self._event.synchronize()
         return self.taken.read(self._host.view(torch.int32).numpy())
 
 
@@ -187,7 +187,7 @@ class DeviceRunner(ModelRunner):
             work = self._plan_work(self._after_sinks(batch), logit_rows)
             self.buffer.upload()
             logits = self._logits(work).clone()
-        self._accelerator.mark().wait()
+        self._accelerator.mark().synchronize()
         return logits
 
     @property

@@ -13,9 +13,9 @@ The host plans a step's sampling from the requests; the device that holds the lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,26 +36,6 @@ ROWS_AT_A_TIME = 64
 """Rows are sorted in float64; this limit bounds the memory for it."""
 INFINITY, MINUS_INFINITY = 0x7F80, 0xFF80
 """Bits of a bfloat16."""
-
-
-class Sample(NamedTuple):
-    """The token sampled from one row."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-
-
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sample]:
-    """Sample the next token of each request from its row of `logits` [requests, vocab]; this changes the logits.
-
-    The logits are float32, or of any type if every request only wants the likeliest token.
-    Log probabilities are the model's own, before penalties, bias and temperature.
-    """
-    asked = Sampled.of(Entries.of_prompts(requests))
-    plan = SamplingPlan.make(asked, logits.shape[1], lambda array: torch.from_numpy(array).to(logits.device))
-    drawn = plan.draw(logits)
-    token_ids, logprobs = drawn.read(drawn.packed().cpu().numpy())
-    return [Sample(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids.tolist())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +248,7 @@ def _largest(logits: Tensor) -> Tensor:
 
 
 def _largest_bits(bits: npt.NDArray[np.int16]) -> Int64Array | None:
-    """The same for bfloat16, compared by their bits: positive numbers are ordered as their bits are.
+    """As `_largest`, for bfloat16 compared by their bits: positive numbers have the order of their bits.
 
     None unless each row's largest is positive and no logit is NaN. Takes half the time of a conversion to float32.
     """

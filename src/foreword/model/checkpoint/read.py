@@ -1,7 +1,7 @@
 """Reading a checkpoint of any Hugging Face causal language model: its config, and its weights in plain modules.
 
-Knows configs, files and dtypes; knows no architecture by name, and nothing of what a model remembers. What the config
-already rules out is refused here, with the layer and the reason.
+Knows configs, files and dtypes; knows no architecture by name, and nothing of what a model remembers. It refuses what
+the config rules out, with the layer and the reason.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from foreword.config import Dtype, ModelConfig
 from foreword.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from foreword.model.attention import ATTENTION_NAME
-from foreword.model.experts import EXPERTS_NAME
-from foreword.model.quantization import expand_quantized, give_one_type, refuse_gguf
-from foreword.model.weights_progress import weights_progress
+from foreword.model.checkpoint.quantization import expand_quantized, give_one_type, refuse_gguf
+from foreword.model.checkpoint.weights_progress import weights_progress
+from foreword.model.layers.attention import ATTENTION_NAME
+from foreword.model.layers.experts import EXPERTS_NAME
 
 logger = logging.getLogger(__name__)
 
 REFUSED_LAYER_TYPES: Mapping[str, str] = {
     "indexed_attention": "it chooses positions with an indexer, whose keys have no place in the cache",
 }
-"""Types that do not run, each with the reason; a type in neither list is refused as unknown."""
+"""Layer type that does not run -> the reason. Types in neither list are refused as unknown."""
 SUPPORTED_LAYER_TYPES = (
     "full_attention",
     "sliding_attention",
@@ -43,28 +43,28 @@ SUPPORTED_LAYER_TYPES = (
 )
 SUPPORTED = (
     "decoder-only language models of transformers whose layers are full, sliding-window or chunked attention (llama, "
-    "qwen2, qwen3, qwen3_moe, mistral, phi3, olmo2, granite, gemma2, gemma3, cohere2, gpt_oss, smollm3, llama4, ...), "
-    "recurrent, or both (mamba2, qwen3_next, falcon_h1, granitemoehybrid, bamba, lfm2, ...)"
+    "qwen2, qwen3, qwen3_moe, mistral, phi3, olmo2, granite, gemma2, gemma3, cohere2, gpt_oss, smollm3, llama4, bloom, "
+    "mpt, ...), recurrent, or both (mamba2, qwen3_next, falcon_h1, granitemoehybrid, bamba, lfm2, ...)"
 )
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model as transformers reads it, on its device, and what its config says."""
+    """A model as transformers reads it, on its device, and the facts from its config."""
 
     module: PreTrainedModel
     config: PretrainedConfig
-    """Of the text part."""
+    """The config of the text part."""
     dtype: torch.dtype
     device: torch.device
     max_positions: int
-    """The length of the longest sequence that the model may be given."""
+    """The length of the longest sequence that the model accepts."""
     eos_token_ids: frozenset[int]
 
 
 def read_checkpoint(options: ModelConfig) -> Checkpoint:
-    """Read from a folder or the hub. Raises ConfigError, ModelLoadError or UnsupportedModelError."""
+    """Read a checkpoint from a folder or the hub. Raises ConfigError, ModelLoadError or UnsupportedModelError."""
     device = _device(options.device)
     config = _load_config(options)
     is_quantized = expand_quantized(config, options)
@@ -74,7 +74,7 @@ def read_checkpoint(options: ModelConfig) -> Checkpoint:
     module = _load_weights(options, config, dtype).to(device).eval()
     if is_quantized:
         give_one_type(module, dtype)
-    if dtype == torch.float16:  # whatever the config says: the file's tensors may be of another type
+    if dtype == torch.float16:  # the file's tensors may have another type than the config says
         _refuse_overflow(module, options)
     return Checkpoint(module, text, dtype, device, _max_positions(text), _eos_token_ids(module, text))
 
@@ -87,7 +87,9 @@ def _load_config(options: ModelConfig) -> PretrainedConfig:
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         raise ModelLoadError(f"model folder {name!r} has no config.json; is it a Hugging Face checkpoint?")
     if os.path.isdir(name) and options.revision is not None:
-        raise ConfigError(f"revision={options.revision!r} is of a repository on the hub, and {name!r} is a folder")
+        raise ConfigError(
+            f"revision={options.revision!r} names a version on the hub, but {name!r} is a folder; drop it"
+        )
     try:
         return AutoConfig.from_pretrained(
             name, revision=options.revision or "main", trust_remote_code=options.trust_remote_code
@@ -122,18 +124,18 @@ def _refuse_unsupported(config: PretrainedConfig, text: PretrainedConfig, option
 
 
 def _refuse_media(config: PretrainedConfig, options: ModelConfig) -> None:
-    """Raises UnsupportedModelError for models of images or sound that have no class for text alone."""
+    """Raise UnsupportedModelError for models of images or sound that have no class for text alone."""
     parts = " ".join(getattr(config, "sub_configs", {}))
     media = [medium for part, medium in (("vision", "images"), ("audio", "sound")) if part in parts]
     kind = f"model {options.model!r} ({getattr(config, 'model_type', '?')})"
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if media and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
         raise UnsupportedModelError(
-            f"{kind} takes {' and '.join(media)} beside text, and transformers has no class that loads its text part "
-            f"alone; choose a text-only checkpoint of the family. Supported are {SUPPORTED}"
+            f"{kind} takes {' and '.join(media)} as well as text, and transformers has no class that loads its text "
+            f"part alone; choose a text-only checkpoint of the family. Supported are {SUPPORTED}"
         )
     if media:
-        logger.warning("%s takes %s beside text; only text is served", kind, " and ".join(media))
+        logger.warning("%s takes %s as well as text; foreword serves text only", kind, " and ".join(media))
 
 
 def _load_weights(options: ModelConfig, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -152,7 +154,8 @@ def _load_weights(options: ModelConfig, config: PretrainedConfig, dtype: torch.d
             )
     except (SafetensorError, EOFError) as error:
         raise ModelLoadError(
-            f"the weights of model {options.model!r} are damaged or truncated ({first_line(error)}); download them anew"
+            f"the weights of model {options.model!r} are damaged or truncated ({first_line(error)}); download them "
+            "again"
         ) from error
     except (ValueError, KeyError) as error:
         raise UnsupportedModelError(
@@ -165,7 +168,7 @@ def _load_weights(options: ModelConfig, config: PretrainedConfig, dtype: torch.d
     if missing:  # transformers has filled them with random numbers
         raise ModelLoadError(
             f"the weights of model {options.model!r} lack {len(missing)} of those that its config.json asks for "
-            f"(first: {missing[0]!r}); download it anew, or correct config.json"
+            f"(first: {missing[0]!r}); download it again, or correct config.json"
         )
     return module
 
@@ -176,7 +179,7 @@ def _has_experts(config: PretrainedConfig) -> bool:
 
 
 def _refuse_overflow(module: PreTrainedModel, options: ModelConfig) -> None:
-    """Raises ConfigError if a weight is infinite as float16."""
+    """Raise ConfigError if a weight is infinite as float16."""
     for name, weight in module.named_parameters():
         if weight.isinf().any():
             raise ConfigError(
@@ -186,14 +189,14 @@ def _refuse_overflow(module: PreTrainedModel, options: ModelConfig) -> None:
 
 
 def _checkpoint_dtype(text: PretrainedConfig) -> torch.dtype:
-    """What the config says; float32 if it says nothing or something that is not offered."""
+    """The config's dtype; float32 if it has none or one that foreword does not offer."""
     said = str(getattr(text, "dtype", None)).removeprefix("torch.")
     offered: torch.dtype = getattr(torch, said if said in get_args(Dtype) and said != "auto" else "float32")
     return offered
 
 
 def choose_dtype(options: ModelConfig, text: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """The type that is asked for, else the checkpoint's; a CPU computes float16 as float32, which loses no bit."""
+    """Return the requested type, else the checkpoint's. A CPU computes float16 as float32, which loses no bit."""
     if options.dtype != "auto":
         asked: torch.dtype = getattr(torch, options.dtype)
         return asked
@@ -214,10 +217,11 @@ def _device(name: str) -> torch.device:
 def _max_positions(text: PretrainedConfig) -> int:
     """The length of the longest sequence.
 
-    Rotary embeddings that change with a sequence's length would change the KV of a prefix afterwards. Such models
-    are limited to the length below which they do not.
+    Some rotary embeddings change beyond a certain length, which would change the KV of a prefix afterwards. That
+    length is the limit of such models.
     """
-    longest = int(getattr(text, "max_position_embeddings", None) or 2**20)
+    names = ("max_position_embeddings", "max_seq_len")
+    longest = min((int(limit) for name in names if (limit := getattr(text, name, None))), default=2**20)
     parameters = getattr(text, "rope_parameters", None) or {}
     flat = parameters if "rope_type" in parameters else next(iter(parameters.values()), {})
     if isinstance(flat, dict) and flat.get("rope_type") in LENGTH_DEPENDENT_ROPE:
@@ -241,5 +245,5 @@ def _eos_token_ids(module: PreTrainedModel, text: PretrainedConfig) -> frozenset
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """The first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

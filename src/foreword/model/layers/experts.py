@@ -3,9 +3,9 @@
 Knows the calling convention of transformers' experts interface; knows no model by name. Importing this
 module registers experts_implementation="foreword".
 
-The library's own implementations multiply as many rows as an expert happens to get, and float32 matrix
-products of few rows round differently on CPU. Here the rows of an expert are padded to a fixed multiple,
-and a token's experts are added up in the order of its own routing.
+The library's own implementations multiply as many rows as an expert happens to get, and on a CPU float32 products of
+few rows round differently. Here an expert's rows are padded to a fixed multiple, and a token's experts are added up
+in the order of its own routing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 EXPERTS_NAME = "foreword"
 ROW_MULTIPLE = 64
-"""Enough rows for equal bits, and whole vectors for any width."""
+"""Enough rows for equal bits, and for whole vectors with any width."""
 
 
 def foreword_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden]."""
+    """Mix the chosen experts of each token.
+
+    hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k]; returns [tokens, hidden].
+    """
     num_tokens, num_choices = top_k_index.shape
     chosen = top_k_index.reshape(-1)
     results = hidden_states.new_zeros(num_tokens * num_choices, hidden_states.shape[-1])
@@ -40,7 +43,7 @@ def foreword_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
 
 def _expert(module: Any, expert: int, rows: Tensor) -> Tensor:
-    """One expert's feed-forward network, [rows, hidden] -> [rows, hidden]."""
+    """Run one expert's feed-forward network, [rows, hidden] -> [rows, hidden]."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
     inner = _linear(module, first, expert, rows)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)

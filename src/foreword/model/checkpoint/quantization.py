@@ -1,8 +1,8 @@
-"""Which number formats a checkpoint's weights may have.
+"""The number formats that a checkpoint's weights may have.
 
-Knows what config.json and the files beside it say of quantized weights; reads no weights and knows no architecture.
-transformers turns FP8 and MXFP4 into plain numbers while it loads them. Every other format needs kernels of its own, so
-it is refused by name before any weight is read.
+Knows how config.json and the files beside it describe quantized weights; reads no weights and knows no architecture.
+transformers turns FP8 and MXFP4 into plain numbers while it loads them. Other formats need special kernels, so they
+are refused by name before any weight is read.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from foreword.errors import UnsupportedModelError
 logger = logging.getLogger(__name__)
 
 LOADABLE: Mapping[str, str] = {"fp8": "FP8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
-"""Value of `quant_method` -> what people call it."""
+"""Value of `quant_method` -> the usual name of the format."""
 SIDE_FILES: Mapping[str, str] = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
 }
-"""Where some tools describe the weights instead of config.json -> the format, if the file does not name it."""
+"""File in which some tools describe the weights, instead of config.json -> the format, if the file does not name it."""
 REMEDY = (
     "foreword loads unquantized weights, FP8 (quant_method 'fp8' or 'mxfp8') and MXFP4; "
     "choose a checkpoint of the model in one of these"
@@ -37,9 +37,9 @@ REMEDY = (
 
 
 def expand_quantized(config: PretrainedConfig, options: ModelConfig) -> bool:
-    """Have quantized weights loaded as plain numbers, if there are any; whether there are.
+    """Have quantized weights loaded as plain numbers; returns whether the weights are quantized.
 
-    Raises UnsupportedModelError for formats that cannot be.
+    Raises UnsupportedModelError for formats that transformers cannot turn into plain numbers.
     """
     found = _description(config)
     if found is None:
@@ -56,7 +56,7 @@ def expand_quantized(config: PretrainedConfig, options: ModelConfig) -> bool:
 
 
 def give_one_type(module: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Parameters in `dtype`: of a quantized checkpoint, transformers leaves the others as they are in the file."""
+    """Convert parameters to `dtype`: transformers leaves those that were not quantized as they are in the file."""
     kept = set(module._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
         kept |= set(module._keep_in_fp32_modules or ())
@@ -66,7 +66,7 @@ def give_one_type(module: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def refuse_gguf(model: str) -> None:
-    """Raises UnsupportedModelError if all that a folder has of weights is .gguf files, or a hub id says so."""
+    """Raise UnsupportedModelError if a folder's only weights are .gguf files, or a hub id ends in gguf."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         is_gguf = any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
@@ -81,7 +81,7 @@ def _refusal(model: str, method: str) -> UnsupportedModelError:
 
 
 def _description(config: PretrainedConfig) -> dict[str, Any] | None:
-    """What config.json says, at its top or for the language model inside it; None if weights are plain numbers."""
+    """The description in config.json, at its top or for the language model in it; None if weights are plain numbers."""
     for place in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):
             found = getattr(place, name, None)
@@ -97,7 +97,7 @@ def _method(found: Mapping[str, Any]) -> str:
 
 
 def _details(found: Mapping[str, Any]) -> str:
-    """What tells a format's variants apart, as far as it is said: 'NVFP4', '4 bits'."""
+    """The format's variant, if the description names it: 'NVFP4', '4 bits'."""
     bits = found.get("bits") or found.get("w_bit")
     return str(found.get("quant_algo") or found.get("format") or (f"{bits} bits" if bits else ""))
 
@@ -120,5 +120,5 @@ def _methods_of_side_files(options: ModelConfig) -> Iterator[str]:
         except (ValueError, KeyError, TypeError):
             yield method
         else:
-            if algorithm:  # None where only the KV cache is to be quantized
+            if algorithm:  # None if only the KV cache is to be quantized
                 yield f"{method} {algorithm}"

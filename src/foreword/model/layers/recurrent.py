@@ -1,12 +1,12 @@
-"""Recurrent layers: each request runs on its own, from its saved state, in cells of a fixed grid.
+"""Recurrent layers: each request runs alone, from its saved state, in cells of a fixed grid.
 
 Knows transformers' `Cache` and the modules that keep a state in it; knows no model by name. A flattened
-batch would run one request's state into the next, so a recurrent module's forward is replaced by one that
-calls the original once per cell, with a cache that holds this request's state alone.
+batch would run one request's state into the next. So a recurrent module gets another `forward`, which calls the
+original once per cell, with a cache that holds only this request's state.
 
-Cells end where the state can be saved, at multiples of the group's block size, and at the end of the prompt. A
-generated token is a cell of its own, also when a request that was preempted computes it again. So a request is
-computed in the same cells whether its beginning was a hit or not, and however its steps were cut:
+Cells end at multiples of the group's block size, where the state can be saved, and at the end of the prompt. A
+generated token is its own cell, even if a preempted request computes it again. So a request always has the same
+cells, whether its beginning was a hit or not, and however its steps were cut:
 
     a state can be saved after            0       64      128     192
     prompt of 150 tokens, 4 generated     |-cell--|-cell--|-c|||||
@@ -31,7 +31,7 @@ from foreword.batch import Batch
 from foreword.cache import NULL_BLOCK
 from foreword.model.layout import StateLayout
 from foreword.model.storage import KVStorage
-from foreword.model.trial import RandomInputs
+from foreword.model.trial import ROUNDING, RandomInputs, relative_error
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 """Names under which transformers' models and layers take their cache."""
@@ -42,18 +42,19 @@ class StateRun:
     """One request's share of a step in one recurrent group."""
 
     first_row: int
-    """Of the flattened batch."""
+    """The request's first row in the flattened batch."""
     start: int
     end: int
-    """Positions to compute, the last exclusive."""
+    """The step computes positions `start` to `end` (exclusive)."""
     read_block: int | None
-    """Holds the state after `start` tokens; None at the beginning."""
+    """The block with the state after `start` tokens; None at the beginning."""
     write_block: int
+    """The block for the state after `end` tokens."""
     prompt_end: int
     """Positions from this on hold generated tokens."""
 
     def cells(self, grid: int) -> list[tuple[int, int]]:
-        """Spans of positions: a prompt is cut at multiples of the grid, generated tokens come one by one.
+        """Cut the run into spans of positions: a prompt at multiples of the grid, an answer after every token.
 
         Grid 4, a prompt of 6 tokens:    |0123|45|6|7|8|
         """
@@ -64,7 +65,7 @@ class StateRun:
 
 
 def plan_state_runs(batch: Batch, group_id: int, block_size: int) -> list[StateRun]:
-    """Who reads and writes which state in this step; the table's rules are those of `MambaManager`."""
+    """Find the blocks of states that each request reads and writes; `MambaManager` sets the rules of the table."""
     runs = []
     tables = batch.group_tables[group_id]
     for row, (first, last) in enumerate(zip(batch.query_starts[:-1], batch.query_starts[1:], strict=True)):
@@ -81,17 +82,17 @@ def plan_state_runs(batch: Batch, group_id: int, block_size: int) -> list[StateR
 
 
 class StepCache(Cache):  # type: ignore[misc]
-    """What a model gets as its cache: the step. Attention's KV passes through; recurrent layers find their runs.
+    """The cache that a model gets: attention's KV passes through, and recurrent layers find their runs.
 
-    `offsets` [tokens] is each token's position less its row: a layer that asks how many tokens came before,
-    to count positions from there, gets every token's own answer.
+    `offsets` [tokens] are positions minus rows. A layer that asks for the number of earlier tokens, to count
+    positions from there, gets the right answer for every token.
     """
 
     def __init__(self, storage: KVStorage, runs: dict[int, list[StateRun]], offsets: Tensor) -> None:
         super().__init__(layers=[])
         self.storage = storage
         self.runs = runs
-        """Recurrent group -> runs."""
+        """Recurrent group -> its runs."""
         self.offsets = offsets
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -105,7 +106,7 @@ class StepCache(Cache):  # type: ignore[misc]
 
 
 class OneLayerCache(Cache):  # type: ignore[misc]
-    """One recurrent layer's state of one request, as transformers' layers expect it."""
+    """One request's state in one recurrent layer, as transformers' layers expect it."""
 
     def __init__(self, layer: int, state: LinearAttentionLayer) -> None:
         super().__init__(layers=[])
@@ -131,14 +132,10 @@ class RecurrentForward:
         self._layout = layout
         self._module: Any = module
         self._scan_tokens: int | None = getattr(module, "chunk_size", None)
-        """What the module's parallel scan is cut into; sequences are padded to a multiple."""
-
-    @classmethod
-    def install(cls, module: nn.Module, layer: int, layout: StateLayout) -> None:
-        """Replace a module's forward; without a StepCache it does what it did before."""
-        module.forward = cls(module, layer, layout)
+        """The length of the pieces of the module's parallel scan, which pads sequences to a multiple."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run each request's cells; without a StepCache, call the module's own code."""
         call = self._signature.bind(*args, **kwargs)
         name = next((n for n in CACHE_ARGUMENTS if isinstance(call.arguments.get(n), StepCache)), None)
         if name is None:
@@ -155,7 +152,7 @@ class RecurrentForward:
             call.arguments[name] = OneLayerCache(self._layer, state)
             for start, end in run.cells(grid):
                 rows = slice(run.first_row + start - run.start, run.first_row + end - run.start)
-                # A copy: matrix products may round otherwise at another alignment.
+                # A copy, because matrix products may round differently at another alignment.
                 call.arguments[self._input] = hidden[:, rows].clone()
                 output = self._original(*call.args, **call.kwargs)
                 if result is None:
@@ -188,19 +185,15 @@ class RecurrentForward:
         ]
 
 
-CONTINUATION_TOLERANCE = 1e-3
-"""Largest difference, as a share of the largest output, that float32 rounding explains."""
-
-
 @dataclass(slots=True)
 class StateProbe:
-    """Finds out, by running a model once with transformers' own cache, which modules keep a state in it."""
+    """Finds the modules that keep a state: a model runs once with transformers' own cache."""
 
     cache: DynamicCache
     modules: dict[int, nn.Module] = field(default_factory=dict)
     """Recurrent layer -> the innermost module that changed its state."""
     calls: dict[int, inspect.BoundArguments] = field(default_factory=dict)
-    """Recurrent layer -> how its module was called."""
+    """Recurrent layer -> its module's arguments."""
     _handles: list[Any] = field(default_factory=list)
 
     @classmethod
@@ -208,7 +201,7 @@ class StateProbe:
         """Watch a model's modules until `detach`."""
         probe = cls(DynamicCache(config=config))
         for module in model.modules():
-            if _cache_argument(module.forward) is not None and isinstance(getattr(module, "layer_idx", None), int):
+            if cache_argument(module) is not None and isinstance(getattr(module, "layer_idx", None), int):
                 probe._handles.append(module.register_forward_hook(probe._after, with_kwargs=True))
         return probe
 
@@ -217,7 +210,7 @@ class StateProbe:
             handle.remove()
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, _: Any) -> None:
-        """The first module to return after a layer's state was written is the one that wrote it."""
+        """Note the module that wrote a layer's state: the first that returns after it was written."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         if layer < len(self.cache.layers) and layer not in self.modules:
             kept = self.cache.layers[layer]
@@ -226,9 +219,9 @@ class StateProbe:
                 self.calls[layer] = inspect.signature(module.forward).bind(*args, **kwargs)
 
     def problems(self) -> list[str]:
-        """Modules that do not go on from a state as if they had computed what came before it.
+        """List the modules that do not continue from a state as they would within a whole sequence.
 
-        Some of transformers' use their state for single tokens only, and begin anew with several.
+        Some modules of transformers use their state for single tokens only, and begin anew with several.
         """
         problems = []
         checked: set[type[nn.Module]] = set()
@@ -237,7 +230,7 @@ class StateProbe:
                 continue
             checked.add(type(module))
             difference = _continuation_error(module, layer, self.calls[layer])
-            if not difference <= CONTINUATION_TOLERANCE:
+            if not difference <= ROUNDING:
                 problems.append(
                     f"layer {layer} ({type(module).__name__}) does not continue from a saved state: with it, results "
                     f"differ by {difference:.0%} from those of the whole sequence"
@@ -245,7 +238,7 @@ class StateProbe:
         return problems
 
     def layouts(self) -> dict[int, StateLayout]:
-        """What each recurrent layer keeps."""
+        """The state of each recurrent layer."""
         found = {}
         for layer in self.modules:
             kept = self.cache.layers[layer]
@@ -260,7 +253,7 @@ class StateProbe:
 
 
 def _continuation_error(module: nn.Module, layer: int, call: inspect.BoundArguments) -> float:
-    """Largest difference, in float32, between a sequence whole and in pieces, as a share of the largest value."""
+    """Measure in float32 how far the results of a sequence in pieces are from those of the whole."""
     exact = copy.deepcopy(module).float()
     name = next(n for n in CACHE_ARGUMENTS if n in call.arguments)
     source = next(iter(call.signature.parameters))
@@ -277,15 +270,10 @@ def _continuation_error(module: nn.Module, layer: int, call: inspect.BoundArgume
         return torch.cat(outputs, 1)
 
     with torch.inference_mode():
-        whole, pieces = run([9]), run([4, 3, 1, 1])
-        return float((whole - pieces).abs().max() / whole.abs().max().clamp(min=1e-20))
+        return relative_error(run([4, 3, 1, 1]), expected=run([9]))
 
 
-def cache_argument(model: nn.Module) -> str | None:
-    """The name under which a model's forward takes its cache."""
-    return _cache_argument(model.forward)
-
-
-def _cache_argument(forward: Callable[..., Any]) -> str | None:
-    parameters = inspect.signature(forward).parameters
+def cache_argument(module: nn.Module) -> str | None:
+    """The name under which a module's `forward` takes its cache; None if it takes none."""
+    parameters = inspect.signature(module.forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in parameters), None)

@@ -1,4 +1,4 @@
-"""How far the weights of a model are, in lines of the log while they are read.
+"""Log lines that say how much of a model's weights has been read.
 
 Knows transformers' hook for progress bars; knows nothing of checkpoints.
 """
@@ -20,7 +20,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 @contextmanager
 def weights_progress(model: str, seconds_between_lines: float = SECONDS_BETWEEN_LINES) -> Iterator[None]:
-    """Log the number of tensors read so far, every few seconds, in place of transformers' progress bar."""
+    """Log the number of tensors read so far every few seconds, instead of showing transformers' progress bar."""
     set_hook: Callable[[Any], Any] | None = getattr(transformers_logging, "set_tqdm_hook", None)
     if set_hook is None:
         yield

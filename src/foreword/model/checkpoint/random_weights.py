@@ -1,7 +1,7 @@
-"""Checkpoints with random weights, made on the spot: their words mean nothing, their times do.
+"""Checkpoints with random weights: their words mean nothing, but they take as long as real ones.
 
-Knows the layout of a Qwen2 checkpoint on disk; knows nothing of loading or running one. There is no
-tokenizer: such a model is driven with token ids.
+Knows the layout of a Qwen2 checkpoint on disk; knows nothing of loading or running one. There is no tokenizer, so
+such a model takes token ids.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RandomModelShape:
     intermediate_size: int
     vocab_size: int
     max_positions: int
-    """Longest sequence, prompt and answer."""
+    """Tokens of the longest sequence, prompt and answer."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -56,14 +56,14 @@ class RandomModelShape:
 
     @property
     def num_linear_parameters(self) -> int:
-        """Parameters that every token is multiplied with: all layers' matrices, without the output head."""
+        """Parameters of all layers' matrices, without the output head: every token is multiplied with them."""
         key_value = self.num_kv_heads * self.head_dim
         attention = 2 * self.hidden_size * self.hidden_size + 2 * self.hidden_size * key_value
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def num_parameters(self) -> int:
-        """The layers' matrices and the embedding, which is also the output head; norms and biases are left out."""
+        """Parameters of the layers' matrices and the embedding, which is also the output head; no norms or biases."""
         return self.num_linear_parameters + self.vocab_size * self.hidden_size
 
 
@@ -71,7 +71,7 @@ QWEN2_0_5B = RandomModelShape(24, 896, 14, 2, 4864, 32_000, 32_768)
 """Qwen2-0.5B with a vocabulary of 32,000: 387M parameters."""
 
 DEMO_SHAPE = RandomModelShape(12, 768, 12, 2, 2048, 32_000, 32_768)
-"""98M parameters: big enough for prefill to take seconds on two CPU cores, small enough for a demo."""
+"""98M parameters: prefill takes seconds on two CPU cores, and a demo still ends soon."""
 
 
 def save_random_model(
@@ -81,11 +81,10 @@ def save_random_model(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     seed: int = 0,
 ) -> None:
-    """Write a Qwen2 checkpoint of this shape (config.json, model.safetensors) into `folder`, made if missing.
+    """Write a Qwen2 checkpoint of this shape (config.json, model.safetensors) into `folder`; make the folder if needed.
 
-    Equal arguments give equal weights. Matrices are normal with variance 1 / inputs, so that activations
-    keep the size of 1 from layer to layer; attention scores have a standard deviation of about 1, so that
-    a token depends on all of its context.
+    Equal arguments give equal weights. Matrices are normal with variance 1 / inputs, so activations stay around 1
+    in every layer. Attention scores have a standard deviation of about 1, so a token depends on its whole context.
     """
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
@@ -95,7 +94,7 @@ def save_random_model(
 
 
 def _weights(shape: RandomModelShape, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    """Names as in Qwen2's checkpoints, with their tensors."""
+    """Yield the tensors of a Qwen2 checkpoint with their names."""
 
     def normal(*size: int, std: float | None = None) -> Tensor:
         std = 1.0 / math.sqrt(size[-1]) if std is None else std

@@ -1,8 +1,8 @@
-"""The attention function that Hugging Face models call, and what it needs to know of the step.
+"""The attention function that Hugging Face models call, and the facts that it needs about a step.
 
 Knows the calling convention of `transformers.AttentionInterface`; knows no model by name. Importing this module
-registers the function as attn_implementation="foreword". No mask function has that name, so models build no mask:
-which positions a query sees follows from its own position. `probe.py` checks at load that models hide nothing else.
+registers the function as attn_implementation="foreword". No mask function has that name, so models build no mask: a
+query's position determines what it sees. `probe.py` checks at load that models hide nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class GroupStep:
     """One step, as the attention layers of one group see it."""
 
     slots: Tensor
-    """[tokens]: where each token's KV goes; tokens beyond it in the forward pass are padding."""
+    """[tokens]: where each token's KV goes; later rows of the forward pass are padding."""
     kernel: AttentionKernel
     plan: Any
     """The kernel's plan of this step."""
@@ -33,7 +33,7 @@ class GroupStep:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """One step, as attention sees it; travels as a keyword argument of `model(...)`."""
+    """One step, as attention sees it. It travels as a keyword argument of `model(...)`."""
 
     storage: KVStorage
     steps: dict[int, GroupStep]
@@ -57,8 +57,7 @@ def foreword_attention(  # noqa: PLR0913 - the interface is transformers'
 ) -> tuple[Tensor, None]:
     """Write this step's KV into its slots, then attend over everything in the block tables.
 
-    query [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim]; returns
-    [1, tokens, heads, value_dim] as the interface asks.
+    query [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim]; returns [1, tokens, heads, value_dim].
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
     storage = forward_context.storage

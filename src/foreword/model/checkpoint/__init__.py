@@ -1,0 +1,1 @@
+"""Checkpoints: reading configs and weights, and writing random ones."""

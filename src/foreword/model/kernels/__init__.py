@@ -1,1 +1,0 @@
-"""Attention over paged KV: one signature, several implementations, one contract test."""
