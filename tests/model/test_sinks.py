@@ -56,5 +56,5 @@ def test_sinks_that_do_not_fill_blocks_or_are_no_tokens_are_refused(tiny_models:
 
 def test_sinks_need_full_attention_in_every_layer(tiny_models: TinyModels) -> None:
     for family in ("gemma3_text", "mamba2", "qwen3_next"):
-        with pytest.raises(ConfigError, match="layers all attend to everything"):
+        with pytest.raises(ConfigError, match="layers all see every position"):
             open_llm(tiny_models, family, sink_token_ids=SINKS)
