@@ -2,18 +2,16 @@
 
 Knows keys, places and payloads; knows nothing of budgets or of who asked.
 
-Neighbours in a segment are read together into one of two staging buffers. While this thread verifies and copies one
-buffer, a second thread reads the next. The caller's memory sees verified bytes only.
+While its thread verifies and copies what was read, a second one reads the next piece. The caller's memory sees verified
+bytes only.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,15 +20,13 @@ import numpy.typing as npt
 from foreword.tiers.block_places import Places
 from foreword.tiers.cipher import block_name
 from foreword.tiers.disk_state import DiskState, is_forgotten
-from foreword.tiers.files import close_quietly, read_fully
+from foreword.tiers.read_ahead import Content, Piece, ReadAhead
 from foreword.tiers.run_format import PAGE, block_checksum, padded
 from foreword.tiers.ticket import Outcome, Ticket
 from foreword.tiers.tier import BlockKeys, BlockSink, DoneCallback
 
 logger = logging.getLogger(__name__)
 
-MAX_GAP_PAGES = 32
-"""Pages between two blocks that are cheaper to read than to skip; a run's header lies between runs."""
 RATE_MEMORY = 0.8
 """Weight of the old rate when a new load is measured."""
 RATE_MIN_BYTES = 1 << 20
@@ -53,26 +49,6 @@ class Load:
         return int(self.payload_bytes.sum())
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Blocks of a load that lie near each other: one read."""
-
-    segment_id: int
-    offset: int
-    num_bytes: int
-    indices: list[int]
-    """Of its blocks in the load."""
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What came of reading a piece."""
-
-    data: memoryview
-    """As far as the file goes."""
-    error: Outcome | None
-
-
 class Loader:
     """Loads in the order in which they were asked for. `start` begins its threads, `close` ends them."""
 
@@ -82,19 +58,14 @@ class Loader:
         self._wake = threading.Condition()
         self._queued_bytes = 0
         self._rate = 0.0
-        self._reads: queue.SimpleQueue[tuple[Piece, npt.NDArray[np.uint8]] | None] = queue.SimpleQueue()
-        self._contents: queue.SimpleQueue[Content] = queue.SimpleQueue()
-        self._staging = [np.empty(state.options.staging_bytes, np.uint8) for _ in range(2)]
+        self._reader = ReadAhead(state)
         self._opened = np.empty(0, np.uint8)
         """A decrypted payload."""
-        self._threads = [
-            threading.Thread(target=self._run, name="foreword-tier-load", daemon=True),
-            threading.Thread(target=self._read_ahead, name="foreword-tier-read", daemon=True),
-        ]
+        self._thread = threading.Thread(target=self._run, name="foreword-tier-load", daemon=True)
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        self._reader.start()
+        self._thread.start()
 
     @property
     def queued_bytes(self) -> int:
@@ -145,9 +116,8 @@ class Loader:
             self._wake.notify_all()
         for load in waiting:
             load.ticket.cancel()
-        self._threads[0].join(timeout_s)
-        self._reads.put(None)
-        self._threads[1].join(timeout_s)
+        self._thread.join(timeout_s)
+        self._reader.close(timeout_s)
 
     # ------------------------------------------------------------------------------ the loading thread
 
@@ -178,14 +148,10 @@ class Loader:
         # A block of another length is of another layout: whoever wrote it, it is not what is asked for.
         fits = (places.rows >= 0) & (places.stored_bytes == stored)
         load.ticket.settle(np.flatnonzero(~fits), Outcome.MISSING)
-        pieces = list(pieces_of(places, np.flatnonzero(fits), self._state.options.staging_bytes))
-        for piece, content in self._read_all(pieces):
+        for piece, content in self._reader.contents(places, np.flatnonzero(fits)):
             if load.ticket.done or self._state.closing.is_set():
-                continue  # what was asked of the second thread must still be taken from it
-            if content.error is not None:
-                load.ticket.settle(piece.indices, content.error)
-                continue
-            self._deliver(load, piece, places, content.data)
+                break
+            self._deliver(load, piece, places, content)
         loaded = np.flatnonzero(load.ticket.outcomes_so_far() == Outcome.DONE)
         if len(loaded):
             self._state.index.touch(places.select(loaded), self._state.clock.now_s())
@@ -194,39 +160,16 @@ class Loader:
             self._measure(num_bytes, time.monotonic() - began)
         load.ticket.finish(Outcome.CANCELLED)
 
-    def _read_all(self, pieces: list[Piece]) -> Iterator[tuple[Piece, Content]]:
-        """Pieces and their content, which is valid until the next step."""
-        if len(pieces) == 1:  # one read has nothing to overlap with
-            yield pieces[0], self._read(pieces[0], self._buffer(0, pieces[0]))
-            return
-        asked = taken = 0
-        try:
-            for number, piece in enumerate(pieces):
-                while asked < min(number + 2, len(pieces)):
-                    # Buffer `asked` % 2 is free: it was last that of piece `asked` - 2, which is through.
-                    self._reads.put((pieces[asked], self._buffer(asked % 2, pieces[asked])))
-                    asked += 1
-                content = self._contents.get()
-                taken += 1
-                yield piece, content
-        finally:
-            for _ in range(asked - taken):
-                self._contents.get()
-
-    def _buffer(self, number: int, piece: Piece) -> npt.NDArray[np.uint8]:
-        if len(self._staging[number]) < piece.num_bytes:  # one block is longer than a buffer
-            self._staging[number] = np.empty(piece.num_bytes, np.uint8)
-        return self._staging[number][: piece.num_bytes]
-
-    def _deliver(self, load: Load, piece: Piece, places: Places, data: memoryview) -> None:
+    def _deliver(self, load: Load, piece: Piece, places: Places, content: Content) -> None:
         """Verify the blocks of a piece and hand them over."""
         for index in piece.indices:
-            start = int(places.pages[index]) * PAGE - piece.offset
+            start = int(places.pages[index]) * PAGE - content.offset
             stored_bytes = int(places.stored_bytes[index])
             end = start + padded(stored_bytes)
-            if end > len(data):
-                load.ticket.settle(index, Outcome.MISSING)  # the file is shorter than it was
+            if start < 0 or end > len(content.data):  # not read, or the file is shorter than it was
+                load.ticket.settle(index, content.error or Outcome.MISSING)
                 continue
+            data = content.data
             key, group_id = load.keys.keys[index].tobytes(), int(load.keys.group_ids[index])
             checksum = block_checksum(load.keys.namespace, group_id, key, stored_bytes, data[start:end])
             payload = None
@@ -249,63 +192,3 @@ class Loader:
         if num_bytes >= RATE_MIN_BYTES and seconds > 0:
             rate = num_bytes / seconds
             self._rate = rate if not self._rate else RATE_MEMORY * self._rate + (1 - RATE_MEMORY) * rate
-
-    # ------------------------------------------------------------------------------ the reading thread
-
-    def _read_ahead(self) -> None:
-        while (asked := self._reads.get()) is not None:
-            self._contents.put(self._read(*asked))
-
-    def _read(self, piece: Piece, buffer: npt.NDArray[np.uint8]) -> Content:
-        """Read a piece. A file that is gone takes all its blocks with it. Raises nothing: a thread waits for it."""
-        try:
-            return self._read_file(piece, buffer)
-        except Exception:
-            logger.exception("a read from disk failed unexpectedly; its blocks are computed instead")
-            return Content(memoryview(b""), Outcome.IO_ERROR)
-
-    def _read_file(self, piece: Piece, buffer: npt.NDArray[np.uint8]) -> Content:
-        files = self._state.files
-        nothing = memoryview(b"")
-        segment = self._state.table.get(piece.segment_id)
-        if segment is None:
-            return Content(nothing, Outcome.MISSING)
-        try:
-            fd = files.open_for_reading(segment.path)
-        except FileNotFoundError:
-            self._state.lose_segment(segment)
-            return Content(nothing, Outcome.MISSING)
-        except OSError as error:
-            logger.warning("%s cannot be opened: %s", segment.path, error)
-            return Content(nothing, Outcome.IO_ERROR)
-        try:
-            out = buffer.data
-            count = read_fully(files, fd, out, piece.offset, uncached=self._state.leaves_cache)
-            return Content(out[:count], None)
-        except OSError as error:
-            logger.warning("%s cannot be read: %s", segment.path, error)
-            return Content(nothing, Outcome.IO_ERROR)
-        finally:
-            close_quietly(files, fd)
-
-
-def pieces_of(places: Places, indices: npt.NDArray[np.int64], max_bytes: int) -> Iterator[Piece]:
-    """Reads that bring the blocks at these places, in order; neighbours come in one read of at most `max_bytes`.
-
-    | block 7 | block 8 | header | block 9 | block 10 |      blocks of one prefix, stored by two runs
-    ^ offset                                ^ num_bytes      one piece
-    """
-    current: list[int] = []
-    segment, begin, end = -1, 0, 0
-    for index in indices.tolist():
-        start = int(places.pages[index])
-        stop = start + padded(int(places.stored_bytes[index])) // PAGE
-        near = segment == places.segments[index] and end <= start <= end + MAX_GAP_PAGES
-        if not near or (stop - begin) * PAGE > max_bytes:
-            if current:
-                yield Piece(segment, begin * PAGE, (end - begin) * PAGE, current)
-            current, segment, begin = [], int(places.segments[index]), start
-        current.append(index)
-        end = stop
-    if current:
-        yield Piece(segment, begin * PAGE, (end - begin) * PAGE, current)
