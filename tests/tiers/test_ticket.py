@@ -70,8 +70,9 @@ def test_cancelling_waits_for_the_move_under_way_and_allows_no_other():
     assert moving.wait(60)
     canceller = threading.Thread(target=ticket.cancel)
     canceller.start()
-    canceller.join(0.05)
-    assert canceller.is_alive()  # the memory is being written
+    while not ticket._is_ending:
+        time.sleep(0.001)
+    assert not ticket.done  # the memory is being written
     go_on.set()
     canceller.join(60)
     assert len(moves) == 1

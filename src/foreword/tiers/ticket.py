@@ -96,6 +96,8 @@ class Ticket:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._report: Report | None = None
+        self._is_ending = False
+        """Somebody waits for the lock to end the job; whoever works for it must not take it again first."""
 
     # ------------------------------------------------------------------------------ the caller's side
 
@@ -129,7 +131,7 @@ class Ticket:
 
         An exception of `move` is logged and makes the block an IO_ERROR.
         """
-        if self.done:
+        if self._is_ending or self.done:
             return False
         with self._lock:
             if self._report is not None:
@@ -162,6 +164,7 @@ class Ticket:
         return None if self._deadline is None else self._deadline - time.monotonic()
 
     def _end(self, rest: Outcome) -> None:
+        self._is_ending = True
         with self._lock:
             if self._report is not None:
                 return
