@@ -21,7 +21,7 @@ from foreword.tiers.directory import CacheDirectory
 from foreword.tiers.files import FileLayer
 from foreword.tiers.segment_index import SegmentIndex
 from foreword.tiers.segments import Segment, SegmentTable
-from foreword.tiers.ticket import FORGOTTEN, Outcome, Report
+from foreword.tiers.ticket import FORGOTTEN, Outcome
 from foreword.tiers.tier import TierStats
 
 logger = logging.getLogger(__name__)
@@ -112,13 +112,13 @@ class DiskState:
             for name, amount in amounts.items():
                 setattr(self.stats, name, getattr(self.stats, name) + amount)
 
-    def count_load(self, report: Report) -> None:
+    def count_load(self, outcomes: npt.NDArray[np.uint8]) -> None:
         """Count what a load did not give."""
-        self._count_rest(self.stats.not_loaded, report)
+        self._count_rest(self.stats.not_loaded, outcomes)
 
-    def count_store(self, report: Report) -> None:
+    def count_store(self, outcomes: npt.NDArray[np.uint8]) -> None:
         """Count what a store dropped."""
-        self._count_rest(self.stats.not_stored, report)
+        self._count_rest(self.stats.not_stored, outcomes)
 
     def lose_segment(self, segment: Segment) -> None:
         """Forget a segment whose file is gone, with its blocks."""
@@ -130,9 +130,9 @@ class DiskState:
         if self.table.get(segment.id) is None:
             self.index.forget_segment(segment.id)
 
-    def _count_rest(self, counts: dict[str, int], report: Report) -> None:
+    def _count_rest(self, counts: dict[str, int], outcomes: npt.NDArray[np.uint8]) -> None:
         with self.stats_lock:
-            for value, count in Counter(report.outcomes.tolist()).items():
+            for value, count in Counter(outcomes.tolist()).items():
                 if value not in (Outcome.DONE, Outcome.PRESENT):
                     name = Outcome(value).name.lower()
                     counts[name] = counts.get(name, 0) + count

@@ -92,6 +92,7 @@ class Loader:
 
         def before_done(outcomes: npt.NDArray[np.uint8]) -> None:
             self._state.index.forget(keys.select(is_forgotten(outcomes)))
+            self._state.count_load(outcomes)
 
         ticket = Ticket(len(keys), deadline_s=deadline_s, before_done=before_done, on_done=on_done)
         load = Load(keys, payload_bytes, sink, ticket)
@@ -106,7 +107,6 @@ class Loader:
                 self._wake.notify()
                 return ticket
         ticket.finish(refusal)
-        self._state.count_load(ticket.report)
         return ticket
 
     def close(self, timeout_s: float) -> None:
@@ -137,7 +137,6 @@ class Loader:
             finally:
                 with self._wake:
                     self._queued_bytes -= load.num_bytes
-            self._state.count_load(load.ticket.report)
 
     def _load(self, load: Load) -> None:
         if load.ticket.done:

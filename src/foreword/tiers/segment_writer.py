@@ -155,7 +155,10 @@ class SegmentWriter:
             self._state.files.sync(fd)
         finally:
             close_quietly(self._state.files, fd)
-        self._space.measure(segment)
+        try:
+            self._space.measure(segment)
+        except FileNotFoundError:  # somebody removed it
+            self._state.lose_segment(segment)
 
     # ------------------------------------------------------------------------------ within
 
@@ -247,13 +250,18 @@ class SegmentWriter:
         self._open, self._fd = None, -1
 
     def _abandon(self, offset: int) -> None:
-        """Seal a segment after a failed write, without what was written of the run."""
+        """Seal a segment after a failed write, without what was written of the run; an empty one goes."""
+        assert self._open is not None
+        segment = self._open
         try:
             self._state.files.truncate(self._fd, offset)
         except OSError as error:
             logger.warning("a torn run stays at the end of a segment: %s", error)
         try:
             self.seal()
+            if offset == 0:  # otherwise the next eviction would take it, and free nothing
+                self._state.lose_segment(segment)
+                self._state.files.unlink(segment.path)
         except OSError as error:
             logger.warning("a segment could not be sealed: %s", error)
 

@@ -86,7 +86,7 @@ class Storer:
 
     def add(self, run: BlockRun, on_done: DoneCallback | None) -> Ticket:
         """Queue a run; a full queue drops it at once."""
-        ticket = Ticket(len(run.keys), on_done=on_done)
+        ticket = Ticket(len(run.keys), before_done=self._state.count_store, on_done=on_done)
         store = Store(run, ticket)
         with self._wake:
             if self._state.closing.is_set():
@@ -99,7 +99,6 @@ class Storer:
                 self._wake.notify()
                 return ticket
         ticket.finish(refusal)
-        self._state.count_store(ticket.report)
         return ticket
 
     def close(self, flush_s: float, patience_s: float) -> None:
@@ -114,7 +113,6 @@ class Storer:
         self._thread.join(flush_s + patience_s)
         for store in self._emptied():
             store.ticket.cancel()
-            self._state.count_store(store.ticket.report)
 
     # ------------------------------------------------------------------------------ the storing thread
 
@@ -130,7 +128,6 @@ class Storer:
                 break
         for store in self._emptied():
             store.ticket.cancel()
-            self._state.count_store(store.ticket.report)
         self._attempt(self._writer.seal, "the last segment could not be sealed")
         self._attempt(self._save, "the index could not be saved")
 
@@ -163,7 +160,6 @@ class Storer:
         finally:
             with self._wake:
                 self._queued_bytes = max(0, self._queued_bytes - store.num_bytes)
-        self._state.count_store(store.ticket.report)
 
     def _write_parts(self, store: Store) -> None:
         run, ticket = store.run, store.ticket
