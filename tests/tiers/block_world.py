@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ BLOCK_BYTES = 6000
 OPTIONS = DiskOptions(
     budget_bytes=64 << 20, min_free_bytes=0, segment_bytes=256 << 10, staging_bytes=64 << 10, rescan_s=60.0
 )
-WAIT_S = 60.0
+WAIT_S = 30.0
 """Longer than anything here takes on a busy machine; only a hang reaches it."""
 
 
@@ -73,6 +74,14 @@ def opened(path: Path, options: DiskOptions = OPTIONS, **parts: object) -> DiskT
     tier = DiskTier(path, options, **parts)  # type: ignore[arg-type]
     assert tier.wait_scanned(WAIT_S), "a scan hangs"
     return tier
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds; fail if it never does."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "what the test waits for does not come"
+        time.sleep(0.005)
 
 
 def segment_files(path: Path) -> list[Path]:

@@ -8,7 +8,6 @@ end of the file.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 
 from foreword.tiers.disk_state import DiskOptions
 from foreword.tiers.ticket import Outcome
-from tiers.block_world import OPTIONS, keys_of, load, opened, store
+from tiers.block_world import OPTIONS, keys_of, load, opened, store, until
 from tiers.faulty_files import Change, RecordingFiles
 
 SECTOR = 512
@@ -141,8 +140,7 @@ def test_a_crash_in_the_middle_of_eviction_and_adoption_serves_no_wrong_block(tm
     for number in range(30):
         store(dying, keys_of(range(4 * number, 4 * number + 4)))
     dying.close(60)
-    while living._state.directory.other_homes():
-        time.sleep(0.01)
+    until(lambda: not living._state.directory.other_homes())
     for number in range(30, 60):
         store(living, keys_of(range(4 * number, 4 * number + 4)))
     living.close(60)

@@ -95,20 +95,17 @@ class Scanner:
         for path in directory.segments_of(directory.home):
             if not state.table.knows(path):
                 state.table.add(path, is_own=True)
-        for segment in state.table.own():
+        # The last segment of another process may still be written.
+        others = {path for home in directory.other_homes() for path in directory.segments_of(home)[:-1]}
+        for segment in state.table.all():
+            # Before anything is scanned: a block that is known at a place that is gone would hide where it lies now.
+            if not segment.is_own and segment.path not in others:
+                state.lose_segment(segment)
+        for path in sorted(others):
+            state.table.add(path, is_own=False)
+        for segment in sorted(state.table.all(), key=lambda segment: not segment.is_own):
             if not segment.is_scanned and not state.closing.is_set():
                 self._scan(segment)
-        seen: set[Path] = set()
-        for home in directory.other_homes():
-            # The last one may still be written.
-            for path in directory.segments_of(home)[:-1]:
-                seen.add(path)
-                segment = state.table.add(path, is_own=False)
-                if not segment.is_scanned and not state.closing.is_set():
-                    self._scan(segment)
-        for segment in state.table.all():
-            if not segment.is_own and segment.path not in seen:
-                state.lose_segment(segment)
 
     def _measure(self, segment: Segment) -> int | None:
         """The size of a segment's file; None, and the segment is lost, if it is gone or no file."""
