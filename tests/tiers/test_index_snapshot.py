@@ -10,6 +10,7 @@ import pytest
 from foreword.tiers.clock import EPOCH, Clock
 from foreword.tiers.files import RealFiles
 from foreword.tiers.index_snapshot import Snapshot, read_snapshot, write_snapshot
+from foreword.tiers.run_format import NO_CIPHER
 from foreword.tiers.segment_index import SegmentIndex
 from foreword.tiers.segments import Segment
 from tiers.block_world import keys_of
@@ -34,12 +35,12 @@ def written(path: Path, *, expires_in_s: int = 0, wall_s: float = 1e9) -> Segmen
     index.insert(blocks(keys_of(range(20)), segment=3, expires=expires))
     index.insert(blocks(keys_of(range(20, 25), group_id=1), segment=1))
     index.insert(blocks(keys_of(range(30, 32)), segment=2))
-    write_snapshot(FILES, path, index, [segment(3), segment(1)], clock)
+    write_snapshot(FILES, path, index, [segment(3), segment(1)], clock, NO_CIPHER)
     return index
 
 
 def read(path: Path, wall_s: float = 1e9) -> tuple[Snapshot, SegmentIndex]:
-    snapshot = read_snapshot(FILES, path, clock_at(wall_s))
+    snapshot = read_snapshot(FILES, path, clock_at(wall_s), NO_CIPHER)
     assert snapshot is not None
     index = SegmentIndex()
     index.insert_rows(snapshot.columns, snapshot.names)
@@ -61,14 +62,19 @@ def test_a_snapshot_brings_back_the_blocks_of_its_segments(tmp_path):
 
 
 def test_an_empty_snapshot_comes_back_empty(tmp_path):
-    write_snapshot(FILES, tmp_path / "index", SegmentIndex(), [], clock_at(0))
+    write_snapshot(FILES, tmp_path / "index", SegmentIndex(), [], clock_at(0), NO_CIPHER)
     snapshot, index = read(tmp_path / "index")
     assert snapshot.segments == []
     assert len(index) == 0
 
 
 def test_there_is_no_snapshot_where_there_is_no_file(tmp_path):
-    assert read_snapshot(FILES, tmp_path / "index", clock_at(0)) is None
+    assert read_snapshot(FILES, tmp_path / "index", clock_at(0), NO_CIPHER) is None
+
+
+def test_a_snapshot_of_another_cipher_is_none(tmp_path):
+    written(tmp_path / "index")
+    assert read_snapshot(FILES, tmp_path / "index", clock_at(1e9), b"another cipher..") is None
 
 
 def test_every_flipped_byte_of_a_snapshot_is_caught(tmp_path):
@@ -77,7 +83,7 @@ def test_every_flipped_byte_of_a_snapshot_is_caught(tmp_path):
     content = path.read_bytes()
     for at in range(len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :])
-        assert read_snapshot(FILES, path, clock_at(1e9)) is None, f"byte {at}"
+        assert read_snapshot(FILES, path, clock_at(1e9), NO_CIPHER) is None, f"byte {at}"
 
 
 def test_a_snapshot_of_every_other_length_is_refused(tmp_path):
@@ -86,16 +92,16 @@ def test_a_snapshot_of_every_other_length_is_refused(tmp_path):
     content = path.read_bytes()
     for length in range(0, len(content), 7):
         path.write_bytes(content[:length])
-        assert read_snapshot(FILES, path, clock_at(1e9)) is None
+        assert read_snapshot(FILES, path, clock_at(1e9), NO_CIPHER) is None
     path.write_bytes(content + b"\0")
-    assert read_snapshot(FILES, path, clock_at(1e9)) is None
+    assert read_snapshot(FILES, path, clock_at(1e9), NO_CIPHER) is None
 
 
 def test_what_lies_beyond_its_segment_is_refused(tmp_path):
     index = SegmentIndex()
     index.insert(blocks(keys_of(range(20)), segment=3))
-    write_snapshot(FILES, tmp_path / "index", index, [segment(3, num_bytes=19 * 4096)], clock_at(0))
-    assert read_snapshot(FILES, tmp_path / "index", clock_at(0)) is None
+    write_snapshot(FILES, tmp_path / "index", index, [segment(3, num_bytes=19 * 4096)], clock_at(0), NO_CIPHER)
+    assert read_snapshot(FILES, tmp_path / "index", clock_at(0), NO_CIPHER) is None
 
 
 @pytest.mark.parametrize("jump_s", [-10 * YEAR_S, -1, 0, 50])

@@ -17,7 +17,12 @@ from tiers.block_world import keys_of, load, opened, store, until
 TESTS = Path(__file__).parents[1]
 CHILD = TESTS / "tiers" / "storing_child.py"
 OPTIONS = DiskOptions(
-    budget_bytes=2 << 20, min_free_bytes=0, segment_bytes=128 << 10, staging_bytes=64 << 10, rescan_s=0.05, upkeep_s=0.02
+    budget_bytes=2 << 20,
+    min_free_bytes=0,
+    segment_bytes=128 << 10,
+    staging_bytes=64 << 10,
+    rescan_s=0.05,
+    upkeep_s=0.02,
 )
 
 

@@ -45,7 +45,9 @@ class Snapshot:
     """Name of the file, and the number of its bytes that the snapshot covers."""
 
 
-def write_snapshot(files: FileLayer, path: Path, index: SegmentIndex, segments: list[Segment], clock: Clock) -> int:
+def write_snapshot(
+    files: FileLayer, path: Path, index: SegmentIndex, segments: list[Segment], clock: Clock, cipher_id: bytes
+) -> int:
     """Write the blocks of some segments to a file, which replaces the old one at once. Returns its bytes.
 
     The caller must be the thread that appends to these segments. Raises OSError; then the old file stays.
@@ -64,6 +66,7 @@ def write_snapshot(files: FileLayer, path: Path, index: SegmentIndex, segments: 
         {
             "num_rows": len(columns["name"]),
             "saved_s": clock.wall_s(),
+            "cipher": cipher_id.hex(),
             "segments": described,
             "names": [(namespace.hex(), group_id) for namespace, group_id in names],
         }
@@ -90,8 +93,11 @@ def write_snapshot(files: FileLayer, path: Path, index: SegmentIndex, segments: 
     return offset
 
 
-def read_snapshot(files: FileLayer, path: Path, clock: Clock) -> Snapshot | None:
-    """A snapshot, with moments on our clock; None if there is none, or it is not as it was written. Raises OSError."""
+def read_snapshot(files: FileLayer, path: Path, clock: Clock, cipher_id: bytes) -> Snapshot | None:
+    """A snapshot, with moments on our clock. Raises OSError.
+
+    None if there is none, if it is not as it was written, or if its blocks were written with another cipher or secret.
+    """
     try:
         fd = files.open_for_reading(path)
     except FileNotFoundError:
@@ -108,17 +114,19 @@ def read_snapshot(files: FileLayer, path: Path, clock: Clock) -> Snapshot | None
     if xxhash.xxh3_128_digest(content[:-16].data) != content[-16:].tobytes():
         return None
     try:
-        return _decode(content, clock)
+        return _decode(content, clock, cipher_id)
     except (ValueError, KeyError, TypeError):
         return None
 
 
-def _decode(content: npt.NDArray[np.uint8], clock: Clock) -> Snapshot | None:
+def _decode(content: npt.NDArray[np.uint8], clock: Clock, cipher_id: bytes) -> Snapshot | None:
     """The parts of a snapshot whose checksum is right. Another version may have written something else into it."""
     magic, length = _HEAD.unpack_from(content.data)
     if magic != MAGIC or _HEAD.size + length + 16 > len(content):
         return None
     described: dict[str, Any] = json.loads(content[_HEAD.size : _HEAD.size + length].tobytes())
+    if described["cipher"] != cipher_id.hex():
+        return None
     count = int(described["num_rows"])
     begin = _HEAD.size + length
     if begin + count * ROW_BYTES + 16 != len(content):

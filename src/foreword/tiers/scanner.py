@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
@@ -66,7 +65,8 @@ class Scanner:
     def _read_snapshot(self) -> None:
         """Insert what the snapshot says of our segments that are still there."""
         state = self._state
-        snapshot = read_snapshot(state.files, state.directory.home / SNAPSHOT_NAME, state.clock)
+        path = state.directory.home / SNAPSHOT_NAME
+        snapshot = read_snapshot(state.files, path, state.clock, state.cipher.cipher_id)
         if snapshot is None:
             return
         ids = np.full(len(snapshot.segments), -1, np.int64)

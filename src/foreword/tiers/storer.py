@@ -237,7 +237,8 @@ class Storer:
         self._saved_at_bytes = self._state.stats.written_bytes
         scanned = [segment for segment in self._state.table.own() if segment.is_scanned]
         path = self._state.directory.home / SNAPSHOT_NAME
-        write_snapshot(self._state.files, path, self._state.index, scanned, self._state.clock)
+        state = self._state
+        write_snapshot(state.files, path, state.index, scanned, state.clock, state.cipher.cipher_id)
 
 
 def repeated(run: BlockRun) -> npt.NDArray[np.bool_]:
