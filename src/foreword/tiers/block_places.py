@@ -5,12 +5,12 @@ Knows names, segments' ids, pages and checksums; knows nothing of how the index 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.tiers.tier import BlockKeys, BoolArray, joined_keys
+from foreword.tiers.tier import BlockKeys, BoolArray
 
 RowArray = npt.NDArray[np.int64]
 COLUMNS: dict[str, str] = {
@@ -71,21 +71,6 @@ class NewBlocks:
     values: npt.NDArray[np.float32]
     flags: npt.NDArray[np.uint8]
     hits: npt.NDArray[np.uint8]
-
-    @classmethod
-    def joined(cls, batch: list[NewBlocks]) -> list[NewBlocks]:
-        """The same blocks as one value for each namespace."""
-        by_namespace: dict[bytes, list[NewBlocks]] = {}
-        for blocks in batch:
-            by_namespace.setdefault(blocks.keys.namespace, []).append(blocks)
-        names = [field.name for field in fields(cls) if field.name != "keys"]
-        return [
-            cls(
-                joined_keys(one.keys for one in some),
-                *(np.concatenate([getattr(one, name) for one in some]) for name in names),
-            )
-            for some in by_namespace.values()
-        ]
 
 
 def heads_of(keys: BlockKeys) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:

@@ -50,10 +50,7 @@ class CacheDirectory:
             self.home = self._take_home()
         except OSError as error:
             self.close()
-            raise ConfigError(
-                f"the cache directory {str(self.path)!r} cannot be used: {error.strerror or error}; give a directory "
-                "on a local disk that this user can write"
-            ) from error
+            raise unusable(self.path, error) from error
         except BaseException:
             self.close()
             raise
@@ -196,6 +193,14 @@ class CacheDirectory:
             self._files.close(lock)
         logger.info("took over %d segments of a process that has ended", moved)
         return moved
+
+
+def unusable(path: Path, error: OSError) -> ConfigError:
+    """The error that tells a user that the system refuses the cache directory."""
+    return ConfigError(
+        f"the cache directory {str(path)!r} cannot be used: {error.strerror or error}; give a directory on a local "
+        "disk that this user can write"
+    )
 
 
 def _is_home(name: str) -> bool:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from foreword.tiers.cipher import AesGcm, Cipher, PlainText, read_secret
 from foreword.tiers.clock import Clock
-from foreword.tiers.directory import CacheDirectory
+from foreword.tiers.directory import CacheDirectory, unusable
 from foreword.tiers.disk_state import DiskOptions, DiskState
 from foreword.tiers.files import FileLayer, RealFiles, can_leave_cache, close_quietly, physical_bytes
 from foreword.tiers.loader import Loader
@@ -63,11 +63,7 @@ class DiskTier:
         cipher: Cipher = PlainText() if options.key_file is None else AesGcm(read_secret(options.key_file))
         directory = CacheDirectory(files, Path(path))
         try:
-            used = sum(
-                physical_bytes(files.stat(segment))
-                for home in [directory.home, *directory.other_homes()]
-                for segment in directory.segments_of(home)
-            )
+            used = _used_bytes(files, directory)
             space = files.space(directory.home)
             self._state = DiskState(
                 options.completed(space.total_bytes, space.free_bytes, used),
@@ -83,6 +79,9 @@ class DiskTier:
             self._storer = Storer(self._state)
             self._scanner = Scanner(self._state)
             self._scanner.start()
+        except OSError as error:
+            directory.close()
+            raise unusable(directory.path, error) from error
         except BaseException:
             directory.close()
             raise
@@ -183,6 +182,16 @@ class DiskTier:
         assert sum(segment.is_open for segment in state.table.all()) <= 1, "two segments are open"
         assert self._loader.queued_bytes >= 0
         assert self._storer.queued_bytes >= 0
+
+
+def _used_bytes(files: FileLayer, directory: CacheDirectory) -> int:
+    """Physical bytes of everybody's segments. Raises OSError."""
+    total = 0
+    for home in [directory.home, *directory.other_homes()]:
+        for segment in directory.segments_of(home):
+            with contextlib.suppress(FileNotFoundError):  # another process has evicted it
+                total += physical_bytes(files.stat(segment))
+    return total
 
 
 def _leaves_cache(files: FileLayer, path: Path) -> bool:

@@ -12,20 +12,18 @@ from collections.abc import Callable
 
 import numpy as np
 
-from foreword.tiers.block_places import NewBlocks
 from foreword.tiers.directory import SNAPSHOT_NAME
 from foreword.tiers.disk_state import DiskState
 from foreword.tiers.files import close_quietly, physical_bytes
 from foreword.tiers.index_snapshot import read_snapshot
-from foreword.tiers.run_format import PAGE, RunHeader
-from foreword.tiers.segment_writer import new_blocks
-from foreword.tiers.segments import Damage, Segment, scan_runs
+from foreword.tiers.run_format import ENTRY, PAGE, RunHeader
+from foreword.tiers.segments import Damage, Segment, new_blocks, scan_runs
 from foreword.tiers.tier import BlockKeys
 
 logger = logging.getLogger(__name__)
 
-BLOCKS_AT_ONCE = 4096
-"""Blocks that are inserted together."""
+RUNS_AT_ONCE = 100
+"""Runs whose blocks are inserted together."""
 
 
 class Scanner:
@@ -128,7 +126,7 @@ class Scanner:
         except OSError as error:
             logger.warning("%s could not be scanned: %s", segment.path, error)
             return
-        batch: list[NewBlocks] = []
+        batch: list[RunHeader] = []
         try:
             for found in scan_runs(state.files, fd, segment.num_bytes, size, uncached=state.leaves_cache):
                 if state.closing.is_set():
@@ -139,9 +137,9 @@ class Scanner:
                         "%s has no sound header from byte %d to %d", segment.path.name, found.offset, found.end
                     )
                 elif found.cipher_id == state.cipher.cipher_id:
-                    batch.append(self._blocks(found, segment, size))
-                if sum(len(blocks.keys) for blocks in batch) >= BLOCKS_AT_ONCE:
-                    self._insert(batch)
+                    batch.append(found)
+                if len(batch) >= RUNS_AT_ONCE:
+                    self._insert(batch, segment, size)
                     batch = []
             segment.num_bytes = size // PAGE * PAGE
             segment.is_scanned = True
@@ -149,16 +147,22 @@ class Scanner:
             logger.warning("%s could not be scanned: %s", segment.path, error)
         finally:
             close_quietly(state.files, fd)
-            self._insert(batch)
+            self._insert(batch, segment, size)
             state.drop_if_lost(segment)
 
-    def _blocks(self, header: RunHeader, segment: Segment, size: int) -> NewBlocks:
-        """The blocks of a run that lie within the file."""
-        ends = header.entries["page"].astype(np.int64) * PAGE + header.entries["stored_bytes"]
-        entries = header.entries[header.offset + ends <= size]
-        keys = BlockKeys(header.namespace, entries["group"], entries["key"])
-        return new_blocks(self._state, entries, keys, segment, header.offset, header.created_s, header.expires_s)
-
-    def _insert(self, batch: list[NewBlocks]) -> None:
-        for blocks in NewBlocks.joined(batch):
+    def _insert(self, headers: list[RunHeader], segment: Segment, size: int) -> None:
+        """Index the blocks of runs that lie within the file."""
+        clock = self._state.clock
+        for namespace in {header.namespace for header in headers}:
+            some = [header for header in headers if header.namespace == namespace]
+            counts = [len(header.entries) for header in some]
+            entries = np.frombuffer(b"".join(header.entries.tobytes() for header in some), ENTRY)
+            offsets = np.repeat([header.offset for header in some], counts)
+            expires = np.repeat([clock.expiry_of(header.created_s, header.expires_s) for header in some], counts)
+            ages = [clock.wall_s() - header.created_s for header in some]
+            used = np.repeat([clock.moment_before(age) for age in ages], counts)
+            ends = offsets + entries["page"].astype(np.int64) * PAGE + entries["stored_bytes"]
+            whole = ends <= size
+            keys = BlockKeys(namespace, entries["group"][whole], entries["key"][whole])
+            blocks = new_blocks(entries[whole], keys, segment.id, offsets[whole], expires[whole], used[whole])
             self._state.index.insert_found(blocks)

@@ -13,7 +13,6 @@ import logging
 import numpy as np
 import numpy.typing as npt
 
-from foreword.tiers.block_places import NewBlocks
 from foreword.tiers.cipher import block_name
 from foreword.tiers.disk_state import DiskState
 from foreword.tiers.eviction import Keepers
@@ -28,10 +27,10 @@ from foreword.tiers.run_format import (
     header_bytes_of,
     padded,
 )
-from foreword.tiers.segments import Segment
+from foreword.tiers.segments import Segment, new_blocks
 from foreword.tiers.space import SpaceBook
 from foreword.tiers.ticket import Ticket
-from foreword.tiers.tier import BlockKeys, BlockRun
+from foreword.tiers.tier import BlockRun
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,8 @@ class SegmentWriter:
         expires = 0 if run.ttl_s is None else created + max(1, int(run.ttl_s))
         segment, offset = self._write(entries[: len(kept)], len(part), begin, run.keys.namespace, created, expires)
         keys = run.keys.select(stored_indices)
-        state.index.insert(new_blocks(state, entries[: len(kept)], keys, segment, offset, created, expires))
+        moments = state.clock.expiry_of(created, expires), state.clock.now_s()
+        state.index.insert(new_blocks(entries[: len(kept)], keys, segment.id, offset, *moments))
         state.drop_if_lost(segment)
         return stored_indices
 
@@ -264,28 +264,3 @@ class SegmentWriter:
                 self._state.files.unlink(segment.path)
         except OSError as error:
             logger.warning("a segment could not be sealed: %s", error)
-
-
-def new_blocks(
-    state: DiskState,
-    entries: npt.NDArray[np.void],
-    keys: BlockKeys,
-    segment: Segment,
-    offset: int,
-    created_s: int,
-    expires_s: int,
-) -> NewBlocks:
-    """What the index is to know of a run's blocks."""
-    count, clock = len(entries), state.clock
-    return NewBlocks(
-        keys,
-        np.full(count, segment.id, np.uint32),
-        (offset // PAGE + entries["page"].astype(np.int64)).astype(np.uint32),
-        entries["stored_bytes"].astype(np.uint32),
-        np.ascontiguousarray(entries["checksum"]),
-        np.full(count, clock.expiry_of(created_s, expires_s), np.uint32),
-        np.full(count, clock.moment_before(clock.wall_s() - created_s), np.uint32),
-        entries["value"].astype(np.float32),
-        entries["flags"].astype(np.uint8),
-        np.zeros(count, np.uint8),
-    )

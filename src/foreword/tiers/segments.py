@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
+from foreword.tiers.block_places import NewBlocks
 from foreword.tiers.files import FileLayer, read_fully
 from foreword.tiers.run_format import MAGIC, MAX_HEADER_BYTES, PAGE, RunHeader, decode_header, header_length
+from foreword.tiers.tier import BlockKeys
 
 SUFFIX = ".fwseg"
 _NAME = re.compile(r"(\d{6,})-[0-9a-f]{8}\.fwseg")
@@ -107,6 +110,37 @@ def segment_number(name: str) -> int | None:
     """The number in a segment's name; None if it is not such a name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def new_blocks(
+    entries: npt.NDArray[np.void],
+    keys: BlockKeys,
+    segment_id: int,
+    offsets: int | npt.NDArray[np.int64],
+    expires: int | npt.NDArray[np.int64],
+    used: int | npt.NDArray[np.int64],
+) -> NewBlocks:
+    """What the index is to know of blocks of one segment.
+
+    The offsets of their runs and the moments at which they expire and were last used are one for all, or [blocks].
+    """
+    count = len(entries)
+
+    def column(values: int | npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+        return np.broadcast_to(np.asarray(values, np.uint32), count)
+
+    return NewBlocks(
+        keys,
+        column(segment_id),
+        (offsets // PAGE + entries["page"].astype(np.int64)).astype(np.uint32),
+        entries["stored_bytes"].astype(np.uint32),
+        np.ascontiguousarray(entries["checksum"]),
+        column(expires),
+        column(used),
+        entries["value"].astype(np.float32),
+        entries["flags"].astype(np.uint8),
+        np.zeros(count, np.uint8),
+    )
 
 
 @dataclass(frozen=True, slots=True)
