@@ -1,0 +1,435 @@
+"""What the disk tier costs: rates beside `preadv` alone on the same bytes, a restart, look-ups, and faults caught.
+
+    PYTHONPATH=src python benchmarks/tiers.py [--path DIR] [--mb 400] [--flips 100000] [--kills 20] [--json]
+
+Each figure stands beside its limit of the same run. Blocks have the bench model's size: 196,608 bytes, 16 tokens.
+Cold means that the page cache has dropped the file (POSIX_FADV_DONTNEED after a sync). `preadv` alone reads the same
+segments in pieces of 4 MiB, by the same flag, into one buffer, and looks at nothing. Rounds alternate between them, and
+medians are reported: this disk's rate changes by a third from minute to minute.
+
+The index's figures are for 10^6 blocks: a snapshot's, read and inserted, and a scan of the headers of as many blocks in
+runs of 40. For the scan the files are sparse: headers lie where they would lie, payloads are holes.
+
+`--kills` kills that number of processes while they store; `--flips` flips that number of random bits of segments,
+headers and snapshots and loads what they hit. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from foreword.tiers.block_places import NewBlocks
+from foreword.tiers.clock import Clock
+from foreword.tiers.disk import DiskTier
+from foreword.tiers.disk_state import DiskOptions
+from foreword.tiers.files import RWF_DONTCACHE, RealFiles
+from foreword.tiers.index_snapshot import read_snapshot, write_snapshot
+from foreword.tiers.run_format import ENTRY, NO_CIPHER, PAGE, RunHeader, encode_header, header_bytes_of
+from foreword.tiers.segment_index import SegmentIndex
+from foreword.tiers.segments import Segment
+from foreword.tiers.ticket import Outcome
+from foreword.tiers.tier import BlockKeys, BlockRun, Buffers
+
+NAMESPACE = b"benchmark tiers."
+BLOCK_BYTES = 196_608
+PREFIX_BLOCKS = 256
+"""4,096 tokens."""
+PIECE_BYTES = 4 << 20
+NUM_INDEXED = 10**6
+LOOKUP_BLOCKS = 50_000 // 16
+FILES = RealFiles()
+
+
+def random_keys(rng: np.random.Generator, count: int) -> BlockKeys:
+    return BlockKeys(NAMESPACE, np.zeros(count, np.uint16), rng.integers(0, 256, (count, 32), np.uint8))
+
+
+def options_for(num_bytes: int) -> DiskOptions:
+    return DiskOptions(budget_bytes=4 * num_bytes + (64 << 20), min_free_bytes=0, segment_bytes=256 << 20)
+
+
+# ---------------------------------------------------------------------------------------------- rates
+
+
+def drop_from_page_cache(paths: list[Path]) -> None:
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def read_alone(paths: list[Path], flags: int) -> float:
+    """Megabytes a second of `preadv` in pieces of 4 MiB."""
+    buffer = np.ones(PIECE_BYTES, np.uint8)
+    num_bytes, began = 0, time.perf_counter()
+    for path in paths:
+        fd, offset = os.open(path, os.O_RDONLY), 0
+        while count := os.preadv(fd, [buffer], offset, flags):
+            offset += count
+        num_bytes += offset
+        os.close(fd)
+    return num_bytes / 1e6 / (time.perf_counter() - began)
+
+
+class Memory:
+    """Blocks in memory, as the pool would be."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.buffers = Buffers([row.data for row in rows])
+        self.rows = rows
+
+
+def load_rate(tier: DiskTier, keys: BlockKeys, memory: Memory) -> float:
+    lengths = np.full(len(keys), BLOCK_BYTES)
+    ticket = tier.load(keys, lengths, memory.buffers, deadline_s=600)
+    assert ticket.wait()
+    assert ticket.report.num_done == len(keys), ticket.report.by_reason()
+    return len(keys) * BLOCK_BYTES / 1e6 / ticket.report.seconds
+
+
+def write_alone(path: Path, rows: np.ndarray) -> float:
+    """Megabytes a second of plain writes of 6 MiB with one sync at the end."""
+    fd, began, offset = os.open(path, os.O_RDWR | os.O_CREAT, 0o600), time.perf_counter(), 0
+    flat = rows.reshape(-1)
+    for begin in range(0, len(flat), 6 << 20):
+        offset += os.pwrite(fd, flat[begin : begin + (6 << 20)].data, offset)
+    os.fdatasync(fd)
+    seconds = time.perf_counter() - began
+    os.close(fd)
+    path.unlink()
+    return len(flat) / 1e6 / seconds
+
+
+def rates(folder: Path, num_mb: int, rounds: int) -> dict[str, float]:
+    rng = np.random.default_rng(0)
+    count = max(PREFIX_BLOCKS, num_mb * 10**6 // BLOCK_BYTES // PREFIX_BLOCKS * PREFIX_BLOCKS)
+    keys, rows = random_keys(rng, count), rng.integers(0, 256, (count, BLOCK_BYTES), np.uint8)
+    options = options_for(rows.nbytes)
+    stores, writes = [], []
+    for _ in range(3):
+        shutil.rmtree(folder, ignore_errors=True)
+        tier = DiskTier(folder, options)
+        tier.wait_scanned()
+        began = time.perf_counter()
+        for begin in range(0, count, PREFIX_BLOCKS):
+            part = keys.select(slice(begin, begin + PREFIX_BLOCKS))
+            buffers = Buffers([row.data for row in rows[begin : begin + PREFIX_BLOCKS]])
+            ticket = tier.store(BlockRun.chain(part, BLOCK_BYTES, buffers))
+            assert ticket.wait()
+            assert ticket.report.num_done == PREFIX_BLOCKS
+        tier.close(60)  # seals, so it syncs
+        stores.append(rows.nbytes / 1e6 / (time.perf_counter() - began))
+        writes.append(write_alone(folder / "alone", rows))
+    out = np.ones_like(rows)
+    memory = Memory(out)
+    samples: dict[str, list[float]] = {name: [] for name in ("preadv", "cold", "prefix", "preadv_warm", "warm")}
+    with DiskTier(folder, options) as tier:
+        assert tier.wait_scanned()
+        flags = RWF_DONTCACHE if tier._state.leaves_cache else 0
+        paths = sorted(folder.glob("v1/*/*.fwseg"))
+        prefix, head = keys.select(slice(0, PREFIX_BLOCKS)), Memory(out[:PREFIX_BLOCKS])
+        for number in range(rounds):
+            runs: list[tuple[str, Callable[[], float]]] = [
+                ("preadv", lambda: read_alone(paths, flags)),
+                ("cold", lambda: load_rate(tier, keys, memory)),
+                ("prefix", lambda: load_rate(tier, prefix, head)),
+            ]
+            for name, run in runs[number % 3 :] + runs[: number % 3]:
+                drop_from_page_cache(paths)
+                samples[name].append(run())
+            read_alone(paths, 0)
+            samples["preadv_warm"].append(read_alone(paths, 0))
+            samples["warm"].append(load_rate(tier, keys, memory))
+        assert np.array_equal(out, rows)
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    shutil.rmtree(folder)
+    return {
+        "mb": rows.nbytes / 1e6,
+        "preadv_mb_s": medians["preadv"],
+        "load_cold_mb_s": medians["cold"],
+        "load_cold_4096_tokens_mb_s": medians["prefix"],
+        "load_cold_4096_tokens_ms": PREFIX_BLOCKS * BLOCK_BYTES / 1e3 / medians["prefix"],
+        "load_cold_of_preadv": medians["cold"] / medians["preadv"],
+        "preadv_warm_mb_s": medians["preadv_warm"],
+        "load_warm_mb_s": medians["warm"],
+        "store_mb_s": statistics.median(stores),
+        "write_alone_mb_s": statistics.median(writes),
+        "store_of_write": statistics.median(stores) / statistics.median(writes),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- index
+
+
+def sparse_segments(folder: Path, keys: np.ndarray, blocks_per_run: int) -> None:
+    """Segments whose headers are real and whose payloads are holes."""
+    folder.mkdir(mode=0o700, parents=True)
+    header_bytes = header_bytes_of(blocks_per_run)
+    run_bytes = header_bytes + blocks_per_run * BLOCK_BYTES
+    runs_per_segment = (256 << 20) // run_bytes
+    entries = np.zeros(blocks_per_run, ENTRY)
+    entries["parent"] = np.arange(-1, blocks_per_run - 1)
+    entries["stored_bytes"], entries["flags"], entries["value"] = BLOCK_BYTES, 1, 1.0
+    entries["page"] = header_bytes // PAGE + np.arange(blocks_per_run) * (BLOCK_BYTES // PAGE)
+    fd, number = -1, 0
+    for number, begin in enumerate(range(0, len(keys), blocks_per_run)):
+        if number % runs_per_segment == 0:
+            if fd >= 0:
+                os.ftruncate(fd, runs_per_segment * run_bytes)
+                os.close(fd)
+            fd = FILES.create(folder / f"{number // runs_per_segment + 1:06d}-{0:08x}.fwseg")
+        entries["key"] = keys[begin : begin + blocks_per_run]
+        offset = number % runs_per_segment * run_bytes
+        header = RunHeader(header_bytes, run_bytes, number, NAMESPACE, NO_CIPHER, 10**9, 0, offset, entries)
+        os.pwrite(fd, encode_header(header), offset)
+    os.ftruncate(fd, (number % runs_per_segment + 1) * run_bytes)
+    os.close(fd)
+
+
+def index_figures(folder: Path, rounds: int) -> dict[str, float]:
+    rng = np.random.default_rng(1)
+    keys = random_keys(rng, NUM_INDEXED)
+    index, clock = SegmentIndex(), Clock()
+    checksums = rng.integers(0, 256, (NUM_INDEXED, 16), np.uint8)
+    for begin in range(0, NUM_INDEXED, 4000):
+        numbers = np.arange(begin, begin + 4000)
+        index.insert(
+            NewBlocks(
+                keys.select(slice(begin, begin + 4000)),
+                (numbers // 1300).astype(np.uint32),
+                (numbers % 1300 * 48).astype(np.uint32),
+                np.full(4000, BLOCK_BYTES, np.uint32),
+                checksums[begin : begin + 4000],
+                np.zeros(4000, np.uint32),
+                np.full(4000, clock.now_s(), np.uint32),
+                np.ones(4000, np.float32),
+                np.ones(4000, np.uint8),
+                np.zeros(4000, np.uint8),
+            )
+        )
+    bytes_a_block = index.num_bytes / NUM_INDEXED
+    asked = keys.select(rng.permutation(NUM_INDEXED)[:LOOKUP_BLOCKS])
+    half_absent = BlockKeys(NAMESPACE, asked.group_ids, asked.keys.copy())
+    half_absent.keys[LOOKUP_BLOCKS // 2 :, 0] ^= 1
+    lookups = []
+    for keys_asked, expected in ((asked, LOOKUP_BLOCKS), (half_absent, LOOKUP_BLOCKS // 2)):
+        for _ in range(50):
+            began = time.perf_counter()
+            found = index.contains(keys_asked, clock.now_s())
+            lookups.append(time.perf_counter() - began)
+            assert found.sum() == expected
+    folder.mkdir(parents=True)
+    segments = [
+        Segment(number, Path(f"{number:06d}-00000000.fwseg"), True, num_bytes=256 << 20)
+        for number in range(NUM_INDEXED // 1300 + 1)
+    ]
+    write_snapshot(FILES, folder / "index", index, segments, clock, NO_CIPHER)
+    del index
+    gc.collect()
+    snapshots = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        snapshot = read_snapshot(FILES, folder / "index", clock, NO_CIPHER)
+        assert snapshot is not None
+        fresh = SegmentIndex()
+        assert fresh.insert_rows(snapshot.columns, snapshot.names) == NUM_INDEXED
+        snapshots.append(time.perf_counter() - began)
+    assert fresh.contains(asked, clock.now_s()).all()
+    del fresh, snapshot
+    shutil.rmtree(folder)
+    home = folder / "v1" / ("0" * 32)
+    sparse_segments(home, keys.keys, 40)
+    for inner in (folder, folder / "v1"):
+        inner.chmod(0o700)
+    drop_from_page_cache(sorted(home.glob("*.fwseg")))
+    options = DiskOptions(budget_bytes=10**15, min_free_bytes=0, segment_bytes=256 << 20)
+    began = time.perf_counter()
+    with DiskTier(folder, options) as tier:
+        assert tier.wait_scanned()
+        scan_s = time.perf_counter() - began
+        assert tier.stats().num_blocks == NUM_INDEXED
+        assert tier.lookup(asked).all()
+    shutil.rmtree(folder)
+    return {
+        "index_1e6_snapshot_s": statistics.median(snapshots),
+        "index_1e6_scan_s": scan_s,
+        "index_bytes_a_block": bytes_a_block,
+        "lookup_50k_ms": 1e3 * statistics.median(lookups),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- faults
+
+
+def flips(folder: Path, num_flips: int) -> dict[str, int]:
+    """Flip random bits of payloads and load them; flip random bits of headers and snapshots and scan and read them."""
+    from foreword.tiers.segments import Damage, scan_runs
+
+    rng, py_rng = np.random.default_rng(2), random.Random(2)
+    count, size = 64, 8000
+    keys, rows = random_keys(rng, count), rng.integers(0, 256, (count, size), np.uint8)
+    buffers = Buffers([row.data for row in rows])
+    out = np.zeros_like(rows)
+    sink = Buffers([row.data for row in out])
+    lengths = np.full(count, size)
+    tried = caught = wrong = 0
+    with DiskTier(folder, DiskOptions(budget_bytes=256 << 20, min_free_bytes=0)) as tier:
+        assert tier.wait_scanned()
+        assert tier.store(BlockRun.chain(keys, size, buffers)).wait()
+        (path,) = folder.glob("v1/*/*.fwseg")
+        content = path.read_bytes()
+        places = tier._state.index.locate(keys, tier._state.clock.now_s())
+        (segment,) = tier._state.table.own()
+        while tried < num_flips * 9 // 10:
+            # One bit of every block, then all blocks are loaded, and all are to be refused.
+            damaged = bytearray(content)
+            for page in places.pages.tolist():
+                damaged[page * PAGE + py_rng.randrange(2 * PAGE)] ^= 1 << py_rng.randrange(8)
+            path.write_bytes(damaged)
+            out[:] = 0
+            ticket = tier.load(keys, lengths, sink, deadline_s=60)
+            assert ticket.wait()
+            tried += count
+            caught += int((ticket.report.outcomes == Outcome.CORRUPT).sum())
+            wrong += int(out.any(axis=1).sum())
+            path.write_bytes(content)
+            segment.num_bytes = 0
+            tier._scanner._scan(segment)
+    snapshot = next(folder.glob("v1/*/index"))
+    headers, index = content[:PAGE], snapshot.read_bytes()
+    scratch, clock = folder / "scratch", Clock()
+    while tried < num_flips:
+        is_header = tried % 2 == 0
+        damaged = bytearray(headers if is_header else index)
+        damaged[py_rng.randrange(len(damaged))] ^= 1 << py_rng.randrange(8)
+        scratch.write_bytes(damaged)
+        if is_header:
+            fd = FILES.open_for_reading(scratch)
+            (found,) = scan_runs(FILES, fd, 0, PAGE, uncached=False)
+            FILES.close(fd)
+            caught += isinstance(found, Damage)
+        else:
+            caught += read_snapshot(FILES, scratch, clock, NO_CIPHER) is None
+        tried += 1
+    shutil.rmtree(folder)
+    return {"flips_tried": tried, "flips_caught": caught, "wrong_after_flips": wrong}
+
+
+CHILD = """
+import sys
+sys.path[:0] = sys.argv[3:]
+from tiers import store_forever
+store_forever(sys.argv[1], int(sys.argv[2]))
+"""
+KILL_OPTIONS = DiskOptions(budget_bytes=64 << 20, min_free_bytes=0, snapshot_s=0.05, upkeep_s=0.02)
+KILL_BYTES = 20_000
+RUN_BLOCKS = 8
+
+
+def numbered(first: int) -> tuple[BlockKeys, np.ndarray]:
+    """Names and payloads of a run, the same in every process."""
+    rng = np.random.default_rng(first)
+    return random_keys(rng, RUN_BLOCKS), rng.integers(0, 256, (RUN_BLOCKS, KILL_BYTES), np.uint8)
+
+
+def store_forever(path: str, first: int) -> None:
+    tier = DiskTier(path, KILL_OPTIONS)
+    while True:
+        keys, rows = numbered(first)
+        tier.store(BlockRun.chain(keys, KILL_BYTES, Buffers([row.data for row in rows]))).wait()
+        first += 1
+        print(first, flush=True)
+
+
+def kills(folder: Path, num_kills: int) -> dict[str, int]:
+    rng, first, wrong, loaded = random.Random(3), 0, 0, 0
+    search = [str(Path(__file__).parent), *sys.path]
+    for _ in range(num_kills):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(folder), str(first), *search], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        for _ in range(rng.randrange(1, 30)):
+            child.stdout.readline()
+        time.sleep(rng.random() * 0.02)
+        child.send_signal(signal.SIGKILL)
+        lines = child.stdout.read().split()
+        first = max(first + 30, int(lines[-1]) if lines else 0)
+        child.wait()
+        child.stdout.close()
+        with DiskTier(folder, KILL_OPTIONS) as tier:
+            assert tier.wait_scanned()
+            for number in range(max(0, first - 90), first + 30):
+                keys, rows = numbered(number)
+                out = np.zeros_like(rows)
+                sink = Buffers([row.data for row in out])
+                ticket = tier.load(keys, np.full(RUN_BLOCKS, KILL_BYTES), sink, deadline_s=60)
+                assert ticket.wait()
+                done = ticket.report.outcomes == Outcome.DONE
+                loaded += int(done.sum())
+                wrong += int((out[done] != rows[done]).any(axis=1).sum()) + int(out[~done].any(axis=1).sum())
+    shutil.rmtree(folder)
+    return {"kills": num_kills, "blocks_after_kills": loaded, "wrong_after_kills": wrong}
+
+
+# ---------------------------------------------------------------------------------------------- report
+
+
+TARGETS: dict[str, tuple[str, float]] = {
+    "load_cold_of_preadv": (">=", 0.8),
+    "load_warm_mb_s": (">=", 3500),
+    "store_mb_s": (">=", 1200),
+    "index_1e6_snapshot_s": ("<=", 0.5),
+    "index_1e6_scan_s": ("<=", 10),
+    "index_bytes_a_block": ("<=", 80),
+    "lookup_50k_ms": ("<=", 2),
+    "wrong_blocks": ("<=", 0),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", type=Path, help="a folder on the disk to measure; default: a temporary one")
+    parser.add_argument("--mb", type=int, default=400, help="megabytes of payload")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--flips", type=int, default=100_000)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=args.path))
+    try:
+        figures: dict[str, float] = {
+            **rates(folder / "rates", args.mb, args.rounds),
+            **index_figures(folder / "index", args.rounds),
+            **flips(folder / "flips", args.flips),
+            **kills(folder / "kills", args.kills),
+        }
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    figures["wrong_blocks"] = figures["wrong_after_flips"] + figures["wrong_after_kills"]
+    if not args.json:
+        for name, value in figures.items():
+            sign, limit = TARGETS.get(name, ("", 0.0))
+            print(f"{name:28} {value:12.4g}" + (f"   target {sign} {limit:g}" if sign else ""))
+        print(f"load beside {os.cpu_count()} cores: {os.getloadavg()[0]:.1f}")
+    print(json.dumps({name: round(float(value), 4) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

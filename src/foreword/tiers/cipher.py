@@ -1,0 +1,125 @@
+"""Encryption of payloads at rest: AES-256-GCM, bound to the block's name.
+
+Knows payloads, names and a key from a file; knows nothing of segments.
+
+A stored payload is nonce (12 bytes, random) | ciphertext | tag (16 bytes). The associated data are namespace, group and
+key, so a block's ciphertext in another block's place is refused. Headers are not encrypted: who can read them can test
+a guess of a prompt, but cannot read one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import struct
+from pathlib import Path
+from typing import Protocol
+
+from foreword.errors import ConfigError
+
+NONCE_BYTES = 12
+TAG_BYTES = 16
+SECRET_BYTES = 32
+NO_CIPHER_ID = bytes(16)
+
+
+class Cipher(Protocol):
+    """How payloads are written."""
+
+    cipher_id: bytes
+    """16 bytes that name cipher and secret in headers; runs of another id are not read."""
+    overhead_bytes: int
+    """Stored bytes beyond the payload's."""
+
+    def seal(self, name: bytes, payload: memoryview, out: memoryview) -> None:
+        """Write the stored form of `payload` to `out`, which is `overhead_bytes` longer."""
+        ...
+
+    def open(self, name: bytes, stored: memoryview, out: memoryview) -> memoryview | None:
+        """The payload, either within `stored` or written to `out`; None if it is not what was sealed under `name`."""
+        ...
+
+
+def block_name(namespace: bytes, group_id: int, key: bytes) -> bytes:
+    """The bytes that a block's ciphertext is bound to."""
+    return struct.pack("<16sH", namespace, group_id) + key
+
+
+class PlainText:
+    """No encryption."""
+
+    cipher_id = NO_CIPHER_ID
+    overhead_bytes = 0
+
+    def seal(self, name: bytes, payload: memoryview, out: memoryview) -> None:
+        out[:] = payload
+
+    def open(self, name: bytes, stored: memoryview, out: memoryview) -> memoryview | None:
+        return stored
+
+
+class AesGcm:
+    """AES-256-GCM with a secret of 32 bytes. Raises ConfigError without the package cryptography."""
+
+    overhead_bytes = NONCE_BYTES + TAG_BYTES
+
+    def __init__(self, secret: bytes) -> None:
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError as error:
+            raise ConfigError(
+                "an encrypted cache needs the package cryptography, which is not installed; "
+                "run `pip install foreword[encryption]`, or leave out the key file"
+            ) from error
+        self._cipher = AESGCM(secret)
+        self._invalid: type[Exception] = InvalidTag
+        self.cipher_id = hashlib.sha256(b"foreword aes-256-gcm 1\n" + secret).digest()[:16]
+
+    def seal(self, name: bytes, payload: memoryview, out: memoryview) -> None:
+        nonce = os.urandom(NONCE_BYTES)
+        out[:NONCE_BYTES] = nonce
+        self._cipher.encrypt_into(nonce, payload, name, out[NONCE_BYTES:])
+
+    def open(self, name: bytes, stored: memoryview, out: memoryview) -> memoryview | None:
+        num_bytes = len(stored) - self.overhead_bytes
+        if num_bytes < 0:
+            return None
+        payload = out[:num_bytes]
+        try:
+            self._cipher.decrypt_into(bytes(stored[:NONCE_BYTES]), stored[NONCE_BYTES:], name, payload)
+        except self._invalid:
+            return None
+        return payload
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret in a file: 32 bytes, or 64 hexadecimal digits. Raises ConfigError, also if others can reach it."""
+    try:
+        mode = path.stat().st_mode
+        with path.open("rb") as file:
+            content = file.read(1024)
+    except OSError as error:
+        raise ConfigError(
+            f"the cache's key file {str(path)!r} cannot be read: {error.strerror}; give the path of a file with "
+            f"{SECRET_BYTES} random bytes"
+        ) from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(
+            f"the cache's key file {str(path)!r} has mode {stat.S_IMODE(mode):04o}, so other users can reach it; "
+            f"run `chmod 600 {path}`"
+        )
+    if len(content) == SECRET_BYTES:
+        return content
+    try:
+        secret = bytes.fromhex(content.decode("ascii"))
+    except ValueError:
+        secret = b""
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(
+            f"the cache's key file {str(path)!r} holds {len(content)} bytes that are no key; write "
+            f"{SECRET_BYTES} random bytes or {2 * SECRET_BYTES} hexadecimal digits, "
+            f"for example with `head -c {SECRET_BYTES} /dev/urandom`"
+        )
+    return secret

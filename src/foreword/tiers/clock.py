@@ -1,0 +1,46 @@
+"""The disk tier's time: seconds that never go back, and the wall clock's seconds in files.
+
+Knows both clocks; knows nothing of what they are asked for. Within a process ages and expiry count on the monotonic
+clock; files hold the wall clock's seconds, which may have jumped by years when they are read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+EPOCH = 1 << 31
+"""`now_s` of the moment when the process's clock was made: there is room for the ages that files report."""
+LATEST = (1 << 32) - 1
+
+
+class Clock:
+    """Seconds of this process. `wall` and `monotonic` are the clocks to ask."""
+
+    def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._wall = wall
+        self._monotonic = monotonic
+        self._start = monotonic()
+
+    def now_s(self) -> int:
+        """Seconds since `EPOCH` seconds before the clock was made."""
+        return min(LATEST, EPOCH + int(self._monotonic() - self._start))
+
+    def wall_s(self) -> int:
+        """Seconds since 1970 as the system has them; never negative."""
+        return max(0, int(self._wall()))
+
+    def expiry_of(self, created_s: int, expires_s: int) -> int:
+        """The moment, on this clock, when something written with these wall times expires; 0: never.
+
+        It lives at most its time to live from now, wherever the wall clock has jumped to: a clock before `created_s`
+        counts as `created_s`.
+        """
+        if expires_s == 0:
+            return 0
+        left = expires_s - max(self.wall_s(), created_s)
+        return min(LATEST, self.now_s() + left) if left > 0 else 1
+
+    def moment_before(self, age_s: int) -> int:
+        """The moment `age_s` seconds ago; negative ages count as 0."""
+        return max(1, self.now_s() - max(0, age_s))

@@ -1,0 +1,207 @@
+"""The cache's directory: private folders, one for each process, and who may write or tidy which.
+
+Knows paths, owners, modes and locks; knows nothing of what segments hold.
+
+    CACHE_DIR/v1/JANITOR                     locked for a moment by whoever takes over a dead process's folder
+    CACHE_DIR/v1/<process, 32 hex>/LOCK      locked while its process lives
+                                  /000001-9f3a1c07.fwseg ...
+                                  /index     the snapshot
+
+A process reads every folder, and writes and unlinks in its own alone. When it starts it takes the folder of a process
+that has died, if there is one, so that a restart finds its own snapshot. It moves the segments of other dead processes
+into its folder. Names of files hold no keys and no text.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import uuid
+from pathlib import Path
+
+from foreword.errors import ConfigError
+from foreword.tiers.files import FileLayer
+from foreword.tiers.segments import segment_number
+
+logger = logging.getLogger(__name__)
+
+VERSION = "v1"
+LOCK_NAME = "LOCK"
+JANITOR_NAME = "JANITOR"
+SNAPSHOT_NAME = "index"
+
+
+class CacheDirectory:
+    """A directory that processes of one user share. Raises ConfigError if it is not safe or cannot be written.
+
+    `close` releases our folder's lock; then another process may take the folder.
+    """
+
+    def __init__(self, files: FileLayer, path: Path) -> None:
+        self._files = files
+        self._lock_fds: list[int] = []
+        self.path = Path(os.path.realpath(path.expanduser()))
+        try:
+            self._open_top()
+            self.root = self.path / VERSION
+            self._make_private(self.root)
+            self.home = self._take_home()
+        except OSError as error:
+            self.close()
+            raise unusable(self.path, error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Release our lock. May be called twice."""
+        while self._lock_fds:
+            self._files.close(self._lock_fds.pop())
+
+    def other_homes(self) -> list[Path]:
+        """Folders of other processes, dead or alive. Raises OSError."""
+        names = sorted(self._files.list_folder(self.root))
+        return [self.root / name for name in names if _is_home(name) and self.root / name != self.home]
+
+    def segments_of(self, home: Path) -> list[Path]:
+        """The segment files in a folder, oldest first; empty if the folder is gone. Raises OSError."""
+        try:
+            names = self._files.list_folder(home)
+        except FileNotFoundError:
+            return []
+        numbered = [(number, name) for name in names if (number := segment_number(name)) is not None]
+        return [home / name for _, name in sorted(numbered)]
+
+    def adopt(self) -> int:
+        """Move the segments of dead processes into our folder; returns their number. Errors are logged.
+
+        Does nothing while another process does so.
+        """
+        moved = 0
+        try:
+            janitor = self._files.open_lock(self.root / JANITOR_NAME)
+        except OSError as error:
+            logger.warning("the cache directory cannot be tidied: %s", error)
+            return 0
+        try:
+            if self._files.try_lock(janitor):
+                for home in self.other_homes():
+                    moved += self._adopt_home(home)
+        except OSError as error:
+            logger.warning("the cache directory cannot be tidied: %s", error)
+        finally:
+            self._files.close(janitor)
+        return moved
+
+    # ------------------------------------------------------------------------------ within
+
+    def _open_top(self) -> None:
+        try:
+            status = self._files.stat(self.path)
+        except FileNotFoundError:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._make_private(self.path)
+            status = self._files.stat(self.path)
+        self._check_ours(self.path, status)
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(
+                f"the cache directory {str(self.path)!r} has mode {stat.S_IMODE(status.st_mode):04o}, so other users "
+                f"could put blocks into it; run `chmod go-w {self.path}`, or give another directory"
+            )
+        if self._files.space(self.path).is_read_only:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def _make_private(self, path: Path) -> None:
+        """Make a folder of mode 0700, or check that it is one and ours."""
+        try:
+            self._files.make_folder(path)
+        except FileExistsError:
+            status = self._files.stat(path)
+            self._check_ours(path, status)
+            if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise ConfigError(
+                    f"the folder {str(path)!r} of the cache has mode {stat.S_IMODE(status.st_mode):04o}, but it must "
+                    f"be private; run `chmod 700 {path}`"
+                ) from None
+
+    def _check_ours(self, path: Path, status: os.stat_result) -> None:
+        if not stat.S_ISDIR(status.st_mode):
+            raise ConfigError(f"the cache directory {str(path)!r} is not a directory; give another path")
+        if status.st_uid != os.geteuid():
+            raise ConfigError(
+                f"the cache directory {str(path)!r} belongs to user {status.st_uid}, and this process runs as user "
+                f"{os.geteuid()}; give a directory of its own"
+            )
+
+    def _take_home(self) -> Path:
+        """A dead process's folder, or a new one; its lock is ours."""
+        janitor = self._files.open_lock(self.root / JANITOR_NAME)
+        try:
+            if self._files.try_lock(janitor):
+                for name in sorted(self._files.list_folder(self.root)):
+                    if _is_home(name) and (lock := self._lock_of_dead(self.root / name)) is not None:
+                        self._lock_fds.append(lock)
+                        return self.root / name
+        finally:
+            self._files.close(janitor)
+        return self._new_home()
+
+    def _new_home(self) -> Path:
+        # It gets its name when its lock is held, so no janitor takes it for a dead one.
+        name = uuid.uuid4().hex
+        unfinished = self.root / f"new-{name}"
+        self._files.make_folder(unfinished)
+        lock = self._files.open_lock(unfinished / LOCK_NAME)
+        self._lock_fds.append(lock)
+        if not self._files.try_lock(lock):
+            raise OSError(errno.ENOLCK, "this file system grants no lock")
+        self._files.rename(unfinished, self.root / name)
+        return self.root / name
+
+    def _lock_of_dead(self, home: Path) -> int | None:
+        """The lock of a folder whose process has died, now ours; None if it lives or the folder is not ours to take."""
+        try:
+            status = self._files.stat(home)
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                return None
+            lock = self._files.open_lock(home / LOCK_NAME)
+        except OSError:
+            return None
+        try:
+            if self._files.try_lock(lock):
+                return lock
+        except OSError as error:
+            logger.warning("the lock of %s cannot be tried: %s", home, error)
+        self._files.close(lock)
+        return None
+
+    def _adopt_home(self, home: Path) -> int:
+        lock = self._lock_of_dead(home)
+        if lock is None:
+            return 0
+        moved = 0
+        try:
+            for path in self.segments_of(home):
+                self._files.rename(path, self.home / path.name)
+                moved += 1
+            for name in self._files.list_folder(home):
+                self._files.unlink(home / name)
+            self._files.remove_folder(home)
+        finally:
+            self._files.close(lock)
+        logger.info("took over %d segments of a process that has ended", moved)
+        return moved
+
+
+def unusable(path: Path, error: OSError) -> ConfigError:
+    """The error that tells a user that the system refuses the cache directory."""
+    return ConfigError(
+        f"the cache directory {str(path)!r} cannot be used: {error.strerror or error}; give a directory on a local "
+        "disk that this user can write"
+    )
+
+
+def _is_home(name: str) -> bool:
+    return len(name) == 32 and all(char in "0123456789abcdef" for char in name)

@@ -1,0 +1,210 @@
+"""The disk tier: blocks in segment files that outlive the process, shared by the processes of one user.
+
+Knows how its parts work together; they know the rest: loader (reads), storer (writes, budget), scanner (what is there).
+
+    loads  -> loader  ── places ──> segment index <── rows ── storer <- stores
+                └ pread, verify, hand over            └ gather, append, seal, evict, snapshot
+                                    ^ rows ── scanner: snapshot and headers at start, what other processes sealed
+
+Four threads, of which three touch files: one reads ahead, one writes, one scans. An answer never waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.tiers.cipher import AesGcm, Cipher, PlainText, read_secret
+from foreword.tiers.clock import Clock
+from foreword.tiers.directory import CacheDirectory, unusable
+from foreword.tiers.disk_state import DiskOptions, DiskState
+from foreword.tiers.files import FileLayer, RealFiles, can_leave_cache, close_quietly, physical_bytes
+from foreword.tiers.loader import Loader
+from foreword.tiers.scanner import Scanner
+from foreword.tiers.segment_index import SegmentIndex
+from foreword.tiers.segments import SegmentTable
+from foreword.tiers.storer import Storer
+from foreword.tiers.ticket import Ticket
+from foreword.tiers.tier import BlockKeys, BlockRun, BlockSink, BoolArray, DoneCallback, TierStats
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+"""How long `close` waits for a thread that is in the middle of a call."""
+PROBE_NAME = "probe"
+
+
+class DiskTier:
+    """Blocks on disk; a `Tier`. Raises ConfigError for options, directories and key files that cannot be used.
+
+    The directory is made if it is not there. What earlier processes stored is found as soon as it is scanned, from the
+    snapshot in well under a second; `wait_scanned` waits for it. Close it, or use it as a context manager: what is
+    queued is then written and the index is saved. Without that, the next start scans.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self,
+        path: Path | str,
+        options: DiskOptions = DiskOptions(),  # noqa: B008 - frozen
+        *,
+        files: FileLayer | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        options.check()
+        files = files or RealFiles()
+        cipher: Cipher = PlainText() if options.key_file is None else AesGcm(read_secret(options.key_file))
+        directory = CacheDirectory(files, Path(path))
+        try:
+            used = _used_bytes(files, directory)
+            space = files.space(directory.home)
+            self._state = DiskState(
+                options.completed(space.total_bytes, space.free_bytes, used),
+                files,
+                clock or Clock(),
+                directory,
+                SegmentTable(),
+                SegmentIndex(),
+                cipher,
+                leaves_cache=_leaves_cache(files, directory.home / PROBE_NAME),
+            )
+            self._loader = Loader(self._state)
+            self._storer = Storer(self._state)
+            self._scanner = Scanner(self._state)
+            self._scanner.start()
+        except OSError as error:
+            directory.close()
+            raise unusable(directory.path, error) from error
+        except BaseException:
+            directory.close()
+            raise
+        self._loader.start()
+        self._storer.start()
+        self._is_closed = False
+        logger.info(
+            "cache on disk: %s, at most %.1f GB, %.1f GB there",
+            directory.path,
+            (self._state.options.budget_bytes or 0) / 1e9,
+            used / 1e9,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close(PATIENCE_S)
+
+    def lookup(self, keys: BlockKeys) -> BoolArray:
+        """Which blocks are here, [blocks]; see `Tier.lookup`."""
+        if self._is_closed:
+            return np.zeros(len(keys), bool)
+        found = self._state.index.contains(keys, self._state.clock.now_s())
+        self._state.count(num_looked_up=len(keys), num_found=int(np.count_nonzero(found)))
+        return found
+
+    def load(
+        self,
+        keys: BlockKeys,
+        payload_bytes: npt.NDArray[np.int64],
+        sink: BlockSink,
+        *,
+        deadline_s: float,
+        on_done: DoneCallback | None = None,
+    ) -> Ticket:
+        """Begin to load blocks into `sink`; see `Tier.load`."""
+        return self._loader.add(keys, payload_bytes, sink, deadline_s, on_done)
+
+    def estimate_load_s(self, num_bytes: int) -> float:
+        """Seconds until a load of that size would end; see `Tier.estimate_load_s`."""
+        return self._loader.estimate_s(num_bytes)
+
+    def store(self, run: BlockRun, *, on_done: DoneCallback | None = None) -> Ticket:
+        """Begin to store a run; see `Tier.store`."""
+        return self._storer.add(run, on_done)
+
+    def forget(self, keys: BlockKeys) -> None:
+        """Blocks that `lookup` must not find again. Their bytes stay until their segment goes.
+
+        A restart that scans headers finds them again: this is for blocks that are of no use, not for erasing.
+        """
+        self._state.index.forget(keys)
+
+    def wait_scanned(self, timeout_s: float | None = None) -> bool:
+        """Wait until what was here when the tier was opened can be looked up; True if it can."""
+        return self._scanner.finished.wait(timeout_s)
+
+    def close(self, flush_s: float) -> None:
+        """Store what is queued for at most `flush_s` seconds, cancel the rest, save the index; see `Tier.close`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._storer.close(flush_s, PATIENCE_S)
+        self._loader.close(PATIENCE_S)
+        self._scanner.close(PATIENCE_S)
+        with contextlib.suppress(OSError):
+            self._state.directory.close()
+
+    def stats(self) -> TierStats:
+        """What happened so far; see `Tier.stats`."""
+        state, space = self._state, self._storer.space
+        with state.stats_lock:
+            stats = replace(
+                state.stats,
+                not_loaded=dict(state.stats.not_loaded),
+                not_stored=dict(state.stats.not_stored),
+            )
+        stats.num_blocks = len(state.index)
+        stats.stored_bytes, stats.shared_bytes = space.own_bytes, space.used_bytes
+        stats.budget_bytes = space.budget_bytes
+        stats.load_bytes_per_s = self._loader.bytes_per_s
+        stats.queued_load_bytes, stats.queued_store_bytes = self._loader.queued_bytes, self._storer.queued_bytes
+        stats.is_scanned = self._scanner.finished.is_set()
+        return stats
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless index and table agree; see `Tier.check_integrity`.
+
+        Only while nothing is queued: a run that is being indexed while its segment is lost settles a moment later.
+        """
+        state = self._state
+        state.index.check_integrity()
+        for segment_id, end in state.index.ends_by_segment().items():
+            segment = state.table.get(segment_id)
+            assert segment is not None, f"the index names segment {segment_id}, which is not known"
+            assert not segment.is_scanned or end <= segment.num_bytes, f"a block ends beyond {segment.path.name}"
+        assert sum(segment.is_open for segment in state.table.all()) <= 1, "two segments are open"
+        assert self._loader.queued_bytes >= 0
+        assert self._storer.queued_bytes >= 0
+
+
+def _used_bytes(files: FileLayer, directory: CacheDirectory) -> int:
+    """Physical bytes of everybody's segments. Raises OSError."""
+    total = 0
+    for home in [directory.home, *directory.other_homes()]:
+        for segment in directory.segments_of(home):
+            with contextlib.suppress(FileNotFoundError):  # another process has evicted it
+                total += physical_bytes(files.stat(segment))
+    return total
+
+
+def _leaves_cache(files: FileLayer, path: Path) -> bool:
+    """Whether the kernel knows RWF_DONTCACHE in that folder."""
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            files.unlink(path)
+        fd = files.create(path)
+    except OSError:
+        return False
+    try:
+        return can_leave_cache(files, fd)
+    finally:
+        close_quietly(files, fd)
+        with contextlib.suppress(OSError):
+            files.unlink(path)

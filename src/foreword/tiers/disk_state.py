@@ -1,0 +1,143 @@
+"""What the disk tier's threads share: options, files, clock, tables and counts.
+
+Knows which parts there are; decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.errors import ConfigError
+from foreword.tiers.cipher import Cipher
+from foreword.tiers.clock import Clock
+from foreword.tiers.directory import CacheDirectory
+from foreword.tiers.files import FileLayer
+from foreword.tiers.segment_index import SegmentIndex
+from foreword.tiers.segments import Segment, SegmentTable
+from foreword.tiers.ticket import FORGOTTEN, Outcome
+from foreword.tiers.tier import TierStats
+
+logger = logging.getLogger(__name__)
+
+GB = 10**9
+LARGEST_DEFAULT_BUDGET = 50 * GB
+LARGEST_DEFAULT_FLOOR = 10 * GB
+LARGEST_SEGMENT = 256 << 20
+SMALLEST_BUDGET = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """How a disk tier behaves. The defaults need no thought."""
+
+    budget_bytes: int | None = None
+    """Physical bytes that all processes together may occupy in the directory; None: the smaller of 50 GB and a quarter
+    of what is free."""
+    min_free_bytes: int | None = None
+    """Bytes of the file system that the tier leaves free; None: the smaller of 10 GB and a tenth of its size."""
+    segment_bytes: int | None = None
+    """Size at which a segment is sealed; None: a 32nd of the budget, at most 256 MiB."""
+    key_file: Path | None = None
+    """File with the secret of AES-256-GCM; None: payloads are not encrypted."""
+    max_queued_loads: int = 1024
+    max_queued_store_bytes: int = 256 << 20
+    """Payload bytes that wait to be stored; beyond them a store is dropped."""
+    staging_bytes: int = 4 << 20
+    """Bytes read at once; there are two such buffers."""
+    upkeep_s: float = 5.0
+    """Between two looks at budget and expiry."""
+    rescan_s: float = 30.0
+    """Between two looks at what other processes have sealed or left behind."""
+    snapshot_s: float = 60.0
+    """Between two snapshots of the index, at the least."""
+
+    def check(self) -> None:
+        """Raise ConfigError for values out of range."""
+        for name in ("budget_bytes", "segment_bytes", "staging_bytes", "max_queued_store_bytes", "max_queued_loads"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name}={value} is not positive; give a larger number, or leave it out")
+        if self.min_free_bytes is not None and self.min_free_bytes < 0:
+            raise ConfigError(f"min_free_bytes={self.min_free_bytes} is negative; give 0 or more")
+        if self.budget_bytes is not None and self.budget_bytes < SMALLEST_BUDGET:
+            raise ConfigError(
+                f"budget_bytes={self.budget_bytes} is too small for a cache on disk; give at least {SMALLEST_BUDGET}"
+            )
+        if self.budget_bytes and self.segment_bytes and 2 * self.segment_bytes > self.budget_bytes:
+            raise ConfigError(
+                f"segment_bytes={self.segment_bytes} is more than half of budget_bytes={self.budget_bytes}, so nothing "
+                "could be kept while a segment is written; give smaller segments"
+            )
+
+    def completed(self, total_bytes: int, free_bytes: int, used_bytes: int) -> DiskOptions:
+        """These options without None, for a file system of that size; `used_bytes` of it are the cache already."""
+        budget = self.budget_bytes
+        if budget is None:
+            budget = max(SMALLEST_BUDGET, min(LARGEST_DEFAULT_BUDGET, (free_bytes + used_bytes) // 4))
+        floor = self.min_free_bytes
+        if floor is None:
+            floor = min(LARGEST_DEFAULT_FLOOR, total_bytes // 10)
+        segment = self.segment_bytes or min(LARGEST_SEGMENT, budget // 32)
+        return replace(self, budget_bytes=budget, min_free_bytes=floor, segment_bytes=segment)
+
+
+@dataclass(slots=True)
+class DiskState:
+    """Parts that loads, stores, scans and eviction of one disk tier share."""
+
+    options: DiskOptions
+    """Completed: without None, apart from `key_file`."""
+    files: FileLayer
+    clock: Clock
+    directory: CacheDirectory
+    table: SegmentTable
+    index: SegmentIndex
+    cipher: Cipher
+    leaves_cache: bool
+    """The kernel knows RWF_DONTCACHE, so reads and writes leave the page cache alone."""
+    stats: TierStats = field(default_factory=TierStats)
+    stats_lock: threading.Lock = field(default_factory=threading.Lock)
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    def count(self, **amounts: int) -> None:
+        """Add to counts of `stats`."""
+        with self.stats_lock:
+            for name, amount in amounts.items():
+                setattr(self.stats, name, getattr(self.stats, name) + amount)
+
+    def count_load(self, outcomes: npt.NDArray[np.uint8]) -> None:
+        """Count what a load did not give."""
+        self._count_rest(self.stats.not_loaded, outcomes)
+
+    def count_store(self, outcomes: npt.NDArray[np.uint8]) -> None:
+        """Count what a store dropped."""
+        self._count_rest(self.stats.not_stored, outcomes)
+
+    def lose_segment(self, segment: Segment) -> None:
+        """Forget a segment whose file is gone, with its blocks."""
+        self.table.remove(segment)
+        self.index.forget_segment(segment.id)
+
+    def drop_if_lost(self, segment: Segment) -> None:
+        """Forget the blocks of a segment that was lost or evicted while they were being indexed."""
+        if self.table.get(segment.id) is None:
+            self.index.forget_segment(segment.id)
+
+    def _count_rest(self, counts: dict[str, int], outcomes: npt.NDArray[np.uint8]) -> None:
+        with self.stats_lock:
+            for value, count in Counter(outcomes.tolist()).items():
+                if value not in (Outcome.DONE, Outcome.PRESENT):
+                    name = Outcome(value).name.lower()
+                    counts[name] = counts.get(name, 0) + count
+
+
+def is_forgotten(outcomes: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """Which blocks of a load are no longer found after it, [blocks]."""
+    return np.isin(outcomes, FORGOTTEN)

@@ -1,0 +1,159 @@
+"""The bytes of a run: format fwseg, version 1.
+
+Knows how blocks and their names become bytes and back; knows nothing of files' names, threads or budgets.
+
+A segment is a row of runs. A run is a header of whole pages, then the payloads, each padded with zeros to a page:
+
+    | header: page 0 ... | block 0 ......... pad | block 1 ......... pad | ...
+    ^ run offset         ^ page of block 0       ^ page of block 1       pages of 4,096 bytes, from the run's start
+
+The header holds all that is needed to find the blocks again without an index (as in restic's and borg's packs):
+
+    0   magic "FWRUN", version 1       56  created, seconds since 1970      88  offset of the run in its segment
+    8   bytes of the header            64  expires, seconds; 0: never       96  entries of 72 bytes, one a block
+    12  number of blocks               72  writer's version                 ..  zeros
+    16  sequence number                76  0                                -16 xxh3-128 of the header before it
+    24  namespace, 16 bytes            80  bytes of the run
+    40  cipher's id, 16 bytes
+
+    entry: key 32, xxh3-128 of the padded payload 16, parent (index in the run or -1) int32, group uint16, flags uint16,
+           stored bytes uint32, page uint32, value float32, 0 uint32                          all numbers little endian
+
+The checksum of a block is seeded with its name and length. A block that is sound but is another's does not verify.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from foreword.tiers.tier import KEY_BYTES, NAMESPACE_BYTES, BlockKeys
+
+PAGE = 4096
+MAGIC = b"FWRUN\0\0\1"
+WRITER_VERSION = 1
+CHECKSUM_BYTES = 16
+NO_CIPHER = bytes(16)
+
+MAX_RUN_BYTES = 8 << 20
+"""Of a run that we write, unless a single block is longer."""
+MAX_HEADER_BYTES = 1 << 20
+MAX_STORED_BYTES = 1 << 30
+"""Of a block; a header that says more is damaged."""
+
+_HEAD = struct.Struct("<8sIIQ16s16sQQIIQQ")
+ENTRY = np.dtype(
+    [
+        ("key", "u1", (KEY_BYTES,)),
+        ("checksum", "u1", (CHECKSUM_BYTES,)),
+        ("parent", "<i4"),
+        ("group", "<u2"),
+        ("flags", "<u2"),
+        ("stored_bytes", "<u4"),
+        ("page", "<u4"),
+        ("value", "<f4"),
+        ("reserved", "<u4"),
+    ]
+)
+assert _HEAD.size == 96
+assert ENTRY.itemsize == 72
+
+
+@dataclass(frozen=True, slots=True)
+class RunHeader:
+    """What a run says of itself. `entries` has dtype `ENTRY`, [blocks]."""
+
+    header_bytes: int
+    run_bytes: int
+    sequence: int
+    namespace: bytes
+    cipher_id: bytes
+    created_s: int
+    expires_s: int
+    offset: int
+    entries: npt.NDArray[np.void]
+
+    def keys(self) -> BlockKeys:
+        """Names of its blocks."""
+        return BlockKeys(self.namespace, self.entries["group"], self.entries["key"])
+
+
+def padded(num_bytes: int) -> int:
+    """The bytes of whole pages that hold `num_bytes`."""
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def header_bytes_of(num_blocks: int) -> int:
+    """The length of the header of a run with that number of blocks."""
+    return padded(_HEAD.size + num_blocks * ENTRY.itemsize + CHECKSUM_BYTES)
+
+
+def block_checksum(namespace: bytes, group_id: int, key: bytes, stored_bytes: int, payload: memoryview) -> bytes:
+    """xxh3-128 of a stored payload with its padding, seeded with the block's name and length; 16 bytes."""
+    name = struct.pack("<16sHI", namespace, group_id, stored_bytes) + key
+    return xxhash.xxh3_128_digest(payload, seed=xxhash.xxh3_64_intdigest(name))
+
+
+def encode_header(header: RunHeader) -> bytes:
+    """The pages of a run's header."""
+    entries = np.ascontiguousarray(header.entries, ENTRY)
+    assert header.header_bytes == header_bytes_of(len(entries))
+    head = _HEAD.pack(
+        MAGIC,
+        header.header_bytes,
+        len(entries),
+        header.sequence,
+        header.namespace,
+        header.cipher_id,
+        header.created_s,
+        header.expires_s,
+        WRITER_VERSION,
+        0,
+        header.run_bytes,
+        header.offset,
+    )
+    body = (head + entries.tobytes()).ljust(header.header_bytes - CHECKSUM_BYTES, b"\0")
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def header_length(first_bytes: memoryview | bytes) -> int | None:
+    """The length of the header that begins with these bytes (at least 16); None if no header can begin so."""
+    if len(first_bytes) < 16 or bytes(first_bytes[:8]) != MAGIC:
+        return None
+    header_bytes, count = struct.unpack_from("<II", first_bytes, 8)
+    if count < 1 or header_bytes > MAX_HEADER_BYTES or header_bytes != header_bytes_of(count):
+        return None
+    return int(header_bytes)
+
+
+def decode_header(pages: memoryview | bytes, offset: int) -> RunHeader | None:
+    """The header that fills `pages`, found at `offset` in its segment; None if anything in it is not as written."""
+    if header_length(pages) != len(pages):
+        return None
+    body = bytes(pages[:-CHECKSUM_BYTES])
+    if xxhash.xxh3_128_digest(body) != bytes(pages[-CHECKSUM_BYTES:]):
+        return None
+    _, header_bytes, count, sequence, namespace, cipher_id, created, expires, version, _, run_bytes, own_offset = (
+        _HEAD.unpack_from(body)
+    )
+    entries = np.frombuffer(body, ENTRY, count, _HEAD.size)
+    starts = entries["page"].astype(np.int64) * PAGE
+    lengths = entries["stored_bytes"].astype(np.int64)
+    plausible = (
+        version == WRITER_VERSION
+        and own_offset == offset
+        and len(namespace) == NAMESPACE_BYTES
+        and header_bytes < run_bytes <= 1 << 40
+        and run_bytes % PAGE == 0
+        and bool(np.all((lengths > 0) & (lengths <= MAX_STORED_BYTES)))
+        and bool(np.all((starts >= header_bytes) & (starts + lengths <= run_bytes)))
+        and bool(np.all((entries["parent"] >= -1) & (entries["parent"] < np.arange(count))))
+        and bool(np.all(np.isfinite(entries["value"])))
+    )
+    if not plausible:
+        return None
+    return RunHeader(header_bytes, run_bytes, sequence, namespace, cipher_id, created, expires, own_offset, entries)

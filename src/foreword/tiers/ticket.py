@@ -1,0 +1,181 @@
+"""A ticket: one load or store under way, and its report.
+
+Knows blocks by their index in the job, outcomes and deadlines; knows nothing of keys, files or memory.
+
+The thread that works for a ticket touches the caller's memory only inside `transfer`, which holds the ticket's lock.
+So whoever ends the ticket, by cancelling it or because its deadline has passed, knows when that returns that nobody
+touches that memory again. A disk that hangs cannot hold a caller's blocks.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+logger = logging.getLogger(__name__)
+
+IndexArray = npt.NDArray[np.int64]
+
+
+class Outcome(enum.IntEnum):
+    """What became of one block of a job."""
+
+    DONE = 0
+    """The block is loaded, or stored."""
+    PRESENT = 1
+    """Not stored again: it is here already."""
+    MISSING = 2
+    """Not here, or its file is gone or too short."""
+    CORRUPT = 3
+    """What is stored is not what was written, or belongs to another key."""
+    IO_ERROR = 4
+    """The system reported an error, or the caller's memory did."""
+    TIMEOUT = 5
+    """The deadline passed first."""
+    CANCELLED = 6
+    QUEUE_FULL = 7
+    NO_ROOM = 8
+    """Storing it would exceed the budget, the floor of free space or the disk."""
+    PENDING = 255
+
+
+FORGOTTEN = (Outcome.MISSING, Outcome.CORRUPT, Outcome.IO_ERROR, Outcome.TIMEOUT)
+"""Outcomes of a load after which the block is not found again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of each block of a job."""
+
+    outcomes: npt.NDArray[np.uint8]
+    """[blocks], values of `Outcome`."""
+    seconds: float
+    """From the call until the job ended."""
+
+    @property
+    def num_done(self) -> int:
+        """The number of blocks that are loaded or stored, wherever they are in the job."""
+        return int(np.count_nonzero(self.outcomes == Outcome.DONE))
+
+    @property
+    def num_leading(self) -> int:
+        """The number of blocks before the first that failed."""
+        failed = np.flatnonzero(self.outcomes > Outcome.PRESENT)
+        return int(failed[0]) if len(failed) else len(self.outcomes)
+
+    def by_reason(self) -> dict[str, int]:
+        """The number of blocks by outcome, in lower case."""
+        return {Outcome(value).name.lower(): count for value, count in Counter(self.outcomes.tolist()).items()}
+
+
+class Ticket:
+    """One load or store under way. All methods may be called by any thread."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        deadline_s: float | None = None,
+        before_done: Callable[[npt.NDArray[np.uint8]], None] | None = None,
+        on_done: Callable[[Ticket], None] | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self._started = time.monotonic()
+        self._deadline = None if deadline_s is None else self._started + deadline_s
+        self._before_done = before_done
+        self._on_done = on_done
+        self._outcomes = np.full(num_blocks, Outcome.PENDING, np.uint8)
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._report: Report | None = None
+        self._is_ending = False
+        """Somebody waits for the lock to end the job; whoever works for it must not take it again first."""
+
+    # ------------------------------------------------------------------------------ the caller's side
+
+    @property
+    def done(self) -> bool:
+        """The job has ended and `report` is there. A deadline that has passed ends it now."""
+        if self._report is None and self._deadline is not None and time.monotonic() >= self._deadline:
+            self._end(Outcome.TIMEOUT)
+        return self._report is not None
+
+    @property
+    def report(self) -> Report:
+        """What became of the blocks; only when `done`."""
+        assert self._report is not None, "the job has not ended; ask `done` first"
+        return self._report
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the job has ended, for at most `timeout_s` seconds; True if it has."""
+        limits = [limit for limit in (timeout_s, self._seconds_left()) if limit is not None]
+        self._ended.wait(max(0.0, min(limits)) if limits else None)
+        return self.done
+
+    def cancel(self) -> None:
+        """End the job now: blocks that are not through are CANCELLED, and nobody touches the caller's memory again."""
+        self._end(Outcome.CANCELLED)
+
+    # ------------------------------------------------------------------------------ the tier's side
+
+    def transfer(self, index: int, move: Callable[[], None]) -> bool:
+        """Call `move`, which touches the caller's memory, unless the job has ended. False if it was not called.
+
+        An exception of `move` is logged and makes the block an IO_ERROR.
+        """
+        if self._is_ending or self.done:
+            return False
+        with self._lock:
+            if self._report is not None:
+                return False
+            try:
+                move()
+            except Exception:
+                logger.exception("a block could not be copied between a tier and the pool; it is not used")
+                self._outcomes[index] = Outcome.IO_ERROR
+                return False
+            return True
+
+    def settle(self, indices: IndexArray | list[int] | int, outcome: Outcome) -> None:
+        """Note what became of blocks; those that are settled keep their outcome."""
+        with self._lock:
+            if self._report is None:
+                chosen = np.atleast_1d(np.asarray(indices, np.int64))
+                self._outcomes[chosen[self._outcomes[chosen] == Outcome.PENDING]] = outcome
+
+    def outcomes_so_far(self) -> npt.NDArray[np.uint8]:
+        """What became of the blocks until now, [blocks], values of `Outcome`; a copy."""
+        with self._lock:
+            return self._outcomes.copy()
+
+    def finish(self, rest: Outcome) -> None:
+        """End the job; blocks that are not settled get the outcome `rest`."""
+        self._end(rest)
+
+    def _seconds_left(self) -> float | None:
+        return None if self._deadline is None else self._deadline - time.monotonic()
+
+    def _end(self, rest: Outcome) -> None:
+        self._is_ending = True
+        with self._lock:
+            if self._report is not None:
+                return
+            self._outcomes[self._outcomes == Outcome.PENDING] = rest
+            if self._before_done is not None:
+                self._before_done(self._outcomes)
+            self._outcomes.flags.writeable = False
+            self._report = Report(self._outcomes, time.monotonic() - self._started)
+            self._ended.set()
+        if self._on_done is not None:
+            try:
+                self._on_done(self)
+            except Exception:
+                logger.exception("the listener of a tier's job failed; the job itself has ended as reported")

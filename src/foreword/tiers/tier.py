@@ -1,0 +1,256 @@
+"""The `Tier` protocol: a place for blocks below the pool, and the values that travel to and from it.
+
+Knows namespaces, group ids, block keys, bytes and outcomes; knows nothing of tensors, requests, steps or files.
+
+A block is named by its namespace (whose model and arithmetic wrote it), its group id and its block key. Its payload is
+a fixed number of bytes for each group. A tier may be slow, full, torn or gone: whatever it cannot give back bit for bit
+is a miss, with a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.tiers.ticket import Ticket
+
+NAMESPACE_BYTES = 16
+KEY_BYTES = 32
+
+BoolArray = npt.NDArray[np.bool_]
+KeyArray = npt.NDArray[np.uint8]
+"""Block keys, [blocks, 32]."""
+
+EXACT = 1
+"""Flag of a block: its bits are those that any order of computation gives."""
+PINNED = 2
+"""Flag of a block: eviction keeps it as long as anything else can go."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKeys:
+    """Names of blocks in one namespace; they may belong to several groups. Immutable: tiers keep references."""
+
+    namespace: bytes
+    """16 bytes."""
+    group_ids: npt.NDArray[np.uint16]
+    """[blocks]"""
+    keys: KeyArray
+    """[blocks, 32]; shorter keys are filled up with zeros."""
+
+    def __post_init__(self) -> None:
+        assert len(self.namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes"
+        assert self.keys.shape == (len(self.group_ids), KEY_BYTES), f"keys have shape {self.keys.shape}"
+
+    @classmethod
+    def of_group(cls, namespace: bytes, group_id: int, keys: Sequence[bytes]) -> BlockKeys:
+        """Names of blocks that all belong to one group. Keys have 32 bytes, or all the same number of fewer."""
+        num_bytes = len(keys[0]) if keys else KEY_BYTES
+        joined = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), num_bytes)
+        if num_bytes < KEY_BYTES:
+            joined = np.pad(joined, ((0, 0), (0, KEY_BYTES - num_bytes)))
+        return cls(namespace, np.full(len(keys), group_id, np.uint16), joined)
+
+    def __len__(self) -> int:
+        return len(self.group_ids)
+
+    def select(self, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.int64] | slice) -> BlockKeys:
+        """The chosen names, in order."""
+        return BlockKeys(self.namespace, self.group_ids[chosen], self.keys[chosen])
+
+
+@runtime_checkable
+class BlockSink(Protocol):
+    """Where loaded blocks go: the caller's memory."""
+
+    def put(self, index: int, payload: memoryview) -> None:
+        """Copy the verified payload of the `index`-th block of the load. `payload` is valid during the call only.
+
+        A thread of the tier calls this, one block at a time, and never after the ticket is done or cancelled.
+        """
+        ...
+
+
+@runtime_checkable
+class BlockSource(Protocol):
+    """Where stored blocks come from: the caller's memory."""
+
+    def take(self, index: int, out: memoryview) -> None:
+        """Write the payload of the `index`-th block of the run to `out`, which has its length.
+
+        A thread of the tier calls this, one block at a time, and never after the ticket is done or cancelled.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """One buffer a block, as sink and as source."""
+
+    buffers: Sequence[memoryview]
+
+    def put(self, index: int, payload: memoryview) -> None:
+        self.buffers[index][:] = payload
+
+    def take(self, index: int, out: memoryview) -> None:
+        out[:] = self.buffers[index]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Consecutive blocks of one prefix, head first, to be stored together."""
+
+    keys: BlockKeys
+    payload_bytes: npt.NDArray[np.int64]
+    """[blocks]"""
+    source: BlockSource
+    parents: npt.NDArray[np.int32]
+    """[blocks]: the index in this run of the block before it in the prefix; -1 if that one is not in the run."""
+    flags: npt.NDArray[np.uint16]
+    """[blocks]: `EXACT`, `PINNED`, both or 0."""
+    values: npt.NDArray[np.float32]
+    """[blocks]: expected seconds that a hit saves, above 0; eviction compares them."""
+    ttl_s: float | None = None
+    """Seconds after which the blocks are no longer found; None: never."""
+
+    @classmethod
+    def chain(
+        cls,
+        keys: BlockKeys,
+        payload_bytes: int,
+        source: BlockSource,
+        *,
+        flags: int = EXACT,
+        ttl_s: float | None = None,
+    ) -> BlockRun:
+        """A run of blocks of equal length, each the child of the one before it."""
+        count = len(keys)
+        return cls(
+            keys,
+            np.full(count, payload_bytes, np.int64),
+            source,
+            np.arange(-1, count - 1, dtype=np.int32),
+            np.full(count, flags, np.uint16),
+            np.ones(count, np.float32),
+            ttl_s,
+        )
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Counts since the tier was opened; a copy, so it does not change."""
+
+    num_blocks: int = 0
+    """Blocks that can be looked up now."""
+    stored_bytes: int = 0
+    """Physical bytes that this process's blocks occupy now."""
+    shared_bytes: int = 0
+    """Physical bytes of everybody's blocks in the same place, ours included."""
+    budget_bytes: int = 0
+    num_looked_up: int = 0
+    num_found: int = 0
+    num_loaded: int = 0
+    loaded_bytes: int = 0
+    num_written: int = 0
+    written_bytes: int = 0
+    """Physical bytes written, headers and what eviction copied forward included."""
+    num_evicted: int = 0
+    num_copied_forward: int = 0
+    not_loaded: dict[str, int] = field(default_factory=dict)
+    """Blocks that a load did not give, by outcome."""
+    not_stored: dict[str, int] = field(default_factory=dict)
+    """Blocks that a store dropped, by outcome."""
+    num_damaged_headers: int = 0
+    """Places in files where a run's header should be and does not verify."""
+    load_bytes_per_s: float = 0.0
+    """Rate of recent loads; 0 before the first."""
+    queued_load_bytes: int = 0
+    queued_store_bytes: int = 0
+    is_scanned: bool = True
+    """Everything that was here when the tier was opened can be looked up."""
+
+
+DoneCallback = Callable[[Ticket], None]
+
+
+class Tier(Protocol):
+    """A place for blocks below the pool.
+
+    Any thread may call any method; none of them waits for I/O, except `close`. The engine's thread calls `lookup`,
+    `load`, `store` and `forget` between steps.
+    """
+
+    name: str
+    """For statistics: `disk`, `store`, `host`."""
+
+    def lookup(self, keys: BlockKeys) -> BoolArray:
+        """Which blocks are here, [blocks]. Reads memory only, and changes nothing but counts.
+
+        True means that a load is worth a try. The answer ages at once: the tier may evict or lose the block before it
+        is loaded. A block whose load failed is not found again until it is stored again.
+        """
+        ...
+
+    def load(
+        self,
+        keys: BlockKeys,
+        payload_bytes: npt.NDArray[np.int64],
+        sink: BlockSink,
+        *,
+        deadline_s: float,
+        on_done: DoneCallback | None = None,
+    ) -> Ticket:
+        """Begin to load blocks, in order, into `sink`. At most `deadline_s` seconds later the ticket is done.
+
+        Every block is verified before the sink gets it. The ticket's report has one outcome a block: DONE, MISSING,
+        CORRUPT, IO_ERROR, TIMEOUT, CANCELLED or QUEUE_FULL. The tier forgets a block that failed with one of the first
+        four of these reasons before the ticket is done. `keys` and `sink` must live until the ticket is done or
+        cancelled; the report stays valid forever.
+        """
+        ...
+
+    def estimate_load_s(self, num_bytes: int) -> float:
+        """Seconds until a load of that size would end, from the queue and the rate of recent loads."""
+        ...
+
+    def store(self, run: BlockRun, *, on_done: DoneCallback | None = None) -> Ticket:
+        """Begin to store a run. The blocks' memory must not change until the ticket is done or cancelled.
+
+        Blocks that are here already are PRESENT. When the queue or the tier is full the blocks are dropped (QUEUE_FULL,
+        NO_ROOM) and counted: a store never waits and never fails loudly.
+        """
+        ...
+
+    def forget(self, keys: BlockKeys) -> None:
+        """Blocks that `lookup` must not find again. Takes effect before it returns; unknown blocks do no harm."""
+        ...
+
+    def close(self, flush_s: float) -> None:
+        """Write what is queued for at most `flush_s` seconds, cancel the rest and free everything. May be called twice.
+
+        Afterwards `lookup` finds nothing and loads and stores end at once.
+        """
+        ...
+
+    def stats(self) -> TierStats:
+        """What happened so far."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the tier's tables agree with each other. Changes nothing; does no I/O."""
+        ...
+
+
+def joined_keys(batches: Iterable[BlockKeys]) -> BlockKeys:
+    """Names of several batches of one namespace, one after the other; there must be at least one batch."""
+    listed = list(batches)
+    assert len({batch.namespace for batch in listed}) == 1, "the batches are of several namespaces"
+    return BlockKeys(
+        listed[0].namespace,
+        np.concatenate([batch.group_ids for batch in listed]),
+        np.concatenate([batch.keys for batch in listed]),
+    )
