@@ -79,6 +79,16 @@ def test_a_function_that_inlines_an_edited_one_computes_what_the_edit_says(copy:
     assert run(source, copy, **cache).stdout == "30\n"
 
 
+def test_kept_code_that_is_damaged_is_compiled_again(copy: Path, tmp_path: Path) -> None:
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    run(COUNT_UPPER_BYTES, copy, **cache)
+    kept = list((tmp_path / "cache").rglob("*_count_upper*.nb[ci]"))
+    assert len(kept) == 2
+    for file in kept:
+        file.write_bytes(file.read_bytes()[:-100])
+    assert run(COUNT_UPPER_BYTES, copy, **cache).stdout.split() == ["12", "0"]
+
+
 @pytest.mark.slow  # kernels are compiled from nothing
 def test_where_neither_package_nor_home_can_be_written_code_is_compiled_and_not_kept(copy: Path) -> None:
     """As in a container whose root is read-only. A file stands where numba makes a folder, which stops root, too."""

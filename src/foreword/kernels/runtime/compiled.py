@@ -110,10 +110,19 @@ def record(*integers: str, **others: type[np.generic]) -> np.dtype[np.void]:
 
 
 class _Cache(FunctionCache):
-    """numba's cache of one function, whose key has the digest; a full disk keeps nothing and ends nothing."""
+    """numba's cache of one function, whose key has the digest. Files that cannot be read or written end nothing."""
 
     def _index_key(self, *arguments: Any) -> Any:
         return (*super()._index_key(*arguments), source_digest())
+
+    def load_overload(self, *arguments: Any) -> Any:
+        try:
+            return super().load_overload(*arguments)
+        except Exception as error:  # unpickling a damaged file raises anything
+            logger.info("compiling %s again, since its kept code cannot be read: %r", self._name, error)
+            with suppress(OSError):
+                self.flush()
+            return None
 
     def save_overload(self, *arguments: Any) -> None:
         with suppress(OSError):
