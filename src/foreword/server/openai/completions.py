@@ -67,7 +67,7 @@ async def chat_completions(
     if forced is not None:
         if params.open_constraint is not None:
             raise bad_request("structured outputs cannot be combined with a forced tool_choice", param="tool_choice")
-        params = replace(params, open_constraint=await service.open_lark(forced))
+        params = replace(params, open_constraint=await service.compile_grammar(forced))
     prompt = service.fit(await service.conversation(messages, inputs, ending_of(body)), params)
     answer = await service.start(caller, new_id("chatcmpl-"), [prompt], params, stream=bool(body.stream))
     return await respond(request, _ChatAnswer(service, answer, body, extras, tool_use))
