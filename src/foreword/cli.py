@@ -14,8 +14,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,11 +207,7 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
             options.setdefault("kv_cache_memory_bytes", EMBEDDED_KV_BYTES)
         config = ServerConfig(**server_options)
         check_address(config.host, config.port)
-        with _without_garbage_collection():
-            from foreword import LLM
-
-            llm = stack.enter_context(LLM(model, **options))
-        serve(llm, config)
+        serve(stack.enter_context(_load(model, options)), config)
     return 0
 
 
@@ -224,11 +219,7 @@ def _generate(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
     given = {name: options.pop(name) for name in SAMPLING if name in options}
     params = SamplingParams(**{**SAMPLING_DEFAULTS, **given})
-    with _without_garbage_collection():
-        from foreword import LLM
-
-        llm = LLM(model, **options)
-    with llm:
+    with _load(model, options) as llm:
         if len(prompts) == 1 and not args.json and llm.tokenizer is not None:
             outputs = [_print_stream(llm, prompts[0], params, chat=args.chat)]
         else:
@@ -248,13 +239,18 @@ def _outputs(llm: LLM, prompts: list[Any], params: SamplingParams, *, chat: bool
     return llm.generate(prompts, params)
 
 
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """For loading: libraries create a million objects that stay, and searching through them repeatedly takes 0.5 s."""
+def _load(model: str, options: dict[str, Any]) -> LLM:
+    """Load a model without garbage collection.
+
+    Libraries create a million objects that stay, and searching through them repeatedly takes 0.5 s.
+    """
     gc.disable()
     try:
-        yield
+        from foreword import LLM
+
+        llm = LLM(model, **options)
         gc.freeze()
+        return llm
     finally:
         gc.enable()
 

@@ -27,6 +27,7 @@ from foreword.text import Tokenizer
 from foreword.text.conversation import ChatKeywords, template_inputs
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
     from foreword.grammar import Grammars  # imports llguidance, which is loaded on demand
@@ -219,7 +220,7 @@ class LLM:
         return outputs
 
     def _step_until_done(self, outputs: list[RequestOutput], show_progress: bool) -> None:
-        with _progress_bar() if show_progress else nullcontext() as bar:
+        with progress_bar() if show_progress else nullcontext() as bar:
             task = bar.add_task("prompts", total=len(outputs)) if bar else None
             while not all(output.finished for output in outputs):
                 moved = self.engine.step()
@@ -382,15 +383,10 @@ def _token_array(token_ids: Any) -> npt.NDArray[np.int32]:
     return array.astype(np.int32)
 
 
-def _progress_bar() -> Progress:
-    from rich.console import Console
+def progress_bar(console: Console | None = None) -> Progress:
+    """A bar that counts requests, on standard error unless a console is given."""
+    from rich import console as consoles
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console or consoles.Console(stderr=True), transient=True)

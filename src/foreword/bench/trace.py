@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from foreword.bench.recording import BLOCK_TOKENS, TraceRequest, UnlimitedCache, prompt_token_ids, read_trace
@@ -179,11 +178,12 @@ def _model(options: TraceBenchOptions) -> Iterator[str]:
 def _drive(llm: LLM, requests: list[TraceRequest], options: TraceBenchOptions, console: Console) -> Served:
     """Serve the requests in order, at most `max_in_flight` at a time. Leaves out requests that can never fit."""
     from foreword import SamplingParams
+    from foreword.llm import progress_bar
 
     served: Served = []
     upcoming = iter(requests)
     in_flight = 0
-    with _progress_bar(console) as bar:
+    with progress_bar(console) as bar:
         task = bar.add_task("requests", total=len(requests))
         while True:
             while in_flight < options.max_in_flight and (following := next(upcoming, None)) is not None:
@@ -253,11 +253,6 @@ def _explain(options: TraceBenchOptions, num_evictions: int, num_preemptions: in
     if num_preemptions:
         reasons.append(f"{num_preemptions} requests were preempted and computed tokens again")
     return "; ".join(reasons)
-
-
-def _progress_bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True)
 
 
 # ------------------------------------------------------------------------------------- command line

@@ -93,16 +93,11 @@ def unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigEr
 
 def _add_flag(group: argparse._ActionsContainer, option: Option) -> None:
     others = [_flag(name) for name, one in RENAMED.items() if one.name == option.name and one.convert is None]
-    dest, default, text = PREFIX + option.name, argparse.SUPPRESS, _help(option)
-    if option.kind is bool:
-        group.add_argument(
-            option.flag, *others, action=argparse.BooleanOptionalAction, dest=dest, default=default, help=text
-        )
-        return
-    action = "append" if option.is_list else "store"
-    group.add_argument(
-        option.flag, *others, action=action, dest=dest, default=default, metavar=_metavar(option), help=text
-    )
+    how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    if option.kind is not bool:
+        how = {"action": "append" if option.is_list else "store", "metavar": _metavar(option)}
+    dest, default = PREFIX + option.name, argparse.SUPPRESS
+    group.add_argument(option.flag, *others, dest=dest, default=default, help=_help(option), **how)
 
 
 def _help(option: Option) -> str:
@@ -116,12 +111,8 @@ def _help(option: Option) -> str:
 def _add_hidden(parser: argparse.ArgumentParser, name: str, *, takes_value: bool) -> None:
     """Add a flag that --help does not show."""
     hidden = argparse.SUPPRESS
-    if takes_value:
-        parser.add_argument(_flag(name), type=_plain, dest=PREFIX + name, default=hidden, help=hidden)
-    else:
-        parser.add_argument(
-            _flag(name), action=argparse.BooleanOptionalAction, dest=PREFIX + name, default=hidden, help=hidden
-        )
+    how: dict[str, Any] = {"type": _plain} if takes_value else {"action": argparse.BooleanOptionalAction}
+    parser.add_argument(_flag(name), dest=PREFIX + name, default=hidden, help=hidden, **how)
 
 
 def _flag(name: str) -> str:

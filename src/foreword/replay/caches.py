@@ -10,6 +10,7 @@ faster. (`foreword.replay.one_pass` is faster still, where every request fits.)
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Protocol
@@ -122,14 +123,7 @@ def _num_leading(keys: list[int], held: OrderedDict[int, None]) -> int:
         return 0
     if keys[-1] in held:  # then all earlier ones are, too
         return len(keys)
-    low, high = 0, len(keys) - 1  # keys[low] is held, keys[high] is not
-    while high - low > 1:
-        middle = (low + high) // 2
-        if keys[middle] in held:
-            low = middle
-        else:
-            high = middle
-    return high
+    return bisect_left(keys, True, key=lambda key: key not in held)
 
 
 def _check_capacity(capacity: int) -> None:

@@ -13,16 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from foreword.errors import ConfigError
 from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity, parse_with_unit, read_model_config
 from foreword.replay.lines import PromptEncoder
 from foreword.replay.picture import check_format, write_picture
-from foreword.replay.report import as_json, capacity_name, print_report
+from foreword.replay.report import as_json, capacity_name, print_report, table_of
 from foreword.replay.simulator import OPTIMUM, ReplayResult, Simulation
 from foreword.replay.timing import Routing, StepCost, TimingOptions, simulate_time
 from foreword.replay.trace import TraceReader
@@ -86,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     for file in args.picture:
         check_format(file)
     bytes_per_token = _kv_bytes_per_token(args)
-    simulation = Simulation(_names(args.policy), (), sampling_rate=args.sample)
+    simulation = Simulation(_names(args.policy, "policy", DEFAULT_POLICIES), (), sampling_rate=args.sample)
     _capacities(args.capacity, 1, bytes_per_token)
     cost = _step_cost(args)
     reader = TraceReader(
@@ -140,9 +138,7 @@ def _simulate_time(
     """Reports by policy, by capacity's name."""
     replicas = f"{args.replicas} replicas, {args.routing}" if args.replicas > 1 else "one replica"
     console.print(f"\nServed in time by {replicas}; seconds to the first token and step", style="bold")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("policy", "capacity", "p50", "p90", "p99", "step p90", "hits", "tokens/s", "busy"):
-        table.add_column(heading, justify="right")
+    table = table_of("policy", "capacity", "p50", "p90", "p99", "step p90", "hits", "tokens/s", "busy")
     found: dict[str, dict[str, Any]] = {}
     refused: dict[str, int] = {}
     for policy in (policy for policy in result.hits if policy != OPTIMUM):
@@ -203,18 +199,15 @@ def _replay(
         return simulation.result()
 
 
-def _names(text: str) -> list[str]:
+def _names(text: str, option: str, example: str) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
-        raise ConfigError(f"--policy {text!r} names no policy; give some, such as {DEFAULT_POLICIES}")
+        raise ConfigError(f"--{option} {text!r} names no {option}; give some, such as {example}")
     return names
 
 
 def _capacities(text: str, block_tokens: int, bytes_per_token: int | None) -> list[Capacity]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise ConfigError(f"--capacity {text!r} names no capacity; give some, such as 1000,4GB")
-    return [parse_capacity(name, block_tokens, bytes_per_token) for name in names]
+    return [parse_capacity(name, block_tokens, bytes_per_token) for name in _names(text, "capacity", "1000,4GB")]
 
 
 def _tokenizer(args: argparse.Namespace) -> PromptEncoder | None:

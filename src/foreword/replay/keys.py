@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -32,20 +33,15 @@ def _mix(values: PrefixKeys) -> PrefixKeys:
     return mixed
 
 
-class _Multipliers:
-    """Odd numbers by position, as many as were asked for so far."""
-
-    def __init__(self) -> None:
-        self._values = np.empty(0, np.uint64)
-
-    def first(self, count: int) -> PrefixKeys:
-        if count > len(self._values):
-            positions = np.arange(1, max(1024, 2 * count) + 1, dtype=np.uint64)
-            self._values = _mix(positions * _GOLDEN) | np.uint64(1)
-        return self._values[:count]
+@lru_cache
+def _odd_numbers(count: int) -> PrefixKeys:
+    """An odd number for each position."""
+    return _mix(np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN) | np.uint64(1)
 
 
-_multipliers = _Multipliers()
+def _multipliers(count: int) -> PrefixKeys:
+    """The first `count` odd numbers; powers of 2 are kept, so that few counts compute them anew."""
+    return _odd_numbers(max(1024, 1 << count.bit_length()))[:count]
 
 
 def chain(content_ids: PrefixKeys) -> PrefixKeys:
@@ -61,7 +57,7 @@ def chain_each(content_ids: PrefixKeys, lengths: Sequence[int]) -> PrefixKeys:
     counts = np.array(lengths, np.int64)
     starts = np.cumsum(counts) - counts
     positions = np.arange(len(content_ids)) - np.repeat(starts, counts)
-    spread = _mix(content_ids + _GOLDEN) * _multipliers.first(int(counts.max(initial=0)))[positions]
+    spread = _mix(content_ids + _GOLDEN) * _multipliers(int(counts.max(initial=0)))[positions]
     sums = np.cumsum(spread, dtype=np.uint64)
     before = np.concatenate((np.zeros(1, np.uint64), sums))[starts]
     return _mix(sums - np.repeat(before, counts))
@@ -90,5 +86,5 @@ def content_ids_of_tokens(token_ids: npt.ArrayLike, block_tokens: int) -> Prefix
     num_blocks = -(-len(tokens) // block_tokens)
     padded = np.zeros(num_blocks * block_tokens, np.uint64)
     padded[: len(tokens)] = _mix(tokens + _GOLDEN)  # padding is no token: a partial block is no full one
-    of_block: PrefixKeys = (padded.reshape(num_blocks, block_tokens) * _multipliers.first(block_tokens)).sum(axis=1)
+    of_block: PrefixKeys = (padded.reshape(num_blocks, block_tokens) * _multipliers(block_tokens)).sum(axis=1)
     return of_block

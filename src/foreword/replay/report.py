@@ -38,12 +38,8 @@ def knee(result: ReplayResult) -> int:
 def capacity_for(result: ReplayResult, share: float) -> int:
     """The least capacity of the curve, in blocks, at which LRU finds this share of what unlimited memory would."""
     limit = share * result.curve_ratios[-1]
-    reached = [
-        capacity
-        for capacity, ratio in zip(result.curve_capacities, result.curve_ratios, strict=True)
-        if ratio >= limit - 1e-12
-    ]
-    return reached[0]
+    curve = zip(result.curve_capacities, result.curve_ratios, strict=True)
+    return next(capacity for capacity, ratio in curve if ratio >= limit - 1e-12)
 
 
 def advice(result: ReplayResult, kv_bytes_per_token: int | None = None) -> str:
@@ -126,18 +122,12 @@ def as_json(result: ReplayResult, kv_bytes_per_token: int | None = None) -> dict
     """The result as JSON values; `hit_ratio` is what scripts are meant to read."""
     return {
         "hit_ratio": result.hit_ratios(),
-        "hit_ratio_tokens": {
-            policy: {name: round(result.token_ratio(count), 6) for name, count in by_capacity.items()}
-            for policy, by_capacity in result.hits.items()
-        },
+        "hit_ratio_tokens": result.of_each(lambda count: round(result.token_ratio(count), 6)),
         "infinite": {
             "blocks": round(result.block_ratio(result.unlimited), 6),
             "tokens": round(result.token_ratio(result.unlimited), 6),
         },
-        "misses": {
-            policy: {name: result.misses(count) for name, count in by_capacity.items()}
-            for policy, by_capacity in result.hits.items()
-        },
+        "misses": result.of_each(result.misses),
         "capacity_blocks": {capacity.name: capacity.num_blocks for capacity in result.capacities},
         "lru_curve": {
             "capacity_blocks": result.curve_capacities,
@@ -183,7 +173,8 @@ def print_report(result: ReplayResult, console: Console, title: str, kv_bytes_pe
     console.print(advice(result, kv_bytes_per_token), style="bold", highlight=False)
 
 
-def _table(*headings: str) -> Table:
+def table_of(*headings: str) -> Table:
+    """An empty table with these columns."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         table.add_column(heading, justify="right")
@@ -192,7 +183,7 @@ def _table(*headings: str) -> Table:
 
 def _ratios(result: ReplayResult, kv_bytes_per_token: int | None) -> Table:
     sizes = ["GB"] if kv_bytes_per_token is not None else []
-    table = _table("capacity", *sizes, *result.hits)
+    table = table_of("capacity", *sizes, *result.hits)
     for capacity in result.capacities:
         row = [capacity.name]
         if kv_bytes_per_token is not None:
@@ -205,7 +196,7 @@ def _ratios(result: ReplayResult, kv_bytes_per_token: int | None) -> Table:
 
 
 def _evicted(result: ReplayResult) -> Table:
-    table = _table("capacity", *result.hits)
+    table = table_of("capacity", *result.hits)
     for capacity in result.capacities:
         missed = (result.misses(by_capacity[capacity.name]) for by_capacity in result.hits.values())
         table.add_row(capacity.name, *(f"{by_reason[MissReason.EVICTED.value]:,}" for by_reason in missed))
@@ -222,7 +213,7 @@ def _refused(result: ReplayResult) -> dict[str, int]:
 
 
 def _intervals(result: ReplayResult) -> Table:
-    table = _table("", "share")
+    table = table_of("", "share")
     table.add_column("")
     for name, share in interval_shares(result):
         table.add_row(name, f"{share:.1%}", "█" * round(40 * share))

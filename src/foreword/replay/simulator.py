@@ -5,8 +5,9 @@ Knows requests, caches and counts; knows no files, and nothing of how results ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from foreword.replay.keys import PrefixKeys
 from foreword.replay.one_pass import OnePass, ReuseIntervals
 from foreword.replay.optimum import Optimum
 from foreword.replay.trace import RecordedRequest
+
+T = TypeVar("T")
 
 OPTIMUM = "optimum"
 NUM_CURVE_POINTS = 96
@@ -55,10 +58,11 @@ class ReplayResult:
 
     def hit_ratios(self) -> dict[str, dict[str, float]]:
         """The share of the blocks found, by policy, then by capacity's name."""
-        return {
-            policy: {name: round(self.block_ratio(count), 6) for name, count in by_capacity.items()}
-            for policy, by_capacity in self.hits.items()
-        }
+        return self.of_each(lambda count: round(self.block_ratio(count), 6))
+
+    def of_each(self, figure: Callable[[HitCount], T]) -> dict[str, dict[str, T]]:
+        """A figure of each cache, by policy, then by capacity's name."""
+        return {policy: {name: figure(count) for name, count in hits.items()} for policy, hits in self.hits.items()}
 
     def misses(self, count: HitCount) -> dict[str, int]:
         """Missed blocks by reason. `never_seen` ones are missed with unlimited memory, too."""

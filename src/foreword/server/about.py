@@ -13,7 +13,7 @@ from starlette.responses import Response
 from foreword import __version__
 from foreword.server.api_errors import bad_request, unknown_model
 from foreword.server.bodies.off_loop import off_loop
-from foreword.server.calls import given_prompt
+from foreword.server.calls import read_prompt
 from foreword.server.dialect import DetokenizeRequest, TokenizeRequest
 from foreword.server.http import Authorized, json_response, service_of
 from foreword.server.intake import body_of, takes, with_body
@@ -72,8 +72,7 @@ async def tokenize(
 ) -> Response:
     """Token ids of a text or a conversation."""
     service = service_of(request)
-    service.check_model(body.model)
-    token_ids = await service.read_prompt(await with_body(request, lambda: given_prompt(body)))
+    token_ids = await read_prompt(service, body, request)
 
     def answer() -> Response:
         tokens = token_ids.tolist()

@@ -17,13 +17,13 @@ from foreword.engine import Snapshot
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.off_loop import off_loop
-from foreword.server.calls import given_prompt
+from foreword.server.calls import read_prompt
 from foreword.server.dialect import ExplainRequest
 from foreword.server.http import Authorized, json_response, service_of
-from foreword.server.intake import body_of, takes, with_body
+from foreword.server.intake import body_of, takes
 from foreword.server.observe.explanations import cache_report, most_similar, text_of
 from foreword.server.records import RequestRecord, TenantStats
-from foreword.server.service import Caller, Service
+from foreword.server.service import Service
 from foreword.text import Tokenizer
 
 router = APIRouter(tags=["cache"])
@@ -39,10 +39,9 @@ async def explain(
 ) -> Response:
     """The part of a prompt that is cached now, and why not more. Runs nothing and counts nothing."""
     service = service_of(request)
-    service.check_model(body.model)
-    token_ids = await service.read_prompt(await with_body(request, lambda: given_prompt(body)))
+    token_ids = await read_prompt(service, body, request)
     service.check_length(len(token_ids))
-    prompt = service.prompt_of(Caller(tenant, "cache.explain", body.cache_salt), token_ids)
+    prompt = service.prompt_of(token_ids, service.tenants.namespace(tenant, body.cache_salt))
     explanation = await service.thread.call(lambda engine: engine.explain(prompt))
 
     def answer() -> Response:
@@ -219,7 +218,7 @@ async def listed_prompts(service: Service, limit: int) -> list[dict[str, Any]]:
         distinct.setdefault(key, record)
         uses[key] = uses.get(key, 0) + 1
     shown = list(distinct.items())[:limit]
-    prompts = [service.prompt_of_record(record) for _, record in shown]
+    prompts = [service.prompt_of(record.prompt_token_ids, record.salt) for _, record in shown]
     cached = await service.thread.call(lambda engine: [engine.num_cached_tokens(prompt) for prompt in prompts])
     return [
         {

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from fastapi import Request
 
 from foreword.request import SamplingParams, StructuredOutputsParams
@@ -17,7 +19,8 @@ from foreword.server.api_errors import bad_request
 from foreword.server.bodies.body_limits import MAX_DEPTH
 from foreword.server.bodies.json_scan import parse_json, scan_json
 from foreword.server.dialect import ChatMessage, ChatRequest, ExplainRequest, InputMessage, TokenizeRequest, Tool
-from foreword.server.service import Caller, Ending, GivenPrompt, Service
+from foreword.server.intake import with_body
+from foreword.server.service import Caller, Ending, Service
 
 
 def check_call(service: Service, body: Any) -> None:
@@ -59,7 +62,7 @@ async def sampling_params(
         logprobs=limits.logprobs,
         prompt_logprobs=limits.prompt_logprobs,
         logit_bias=_logit_bias(getattr(body, "logit_bias", None)),
-        open_constraint=None if structured is None else await service.open_structured(structured),
+        open_constraint=None if structured is None else await service.compile_grammar(structured),
         **given,
     )
 
@@ -121,11 +124,25 @@ def _plain_message(message: ChatMessage | InputMessage, where: str) -> dict[str,
     return plain
 
 
-def given_prompt(body: TokenizeRequest | ExplainRequest) -> GivenPrompt:
-    """The prompt in a call of an endpoint that generates nothing."""
-    messages = None if body.messages is None else plain_messages(body.messages)
-    inputs = {**template_inputs(body.reasoning_effort, body.chat_template_kwargs), **tools_for_template(body.tools)}
-    return GivenPrompt(body.prompt, messages, ending_of(body), inputs)
+async def read_prompt(
+    service: Service, body: TokenizeRequest | ExplainRequest, request: Request
+) -> npt.NDArray[np.int32]:
+    """The prompt in a call of an endpoint that generates nothing: a text, token ids or a conversation.
+
+    Raises APIError 400 for none or several of them, and 404 for another model.
+    """
+    service.check_model(body.model)
+
+    def read() -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
+        inputs = {**template_inputs(body.reasoning_effort, body.chat_template_kwargs), **tools_for_template(body.tools)}
+        return None if body.messages is None else plain_messages(body.messages), inputs
+
+    messages, inputs = await with_body(request, read)
+    if (body.prompt is None) == (messages is None):
+        raise bad_request("give either prompt or messages")
+    if messages is not None:
+        return await service.render_chat(messages, ending=ending_of(body), template_inputs=inputs)
+    return await service.encode(body.prompt) if isinstance(body.prompt, str) else np.array(body.prompt, np.int32)
 
 
 def tools_for_template(tools: Sequence[Tool] | None) -> dict[str, Any]:

@@ -27,16 +27,17 @@ Event = tuple[str | None, dict[str, Any] | str]
 class AnswerWriter(Protocol):
     """Writes one answer in the form of an API."""
 
+    answer: AnswerStream
     piece_depth: int
     """Levels of a whole answer that are written item by item, down to the log probabilities of single positions."""
 
-    def num_bytes(self, answer: AnswerStream, deltas: Sequence[Delta]) -> int:
+    def num_bytes(self, deltas: Sequence[Delta]) -> int:
         """Estimate the number of bytes of these deltas."""
 
-    def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The body of an answer that is not streamed, from one delta per choice."""
 
-    def events(self, answer: AnswerStream) -> AsyncIterator[list[Event]]:
+    def events(self) -> AsyncIterator[list[Event]]:
         """The events of a streamed answer; those that can be sent together come in one list."""
 
 
@@ -66,11 +67,11 @@ def error_response(error: Exception) -> Response:
     return json_response(answer.body(), answer.status, answer.headers)
 
 
-async def respond(request: Request, answer: AnswerStream, writer: AnswerWriter, *, stream: bool) -> Response:
+async def respond(request: Request, writer: AnswerWriter) -> Response:
     """Answer with the engine's result; if the client leaves before the end, its requests are aborted."""
-    limit_s = service_of(request).config.request_timeout_s
-    if stream:
-        return _EventStream(answer, _server_sent(answer, writer), limit_s)
+    answer, limit_s = writer.answer, service_of(request).config.request_timeout_s
+    if not answer.whole:
+        return _EventStream(answer, _server_sent(writer), limit_s)
     try:
         async with asyncio.timeout(limit_s):
             deltas = await _unless_disconnected(request, _collect(answer))
@@ -83,9 +84,9 @@ async def respond(request: Request, answer: AnswerStream, writer: AnswerWriter, 
         return Response(status_code=499)  # nobody reads this
 
     def write() -> Response:
-        return Response(to_long_json(writer.whole(answer, deltas), writer.piece_depth), media_type="application/json")
+        return Response(to_long_json(writer.whole(deltas), writer.piece_depth), media_type="application/json")
 
-    return await off_loop(writer.num_bytes(answer, deltas), write)
+    return await off_loop(writer.num_bytes(deltas), write)
 
 
 async def _collect(answer: AnswerStream) -> list[Delta]:
@@ -109,9 +110,9 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _server_sent(answer: AnswerStream, writer: AnswerWriter) -> AsyncIterator[bytes]:
+async def _server_sent(writer: AnswerWriter) -> AsyncIterator[bytes]:
     try:
-        async for events in writer.events(answer):
+        async for events in writer.events():
             yield "".join(_written(name, data) for name, data in events).encode()
     except APIError as error:
         yield _written(None, error.body()).encode()

@@ -76,32 +76,21 @@ def serve(llm: LLM, config: ServerConfig) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log_model(llm, name)
     thread = app.state.service.thread
-    _Server(
-        options,
-        name,
-        config.root_path,
-        on_start=lambda url: log_addresses(url, llm.config, config),
-        on_stop=lambda: log_stopping(thread.num_choices, config.shutdown_timeout_s),
-    ).run()
+
+    def started(address: str) -> None:
+        url = address + config.root_path  # works through the proxy; the server answers with and without it
+        log_addresses(url, llm.config, config)
+        print(f"foreword: serving {name} at {url}", flush=True)
+
+    _Server(options, started, lambda: log_stopping(thread.num_choices, config.shutdown_timeout_s)).run()
     logger.info("the server has stopped", extra={"fields": {"event": "stopped"}})
 
 
 class _Server(uvicorn.Server):
     """A server that reports its addresses, also when the system chose the port."""
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        model_name: str,
-        root_path: str,
-        *,
-        on_start: Callable[[str], None],
-        on_stop: Callable[[], None],
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[str], None], on_stop: Callable[[], None]) -> None:
         super().__init__(config)
-        self._model_name = model_name
-        self._root_path = root_path
-        """Part of the logged address, so that it works through the proxy; the server answers with and without it."""
         self._on_start = on_start
         self._on_stop = on_stop
 
@@ -111,9 +100,7 @@ class _Server(uvicorn.Server):
             for listening in server.sockets:
                 host, port = listening.getsockname()[:2]
                 host = f"[{host}]" if ":" in host else host
-                url = f"http://{host}:{port}{self._root_path}"
-                self._on_start(url)
-                print(f"foreword: serving {self._model_name} at {url}", flush=True)
+                self._on_start(f"http://{host}:{port}")
 
     async def shutdown(self, sockets: object = None) -> None:
         self._on_stop()

@@ -86,16 +86,6 @@ class Ending:
     """Whether the prompt ends inside the last message."""
 
 
-@dataclass(frozen=True, slots=True)
-class GivenPrompt:
-    """A prompt as clients give it: one of the first two fields."""
-
-    prompt: str | Sequence[int] | None = None
-    messages: Sequence[Mapping[str, Any]] | None = None
-    ending: Ending = Ending()
-    template_inputs: Mapping[str, Any] = field(default_factory=dict)
-
-
 class Service:
     """One engine that serves HTTP. Belongs to the event loop, unless a method says otherwise."""
 
@@ -121,7 +111,7 @@ class Service:
         self._after_step = (Listener("quotas", self.quotas.enforce), Listener("more_memory", self.more_memory.note))
         self.thread = EngineThread(llm.engine, self.records, after_step=self._after_step)
         self.operators = Operators(config.operator_key, asks_for_keys=self.tenants.asks_for_keys)
-        self.insight = Insight(self.thread, self.records, self.more_memory, llm.tokenizer)
+        self.insight = Insight(self.thread, self.records, self.more_memory)
         self.metrics = Metrics(model_name, self.insight)
         self.records.on_finished(Listener("metrics", self.metrics.observe))
         self.tracing = None
@@ -254,30 +244,20 @@ class Service:
         )  # each beginning is rendered separately
         return Prompt(token_ids, message_ends=ends)
 
-    async def read_prompt(self, given: GivenPrompt) -> npt.NDArray[np.int32]:
-        """Token ids of a text, of token ids, or of a conversation. Raises APIError 400 for none or several of them."""
-        if (given.prompt is None) == (given.messages is None):
-            raise bad_request("give either prompt or messages")
-        if given.messages is not None:
-            return await self.render_chat(given.messages, ending=given.ending, template_inputs=given.template_inputs)
-        if isinstance(given.prompt, str):
-            return await self.encode(given.prompt)
-        return np.array(given.prompt, np.int32)
-
     async def spell(self, words: Sequence[str]) -> None:
         """Have the tokenizer remember the spelling of these words, so that the engine need not wait for it."""
         await asyncio.to_thread(lambda: [self.tokenizer.spellings(word) for word in words])
 
-    async def open_structured(self, wanted: StructuredOutputsParams) -> Callable[[], TokenConstraint]:
-        """Constraints on the form of an answer. Raises InvalidRequestError."""
-        return await self._compile(lambda: self.llm.grammars.open(wanted))
+    async def compile_grammar(self, wanted: StructuredOutputsParams | str) -> Callable[[], TokenConstraint]:
+        """Constraints on the form of an answer, or from a Lark grammar. Raises InvalidRequestError.
 
-    async def open_lark(self, grammar: str) -> Callable[[], TokenConstraint]:
-        """Constraints from a Lark grammar. Raises InvalidRequestError."""
-        return await self._compile(lambda: self.llm.grammars.lark(grammar))
+        Compiles in a thread: a large schema takes a second, too long for the event loop.
+        """
 
-    async def _compile(self, make: Callable[[], Callable[[], TokenConstraint]]) -> Callable[[], TokenConstraint]:
-        """Compile in a thread: a large schema takes a second, too long for the event loop."""
+        def make() -> Callable[[], TokenConstraint]:
+            grammars = self.llm.grammars
+            return grammars.lark(wanted) if isinstance(wanted, str) else grammars.open(wanted)
+
         async with self._grammar_lock:
             return await asyncio.to_thread(make)
 
@@ -349,15 +329,9 @@ class Service:
             return NO_EXTRA_KEYS
         return ExtraKeys(salt=salt, salt_offset=self.shared_prefixes.num_shared(prompt))
 
-    def prompt_of(self, caller: Caller, token_ids: npt.NDArray[np.int32]) -> Prompt:
-        """A prompt in its caller's namespace, for a lookup or a run."""
-        return Prompt(
-            token_ids, None, self._extra_keys(token_ids, self.tenants.namespace(caller.tenant, caller.cache_salt))
-        )
-
-    def prompt_of_record(self, record: RequestRecord) -> Prompt:
-        """A prompt that ran before, for another lookup."""
-        return Prompt(record.prompt_token_ids, None, self._extra_keys(record.prompt_token_ids, record.salt))
+    def prompt_of(self, token_ids: npt.NDArray[np.int32], salt: str | None) -> Prompt:
+        """A prompt in the namespace of a salt, for a lookup."""
+        return Prompt(token_ids, None, self._extra_keys(token_ids, salt))
 
     def owner_of(self, salt: str | None) -> str | None:
         """Name of the tenant whose prefixes are under a salt; None for public ones, and for tenants not seen yet."""

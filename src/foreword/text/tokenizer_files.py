@@ -10,16 +10,9 @@ from pathlib import Path
 from foreword.errors import ModelLoadError, UnsupportedModelError
 
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "tiktoken.model",
-)
+    "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt spiece.model sentencepiece.bpe.model "
+    "tekken.json tiktoken.model"
+).split()
 """A model without any of these files has no tokenizer."""
 
 
@@ -40,7 +33,7 @@ def find_tokenizer_files(model: str, revision: str | None) -> str | None:
     from huggingface_hub import snapshot_download
 
     try:
-        snapshot = Path(snapshot_download(model, revision=revision, allow_patterns=list(_TOKENIZER_FILES)))
+        snapshot = Path(snapshot_download(model, revision=revision, allow_patterns=_TOKENIZER_FILES))
     except Exception as error:
         raise ModelLoadError(
             f"{model!r} is neither a folder here nor a model that the hub provides: {one_line(error)}"

@@ -33,16 +33,10 @@ BYTES_PER_CHARACTER = 12
 VALUES_PER_MESSAGE = 8
 
 _NOT_TEXT = {
-    "image": "images",
-    "image_url": "images",
-    "input_image": "images",
-    "audio": "audio",
-    "audio_url": "audio",
-    "input_audio": "audio",
-    "video": "videos",
-    "video_url": "videos",
-    "file": "files",
-    "input_file": "files",
+    **dict.fromkeys(("image", "image_url", "input_image"), "images"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
+    **dict.fromkeys(("video", "video_url"), "videos"),
+    **dict.fromkeys(("file", "input_file"), "files"),
 }
 
 

@@ -34,7 +34,7 @@ def prompt_of_prefix(service: Service, nodes: Mapping[str, PrefixNode], chosen: 
     if not through:
         return None
     longest = max(through, key=lambda record: min(record.num_prompt_tokens, node.start + node.num_tokens))
-    prompt = service.prompt_of_record(longest)
+    prompt = service.prompt_of(longest.prompt_token_ids, longest.salt)
     return replace(prompt, token_ids=prompt.token_ids[: node.start + node.num_tokens])
 
 

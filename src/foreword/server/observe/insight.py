@@ -19,7 +19,6 @@ from foreword.server.listeners import Listener
 from foreword.server.observe.explanations import most_similar
 from foreword.server.observe.more_memory import MoreMemory
 from foreword.server.records import Records, RequestRecord
-from foreword.text import Tokenizer
 
 MAX_WAIT_S = 5.0
 
@@ -27,10 +26,7 @@ MAX_WAIT_S = 5.0
 class Insight:
     """Looks at an engine. Belongs to the event loop."""
 
-    def __init__(
-        self, thread: EngineThread, records: Records, more_memory: MoreMemory, tokenizer: Tokenizer | None
-    ) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, thread: EngineThread, records: Records, more_memory: MoreMemory) -> None:
         self._more_memory = more_memory
         self._thread = thread
         self._records = records

@@ -7,7 +7,7 @@ semantic conventions for generative AI; our own names begin with `foreword.`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from foreword.errors import ConfigError
@@ -63,7 +63,11 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         parent = {} if record.trace_parent is None else {"traceparent": record.trace_parent}
-        at = _wall_clock(record)
+
+        def at(moment: float) -> int:
+            """Nanoseconds since 1970."""
+            return round(1e9 * (record.created + moment - record.arrival_time))
+
         span = self._tracer.start_span(
             f"{record.endpoint} {self._model}",
             context=TraceContextTextMapPropagator().extract(parent),
@@ -82,11 +86,6 @@ class Tracing:
     def close(self) -> None:
         """Send the rest. May be called twice."""
         self._provider.shutdown()
-
-
-def _wall_clock(record: RequestRecord) -> Callable[[float], int]:
-    """Moments of a record as nanoseconds since 1970."""
-    return lambda moment: round(1e9 * (record.created + moment - record.arrival_time))
 
 
 def _attributes(record: RequestRecord, model_name: str) -> dict[str, AttributeValue]:

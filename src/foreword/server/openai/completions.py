@@ -5,7 +5,6 @@ Knows OpenAI's fields and their meaning for a prompt and its sampling; format.py
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -68,12 +67,10 @@ async def chat_completions(
     if forced is not None:
         if params.open_constraint is not None:
             raise bad_request("structured outputs cannot be combined with a forced tool_choice", param="tool_choice")
-        params = replace(params, open_constraint=await service.open_lark(forced))
-    prompt = await service.conversation(messages, inputs, ending_of(body))
-    prompt = service.fit(prompt, params)
-    writer = _ChatAnswer(service, new_id("chatcmpl-"), body, extras, tool_use)
-    answer = await service.start(caller, writer.response_id, [prompt], params, stream=bool(body.stream))
-    return await respond(request, answer, writer, stream=bool(body.stream))
+        params = replace(params, open_constraint=await service.compile_grammar(forced))
+    prompt = service.fit(await service.conversation(messages, inputs, ending_of(body)), params)
+    answer = await service.start(caller, new_id("chatcmpl-"), [prompt], params, stream=bool(body.stream))
+    return await respond(request, _ChatAnswer(service, answer, body, extras, tool_use))
 
 
 @router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
@@ -89,10 +86,9 @@ async def completions(
     extras = Extras(service, tenant, request, body)
     limits = _completion_limits(body)
     params = await sampling_params(service, body, limits, structured_outputs(body, body.response_format))
-    tokens = [service.fit(Prompt(prompt), params) for prompt in await _prompts(service, body, request)]
-    writer = _CompletionAnswer(service, new_id("cmpl-"), body, extras, [prompt.token_ids for prompt in tokens])
-    answer = await service.start(caller, writer.response_id, tokens, params, stream=bool(body.stream))
-    return await respond(request, answer, writer, stream=bool(body.stream))
+    prompts = [service.fit(Prompt(prompt), params) for prompt in await _prompts(service, body, request)]
+    answer = await service.start(caller, new_id("cmpl-"), prompts, params, stream=bool(body.stream))
+    return await respond(request, _CompletionAnswer(service, answer, body, extras))
 
 
 # ------------------------------------------------------------------- requests
@@ -132,53 +128,54 @@ class _Answer(ABC):
     chunk_name: str
     piece_depth = 5
 
-    def __init__(self, service: Service, response_id: str, body: Call, extras: Extras) -> None:
-        self.response_id = response_id
+    def __init__(self, service: Service, answer: AnswerStream, body: Call, extras: Extras) -> None:
+        self.answer = answer
         self._extras = extras
         self._service = service
         self._body = body
-        self._created = int(time.time())
         self._num_top = 0
 
     def _frame(self, object_name: str, choices: list[Chunk]) -> Chunk:
+        record = self.answer.jobs[0].record
         return {
-            "id": self.response_id,
+            "id": record.response_id,
             "object": object_name,
-            "created": self._created,
+            "created": int(record.created),
             "model": self._service.model_name,
             "system_fingerprint": None,
             "choices": choices,
         }
 
-    def num_bytes(self, answer: AnswerStream, deltas: Sequence[Delta]) -> int:
+    def num_bytes(self, deltas: Sequence[Delta]) -> int:
         """Estimated bytes of these deltas."""
         return form.num_bytes(deltas, self._num_top)
 
-    def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> Chunk:
+    def whole(self, deltas: Sequence[Delta]) -> Chunk:
         """The body of an answer that is not streamed."""
         choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
-        return self._frame(self.object_name, choices) | {"usage": form.usage(answer.outputs), **self._extras.of(answer)}
+        last = {"usage": form.usage(self.answer.outputs), **self._extras.of(self.answer)}
+        return self._frame(self.object_name, choices) | last
 
-    async def events(self, answer: AnswerStream) -> AsyncIterator[list[Event]]:
+    async def events(self) -> AsyncIterator[list[Event]]:
         """Events of a streamed answer; their names are None, as OpenAI's are here."""
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         empty = {"usage": None} if with_usage else {}
-        first: list[Event] = [(None, {**chunk, **empty}) for chunk in self._first_chunks(answer)]
+        first: list[Event] = [(None, {**chunk, **empty}) for chunk in self._first_chunks()]
         if first:
             yield first
-        async for deltas in answer.deltas():
-            choices = await off_loop(self.num_bytes(answer, deltas), partial(self._choices_of, deltas))
+        async for deltas in self.answer.deltas():
+            choices = await off_loop(self.num_bytes(deltas), partial(self._choices_of, deltas))
             yield [(None, {**self._frame(self.chunk_name, [choice]), **empty}) for choice in choices]
-        extras = self._extras.of(answer)
+        extras = self._extras.of(self.answer)
         if with_usage or extras:
-            last = {"usage": form.usage(answer.outputs)} if with_usage else {}
+            last = {"usage": form.usage(self.answer.outputs)} if with_usage else {}
             yield [(None, {**self._frame(self.chunk_name, []), **last, **extras})]
 
     def _choices_of(self, deltas: Sequence[Delta]) -> list[Chunk]:
         return [choice for delta in deltas for choice in self._chunk_choices(delta)]
 
-    def _first_chunks(self, answer: AnswerStream) -> list[Chunk]:
+    def _first_chunks(self) -> list[Chunk]:
         return []
 
     @abstractmethod
@@ -195,9 +192,9 @@ class _ChatAnswer(_Answer):
     chunk_name = "chat.completion.chunk"
 
     def __init__(
-        self, service: Service, response_id: str, body: ChatRequest, extras: Extras, tool_use: ToolUse
+        self, service: Service, answer: AnswerStream, body: ChatRequest, extras: Extras, tool_use: ToolUse
     ) -> None:
-        super().__init__(service, response_id, body, extras)
+        super().__init__(service, answer, body, extras)
         self._num_top = body.top_logprobs or 0
         self._tool_use = tool_use
         self._readers: dict[int, ToolCallReader | None] = {}
@@ -229,7 +226,7 @@ class _ChatAnswer(_Answer):
             "stop_reason": delta.stop_reason,
         }
 
-    def _first_chunks(self, answer: AnswerStream) -> list[Chunk]:
+    def _first_chunks(self) -> list[Chunk]:
         delta = {"role": "assistant", "content": "", "refusal": None}
         return [
             self._frame(self.chunk_name, [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
@@ -271,41 +268,23 @@ class _ChatAnswer(_Answer):
 class _CompletionAnswer(_Answer):
     object_name = chunk_name = "text_completion"
 
-    def __init__(
-        self,
-        service: Service,
-        response_id: str,
-        body: CompletionRequest,
-        extras: Extras,
-        prompts: list[npt.NDArray[np.int32]],
-    ) -> None:
-        super().__init__(service, response_id, body, extras)
+    def __init__(self, service: Service, answer: AnswerStream, body: CompletionRequest, extras: Extras) -> None:
+        super().__init__(service, answer, body, extras)
         self._num_top = body.logprobs or 0
         self._echo = bool(body.echo)
         self._hides_answer = body.max_tokens == 0
-        self._prompts = prompts
         self._num_each = body.n or 1
-        self._answer: AnswerStream | None = None
         self._offsets: dict[int, int] = {}
 
-    def num_bytes(self, answer: AnswerStream, deltas: Sequence[Delta]) -> int:
+    def num_bytes(self, deltas: Sequence[Delta]) -> int:
         echoed = sum(
-            len(self._prompts[delta.choice // self._num_each])
+            len(self.answer.jobs[delta.choice // self._num_each].prompt.token_ids)
             for delta in deltas
             if self._echo and delta.choice not in self._offsets
         )
-        return super().num_bytes(answer, deltas) + echoed * form.bytes_per_token(
+        return super().num_bytes(deltas) + echoed * form.bytes_per_token(
             self._num_top if self._body.logprobs is not None else None
         )
-
-    def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> Chunk:
-        self._answer = answer
-        return super().whole(answer, deltas)
-
-    async def events(self, answer: AnswerStream) -> AsyncIterator[list[Event]]:
-        self._answer = answer
-        async for events in super().events(answer):
-            yield events
 
     def _choice(self, delta: Delta) -> Chunk:
         """A whole choice, or the next piece of one: OpenAI gives both the same form."""
@@ -331,11 +310,10 @@ class _CompletionAnswer(_Answer):
 
     def _echoed(self, number: int) -> tuple[list[int], str, list[TokenLogprobs | None]]:
         """Tokens, text and log probabilities of a prompt."""
-        assert self._answer is not None
-        token_ids: list[int] = self._prompts[number].tolist()
+        token_ids: list[int] = self.answer.jobs[number].prompt.token_ids.tolist()
         tokenizer = self._service.llm.tokenizer
         text = "" if tokenizer is None else tokenizer.decode(token_ids)
-        return token_ids, text, self._answer.outputs[number].prompt_logprobs or []
+        return token_ids, text, self.answer.outputs[number].prompt_logprobs or []
 
     def _chunk_choices(self, delta: Delta) -> list[Chunk]:
         return [self._choice(delta)]

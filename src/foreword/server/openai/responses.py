@@ -45,11 +45,10 @@ async def create_response(
         raise bad_request(
             "tool_choice is only allowed with tools, which /v1/responses does not take", param="tool_choice"
         )
-    kept = _kept(request)
     given = body.input
     new: Messages = [{"role": "user", "content": given}] if isinstance(given, str) else []
     new += await with_body(request, lambda: plain_messages(given)) if not isinstance(given, str) else []
-    before = kept.get(tenant, body.previous_response_id)[0] if body.previous_response_id is not None else []
+    before = _kept(request).get(tenant, body.previous_response_id)[0] if body.previous_response_id is not None else []
     conversation = [*before, *new]
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
     wants_logprobs = "message.output_text.logprobs" in (body.include or []) or body.top_logprobs is not None
@@ -58,10 +57,9 @@ async def create_response(
     inputs = template_inputs(body.reasoning.effort if body.reasoning is not None else None)
     prompt = service.fit(await service.conversation([*head, *conversation], inputs), params)
     extras = Extras(service, tenant, request, body)
-    writer = _ResponseAnswer(service, body, kept, tenant, conversation, extras)
     caller = caller_of(body, request, tenant, "responses", digests(inputs))
-    answer = await service.start(caller, writer.response_id, [prompt], params, stream=bool(body.stream))
-    return await respond(request, answer, writer, stream=bool(body.stream))
+    answer = await service.start(caller, new_id("resp_"), [prompt], params, stream=bool(body.stream))
+    return await respond(request, _ResponseAnswer(service, answer, body, tenant, conversation, extras))
 
 
 @router.get("/v1/responses/{response_id}")
@@ -102,49 +100,45 @@ class _ResponseAnswer:
     def __init__(
         self,
         service: Service,
+        answer: AnswerStream,
         body: ResponsesRequest,
-        kept: KeptResponses,
         tenant: Tenant,
         conversation: Messages,
         extras: Extras,
     ) -> None:
+        self.answer = answer
         self._extras = extras
-        self.response_id = new_id("resp_")
         self._item_id = new_id("msg_")
         self._service = service
         self._body = body
-        self._kept = kept
         self._tenant = tenant
         self._conversation = conversation
-        self._created = int(time.time())
         self._num_events = 0
 
-    def num_bytes(self, answer: AnswerStream, deltas: Sequence[Delta]) -> int:
+    def num_bytes(self, deltas: Sequence[Delta]) -> int:
         return form.num_bytes(deltas, self._body.top_logprobs or 0)
 
-    def whole(self, answer: AnswerStream, deltas: Sequence[Delta]) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         text = "".join(delta.text for delta in deltas)
         logprobs = [position for delta in deltas for position in self._logprobs(delta)]
-        return self._finished(answer, text, logprobs, deltas[-1].finish_reason)
+        return self._finished(text, logprobs, deltas[-1].finish_reason)
 
-    def _finished(
-        self, answer: AnswerStream, text: str, logprobs: list[dict[str, Any]], finish_reason: str | None
-    ) -> dict[str, Any]:
+    def _finished(self, text: str, logprobs: list[dict[str, Any]], finish_reason: str | None) -> dict[str, Any]:
         status = "completed" if finish_reason == "stop" else "incomplete"
         response = self._response(
             status,
             output=[self._item(status, [self._part(text, logprobs)])],
-            usage=form.response_usage(answer.outputs),
+            usage=form.response_usage(self.answer.outputs),
             incomplete_details=None if status == "completed" else {"reason": _why_incomplete(finish_reason)},
             completed_at=int(time.time()),
-            **self._extras.of(answer),
+            **self._extras.of(self.answer),
         )
         if self._body.store is not False:
             said = [*self._conversation, {"role": "assistant", "content": text}]
-            self._kept.keep(self._tenant, said, response)
+            self._service.kept_responses.keep(self._tenant, said, response)
         return response
 
-    async def events(self, answer: AnswerStream) -> AsyncIterator[list[Event]]:
+    async def events(self) -> AsyncIterator[list[Event]]:
         where: dict[str, Any] = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         yield [
             self._event("response.created", response=self._response("in_progress")),
@@ -155,7 +149,7 @@ class _ResponseAnswer:
         texts: list[str] = []
         logprobs: list[dict[str, Any]] = []
         finish_reason = None
-        async for (delta,) in answer.deltas():
+        async for (delta,) in self.answer.deltas():
             finish_reason = delta.finish_reason
             new = self._logprobs(delta)
             texts.append(delta.text)
@@ -164,18 +158,13 @@ class _ResponseAnswer:
                 yield [self._event("response.output_text.delta", **where, delta=delta.text, logprobs=new)]
         text = "".join(texts)
         num_bytes = len(text) + len(logprobs) * form.bytes_per_token(self._body.top_logprobs or 0)
-        yield await off_loop(num_bytes, partial(self._last_events, answer, text, logprobs, finish_reason, where))
+        yield await off_loop(num_bytes, partial(self._last_events, text, logprobs, finish_reason, where))
 
     def _last_events(
-        self,
-        answer: AnswerStream,
-        text: str,
-        logprobs: list[dict[str, Any]],
-        finish_reason: str | None,
-        where: dict[str, Any],
+        self, text: str, logprobs: list[dict[str, Any]], finish_reason: str | None, where: dict[str, Any]
     ) -> list[Event]:
         """They repeat the whole answer three times; that may take a second, so a thread writes them here."""
-        response = self._finished(answer, text, logprobs, finish_reason)
+        response = self._finished(text, logprobs, finish_reason)
         item = response["output"][0]
         events = [
             self._event("response.output_text.done", **where, text=text, logprobs=logprobs),
@@ -203,12 +192,12 @@ class _ResponseAnswer:
         return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": content}
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
-        body = self._body
+        body, record = self._body, self.answer.jobs[0].record
         text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
         return {
-            "id": self.response_id,
+            "id": record.response_id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": int(record.created),
             "status": status,
             "background": False,
             "error": None,
