@@ -213,7 +213,10 @@ def plan_layout(
         block_bytes = num_slots * (key_bytes + value_bytes)
         per_group = _states_per_group(block_bytes, state_bytes, len(states), bool(kinds))
         more_bytes = max(0, per_group * state_bytes - block_bytes)
-        state_block = _state_block_size(options, math.lcm(*sizes.values()))
+        state_block = options.state_block_size
+        if state_block is None:
+            least = max(MIN_STATE_TOKENS, options.block_size)
+            state_block = _round_up(least, math.lcm(*sizes.values(), options.block_size))
         kv_elements = sum(attention[layer].key_elements + attention[layer].value_elements for layer in attention)
         interval = _state_interval(
             options, math.lcm(state_block, *sizes.values()), sum(s.num_bytes for s in states.values()),
@@ -311,13 +314,6 @@ def _states_per_group(block_bytes: int, state_bytes: int, num_states: int, has_a
     most = max(-(-num_states // MAX_STATE_GROUPS), block_bytes // state_bytes)
     num_groups = -(-num_states // most)
     return -(-num_states // num_groups)
-
-
-def _state_block_size(options: LayoutOptions, attention_tokens: int) -> int:
-    size = options.state_block_size
-    if size is None:
-        return _round_up(max(MIN_STATE_TOKENS, options.block_size), math.lcm(attention_tokens, options.block_size))
-    return size
 
 
 def _state_interval(options: LayoutOptions, granularity: int, state_bytes: int, kv_bytes_per_token: int) -> int:

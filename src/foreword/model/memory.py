@@ -6,12 +6,13 @@ Knows devices and bytes; knows nothing of blocks.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 from foreword.config import ModelConfig
-from foreword.model.gpu.memory_use import MemoryUse
+from foreword.model.gpu.memory_use import GIB, MemoryUse
 
-GIB = 2**30
 CPU_DEFAULT_SHARE = 0.25
 CPU_DEFAULT_LIMIT_BYTES = 4 * GIB
 GPU_DEFAULT_SHARE = 0.9
@@ -35,28 +36,17 @@ def kv_cache_bytes(options: ModelConfig, measure: Callable[[], MemoryUse] | None
 
 def available_cpu_bytes() -> int:
     """The memory that is still free: the system's, or the container's if that is less."""
-    limits = [_meminfo_available() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    maximum, current = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
-    if maximum is not None and current is not None:
-        limits.append(max(0, maximum - current))
+    kib = re.search(r"^MemAvailable:\s+(\d+)", _text("/proc/meminfo"), re.MULTILINE)
+    limits = [(int(kib[1]) * 1024 if kib else 0) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    maximum, current = _text("/sys/fs/cgroup/memory.max"), _text("/sys/fs/cgroup/memory.current")
+    if maximum.isdecimal() and current.isdecimal():
+        limits.append(max(0, int(maximum) - int(current)))
     return min(limits)
 
 
-def _meminfo_available() -> int | None:
+def _text(path: str) -> str:
+    """The text of a file; empty if it cannot be read."""
     try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        return Path(path).read_text().strip()
     except OSError:
-        pass
-    return None
-
-
-def _number(path: str) -> int | None:
-    try:
-        with open(path) as file:
-            text = file.read().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
+        return ""

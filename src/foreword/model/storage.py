@@ -7,8 +7,6 @@ Knows tensors, blocks and slots; knows nothing of requests, prefixes or who hold
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,16 +20,6 @@ from foreword.model.layout import CacheLayout, GroupLayout
 
 MAX_SLOTS = 2**31 - 1
 """Slots are 32-bit numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Bytes `start` to `end` of a recurrent state, which lie in one page at `offset`."""
-
-    pages: Tensor
-    start: int
-    end: int
-    offset: int
 
 
 class KVStorage:
@@ -74,7 +62,8 @@ class KVStorage:
         """Attention layer -> its group."""
         self.state_group_of: dict[int, int] = {}
         """Recurrent layer -> its group."""
-        self._pieces: dict[int, list[_Piece]] = {}
+        self._pieces: dict[int, list[tuple[slice, Tensor]]] = {}
+        """Recurrent layer -> the parts of its state, and where each lies: [num_blocks + 1, bytes]."""
         for group_id, group in enumerate(layout.groups):
             if isinstance(group.spec, MambaSpec):
                 self._place_states(group_id, group)
@@ -106,7 +95,10 @@ class KVStorage:
             assert stop <= end, "a block is too small for its states"
             self.state_group_of[layer] = group_id
             self._pieces[layer] = [
-                _Piece(pages, max(first, start) - start, min(last, stop) - start, max(first, start) - first)
+                (
+                    slice(max(first, start) - start, min(last, stop) - start),
+                    pages[:, max(start - first, 0) : stop - first],
+                )
                 for pages, first, last in extents
                 if first < stop and start < last
             ]
@@ -154,9 +146,8 @@ class KVStorage:
         """Copy a recurrent layer's state out of a block: one tensor [1, ...] for each that its layout names."""
         layout = self.layout.states[layer]
         raw = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._pages[0].device)
-        for piece in self._pieces[layer]:
-            length = piece.end - piece.start
-            raw[piece.start : piece.end] = piece.pages[block_id, piece.offset : piece.offset + length]
+        for part, pages in self._pieces[layer]:
+            raw[part] = pages[block_id]
         tensors, start = [], 0
         for shape, dtype, size in zip(layout.shapes, layout.dtypes, layout.tensor_bytes(), strict=True):
             used = int(np.prod(shape)) * dtype.itemsize
@@ -173,6 +164,5 @@ class KVStorage:
             flat = tensor.contiguous().view(-1).view(torch.uint8)
             raw[start : start + len(flat)] = flat
             start += size
-        for piece in self._pieces[layer]:
-            length = piece.end - piece.start
-            piece.pages[block_id, piece.offset : piece.offset + length] = raw[piece.start : piece.end]
+        for part, pages in self._pieces[layer]:
+            pages[block_id] = raw[part]

@@ -116,9 +116,9 @@ class PrefixMirror:
             self._next_number = numbered.number + 1
             match numbered.event:
                 case BlockStored(group_idx=group) as stored:
-                    self._held.setdefault(group, {}).update(
-                        zip(stored.block_hashes, _tokens_of_each(stored), strict=True)
-                    )
+                    tokens, size = stored.token_ids, stored.block_size
+                    of_each = (tokens[start : start + size] for start in range(0, len(tokens), size))
+                    self._held.setdefault(group, {}).update(zip(stored.block_hashes, of_each, strict=True))
                 case BlockRemoved(group_idx=group) as removed:
                     for key in removed.block_hashes:
                         del self._held[group][key]
@@ -137,9 +137,3 @@ class PrefixMirror:
         """The number of leading blocks of a sequence that are findable in the remote cache."""
         held = self._held.get(group, {})
         return sum(1 for _ in takewhile(held.__contains__, block_hashes))
-
-
-def _tokens_of_each(stored: BlockStored) -> list[tuple[int, ...]]:
-    """The tokens of each block of the event."""
-    size = stored.block_size
-    return [stored.token_ids[start : start + size] for start in range(0, len(stored.token_ids), size)]

@@ -23,7 +23,7 @@ from typing import NewType
 
 import numpy as np
 
-from foreword.cache.block_ids import BlockIds
+from foreword.cache.block_ids import NO_BLOCKS, BlockIds
 from foreword.cache.keys.hashing import BlockHash
 
 BlockHashWithGroupId = NewType("BlockHashWithGroupId", bytes)
@@ -109,6 +109,8 @@ class GroupedHashIndex:
     def remove(self, block_ids: BlockIds) -> BlockIds:
         """Forget these blocks, ignoring unknown ones. Returns those it forgot."""
         forgotten: list[int] = []
+        if not self._num_indexed:
+            return NO_BLOCKS
         for block_id in block_ids.tolist():
             key = self._key_of[block_id]
             if key is not None:

@@ -107,9 +107,11 @@ class ShadowPool:
         """Take stand-ins for blocks that will be filled. Returns the real blocks that lost their stand-ins."""
         if count <= 0:
             return NO_BLOCKS
-        stand_ins, lost = self._pop(min(count, len(self.policy)))
+        stand_ins = self.policy.popleft(min(count, len(self.policy)))
+        blocks = self._block[stand_ins]
+        self._drop(stand_ins)
         self._blank = np.concatenate((self._blank, stand_ins))
-        return lost
+        return blocks[blocks >= 0]
 
     def note_evicted(self, block_ids: BlockIds) -> None:
         """Note that these real blocks, which were free, have lost their contents."""
@@ -164,13 +166,6 @@ class ShadowPool:
         if isinstance(self.policy, ValuePolicy):
             self.policy.note_key_numbers(stand_ins[known], keys[known])
         return lost
-
-    def _pop(self, count: int) -> tuple[BlockIds, BlockIds]:
-        """Take stand-ins that the policy gives away. Returns them and the real blocks for which they stood."""
-        stand_ins = self.policy.popleft(count)
-        blocks = self._block[stand_ins]
-        self._drop(stand_ins)
-        return stand_ins, blocks[blocks >= 0]
 
     def _drop(self, stand_ins: BlockIds) -> None:
         """Forget the contents of these stand-ins."""

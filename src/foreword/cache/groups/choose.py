@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foreword.cache.account.ledger import CacheLedger, Eviction, MissReason
-from foreword.cache.block_ids import NO_BLOCKS, BlockIds
+from foreword.cache.blocks.group_index import GroupedHashIndex
 from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit
 from foreword.cache.groups.group_specs import FullAttentionSpec, GroupSpec, SinkFullSpec
@@ -23,10 +23,8 @@ from foreword.errors import ConfigError
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
     """Serves any groups. It remembers nothing, so lookups find nothing."""
 
-    num_indexed = 0
-
-    def indexed_block_ids(self) -> BlockIds:
-        return NO_BLOCKS
+    def __init__(self, groups: Sequence[GroupSpec], num_blocks: int, policy: EvictionPolicy) -> None:
+        super().__init__(groups, num_blocks, policy, GroupedHashIndex(num_blocks, len(groups)))
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         return self.nothing
@@ -36,12 +34,6 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
 
     def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
         return
-
-    def forget_from(self, row: int, num_tokens: int) -> None:
-        return
-
-    def _remove(self, block_ids: BlockIds) -> BlockIds:
-        return NO_BLOCKS
 
     def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
         return MissReason.NEVER_SEEN, None

@@ -22,10 +22,11 @@ from foreword.cache.account.stats import PrefixCacheStats
 from foreword.cache.block_ids import NO_BLOCKS, BlockIds, Int64Array, without_null
 from foreword.cache.blocks.block_pool import BlockPool
 from foreword.cache.blocks.block_table import MultiGroupBlockTable
+from foreword.cache.blocks.group_index import GroupedHashIndex
 from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.groups.group_specs import GroupSpec
 from foreword.cache.groups.managers import make_group_manager
-from foreword.cache.index.prefix_index import Divergence, PartialBlock
+from foreword.cache.index.prefix_index import Divergence, PartialBlock, PrefixIndex
 from foreword.cache.index.tree_view import PrefixNode
 from foreword.cache.keys.sequence import TokenSequence
 
@@ -64,10 +65,15 @@ class PrefixHit:
 
 
 class KVCacheCoordinator(ABC):
-    """Tables of any groups over one pool. Subclasses remember the contents of blocks."""
+    """Tables of any groups over one pool. Subclasses fill an index with the contents of blocks."""
 
     def __init__(
-        self, groups: Sequence[GroupSpec], num_blocks: int, policy: EvictionPolicy, ledger: CacheLedger | None = None
+        self,
+        groups: Sequence[GroupSpec],
+        num_blocks: int,
+        policy: EvictionPolicy,
+        index: PrefixIndex | GroupedHashIndex,
+        ledger: CacheLedger | None = None,
     ) -> None:
         self.specs = tuple(groups)
         self.block_sizes = tuple(spec.block_size for spec in groups)
@@ -76,6 +82,7 @@ class KVCacheCoordinator(ABC):
         self.pool = BlockPool(num_blocks, on_reuse=self._forget_reused, policy=policy)
         self.stats = PrefixCacheStats()
         """Counts since the last `clear`: evictions here, lookups by the manager."""
+        self._index = index
         self._ledger = ledger
         self._indexed_now: set[int] = set()
         self._noted: list[BlockIds] = []
@@ -93,13 +100,13 @@ class KVCacheCoordinator(ABC):
     # ------------------------------------------------------------------- index
 
     @property
-    @abstractmethod
     def num_indexed(self) -> int:
         """The number of blocks that can be found, including duplicates."""
+        return len(self._index)
 
-    @abstractmethod
     def indexed_block_ids(self) -> BlockIds:
         """The blocks that can be found (a copy)."""
+        return self._index.block_ids()
 
     def num_indexed_by_group(self) -> list[int]:
         """`num_indexed` of each group."""
@@ -126,17 +133,18 @@ class KVCacheCoordinator(ABC):
         for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
             self.cache_blocks(row, sequence_of(row), end)
 
-    @abstractmethod
     def forget_from(self, row: int, num_tokens: int) -> None:
         """Forget the row's indexed blocks that hold positions from `num_tokens` on."""
-
-    @abstractmethod
-    def _remove(self, block_ids: BlockIds) -> BlockIds:
-        """Remove these blocks from the index. Returns them and all blocks that can no longer be found without them."""
+        for manager in self.managers:
+            num_full = num_tokens // manager.block_size
+            if num_full < manager.num_indexed[row]:
+                block_ids = manager.tables.row(row)[num_full : manager.num_indexed[row]]
+                self.forget(without_null(block_ids), EvictionCause.FAILED)
+                manager.num_indexed[row] = num_full
 
     def forget(self, block_ids: BlockIds, cause: EvictionCause) -> None:
         """Forget the contents of these blocks. Rows that hold them keep them."""
-        forgotten = self._remove(block_ids)
+        forgotten = self._index.remove(block_ids)
         self.pool.note_forgotten(forgotten)
         if self._ledger is not None:
             self._ledger.removed(forgotten, cause, self.pool.get_usage())
@@ -144,7 +152,7 @@ class KVCacheCoordinator(ABC):
     def _forget_reused(self, block_ids: BlockIds) -> BlockIds:
         """Forget blocks that the pool gives away. Returns all blocks that can no longer be found."""
         num_indexed, num_tails = self.num_indexed, self.num_tails
-        forgotten = self._remove(block_ids)
+        forgotten = self._index.remove(block_ids)
         self.stats.evictions += num_indexed - self.num_indexed
         self.stats.tail_evictions += num_tails - self.num_tails
         if self._ledger is not None:
@@ -153,6 +161,7 @@ class KVCacheCoordinator(ABC):
 
     def clear(self) -> None:
         """Forget everything, and restart the counters."""
+        self._index.clear()
         self.stats = PrefixCacheStats()
         self.pool.note_forgotten(np.arange(self.pool.num_blocks, dtype=np.int32))
         if self._ledger is not None:
@@ -384,3 +393,4 @@ class KVCacheCoordinator(ABC):
                 full = len(sequence_of(row)) // manager.block_size
                 assert manager.num_indexed[row] <= full, "a block was indexed too early"
         self.pool.check_integrity(counts)
+        self._index.check_integrity()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from foreword.cache.account.ledger import CacheLedger, Eviction, EvictionCause, MissReason
-from foreword.cache.block_ids import NULL_BLOCK, BlockIds, without_null
+from foreword.cache.account.ledger import CacheLedger, Eviction, MissReason
+from foreword.cache.block_ids import NULL_BLOCK, BlockIds
 from foreword.cache.blocks.group_index import GroupedHashIndex, make_block_hash_with_group_id
 from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit, SequenceOfRow
@@ -35,6 +35,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         the tokens that one may find of the other           ----
     """
 
+    _index: GroupedHashIndex
+
     def __init__(
         self,
         groups: Sequence[GroupSpec],
@@ -44,22 +46,14 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         *,
         ledger: CacheLedger | None = None,
     ) -> None:
-        super().__init__(groups, num_blocks, policy, ledger)
+        super().__init__(groups, num_blocks, policy, GroupedHashIndex(num_blocks, len(groups)), ledger)
         assert all(size % key_block_size == 0 for size in self.block_sizes), "a group's blocks end between keys"
         cells = [spec.block_size for spec in groups if isinstance(spec, MambaSpec)]
         self._cell_tokens = math.lcm(*cells) if cells else None
         self._keys_per_block = tuple(size // key_block_size for size in self.block_sizes)
-        self._index = GroupedHashIndex(num_blocks, len(self.managers))
         self._accounts = [ledger.open_group(width) for width in self._keys_per_block] if ledger is not None else []
         # Groups in which each beginning of a hit is a hit come first: they are looked up once and then only cut.
         self._order = sorted(range(len(self.managers)), key=lambda g: not self.managers[g].hits_every_prefix)
-
-    @property
-    def num_indexed(self) -> int:
-        return len(self._index)
-
-    def indexed_block_ids(self) -> BlockIds:
-        return self._index.block_ids()
 
     def num_indexed_by_group(self) -> list[int]:
         return [self._index.num_indexed(group_id) for group_id in range(len(self.managers))]
@@ -140,21 +134,6 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             if self._accounts:
                 self._accounts[group_id].stored(sequence, numbers, block_ids)
 
-    def forget_from(self, row: int, num_tokens: int) -> None:
-        for manager in self.managers:
-            num_full = num_tokens // manager.block_size
-            if num_full < manager.num_indexed[row]:
-                block_ids = manager.tables.row(row)[num_full : manager.num_indexed[row]]
-                self.forget(without_null(block_ids), EvictionCause.FAILED)
-                manager.num_indexed[row] = num_full
-
-    def _remove(self, block_ids: BlockIds) -> BlockIds:
-        return self._index.remove(block_ids)
-
-    def clear(self) -> None:
-        self._index.clear()
-        super().clear()
-
     def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
         """The reason of the group that keeps the most blocks, unless another group has evicted its next block."""
         if self._cell_tokens is not None and hit.num_tokens + self.alignment > self._num_findable(sequence):
@@ -178,7 +157,6 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
     def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
         super().check_integrity(rows, sequence_of)
-        self._index.check_integrity()
         for group_id, manager in enumerate(self.managers):
             for row in rows:
                 sequence = sequence_of(row)

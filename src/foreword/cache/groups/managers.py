@@ -58,9 +58,11 @@ class SingleTypeKVCacheManager(ABC):
     readable_in_same_step = True
     """Whether a step may read blocks that another request of the same batch writes: KV, but not states."""
 
-    def __init__(self, block_size: int, tables: BlockTable) -> None:
+    def __init__(self, block_size: int, tables: BlockTable, reach: int | None = None) -> None:
+        """`reach`: the most positions, itself included, that one position attends to; None: all."""
         self.block_size = block_size
         self.tables = tables
+        self._reach = reach
         self.num_indexed: list[int] = []
         """By row: the number of leading blocks that were offered to the index or came from it."""
         self._num_released: Int64Array = np.zeros(0, np.int64)
@@ -121,7 +123,11 @@ class SingleTypeKVCacheManager(ABC):
 
     def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         """The most blocks that a request of `num_tokens` holds at a time, in steps of at most `max_step_tokens`."""
-        return -(-num_tokens // self.block_size)
+        num_blocks = -(-num_tokens // self.block_size)
+        if self._reach is None:
+            return num_blocks
+        span = self._reach - 1 + max_step_tokens
+        return min(num_blocks, 1 - (1 - span) // self.block_size)
 
     def changes(self, rows: Int64Array, starts: Int64Array, ends: Int64Array) -> npt.NDArray[np.bool_]:
         """Whether each row takes or releases blocks when positions `starts` to `ends` are computed."""
@@ -245,30 +251,22 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     """Needs the blocks that the window before the next position touches."""
 
     def __init__(self, spec: SlidingWindowSpec, tables: BlockTable) -> None:
-        super().__init__(spec.block_size, tables)
+        super().__init__(spec.block_size, tables, spec.window)
         self._window = spec.window
 
     def first_needed_block(self, position: Position) -> Position:
         return (position - self._window + 1) // self.block_size
-
-    def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        span = self._window - 1 + max_step_tokens
-        return min(-(-num_tokens // self.block_size), 1 - (1 - span) // self.block_size)
 
 
 class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
     """Needs the blocks of the next position's chunk."""
 
     def __init__(self, spec: ChunkedLocalSpec, tables: BlockTable) -> None:
-        super().__init__(spec.block_size, tables)
+        super().__init__(spec.block_size, tables, spec.chunk)
         self._chunk = spec.chunk
 
     def first_needed_block(self, position: Position) -> Position:
         return position // self._chunk * self._chunk // self.block_size
-
-    def max_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        span = self._chunk - 1 + max_step_tokens
-        return min(-(-num_tokens // self.block_size), 1 - (1 - span) // self.block_size)
 
 
 class MambaManager(SingleTypeKVCacheManager):

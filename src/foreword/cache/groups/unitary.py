@@ -26,6 +26,8 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     filled the copy, the table takes the indexed block, and the copy is freed.
     """
 
+    _index: PrefixIndex
+
     def __init__(
         self,
         group: GroupSpec,
@@ -36,23 +38,15 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         ledger: CacheLedger | None = None,
         deduplicate: bool = False,
     ) -> None:
-        super().__init__((group,), num_blocks, policy, ledger)
+        super().__init__((group,), num_blocks, policy, index, ledger)
         (self._manager,) = self.managers
         assert self._manager.hits_every_prefix, "groups that skip blocks need HybridKVCacheCoordinator"
         self._size = group.block_size
-        self._index = index
         self._account = ledger.open_group() if ledger is not None else None
         self._deduplicates = deduplicate
         self._reports = ledger is not None or deduplicate or self.pool.wants_keys
         self._filled: list[tuple[int, int, BlockIds]] = []
         """Blocks that the current step fills, for deduplication: row, number of the first block, block ids."""
-
-    @property
-    def num_indexed(self) -> int:
-        return len(self._index)
-
-    def indexed_block_ids(self) -> BlockIds:
-        return self._index.block_ids()
 
     @property
     def num_tails(self) -> int:
@@ -146,19 +140,6 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         if self._deduplicates:
             self._filled.append((row, first, block_ids))
 
-    def forget_from(self, row: int, num_tokens: int) -> None:
-        num_full, num_indexed = num_tokens // self._size, self._manager.num_indexed[row]
-        if num_full < num_indexed:
-            self.forget(self._manager.tables.row(row)[num_full:num_indexed], EvictionCause.FAILED)
-            self._manager.num_indexed[row] = num_full
-
-    def _remove(self, block_ids: BlockIds) -> BlockIds:
-        return self._index.remove(block_ids)
-
-    def clear(self) -> None:
-        self._index.clear()
-        super().clear()
-
     def begin_step(self) -> None:
         super().begin_step()
         for row, first, block_ids in self._filled:
@@ -200,7 +181,6 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
 
     def check_integrity(self, rows: Sequence[int], sequence_of: SequenceOfRow) -> None:
         super().check_integrity(rows, sequence_of)
-        self._index.check_integrity()
         for row in rows:
             self._index.check_table(sequence_of(row), self._manager.tables.row(row))
         assert self.pool.tail_block_ids() <= set(self._index.tail_block_ids().tolist()), (

@@ -15,7 +15,7 @@ from torch import nn
 from foreword.kernels.reference import AttentionOptions
 from foreword.model.cpu.layer_program import LayerOperations
 from foreword.model.cpu.rotary import HeadShapes, RotaryKernel
-from foreword.model.fusion.modules import FusedGate, FusedNorm, ProductPart
+from foreword.model.fusion.modules import PROJECTIONS, FusedGate, FusedNorm, ProductPart
 from foreword.model.fusion.packed import PackedLinear
 from foreword.model.layout import LayerLayout
 
@@ -24,7 +24,7 @@ def layers_with_attention(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Mod
     """Yield layers and their attention if its projections are one product."""
     for layer in list(module.modules()):
         for attention in layer.children():
-            projections = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+            projections = [getattr(attention, name, None) for name in PROJECTIONS]
             products = {id(part.product) for part in projections if isinstance(part, ProductPart)}
             if len(products) == 1 and all(isinstance(part, ProductPart) for part in projections):
                 yield layer, attention
@@ -82,10 +82,6 @@ class LayerParts:
             layout.num_kv_heads * layout.value_dim,
         )
         return shapes if self.widths == expected and shapes.can_take() else None
-
-    def rotary(self, shapes: HeadShapes) -> RotaryKernel:
-        """Make the pass from projections to attention."""
-        return RotaryKernel(shapes, *(None if norm is None else norm.norm for norm in self.head_norms))
 
     def operations(self, rotary: RotaryKernel, options: AttentionOptions) -> LayerOperations | None:
         """Make the layer's operations; None if a part has none."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from foreword.kernels.reference import AttentionOptions
-from foreword.model.cpu.rotary import HeadShapes
+from foreword.model.cpu.rotary import HeadShapes, RotaryKernel
 from foreword.model.fusion.fused_layer import FusedForward
 from foreword.model.fusion.layer_parts import LayerParts, layers_with_attention
 from foreword.model.layers.attention import GroupStep
@@ -62,7 +62,7 @@ def _fused_forward(
         shapes = parts.head_shapes(layout, layout.key_dim // part)
         if shapes is None:
             continue
-        rotary = parts.rotary(shapes)
+        rotary = RotaryKernel(shapes, *(None if norm is None else norm.norm for norm in parts.head_norms))
         inputs = RandomInputs(2)
         cosines, sines = (inputs.rows(1, NUM_ROWS, shapes.turned, dtype=dtype) for _ in range(2))
         turns = cosines, sines

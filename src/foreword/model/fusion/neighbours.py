@@ -5,12 +5,12 @@ Knows the tensors that pass between layers; knows no module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from foreword.model.cpu.layer_program import LayerOperations
 
@@ -33,7 +33,7 @@ class Neighbours(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        handed = {id(value) for value in _flat((args, kwargs))}
+        handed = {id(value) for value in tree_leaves((args, kwargs))}
         self._used.update(number for number, rows in enumerate(self._rows) if id(rows) in handed)
         return func(*args, **(kwargs or {}))
 
@@ -56,14 +56,3 @@ class Neighbours(TorchFunctionMode):
             if layer is not None:
                 found[-1].append(layer)
         return [chain for chain in found if chain]
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    """Yield the values in nested lists, tuples and dictionaries."""
-    if isinstance(value, list | tuple):
-        for one in value:
-            yield from _flat(one)
-    elif isinstance(value, dict):
-        yield from _flat(list(value.values()))
-    else:
-        yield value

@@ -32,11 +32,9 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Whether the device has passed it."""
-        ...
 
     def synchronize(self) -> None:
         """Return when the device has passed it."""
-        ...
 
 
 class Graph(Protocol):
@@ -44,7 +42,6 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Queue the work; returns at once."""
-        ...
 
 
 class Device(Protocol):
@@ -53,19 +50,15 @@ class Device(Protocol):
     @property
     def torch_device(self) -> torch.device:
         """Where its tensors live."""
-        ...
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """Host memory [num_bytes] uint8 that the device can copy from and to while the host goes on."""
-        ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queue a copy between a `host_buffer` and the device; the host's side must not change until it is done."""
-        ...
 
     def mark(self) -> Event:
         """The point after all work queued so far."""
-        ...
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Run `work` once, then record it. It must neither read results nor depend on the host's memory.
@@ -73,15 +66,12 @@ class Device(Protocol):
         All graphs of a device share memory for intermediate results, so they run one at a time.
         Raises RuntimeError if the work cannot be recorded.
         """
-        ...
 
     def memory(self) -> DeviceMemory:
         """Measure now, after all queued work is done."""
-        ...
 
     def watch_peak(self) -> None:
         """Start to track the peak of `memory`, after returning memory that was kept for reuse."""
-        ...
 
 
 class CudaDevice:

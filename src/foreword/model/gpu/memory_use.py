@@ -111,10 +111,8 @@ def largest_step(layout: CacheLayout, storage: KVStorage, limits: RunnerLimits, 
         np.full((num_requests, -(-max(lengths) // spec.block_size)), storage.scrap_block, np.int32)
         for spec in layout.specs
     )
-    entries = Entries.of_prompts([_request(number, length, params) for number, length in enumerate(lengths)])
+    sequences = (
+        TokenSequence(f"profile-{n}", np.zeros(size, np.int32), block_size=16) for n, size in enumerate(lengths)
+    )
+    entries = Entries.of_prompts([Request(sequence, params, max_tokens=1) for sequence in sequences])
     return replace(Batch.bare(np.zeros_like(positions), positions, starts, tables), entries=entries)
-
-
-def _request(number: int, length: int, params: SamplingParams) -> Request:
-    sequence = TokenSequence(f"profile-{number}", np.zeros(length, np.int32), block_size=16)
-    return Request(sequence, params, max_tokens=1)

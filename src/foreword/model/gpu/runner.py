@@ -173,7 +173,9 @@ class DeviceRunner(ModelRunner):
             expected = self._plan_expected(batch, work)
             self.buffer.upload()
             for tokens in expected:
-                tokens.fill(self._sampled())
+                drawn = self._launched[-1].taken.drawn
+                assert drawn is not None
+                tokens.fill(drawn.token_ids)
             self._storage.copy_blocks(copies)
             taken = readout.take(self._logits(work))
             self._launched.append(self._fetch(taken))
@@ -233,12 +235,6 @@ class DeviceRunner(ModelRunner):
                 runs = slice(place, place + count), slice(sample, sample + count)
                 expected.append(ExpectedTokens(one.rows, runs if is_run else self._put(own)))
         return expected
-
-    def _sampled(self) -> Tensor:
-        """The tokens that the last launched step sampled, on the device."""
-        drawn = self._launched[-1].taken.drawn
-        assert drawn is not None
-        return drawn.token_ids
 
     def _logits(self, work: DecodeStep | list[ForwardPass]) -> Tensor:
         """Compute logits in the model's dtype, valid until the next step."""

@@ -43,21 +43,6 @@ def logit_rows(batch: Batch) -> LogitRows:
 
 
 @dataclass(frozen=True, slots=True)
-class _PromptRows:
-    """Consecutive rows of logits, each of which reports on the prompt token after it."""
-
-    entry: int
-    first: int
-    token_ids: Tensor
-    count: int
-    """The number of likeliest tokens to report as well."""
-
-    def report(self, logits: Tensor) -> LogprobRows:
-        rows = logits[self.first : self.first + len(self.token_ids)]
-        return LogprobRows.of(rows.log_softmax(-1), self.token_ids, self.count)
-
-
-@dataclass(frozen=True, slots=True)
 class Taken:
     """Results of a step on the device."""
 
@@ -98,7 +83,8 @@ class Readout:
     rows: Tensor | None
     """[len(entries)] int64: the rows of logits of `entries`; None if these are all rows."""
     sampling: SamplingPlan | None
-    prompts: list[_PromptRows]
+    prompts: list[tuple[int, slice, Tensor, int]]
+    """Entry, rows of logits, the prompt token after each, and the number of likeliest tokens to report as well."""
 
     @classmethod
     def make(cls, batch: Batch, asked: LogitRows, vocab: int, put: Put) -> Readout:
@@ -120,18 +106,22 @@ class Readout:
         """Sample from `logits`; this may change them in place."""
         if self.prompts or (self.sampling is not None and not self.sampling.is_plain):
             logits = logits.float()
-        prompts = [(prompt.entry, prompt.report(logits)) for prompt in self.prompts]
+        prompts = [
+            (entry, LogprobRows.of(logits[rows].log_softmax(-1), token_ids, count))
+            for entry, rows, token_ids, count in self.prompts
+        ]
         drawn = None
         if self.sampling is not None:
             drawn = self.sampling.draw(logits if self.rows is None else logits[self.rows])
         return Taken(self.num_entries, self.entries, drawn, prompts)
 
 
-def _prompt_rows(batch: Batch, number: int, first: int, put: Put) -> _PromptRows | None:
-    """The prompt tokens on which an entry reports: those after positions `entry.start` and later."""
+def _prompt_rows(batch: Batch, number: int, first: int, put: Put) -> tuple[int, slice, Tensor, int] | None:
+    """One of `Readout.prompts`: an entry reports on the tokens after positions `entry.start` and later."""
     entry = batch.entries[number]
     request = entry.request
     assert request.params.prompt_logprobs is not None
     end = min(entry.end, request.num_prompt_tokens - 1)
     following = request.sequence.token_ids[entry.start + 1 : end + 1].astype(np.int64)
-    return _PromptRows(number, first, put(following), request.params.prompt_logprobs) if len(following) else None
+    rows = slice(first, first + len(following))
+    return (number, rows, put(following), request.params.prompt_logprobs) if len(following) else None
