@@ -9,13 +9,4 @@ from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
 from foreword.engine.simulated import SimulatedScheduler
 from foreword.engine.snapshot import Snapshot
 
-__all__ = [
-    "BlockKeys",
-    "CacheReport",
-    "Engine",
-    "ModelLimits",
-    "Prompt",
-    "SimulatedScheduler",
-    "Snapshot",
-    "TextTools",
-]
+__all__ = ["BlockKeys", "CacheReport", "Engine", "ModelLimits", "Prompt", "SimulatedScheduler", "Snapshot", "TextTools"]

@@ -130,7 +130,7 @@ class TilePlan:
 
     @property
     def most(self) -> int:
-        """See `on_device.HostPlan`: all of one shape are equally long."""
+        """See `device_attention.HostPlan`: all of one shape are equally long."""
         return len(self.data)
 
     def at(self, metadata: Tensor) -> list[Tile]:

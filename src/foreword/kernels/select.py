@@ -17,14 +17,7 @@ from torch import Tensor
 from foreword.batch import Batch
 from foreword.config import KernelName
 from foreword.errors import ConfigError
-from foreword.kernels.reference import (
-    AttentionOptions,
-    Tile,
-    TilePlan,
-    paged_attention,
-    plan_decoding_tile,
-    plan_tiles,
-)
+from foreword.kernels.reference import AttentionOptions, Tile, TilePlan, paged_attention, plan_decoding_tile, plan_tiles
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +49,13 @@ class ReferenceAttention:
         return tiles.at(torch.from_numpy(tiles.data).to(device))
 
     def lay_out(self, batch: Batch, scrap_block: int, block_size: int) -> TilePlan:
-        """See `on_device.DeviceAttention`."""
+        """See `device_attention.DeviceAttention`."""
         return plan_tiles(batch, scrap_block, block_size)
 
     def lay_out_decoding(
         self, batch: Batch, scrap_block: int, block_size: int, *, num_rows: int, max_tokens: int
     ) -> TilePlan:
-        """See `on_device.DeviceAttention`; every step costs what `max_tokens` tokens cost."""
+        """See `device_attention.DeviceAttention`; every step costs what `max_tokens` tokens cost."""
         return plan_decoding_tile(batch, scrap_block, block_size, num_rows=num_rows, max_tokens=max_tokens)
 
     def attend(

@@ -18,11 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from foreword.batch import Batch, IntArray
+from foreword.batch import Batch, Int64Array, IntArray
 
-Int64Array = npt.NDArray[np.int64]
 CHUNK = 256
 """Tokens of a chunk of KV, on an absolute grid: what a partial result is of, in every compiled kernel."""
 FOLD_QUERIES = 64

@@ -24,14 +24,7 @@ MAX_SCHEMA_CHARACTERS = 200_000
 LARGEST = 1e9
 """Largest penalty or bias: their sums stay finite in float32."""
 
-_REAL_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+_REAL_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class TokenConstraint(Protocol):
@@ -165,12 +158,7 @@ class SamplingParams:
             raise InvalidRequestError("structured_outputs and open_constraint cannot be combined; leave one out")
         self._check_types()
         _check("n", self.n, self.n >= 1, "use 1 or more")
-        _check(
-            "max_tokens",
-            self.max_tokens,
-            self.max_tokens is None or self.max_tokens >= 1,
-            "use 1 or more, or None",
-        )
+        _check("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "use 1 or more, or None")
         _check("min_tokens", self.min_tokens, self.min_tokens >= 0, "use 0 or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")

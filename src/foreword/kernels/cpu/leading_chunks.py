@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreword.kernels.step_plan import FOLD, LEADING, Int64Array, StepPlan
+from foreword.batch import Int64Array
+from foreword.kernels.step_plan import FOLD, LEADING, StepPlan
 
 PACKING_QUERIES = 4
 """Packing a chunk takes as long as this number of queries with it."""

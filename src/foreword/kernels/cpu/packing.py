@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foreword.kernels.cpu.layout import IN_PAIRS, PANEL, TILES, WIDENED
+from foreword.kernels.cpu.layout import IN_PAIRS, KV_PANEL, TILES, WIDENED
 from foreword.kernels.llvm.emit import LANES
 from foreword.kernels.llvm.simd import (
     copy_bytes,
@@ -44,13 +44,13 @@ def pack_keys(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
         rows, offset = s.staged_rows, 0
     packed = s.packed_keys
     for token in range(start, stop, LANES):
-        panel = packed + token // PANEL * num_words * 4 * PANEL + token % PANEL * 4
+        panel = packed + token // KV_PANEL * num_words * 4 * KV_PANEL + token % KV_PANEL * 4
         for word in range(0, num_words, LANES):
-            target = panel + word * 4 * PANEL
+            target = panel + word * 4 * KV_PANEL
             if mode == WIDENED:
-                transpose_widened(rows + 8 * token, offset + 2 * word, target, 4 * PANEL)
+                transpose_widened(rows + 8 * token, offset + 2 * word, target, 4 * KV_PANEL)
             else:
-                transpose_words(rows + 8 * token, offset + 4 * word, target, 4 * PANEL)
+                transpose_words(rows + 8 * token, offset + 4 * word, target, 4 * KV_PANEL)
 
 
 @inlined
@@ -63,8 +63,8 @@ def pack_values(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
         rows, offset = s.staged_rows, 0
     packed = s.packed_values
     together = 2 if mode in IN_PAIRS else 1
-    for first in range(0, width, PANEL):
-        lanes = min(PANEL, width - first)
+    for first in range(0, width, KV_PANEL):
+        lanes = min(KV_PANEL, width - first)
         panel = packed + first * 4 * (CHUNK // together)
         for token in range(start, stop, together):
             source = load_int(rows + 8 * token) + offset + first * item_bytes
@@ -75,7 +75,7 @@ def pack_values(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
             if together == 2:
                 other = load_int(rows + 8 * token + 8) + offset + first * 2
                 interleave(source, other, target)
-                if lanes == PANEL:
+                if lanes == KV_PANEL:
                     interleave(source + 64, other + 64, target + 128)
             elif mode == WIDENED:
                 widen(target, source, lanes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foreword.kernels.cpu.layout import PANEL, found_at, request_at
+from foreword.kernels.cpu.layout import KV_PANEL, found_at, request_at
 from foreword.kernels.llvm.simd import load_int32, store_int
 from foreword.kernels.runtime.compiled import compiled
 from foreword.kernels.step_plan import CHUNK
@@ -35,11 +35,11 @@ def find_tokens(a: Any, s: Any, request: int, chunk: int, low: int, high: int) -
     if before == (request, chunk, low, high):
         return
     found.request, found.chunk, found.low, found.high = request, chunk, low, high
-    for token in range(low // PANEL * PANEL, low):
+    for token in range(low // KV_PANEL * KV_PANEL, low):
         store_int(s.key_rows + 8 * token, zeros)
         store_int(s.value_rows + 8 * token, zeros)
     _locate(a, (s.key_rows, s.value_rows), (request, chunk, 0), low, high)
-    for token in range(high, -(-high // PANEL) * PANEL):
+    for token in range(high, -(-high // KV_PANEL) * KV_PANEL):
         store_int(s.key_rows + 8 * token, zeros)
         store_int(s.value_rows + 8 * token, zeros)
 

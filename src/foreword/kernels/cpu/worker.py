@@ -44,15 +44,7 @@ from foreword.kernels.cpu.layout import (
 from foreword.kernels.cpu.row_weights import see_nothing
 from foreword.kernels.cpu.tokens import find_tokens, first_seen, look_ahead
 from foreword.kernels.llvm.emit import LOG2_E, LOWEST
-from foreword.kernels.llvm.simd import (
-    call_chunk,
-    clear_bytes,
-    copy_bytes,
-    fetch_add,
-    load_float,
-    load_int,
-    widen,
-)
+from foreword.kernels.llvm.simd import call_chunk, clear_bytes, copy_bytes, fetch_add, load_float, load_int, widen
 from foreword.kernels.llvm.softmax import finish, merge
 from foreword.kernels.runtime.compiled import Worker, compiled, worker
 from foreword.kernels.step_plan import CHUNK, FOLD, SHARED

@@ -96,12 +96,6 @@ def load_float(builder: Any, address: Any) -> Any:
     return emit.load(builder, address, 0, F32)
 
 
-@emit.instructions("af")
-def store_float(builder: Any, address: Any, value: Any) -> None:
-    """Write a float32."""
-    emit.store(builder, value, address)
-
-
 @emit.instructions("aai")
 def widen(builder: Any, target: Any, source: Any, size: Any) -> None:
     """bfloat16 to float32; whole vectors, so up to 15 elements more than `size`."""

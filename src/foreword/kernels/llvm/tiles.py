@@ -33,7 +33,7 @@ TILE_ROWS = 16
 TILE_BYTES = 1024
 STEP = 32
 """How many elements along k one product of tiles takes."""
-PANEL = 32
+PRODUCT_PANEL = 32
 """Columns of a panel of weights: two tiles side by side, for all k."""
 CONFIG_BYTES = 64
 
@@ -122,13 +122,13 @@ def _emit_step(builder: Any, num_row_tiles: int, a: Any, stride: Any, weights: A
 
 def _sums_of_tiles(builder: Any, num_row_tiles: int, sums: Any) -> list[Any]:
     """Where the tiles of results lie in sums [32, 32]."""
-    offsets = (tile // 2 * TILE_ROWS * 4 * PANEL + tile % 2 * 64 for tile in range(2 * num_row_tiles))
+    offsets = (tile // 2 * TILE_ROWS * 4 * PRODUCT_PANEL + tile % 2 * 64 for tile in range(2 * num_row_tiles))
     return [builder.add(sums, emit.integer(offset)) for offset in offsets]
 
 
 def _emit_end(builder: Any, num_row_tiles: int, sums: Any) -> None:
     for tile, target in enumerate(_sums_of_tiles(builder, num_row_tiles, sums)):
-        _tile_call(builder, "tilestored64", _tile(tile), _pointer(builder, target), emit.integer(4 * PANEL))
+        _tile_call(builder, "tilestored64", _tile(tile), _pointer(builder, target), emit.integer(4 * PRODUCT_PANEL))
 
 
 class Product(NamedTuple):
@@ -153,7 +153,7 @@ def _product(num_row_tiles: int) -> Product:
     @emit.instructions("a")
     def go_on(builder: Any, sums: Any) -> None:
         for tile, source in enumerate(_sums_of_tiles(builder, num_row_tiles, sums)):
-            _load(builder, tile, source, emit.integer(4 * PANEL))
+            _load(builder, tile, source, emit.integer(4 * PRODUCT_PANEL))
 
     @emit.instructions("aia")
     def multiply(builder: Any, a: Any, stride: Any, weights: Any) -> None:

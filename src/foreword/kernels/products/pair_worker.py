@@ -28,43 +28,47 @@ from numba import carray
 from foreword.kernels.llvm import simd
 from foreword.kernels.llvm.emit import LANES
 from foreword.kernels.products import pairs
-from foreword.kernels.products.pairs import EXPANDED_BYTES, FIRST_ROWS, MOST_ROWS, STEP_PAIRS
+from foreword.kernels.products.pairs import EXPANDED_BYTES, FIRST_ROWS, MOST_EXPANDED_ROWS, STEP_PAIRS
 from foreword.kernels.products.units import PRODUCT, SUMS_BYTES, ProductWorker, end_rows, exceptions_of, weights_of
 from foreword.kernels.products.weights12 import STEP_BYTES, STEP_WEIGHTS
 from foreword.kernels.runtime.compiled import Record, Worker, inlined, worker
 
 MOST_PANELS = 8
 """Of a unit, if there are more than a few rows; otherwise it is one: threads wait for each other's last."""
-MOST_FIRST = FIRST_ROWS[-1]
-FEW_ROWS = 2 * MOST_FIRST
+MOST_FIRST_ROWS = FIRST_ROWS[-1]
+MOST_PACKED_ROWS = 2 * MOST_FIRST_ROWS
 """Most rows that are packed once."""
 MOST_BLOCKS = 20
 """Of a unit, beside its first rows."""
 PART = 28
 """Most steps of a part, unless there is but one: the rows of a block lie in the first cache then."""
 _STAGED, _ADDRESSES, _SUMS = 0, 64, 256
-_UNIT_ROWS = MOST_FIRST + MOST_BLOCKS * MOST_ROWS
+_UNIT_ROWS = MOST_FIRST_ROWS + MOST_BLOCKS * MOST_EXPANDED_ROWS
 _PANEL_SUMS_BYTES = _UNIT_ROWS * SUMS_BYTES
 """Of a panel."""
 _EXPANDED = _SUMS + MOST_PANELS * _PANEL_SUMS_BYTES
 _PACKED = _EXPANDED + MOST_PANELS * PART * EXPANDED_BYTES
-assert FEW_ROWS - MOST_FIRST <= MOST_ROWS <= min(FEW_ROWS, LANES)  # one block of others; what is packed finds room
+assert (
+    MOST_PACKED_ROWS - MOST_FIRST_ROWS <= MOST_EXPANDED_ROWS <= min(MOST_PACKED_ROWS, LANES)
+)  # one block of others; what is packed finds room
 
 
 def _set_units(a: Record, num_threads: int) -> None:
     num_rows, num_steps = int(a["num_rows"]), int(a["num_steps"])
-    most, row_units = 1 if num_rows <= FEW_ROWS else MOST_PANELS, -(-num_rows // _UNIT_ROWS)
+    most, row_units = 1 if num_rows <= MOST_PACKED_ROWS else MOST_PANELS, -(-num_rows // _UNIT_ROWS)
     a["group"] = min(most, max(1, int(a["num_panels"]) * row_units // (4 * num_threads)))
-    if num_rows <= MOST_FIRST:
+    if num_rows <= MOST_FIRST_ROWS:
         a["first"] = next(count for count in FIRST_ROWS if count >= num_rows)
         a["unit_rows"], a["part_steps"] = a["first"], num_steps
         return
-    a["first"], a["unit_rows"] = MOST_FIRST, -(-num_rows // row_units)
+    a["first"], a["unit_rows"] = MOST_FIRST_ROWS, -(-num_rows // row_units)
     a["part_steps"] = -(-num_steps // -(-num_steps // PART))
 
 
 def _thread_scratch(num_steps: int) -> int:
-    return _PACKED + num_steps * 4 * STEP_PAIRS * FEW_ROWS + 64  # which the last word that is packed reaches beyond
+    return (
+        _PACKED + num_steps * 4 * STEP_PAIRS * MOST_PACKED_ROWS + 64
+    )  # which the last word that is packed reaches beyond
 
 
 @inlined
@@ -120,7 +124,7 @@ def _multiply_first(
     num_steps, target, packed = part[1] - part[0], scratch + _EXPANDED, scratch + _PACKED
     if a.first == 1:
         packed = a.rows
-    elif a.num_rows <= FEW_ROWS:
+    elif a.num_rows <= MOST_PACKED_ROWS:
         packed += part[0] * _packed_bytes(a.first)
     else:
         _pack(a, scratch, rows, a.first, part, packed)
@@ -128,13 +132,13 @@ def _multiply_first(
         source, end = weights_of(a, panel, part[0]), weights_of(a, panel, part[1])
         following = weights_of(a, panel + 1, part[0]) if panel + 1 < panels[1] else ahead
         entry, place, mask = exceptions_of(a, panel), part[0] * STEP_WEIGHTS, EXPANDED_BYTES
-        if a.num_rows > MOST_FIRST:
+        if a.num_rows > MOST_FIRST_ROWS:
             mask = -1
         sums = _begin_sums(a, scratch, panel - panels[0], 0, a.first, part[0])
         pairs.multiply_expanding(
             a.first, packed, source, a.table, num_steps, entry, place, following - end, target, mask, sums
         )
-        if a.num_rows > MOST_FIRST:
+        if a.num_rows > MOST_FIRST_ROWS:
             target += num_steps * EXPANDED_BYTES
         if part[1] == a.num_steps:
             end_rows(a, scratch + _STAGED, sums, rows[0], (0, min(a.first, rows[1] - rows[0])), panel)
@@ -146,11 +150,11 @@ def _multiply_others(
 ) -> None:
     """The unit's other rows by some panels, which have been expanded. Those at `ahead` are asked for."""
     num_steps, others = part[1] - part[0], rows[1] - rows[0] - a.first
-    num_blocks = (others + MOST_ROWS - 1) // MOST_ROWS
+    num_blocks = (others + MOST_EXPANDED_ROWS - 1) // MOST_EXPANDED_ROWS
     for block in range(num_blocks):
         row, end = a.first + others * block // num_blocks, a.first + others * (block + 1) // num_blocks
         packed, count = scratch + _PACKED, end - row
-        if a.num_rows <= FEW_ROWS:
+        if a.num_rows <= MOST_PACKED_ROWS:
             packed += a.num_steps * _packed_bytes(a.first) + part[0] * _packed_bytes(count)
         else:
             _pack(a, scratch, (rows[0] + row, rows[0] + end), count, part, packed)
@@ -184,7 +188,7 @@ def _compile() -> Worker:
         scratch = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
         num_groups = (a.num_panels + a.group - 1) // a.group
         num_units = num_groups * ((a.num_rows + a.unit_rows - 1) // a.unit_rows)
-        unit, few = simd.fetch_add(a.counters, 1), a.num_rows <= FEW_ROWS
+        unit, few = simd.fetch_add(a.counters, 1), a.num_rows <= MOST_PACKED_ROWS
         if unit < num_units and few:
             _pack_few(a, scratch)
         while unit < num_units:

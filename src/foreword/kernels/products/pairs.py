@@ -20,18 +20,18 @@ from typing import Any
 from llvmlite import ir
 
 from foreword.kernels.llvm import emit, simd
-from foreword.kernels.llvm.tiles import PANEL, STEP, TILE_BYTES
+from foreword.kernels.llvm.tiles import PRODUCT_PANEL, STEP, TILE_BYTES
 from foreword.kernels.products import weights12 as compact
 from foreword.kernels.products.weights12 import FAR, NEAR, STEP_BYTES, STEP_GROUPS, STEP_WEIGHTS
 
 STEP_PAIRS = STEP // 2
-COLUMNS = PANEL // emit.LANES
+COLUMNS = PRODUCT_PANEL // emit.LANES
 """Vectors of a row's sums."""
 EXPANDED_BYTES = COLUMNS * TILE_BYTES
 """Of a step."""
 FIRST_ROWS = (1, 2, 3, 4, 6, 8)
 """Numbers of rows that weights are multiplied with as they are expanded; 5 and 7 are worth no code of their own."""
-MOST_ROWS = 14
+MOST_EXPANDED_ROWS = 14
 """That expanded weights are multiplied with: their sums fill 28 of 32 registers."""
 
 
@@ -130,7 +130,7 @@ def _emit_expanded(builder: Any, num_rows: int, arguments: Sequence[Any]) -> Non
     _store_sums(builder, found, sums)
 
 
-multiply_expanded = emit.by_rows("aaiaa", range(1, MOST_ROWS + 1), _emit_expanded)
+multiply_expanded = emit.by_rows("aaiaa", range(1, MOST_EXPANDED_ROWS + 1), _emit_expanded)
 """Add the products of packed rows and some expanded steps to the sums.
 
 How many rows; rows, weights; how many steps; the sums; where weights lie that are wanted next, and are asked for: two

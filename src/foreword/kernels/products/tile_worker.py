@@ -34,18 +34,19 @@ from foreword.kernels.products.weights12 import FAR, NEAR, STEP_BYTES, STEP_WEIG
 from foreword.kernels.runtime.compiled import Record, Worker, inlined, worker
 
 BLOCK_ROWS = 2 * TILE_ROWS
-FEW_ROWS = 64
+MOST_STREAMED_ROWS = 64
 """Most rows for which weights are expanded again for each block: keeping them costs more than it saves."""
-MOST_ROWS, MOST_PANELS, FEW_PANELS = 576, 8, 2
-"""Of a unit; FEW_PANELS if there are few rows: the smaller the last unit, the less threads wait for each other."""
+MOST_UNIT_ROWS, MOST_PANELS, MOST_STREAMED_PANELS = 576, 8, 2
+"""Most rows and panels of a unit. Few rows have smaller units: the smaller the last one, the less threads wait for
+each other."""
 MOST_STEPS, PART = 40, 14
-"""Of a panel that is not cut, and of a part of one that is: 32 rows of a part stay in the first cache for all panels of
-a unit."""
+"""Most steps of a panel that is not cut into parts, and most steps of a part: 32 rows of a part stay in the first cache
+for all panels of a unit."""
 _BLOCK_SUMS_BYTES = SUMS_BYTES * BLOCK_ROWS
 _WEIGHTS_BYTES = 2 * TILE_BYTES
 _FETCHED_ROWS = BLOCK_ROWS // MOST_PANELS
 _CONFIG, _STAGED, _SUMS = 0, 64, 256
-_EXPANDED = _SUMS + MOST_ROWS // BLOCK_ROWS * MOST_PANELS * _BLOCK_SUMS_BYTES
+_EXPANDED = _SUMS + MOST_UNIT_ROWS // BLOCK_ROWS * MOST_PANELS * _BLOCK_SUMS_BYTES
 _SCRATCH_BYTES = _EXPANDED + MOST_PANELS * MOST_STEPS * _WEIGHTS_BYTES
 
 (_begin_16, _, _multiply_16, _end_16), (_begin_32, _go_on_32, _multiply_32, _end_32) = (
@@ -56,9 +57,9 @@ _SCRATCH_BYTES = _EXPANDED + MOST_PANELS * MOST_STEPS * _WEIGHTS_BYTES
 
 def _set_units(a: Record, num_threads: int) -> None:
     num_rows = int(a["num_rows"])
-    most = FEW_PANELS if num_rows <= FEW_ROWS else MOST_PANELS
+    most = MOST_STREAMED_PANELS if num_rows <= MOST_STREAMED_ROWS else MOST_PANELS
     a["group"] = min(most, max(1, int(a["num_panels"]) // (4 * num_threads)))
-    unit = -(-num_rows // -(-num_rows // MOST_ROWS))
+    unit = -(-num_rows // -(-num_rows // MOST_UNIT_ROWS))
     a["unit_rows"] = -(-unit // BLOCK_ROWS) * BLOCK_ROWS
     num_steps = int(a["num_steps"])
     a["part_steps"] = num_steps if num_steps <= MOST_STEPS else -(-num_steps // -(-num_steps // PART))
@@ -229,7 +230,7 @@ def _compile() -> Worker:
     def multiply(arguments: Any) -> None:
         a = carray(arguments, 1)[0]
         scratch = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
-        if a.num_rows <= FEW_ROWS:
+        if a.num_rows <= MOST_STREAMED_ROWS:
             _stream_units(a, scratch)
         else:
             _expand_units(a, scratch)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from foreword.kernels.llvm import emit, simd
 from foreword.kernels.llvm.emit import BF16S, I16S
 from foreword.kernels.llvm.norms import silu
-from foreword.kernels.llvm.tiles import PANEL
+from foreword.kernels.llvm.tiles import PRODUCT_PANEL
 from foreword.kernels.products.weights12 import STEP_BYTES
 from foreword.kernels.runtime.compiled import Record, Worker, inlined, record
 
@@ -39,7 +39,7 @@ PRODUCT = record(
     "first",  # number of a unit's rows that are multiplied first (`pair_worker.py`)
 )
 """The arguments of a product: addresses, and counts."""
-SUMS_BYTES = 4 * PANEL
+SUMS_BYTES = 4 * PRODUCT_PANEL
 """Of a row and a panel."""
 
 
@@ -81,13 +81,13 @@ _write, _write_gate = emit.instructions("aaa")(emit_end), emit.instructions("aaa
 @inlined
 def target_of(a: Any, row: int, panel: int) -> Any:
     """Address of a row's first element of a panel."""
-    return a.target + 2 * (row * a.width + panel * (PANEL // 2 if a.gated else PANEL))
+    return a.target + 2 * (row * a.width + panel * (PRODUCT_PANEL // 2 if a.gated else PRODUCT_PANEL))
 
 
 @inlined
 def is_whole(a: Any, panel: int) -> Any:
     """Whether the result has all columns of a panel."""
-    return (panel + 1) * (PANEL // 2 if a.gated else PANEL) <= a.width
+    return (panel + 1) * (PRODUCT_PANEL // 2 if a.gated else PRODUCT_PANEL) <= a.width
 
 
 @inlined

@@ -21,9 +21,9 @@ from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
 
+from foreword.batch import Int64Array
 from foreword.kernels.llvm import emit, simd
 from foreword.kernels.runtime.compiled import Record, Worker, record, view, worker
-from foreword.kernels.step_plan import Int64Array
 
 PROGRAM = record(
     "operations",  # address of an array of OPERATION

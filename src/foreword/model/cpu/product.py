@@ -23,7 +23,7 @@ from torch import Tensor
 
 from foreword.kernels.llvm import tiles
 from foreword.kernels.llvm.emit import HAS_BF16_DOT
-from foreword.kernels.llvm.tiles import PANEL, STEP
+from foreword.kernels.llvm.tiles import PRODUCT_PANEL, STEP
 from foreword.kernels.products import weights12 as compact
 from foreword.kernels.products.pair_worker import PAIR_WORKER
 from foreword.kernels.products.tile_worker import TILE_WORKER
@@ -52,9 +52,9 @@ class CompactProduct:
         self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
         self.width = self.out_features // 2 if gated else self.out_features
         """Of the result's rows."""
-        self._num_panels = -(-self.out_features // PANEL)
+        self._num_panels = -(-self.out_features // PRODUCT_PANEL)
         place = self._columns()
-        order = torch.full((self._num_panels * PANEL,), -1)
+        order = torch.full((self._num_panels * PRODUCT_PANEL,), -1)
         order[place] = torch.arange(self.out_features)
         bits = [weight.detach().contiguous().view(torch.uint16).numpy() for weight in weights]
         self._panels = compact.compact(bits, order.numpy(), torch.get_num_threads())
@@ -65,7 +65,7 @@ class CompactProduct:
                 self.num_exceptions,
                 num_weights,
             )
-        self._bias = torch.zeros(self._num_panels * PANEL)
+        self._bias = torch.zeros(self._num_panels * PRODUCT_PANEL)
         if bias is not None:
             self._bias[place] = bias.float()
         num_steps = self.in_features // STEP
@@ -92,9 +92,9 @@ class CompactProduct:
         outputs = torch.arange(self.out_features)
         if not self._gated:
             return outputs
-        half, width = PANEL // 2, self.out_features // 2
+        half, width = PRODUCT_PANEL // 2, self.out_features // 2
         place = outputs % width
-        return place // half * PANEL + outputs // width * half + place % half
+        return place // half * PRODUCT_PANEL + outputs // width * half + place % half
 
     @property
     def thread_scratch(self) -> int:
@@ -115,7 +115,9 @@ class CompactProduct:
     def weight(self) -> Tensor:
         """[out_features, in_features]: a plain copy, made on every access."""
         bits = compact.expanded(self._panels).view(np.int16)
-        pairs = bits.reshape(self._num_panels, -1, 2, PANEL // 2, PANEL // 2, 2).transpose(0, 2, 4, 1, 3, 5)
+        pairs = bits.reshape(self._num_panels, -1, 2, PRODUCT_PANEL // 2, PRODUCT_PANEL // 2, 2).transpose(
+            0, 2, 4, 1, 3, 5
+        )
         flat = torch.from_numpy(pairs.reshape(-1, self.in_features)).view(torch.bfloat16)
         return flat[self._columns()]
 
