@@ -1,6 +1,6 @@
 """The engine: requests in, steps, outputs.
 
-Knows requests, blocks' counts and what it asks of a runner; knows neither tensors nor tokenizers.
+Knows requests, counts of blocks and the protocol of a runner; knows neither tensors nor tokenizers.
 """
 
 from foreword.engine.cache_report import CacheReport

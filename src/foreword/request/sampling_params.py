@@ -1,4 +1,4 @@
-"""SamplingParams: how callers want a prompt to be continued.
+"""SamplingParams: the caller's parameters for the continuation of a prompt.
 
 Knows parameters, their ranges and which exclude each other; knows nothing of models or logits.
 """
@@ -39,7 +39,7 @@ class TokenConstraint(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form that an answer must have: exactly one of these. Names and meanings are vLLM's."""
+    """The form that an answer must have: exactly one of these. Names and meanings are those of vLLM."""
 
     json: Mapping[str, Any] | str | None = None
     """A JSON schema, or its text. White space stands only where JSON's strings have it."""
@@ -96,7 +96,7 @@ def _check_length(name: str, text: str, most: int = MAX_CONSTRAINT_CHARACTERS) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to continue a prompt. Names and meanings are vLLM's and OpenAI's."""
+    """Parameters of a prompt's continuation. Names and meanings are those of vLLM and OpenAI."""
 
     n: int = 1
     """Independent continuations; they share the prompt's blocks."""

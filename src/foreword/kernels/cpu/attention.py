@@ -25,7 +25,7 @@ from foreword.kernels.sharing import Sharing
 from foreword.kernels.step_plan import FOLD_QUERIES, StepPlan
 
 ALONE_UNITS, ALONE_PARTIALS = 4, 512
-"""The calling thread computes at most this many items times KV heads, and partial results to merge, alone: some 20 us."""
+"""The calling thread computes up to this many items times KV heads, or partial results, alone: about 20 us."""
 
 PLAN_ARGUMENTS = "tables table_width block_size requests items num_items members merges num_merges".split()
 STEP_ARGUMENTS = *PLAN_ARGUMENTS, "partial_stats", "partial_mixed", "scratch", "scratch_bytes"

@@ -39,9 +39,9 @@ from foreword.kernels.step_plan import CHUNK
 
 @inlined
 def _attend_rows(a: Any, s: Any, kv_head: int, rows: tuple[int, int], kind: int, packed: Any, ask: int) -> None:
-    """Partial results of some rows of the row table, at most MOST_TILED_ROWS, with the chunk, which is `packed` or not.
+    """Compute partial results of some rows of the row table, at most MOST_TILED_ROWS, with a chunk, `packed` or not.
 
-    `ask`: how many tokens of the next chunk are asked for with each row, times 2 ** 16.
+    `ask`: the number of the next chunk's tokens to prefetch with each row, times 2 ** 16.
     """
     num_rows = rows[1] - rows[0]
     table, scores, stats = s.row_table + ROW_BYTES * rows[0], s.row_scores, s.row_stats
@@ -70,7 +70,7 @@ def _attend_rows(a: Any, s: Any, kv_head: int, rows: tuple[int, int], kind: int,
 
 @inlined
 def _multiply_keys(a: Any, s: Any, rows: tuple[int, int], start: int, stop: int) -> None:
-    """Scores of the rows' queries."""
+    """Compute the scores of the rows' queries."""
     num_rows = rows[1] - rows[0]
     num_words = a.key_words
     queries = s.row_queries + rows[0] * num_words * 4
@@ -85,11 +85,11 @@ def _multiply_keys(a: Any, s: Any, rows: tuple[int, int], start: int, stop: int)
 
 @inlined
 def _multiply_values(a: Any, s: Any, num_rows: int, start: int, high: int) -> None:
-    """Mixtures of values by the rows' weights."""
+    """Mix values by the rows' weights."""
     width = a.value_width
     together = 2 if a.mode in IN_PAIRS else 1
     length = (high - start + together - 1) // together
-    steps = (length + LANES - 1) // LANES  # of tiles: what is beyond `high` has weight 0, and values of 0
+    steps = (length + LANES - 1) // LANES  # of tiles; tokens from `high` on have weight 0, and values of 0
     weights = s.row_scores + start * 4 // together
     tile_weights = s.row_weights + 2 * start
     for dim in range(0, width, KV_PANEL):
@@ -112,7 +112,7 @@ def _multiply_values(a: Any, s: Any, num_rows: int, start: int, high: int) -> No
 
 @inlined
 def _attend(a: Any, s: Any, kv_head: int, num_rows: int, bounds: tuple[int, int], kind: int) -> None:
-    """All rows of the row table with one chunk, whose tokens have been found; `bounds`: what some row sees."""
+    """Attend with all rows of the table to one chunk, after `find_tokens`; `bounds`: the tokens that some row sees."""
     num_parts, ask, packed = -(-num_rows // (MOST_TILED_ROWS if a.mode == TILES else ROWS)), 0, not are_few(a, num_rows)
     if packed:
         start, stop = bounds[0] // KV_PANEL * KV_PANEL, -(-bounds[1] // KV_PANEL) * KV_PANEL
@@ -123,7 +123,7 @@ def _attend(a: Any, s: Any, kv_head: int, num_rows: int, bounds: tuple[int, int]
     else:
         ask_ahead(a, s, 0, CHUNK)
     laid_out = 0
-    for number in range(num_parts):  # parts of equal size, as far as possible
+    for number in range(num_parts):  # parts of nearly equal size
         first, end = number * num_rows // num_parts, (number + 1) * num_rows // num_parts
         if a.mode == TILES and end - first != laid_out:
             laid_out = end - first
@@ -135,7 +135,7 @@ def _attend(a: Any, s: Any, kv_head: int, num_rows: int, bounds: tuple[int, int]
 
 @functools.cache
 def compile_chunk() -> Worker:
-    """The function that `worker.py` calls by its address."""
+    """Compile the function that `worker.py` calls by its address."""
 
     @worker(ATTENTION, 6)
     def attend_chunk(arguments: Any, scratch: int, kv_head: int, num_rows: int, low: int, high: int, kind: int) -> None:

@@ -1,4 +1,4 @@
-"""A chunk's keys and values in packed memory, compiled by numba: 16 tokens fill a vector, or 16 dimensions of values.
+"""Packing of a chunk's keys and values, compiled by numba: 16 tokens of keys fill a vector, or 16 dimensions of values.
 
 Knows tokens' addresses; knows nothing of rows or block tables.
 """
@@ -24,7 +24,7 @@ from foreword.kernels.step_plan import CHUNK
 
 @inlined
 def _stage(s: Any, rows: int, start: int, stop: int, offset: int, num_bytes: int, padded_bytes: int) -> None:
-    """Copy one head of tokens whose size is no multiple of a vector to where it can be padded with zeros."""
+    """Copy one head of some tokens, whose size is no multiple of a vector, and pad it with zeros."""
     zeros, stage = s.zeros, s.stage
     for token in range(start, stop):
         target = stage + token * padded_bytes
@@ -35,7 +35,7 @@ def _stage(s: Any, rows: int, start: int, stop: int, offset: int, num_bytes: int
 
 @inlined
 def pack_keys(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
-    """Panels of 64 tokens, [words, 64] each."""
+    """Pack keys in panels of 64 tokens, [words, 64] each."""
     mode, dim, item_bytes, num_words = a.mode, a.key_dim, a.item_bytes, a.key_words
     row_bytes = num_words * (2 if mode == WIDENED else 4)
     rows, offset = s.key_rows, kv_head * dim * item_bytes
@@ -55,7 +55,7 @@ def pack_keys(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
 
 @inlined
 def pack_values(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
-    """Panels of 64 dimensions (the last may have 32), [tokens or pairs of tokens, 64] each."""
+    """Pack values in panels of 64 dimensions (the last may have 32), [tokens or pairs of tokens, 64] each."""
     mode, dim, item_bytes, width = a.mode, a.value_dim, a.item_bytes, a.value_width
     rows, offset = s.value_rows, kv_head * dim * item_bytes
     if dim != width:
@@ -69,7 +69,7 @@ def pack_values(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
         for token in range(start, stop, together):
             source = load_int(rows + 8 * token) + offset + first * item_bytes
             place = token // together
-            if mode == TILES:  # as two vectors of weights are put into one: two pairs of each in turn
+            if mode == TILES:  # as two vectors of weights become one: two pairs of each alternate
                 place = place & -16 | place & 1 | (place & 6) << 1 | (place & 8) >> 2
             target = panel + place * lanes * 4
             if together == 2:

@@ -1,13 +1,13 @@
-"""Some rows with a packed chunk in AMX tiles, compiled by numba: 64 tokens at a time, so that scores stay near.
+"""Weights of some rows with a packed chunk in AMX tiles, 64 tokens at a time, compiled by numba.
 
-Knows packed memory and the row table; knows nothing of block tables. Tiles leave scores in memory, where vectors find
-them. Scores of 32 rows and 64 tokens, and their weights in the chunk, fit the first cache beside what is read then;
-scores of a whole chunk do not. So a row's peak is that of the first 64 tokens of which it sees any, rounded up, and
-scores are weighed when 64 tokens' are there. That suffices unless later ones are very much larger (`tile_softmax.py`):
-then the rows are looked at again, with all of their scores.
+Knows packed memory and the row table; knows nothing of block tables. Tiles write scores to memory, and vectors read
+them there. The first cache has room for scores of 32 rows and 64 tokens, and for their weights in the chunk; scores of
+a whole chunk do not fit. So a row's peak is that of the first 64 tokens of which it sees any, rounded up, and each 64
+scores become weights at once. That suffices unless later scores are very much larger (`tile_softmax.py`): then the rows
+are weighed again, with all of their scores.
 
-A key that is infinite or no number makes scores of all rows so, and is looked for in the first row's. Rows that see
-one, and rows with infinitely large scores, get a sum that is no number.
+An infinite key, or one that is not a number, makes the scores of all rows so; the first row's scores show it. Rows that
+see such a key, and rows with infinitely large scores, get a sum that is not a number.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _GROUP = 8
 
 @inlined
 def weigh_in_tiles(a: Any, s: Any, rows: tuple[int, int], bounds: tuple[int, int, int, int], ask: int) -> None:
-    """Weights of some rows of the row table, from `rows[0]` to before `rows[1]`, and their stats.
+    """Compute the weights and stats of rows[0] <= row < rows[1] of the row table.
 
-    `bounds`: from where to where some row sees tokens, and from where to where all do; `ask`: how many tokens of the
-    next chunk are asked for with each row, times 2 ** 16.
+    `bounds`: as `find_bounds` gives them; `ask`: the number of the next chunk's tokens to prefetch with each row, times
+    2 ** 16.
     """
     num_rows, totals = rows[1] - rows[0], s.row_totals
     table, stats, scores = s.row_table + ROW_BYTES * rows[0], s.row_stats, s.row_scores
@@ -62,7 +62,7 @@ def weigh_in_tiles(a: Any, s: Any, rows: tuple[int, int], bounds: tuple[int, int
     clear_bytes(totals, num_rows * 4 * LANES)
     num_panels, sound, finite = (stop - start) // KV_PANEL, 1, 1
     turn, ask = num_panels * rows[0], ask // num_panels + 1
-    few = num_rows <= TILE_ROWS  # whose scores of a chunk are near too: vectors need not wait for each panel's
+    few = num_rows <= TILE_ROWS  # their scores of a chunk fit the cache: vectors need not wait for each panel's
     if few:
         _multiply_keys(a, s, rows, (start, stop), scores, SCORE_BYTES)
     score_bytes = SCORE_BYTES if few else PANEL_SCORE_BYTES
@@ -97,7 +97,7 @@ def weigh_in_tiles(a: Any, s: Any, rows: tuple[int, int], bounds: tuple[int, int
 def _multiply_keys(
     a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int], scores: int, score_bytes: int
 ) -> None:
-    """Scores of the tokens of some panels, `score_bytes` between rows; `scores`: where the chunk's first would be."""
+    """Compute scores of some panels' tokens, `score_bytes` apart; `scores`: where the chunk's first score would lie."""
     num_rows, words = rows[1] - rows[0], a.key_words
     queries = s.row_queries + rows[0] * words * 4
     for panel in range(panels[0], panels[1], KV_PANEL):
@@ -108,7 +108,7 @@ def _multiply_keys(
 
 @inlined
 def _end_of_alike(table: int, row: int, end: int) -> Any:
-    """Up to where rows see the same tokens as one of them does."""
+    """The end of the rows that see the same tokens as `row`."""
     following = row + 1
     while (
         following < end
@@ -123,10 +123,10 @@ def _end_of_alike(table: int, row: int, end: int) -> Any:
 def _weigh_group(
     a: Any, s: Any, group: tuple[int, int, int], panel: int, scores: tuple[int, int], seen_by_all: bool
 ) -> None:
-    """Peaks, if they see the first of their tokens here, and weights of rows that see the same.
+    """Compute the weights of rows that see the same tokens, and their peaks if their first tokens are here.
 
-    `group`: the first row's number in the table and in the part, and how many rows; `scores`: the first row's, and
-    bytes between rows.
+    `group`: the first row's number in the table and in the part, and the number of rows; `scores`: the first row's,
+    and bytes between rows.
     """
     entry, (_, row, count) = row_at(s.row_table, group[0]), group
     low, high, stats = entry.low - panel, entry.high - panel, s.row_stats + STATS_BYTES * row
@@ -147,9 +147,9 @@ def _weigh_group(
 
 @inlined
 def _weigh_again(a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int], finite: int) -> None:
-    """The same if there may be keys that are not `finite`, or rows' scores are far from those in their first panel.
+    """Compute weights again, where keys may not be `finite` or scores are far from those of the row's first panel.
 
-    What becomes of a row depends on keys that it sees and on its own scores, whatever was found in other rows.
+    A row's result depends on the keys that it sees and on its own scores, whatever other rows have.
     """
     num_rows, scores = rows[1] - rows[0], s.row_scores
     _multiply_keys(a, s, rows, panels, scores, SCORE_BYTES)
@@ -165,7 +165,7 @@ def _weigh_again(a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int],
             result.total = np.nan
         elif not LEAST_SUM <= result.total < MOST_SUM:
             seen = low // KV_PANEL * KV_PANEL, -(-high // KV_PANEL) * KV_PANEL
-            find_peak(own, stats, seen[0], seen[1], low, high, factor(a))  # and hides what is not seen
+            find_peak(own, stats, seen[0], seen[1], low, high, factor(a))  # and hides unseen tokens
             peak, total = result.peak, s.row_totals + 4 * LANES * row
             is_number = are_below_infinity(own, seen[0], seen[1]) == 1 and peak > LOWEST * factor(a)
             lower(own, stats, seen[0], seen[1], factor(a))
@@ -182,7 +182,7 @@ def _weigh_again(a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int],
 
 @inlined
 def _count_infinite_keys(a: Any, s: Any, panels: tuple[int, int]) -> None:
-    """Up to each token, how many keys have a part that is infinite or no number; in place of staged rows."""
+    """Count keys with an infinite part, or one that is not a number, up to each token; writes to staged rows."""
     words, count = a.key_words, 0
     for token in range(panels[0], panels[1]):
         key = s.packed_keys + (token // KV_PANEL * KV_PANEL * words + token % KV_PANEL) * 4
