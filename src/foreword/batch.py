@@ -37,7 +37,7 @@ PROGRESS = np.dtype(
         ("num_tokens", np.int64),  # of prompt and answer, including one that is expected
         ("num_computed", np.int64),  # leading tokens whose KV is in this request's blocks
         ("num_shared", np.int64),  # leading tokens whose KV was in hit blocks at admission; never written
-        ("last_token", np.int64),  # 0 if it is expected
+        ("last_token", np.int64),  # the sequence's last token; 0 if it is expected
         ("source", np.int64),  # entry of the step before that samples the expected token; -1 for none
         ("is_new", np.bool_),  # has no token since it was admitted
     ],

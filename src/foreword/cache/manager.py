@@ -4,15 +4,15 @@ Knows sequences of token ids and the blocks that hold their KV; knows nothing of
 priorities or clocks. One request's life, as in vLLM v1:
 
     begin_step()
-    hit = get_computed_blocks(sequence)            what is there already; changes nothing
+    hit = get_computed_blocks(sequence)            the cached prefix; changes nothing
     row = admit(sequence, num_tokens, hit)         hit blocks held, new blocks taken
     grow(row, num_tokens) ...                      each step: room for the tokens of this step
     allocate_running_slots(rows, num_tokens)       the same for all running requests at once
-    take_copies()                                  what the runner copies first
+    take_copies()                                  blocks that the runner copies first
     free(request_id)                               blocks leave the request, but stay cached
 
-`allocate_slots` is `admit` and `grow` by request id, for callers that keep no rows. What can be read of a cache is in
-view.py, pins are in prefix_pins.py.
+`allocate_slots` is `admit` and `grow` by request id, for callers that keep no rows. view.py has the
+reading half of a cache, prefix_pins.py has pins.
 
 The blocks that a step will fill are indexed when their slots are allocated, before the step runs, so
 that later members of the same batch already hit them: every layer writes the KV of the whole batch
@@ -96,26 +96,26 @@ class KVCacheManager(PinnableCache):
         self._not_looked_up = replace(coordinator.nothing, skipped=True)
         coordinator.reserve()
         self._explanations: dict[int, LookupExplanation] = {}
-        """Row -> how the lookup went that admitted it; empty without a ledger."""
+        """Row -> the explanation of the lookup that admitted it; empty without a ledger."""
         self._sequences: dict[int, TokenSequence] = {}
         self._num_slots: Int64Array = np.zeros(16, np.int64)
         """Row -> tokens that it has room for."""
         self._quiet_until: Int64Array = np.zeros(16, np.int64)
-        """Row -> tokens up to which it grows without taking, giving up or filling a block."""
+        """Row -> number of tokens to which it can grow without taking, giving up or filling a block."""
         self._uncomputed_from: dict[int, int] = {}
-        """Row -> tokens that are computed, where that is fewer than it has room for because a step failed."""
+        """Row -> computed tokens, if a step failed and they are fewer than the row has room for."""
         self._copied: dict[int, tuple[int, int]] = {}
-        """Row that began with a copy -> tokens in shared blocks, and tokens with those that were to be copied."""
+        """Row that began with a copy -> tokens in shared blocks, and tokens in these and the copied blocks."""
         self._copies: list[tuple[int, int]] = []
 
     # -------------------------------------------------------------------- step
 
     def begin_step(self) -> None:
-        """A new batch is being put together; what was allocated before has been computed."""
+        """Begin a new batch; all blocks that were allocated earlier have been computed."""
         self._coordinator.begin_step()
 
     def take_copies(self) -> BlockIds:
-        """Blocks to copy before the step writes anything, [copies, (source, target)]; handed out once."""
+        """Blocks to copy before the step writes anything, [copies, (source, target)]; returned only once."""
         copies = np.array(self._copies, np.int32).reshape(-1, 2)
         self._copies.clear()
         return copies
@@ -127,7 +127,7 @@ class KVCacheManager(PinnableCache):
     ) -> PrefixHit:
         """The longest cached prefix of `sequence`. Changes nothing, counts nothing.
 
-        `resumed` and `forked` say how its lookup is counted if the hit is taken (stats.py).
+        `resumed` and `forked` decide how the lookup is counted if the request is admitted (stats.py).
         """
         if skip_reading:
             hit = self._not_looked_up
@@ -150,7 +150,7 @@ class KVCacheManager(PinnableCache):
         return explain_lookup(sequence, hit, self._coordinator, self._sequences.values())
 
     def explanation_of(self, request_id: str) -> LookupExplanation | None:
-        """How the lookup that admitted a held request went; None without a ledger."""
+        """The explanation of the lookup that admitted a held request; None without a ledger."""
         return self._explanations.get(self._row_of.get(request_id, -1))
 
     # -------------------------------------------------------------- allocation
@@ -271,7 +271,7 @@ class KVCacheManager(PinnableCache):
         )
 
     def num_quiet_tokens(self, rows: Int64Array) -> int:
-        """By how many tokens all these requests can grow without taking, giving up or filling a block."""
+        """The number of tokens by which all these requests can grow without taking, giving up or filling a block."""
         return max(0, int((self._quiet_until[rows] - self._num_slots[rows]).min()))
 
     def _allocate_busy(self, rows: Int64Array, ends: Int64Array) -> int:
@@ -288,7 +288,7 @@ class KVCacheManager(PinnableCache):
         return served
 
     def _cache_filled(self, rows: Int64Array, ends: Int64Array) -> None:
-        """Index what these rows fill, but not a block whose last token is not known yet."""
+        """Index the blocks that these rows fill, except those whose last token is not known yet."""
         known = [len(self._sequences[row]) >= end for row, end in zip(rows.tolist(), ends.tolist(), strict=True)]
         if not any(known):
             return
@@ -304,7 +304,7 @@ class KVCacheManager(PinnableCache):
         return needed <= self.get_num_free_blocks()
 
     def _end_of_quiet(self, num_tokens: Position) -> Position:
-        """Up to how many tokens a request grows from `num_tokens` without any change in its blocks.
+        """The number of tokens to which a request grows from `num_tokens` without any change in its blocks.
 
         block size 4, a block is filled and indexed at f, taken at t:   tokens  5  6  7  8  9
                                                                                 t        f  t
@@ -365,7 +365,7 @@ class KVCacheManager(PinnableCache):
         self._coordinator.forget_from(row, num_computed_tokens)
 
     def cache_blocks(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Index what the first `num_tokens` tokens of a held request fill, as far as it has room for them.
+        """Index the blocks that the first `num_tokens` tokens of a held request fill, up to its slots.
 
         `allocate_slots` does so by itself; call this where tokens become known only after their slots were allocated.
         """
@@ -375,8 +375,8 @@ class KVCacheManager(PinnableCache):
     def free(self, request: str | TokenSequence) -> None:
         """Release a request's blocks, last block first, so that tails are evicted before heads.
 
-        What is computed of its last block stays findable too, if the index keeps tails: known tokens that have slots.
-        A sequence that generated what is no token leaves no tail.
+        If the index keeps tails, the computed part of its last block stays findable too: known tokens that have slots. A
+        sequence with an invalid generated token leaves no tail.
         """
         request_id = request if isinstance(request, str) else request.request_id
         row = self._row_of.pop(request_id)
@@ -392,11 +392,11 @@ class KVCacheManager(PinnableCache):
     # ---------------------------------------------------------------- eviction
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Forget what these blocks hold. Requests that hold them keep them. NULL_BLOCK is passed over."""
+        """Forget the contents of these blocks; requests that hold them keep them. Ignores NULL_BLOCK."""
         self._coordinator.forget(as_block_ids(block_ids, self.num_blocks), EvictionCause.REQUESTED)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes and start the statistics anew. Raises CacheBusyError while in use."""
+        """Forget all cached prefixes and reset the statistics. Raises CacheBusyError while in use."""
         if self._row_of:
             raise CacheBusyError(
                 f"the prefix cache cannot be reset while {len(self._row_of)} requests hold its blocks "

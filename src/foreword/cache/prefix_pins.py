@@ -18,10 +18,10 @@ class PinnableCache(CacheView):
     """A cache that can pin the blocks of prefixes, if its eviction policy is a PinnedPolicy."""
 
     def pin_prefix(self, sequence: TokenSequence, until: float, now: float) -> int:
-        """Evict the cached blocks of `sequence` last until that time; returns how many tokens they hold.
+        """Evict the cached blocks of `sequence` last until that time; returns the number of tokens in them.
 
-        Fewer than are cached where the budget ends: the head of the prefix is pinned first. A tail is pinned too, and
-        from then on kept as a full block is. Pins are soft: when nothing else is free, they break. Raises ConfigError
+        The budget may cover fewer tokens than are cached: the head of the prefix is pinned first. A tail is pinned too,
+        and then kept like a full block. Pins are soft: when nothing else is free, they break. Raises ConfigError
         without a PinnedPolicy.
         """
         block_ids, ends = self._found(sequence)
@@ -36,16 +36,16 @@ class PinnableCache(CacheView):
         return hit_end if not len(missing) else int(ends[ends < missing.min()].max(initial=0))
 
     def unpin_prefix(self, sequence: TokenSequence) -> None:
-        """Let the cached blocks of `sequence` be ordinary again. Raises ConfigError as `pin_prefix` does."""
+        """End the pins of the cached blocks of `sequence`. Raises ConfigError as `pin_prefix` does."""
         self._checked_pins().unpin(self._found(sequence)[0])
 
     def expire_pins(self, now: float) -> None:
-        """End the pins whose time has come; called once a step."""
+        """End pins that have expired; called once a step."""
         if self._pins is not None:
             self._pins.expire(now)
 
     def _found(self, sequence: TokenSequence) -> tuple[BlockIds, Int64Array]:
-        """Cached blocks of a sequence in all groups, and where its tokens in them end; in that order."""
+        """Cached blocks of a sequence in all groups, in the order of the ends of their tokens, and these ends."""
         tables = self._coordinator.find_longest_cache_hit(sequence).tables
         sizes = self._coordinator.block_sizes
         ends = [np.arange(1, len(table) + 1) * size for table, size in zip(tables, sizes, strict=True)]

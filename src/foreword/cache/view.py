@@ -1,4 +1,4 @@
-"""CacheView: what a cache holds and who holds it, to be read.
+"""CacheView: the reading half of a cache: its contents and their holders.
 
 Knows blocks, tables and held requests; changes nothing, and knows nothing of lookups and steps.
 """
@@ -22,16 +22,16 @@ from foreword.cache.keys.sequence import TokenSequence
 
 
 class BlockState(enum.IntEnum):
-    """What a block is to the pool."""
+    """The state of a block in the pool."""
 
     FREE = 0
-    """It holds nothing that can be found."""
+    """A lookup cannot find it, and no request holds it."""
     CACHED = 1
-    """It can be found, and no request holds it."""
+    """A lookup can find it, and no request holds it."""
     IN_USE = 2
-    """A request holds it, findable or not."""
+    """A request holds it, whether a lookup can find it or not."""
     PINNED = 3
-    """It has a pin, held or not."""
+    """It has a pin, whether a request holds it or not."""
 
 
 class CacheView:
@@ -49,7 +49,7 @@ class CacheView:
 
     @property
     def stats(self) -> PrefixCacheStats:
-        """What was looked up, found and evicted since the last `reset_prefix_cache`."""
+        """Counters of lookups, hits and evictions since the last `reset_prefix_cache`."""
         return self._coordinator.stats
 
     @property
@@ -72,7 +72,7 @@ class CacheView:
     def block_tables(self, request_ids: Sequence[str], group_id: int = 0) -> tuple[BlockIds, npt.NDArray[np.int32]]:
         """One group's tables of several requests, [requests, longest], and their lengths in blocks (copies).
 
-        An entry is NULL_BLOCK where the group needs nothing any more.
+        An entry is NULL_BLOCK where the group no longer needs a block.
         """
         return self._coordinator.tables.groups[group_id].gather(self.handles(request_ids))
 
@@ -130,7 +130,7 @@ class CacheView:
         return self._pool.get_usage()
 
     def block_states(self) -> npt.NDArray[np.uint8]:
-        """What each block is to the pool just now, as `BlockState` numbers, [num_blocks] (a copy)."""
+        """The present state of each block, as `BlockState` numbers, [num_blocks] (a copy)."""
         states = np.full(self.num_blocks, BlockState.FREE, np.uint8)
         states[self._coordinator.indexed_block_ids()] = BlockState.CACHED
         states[self._coordinator.tail_block_ids()] = BlockState.CACHED
@@ -142,7 +142,7 @@ class CacheView:
     def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
         """The cached prefixes that were reused most, a parent before its children; None without a radix index.
 
-        With `under_salt`, only those that are found under salts that begin so.
+        With `under_salt`, only prefixes under salts that begin with it.
         """
         return self._coordinator.top_prefixes(limit, under_salt)
 

@@ -1,6 +1,6 @@
 """The engine: requests in, steps, outputs.
 
-Knows requests, blocks' counts and what it asks of a runner; knows neither tensors nor tokenizers.
+Knows requests, counts of blocks and the protocol of a runner; knows neither tensors nor tokenizers.
 """
 
 from foreword.engine.cache_report import CacheReport
@@ -9,13 +9,4 @@ from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
 from foreword.engine.simulated import SimulatedScheduler
 from foreword.engine.snapshot import Snapshot
 
-__all__ = [
-    "BlockKeys",
-    "CacheReport",
-    "Engine",
-    "ModelLimits",
-    "Prompt",
-    "SimulatedScheduler",
-    "Snapshot",
-    "TextTools",
-]
+__all__ = ["BlockKeys", "CacheReport", "Engine", "ModelLimits", "Prompt", "SimulatedScheduler", "Snapshot", "TextTools"]

@@ -1,4 +1,4 @@
-"""CacheReport: what the prefix cache did, as users of `LLM` read it.
+"""CacheReport: the prefix cache's results for users of `LLM`.
 
 Knows snapshots of an engine; knows nothing of how they are taken.
 """
@@ -13,7 +13,7 @@ from foreword.engine.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What the prefix cache did so far."""
+    """The prefix cache's results so far."""
 
     hit_rate: float
     """Share of the queried tokens that were found, 0.0 to 1.0."""
@@ -35,7 +35,7 @@ class CacheReport:
     evictions: int
     """Cached blocks whose memory was given to other content."""
     hit_rate_with_twice_the_blocks: float
-    """What `hit_rate` would have been with twice the memory, estimated by what was evicted last.
+    """`hit_rate` if the cache had twice the memory, estimated from the last evictions.
 
     The same as `hit_rate` without `explain_misses`.
     """
@@ -58,7 +58,7 @@ class CacheReport:
 
     @classmethod
     def of(cls, now: Snapshot, *, hit_granularity: int, state_interval: int | None) -> CacheReport:
-        """What a snapshot says of the cache."""
+        """The report of a snapshot."""
         stats = now.stats
         return cls(
             hit_rate=stats.hit_rate,

@@ -50,7 +50,7 @@ class InFlightPrefixes:
 
 
 class Coalescing:
-    """Who waits for whose blocks."""
+    """Waiting requests, and the blocks of running ones that they wait for."""
 
     def __init__(
         self,
@@ -60,7 +60,9 @@ class Coalescing:
         *,
         enabled: bool,
     ) -> None:
-        """`states`: where recurrent states are saved, None if they are not; `num_computed_of`: a running request's."""
+        """`states`: positions of saved recurrent states, None if there are none; `num_computed_of` counts a running
+        request's computed tokens.
+        """
         self._manager, self._states, self._num_computed_of = manager, states, num_computed_of
         self._enabled = enabled
         self._in_flight = InFlightPrefixes()
@@ -68,7 +70,7 @@ class Coalescing:
         """Waiting request -> the block of its prompt that it waits for."""
 
     def begin(self, request: Request, hit: PrefixHit, end: int) -> None:
-        """A request runs, from its hit to `end` in its first step; others may wait for the rest of its prompt."""
+        """Note that a request runs, from its hit to `end` in its first step; others may wait for the rest of its prompt."""
         pending, last = end, len(request)
         if self._states is not None:  # blocks can be hit from the step that fills them, states only afterwards
             pending, last = hit.num_tokens, self._states.num_in_cells(request.num_prompt_tokens)
@@ -78,7 +80,7 @@ class Coalescing:
             self._in_flight.open(request, keys)
 
     def end(self, request: Request) -> None:
-        """It has computed its prompt, or runs no longer."""
+        """Note that a request has computed its prompt, or runs no longer."""
         self._in_flight.close(request)
 
     def must_wait(self, request: Request, hit: PrefixHit) -> bool:
@@ -95,7 +97,7 @@ class Coalescing:
         return True
 
     def still_waits(self, request: Request) -> bool:
-        """Whether the block it was last seen waiting for is still neither cached nor given up."""
+        """Whether the block that a request waits for is still neither cached nor given up."""
         block = self._awaited.get(request)
         if block is None:
             return False
@@ -106,13 +108,13 @@ class Coalescing:
         return False
 
     def stop_waiting(self, request: Request) -> None:
-        """It has left."""
+        """Forget a request that has left."""
         self._awaited.pop(request, None)
 
     def _will_save_state(self, states: StateCheckpoints, request: Request, hit: PrefixHit, missing: int) -> bool:
         """Whether the request that computes block `missing` saves a state that this one could hit.
 
-        If it does not yet, but will pass the place where the two part, it is asked to.
+        If it does not, but will pass the place where the two prompts part, it is asked to save one there.
         """
         keys, size = request.sequence.block_hashes(), self._manager.block_size
         owner = self._in_flight.owner_of(keys[missing])

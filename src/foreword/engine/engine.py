@@ -1,10 +1,10 @@
 """Engine: requests go in, steps are planned, computed and committed, outputs come out.
 
-Knows requests and outputs; knows neither tensors nor tokenizers: what runs a batch (`Runner`) and what
-turns tokens into text (`TextTools`) are handed in. One thread calls it.
+Knows requests and outputs; knows neither tensors nor tokenizers. It is given a `Runner`, which computes batches, and
+`TextTools`, which turn tokens into text. One thread calls it.
 
-A runner that computes while the host goes on (`LaunchingRunner`) is launched ahead: it gets the next batch before the
-last one is done, if the scheduler can plan it without that one's tokens, and otherwise before that one's outputs are
+A runner that computes while the host goes on (`LaunchingRunner`) is launched ahead. It gets batch 2 before batch 1 is
+done, if the scheduler can plan batch 2 without the tokens of batch 1, and otherwise before the outputs of batch 1 are
 made:
 
     step()    step()                              step()
@@ -12,7 +12,7 @@ made:
     device    |......1........||.................2................||......3......
 
 So a step has three parts: plan, launch, and settle (wait for a batch and commit it). At most two batches are in flight,
-and only inside a step. The later one rests on the earlier one: if that fails, `_fail` ends the requests of both.
+and only inside a step. The later one depends on the earlier one: if that fails, `_fail` ends the requests of both.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
     ) -> None:
-        """`text`: None if tokens do not become text; `clock`: by which pins end, in seconds."""
+        """`text`: None if tokens do not become text; `clock`: the time at which pins end, in seconds."""
         self.manager = manager
         self.scheduler = Scheduler(manager, config)
         self.limits = limits
@@ -63,7 +63,7 @@ class Engine:
         self._intake = Intake(manager, limits, text, keys or BlockKeys(), max_step_tokens=step, seed=seed)
         self._clock = clock
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
-        """In the order of launching; between steps at most one."""
+        """Launched batches in order; between steps at most one."""
         self.num_computed_tokens = 0
         """Tokens that went through the model since the engine started."""
         self._counted_before = PrefixCacheStats()
@@ -106,7 +106,7 @@ class Engine:
             self.abort_request(request_id)
 
     def explain(self, prompt: Prompt) -> LookupExplanation:
-        """What a lookup of this prompt would find now, and why not more. Changes nothing, counts nothing.
+        """Explain what a lookup of this prompt would find now, and why not more. Changes nothing, counts nothing.
 
         Raises InvalidRequestError for a prompt that could not be served, ConfigError without a ledger.
         """
@@ -114,7 +114,7 @@ class Engine:
         return self.manager.explain(self._intake.sequence("", prompt))
 
     def num_cached_tokens(self, prompt: Prompt) -> int:
-        """How many leading tokens of a prompt a request would find cached now. Changes nothing, counts nothing."""
+        """The number of leading tokens that a request would find cached now. Changes nothing, counts nothing."""
         return self.manager.get_computed_blocks(self._intake.sequence("", prompt)).num_tokens
 
     # -------------------------------------------------------------------- step
@@ -125,7 +125,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one batch. Returns the requests that got tokens or ended, in order of arrival.
 
-        With a `LaunchingRunner` those of the batch before may be returned, while this one is computed.
+        A `LaunchingRunner` may still compute this batch; then the requests of the batch before are returned.
         Raises EngineError when the model fails: the requests of that batch are aborted, their blocks
         freed, and the engine can go on with others.
         """
@@ -144,12 +144,12 @@ class Engine:
                 if not moved and self._in_flight[0][1].is_ready():
                     moved += self._settle()
         except BaseException:
-            self._outputs.collect(moved)  # their outputs are up to date, though nobody is told
+            self._outputs.collect(moved)  # brings their outputs up to date, though the caller gets an error
             raise
         return self._outputs.collect(moved)
 
     def _plan(self) -> Batch | None:
-        """The next batch. While one is in flight: None too if its tokens must be known first."""
+        """The next batch; None if there is none, or if the tokens of the batch in flight must be known first."""
         ahead = bool(self._in_flight)
         try:
             return self.scheduler.schedule_after(self._in_flight[0][0]) if ahead else self.scheduler.schedule()
@@ -163,12 +163,12 @@ class Engine:
             raise
 
     def _launch(self, batch: Batch) -> None:
-        """Have a batch computed. A runner that cannot launch has done so when this returns."""
+        """Launch a batch; a runner that cannot launch computes it at once."""
         try:
             pending = Computed(self._runner.execute(batch)) if self._launcher is None else self._launcher.launch(batch)
             self._in_flight.append((batch, pending))
         except BaseException as error:
-            self._outputs.collect(self._settle())  # what is left to give up is this batch
+            self._outputs.collect(self._settle())  # only this batch is left to fail
             self._fail(batch, error)
 
     def _settle(self) -> list[Request]:
@@ -195,9 +195,9 @@ class Engine:
         return moved
 
     def _fail(self, batch: Batch, error: BaseException) -> NoReturn:
-        """End the requests of a batch that could not be computed, and raise why.
+        """End the requests of a batch that could not be computed, and raise the error.
 
-        If others use what it should have computed, end all requests and trust nothing that is cached.
+        If other requests use its blocks, end all requests and forget the whole cache.
         """
         if self.scheduler.others_rely_on(batch.entries):
             while self._in_flight:
@@ -218,7 +218,7 @@ class Engine:
     def pin_prefix(self, prompt: Prompt, ttl_s: float) -> int:
         """Evict this prompt's cached blocks last for `ttl_s` seconds; returns the number of protected tokens.
 
-        Whole blocks only, and no more than the budget allows. Raises InvalidRequestError for an impossible
+        It pins whole blocks only, within the budget. Raises InvalidRequestError for an impossible
         prompt or time, ConfigError if pins are switched off.
         """
         self._intake.check(prompt, SamplingParams(max_tokens=1))
@@ -228,7 +228,7 @@ class Engine:
         return self.manager.pin_prefix(self._intake.sequence("", prompt), now + ttl_s, now)
 
     def unpin_prefix(self, prompt: Prompt) -> None:
-        """Let what is cached of this prompt be evicted like everything else."""
+        """Evict this prompt's cached blocks in their ordinary order again."""
         self.manager.unpin_prefix(self._intake.sequence("", prompt))
 
     def check_integrity(self) -> None:
@@ -251,7 +251,7 @@ class Engine:
 
     @property
     def state_interval(self) -> int | None:
-        """Tokens between recurrent states that are saved in any case; None without recurrent layers."""
+        """Tokens between the recurrent states that are always saved; None without recurrent layers."""
         return None if self.scheduler.states is None else self.scheduler.states.interval
 
     def reset_prefix_cache(self) -> None:
@@ -272,7 +272,7 @@ class Engine:
             self.manager.evict_blocks(ledger.blocks_under_salt(salt, self.manager.free_block_ids())[:excess])
 
     def take_cache_events(self) -> list[NumberedEvent]:
-        """What the cache stored and removed since the last call. Raises ConfigError if no events are recorded."""
+        """Events of blocks stored and removed since the last call. Raises ConfigError if no events are recorded."""
         ledger = self.manager.ledger
         if ledger is None or ledger.events is None:
             raise ConfigError("no cache events are recorded; give cache_events=True (and leave prefix caching on)")

@@ -1,6 +1,6 @@
-"""Intake: prompts are checked, and become requests.
+"""Intake: checks prompts and turns them into requests.
 
-Knows prompts, parameters and what fits; knows neither queues nor steps.
+Knows prompts, parameters and limits; knows neither queues nor steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from foreword.request import Request, SamplingParams, TokenLimits
 
 
 class Intake:
-    """Makes the requests of a prompt, or says why it can never be served."""
+    """Makes the requests of a prompt, or raises the reason why it can never be served."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Intake:
         self._num_added += 1
         seed = params.seed if params.seed is not None else self._seed + 0x9E3779B9 * self._num_added
         stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos or params.open_constraint is not None:  # the end of a grammar is the end
+        if not params.ignore_eos or params.open_constraint is not None:  # a grammar's end always ends the answer
             stop_ids |= self._limits.eos_token_ids
         limits = TokenLimits.of(
             params,
@@ -158,5 +158,5 @@ class Intake:
 
 
 def continuation_ids(request_id: str, n: int) -> list[str]:
-    """Ids under which the scheduler knows a prompt's continuations."""
+    """The scheduler's ids for a prompt's continuations."""
     return [request_id] if n == 1 else [f"{request_id}#{index}" for index in range(n)]

@@ -1,4 +1,4 @@
-"""What callers see of their requests, kept up to date while these run.
+"""The outputs of callers' requests, kept up to date while these run.
 
 Knows requests, outputs and streams of text; knows neither queues nor batches.
 """
@@ -13,7 +13,7 @@ from foreword.request import CompletionOutput, FinishReason, Request, RequestOut
 
 
 class TextStep(Protocol):
-    """What pushing tokens into a text stream gave."""
+    """The result of pushing tokens into a text stream."""
 
     @property
     def new_text(self) -> str: ...
@@ -48,10 +48,10 @@ class _Group:
 
     output: RequestOutput
     answers: list[_Answer]
-    is_told: bool = False
-    """Whether the output says what is known of the prompt."""
+    describes_prompt: bool = False
+    """Whether the output has the results for the prompt."""
     quiet: Request | None = None
-    """The only continuation, if until it ends its output needs nothing but its tokens."""
+    """The only continuation, if its output needs nothing but tokens until it ends."""
 
 
 class Outputs:
@@ -70,11 +70,11 @@ class Outputs:
         return request_id in self._group_named
 
     def request_ids(self) -> list[str]:
-        """As callers named them."""
+        """The ids of unfinished requests, as callers named them."""
         return list(self._group_named)
 
     def requests_of(self, request_id: str) -> list[Request]:
-        """All continuations of an unfinished one."""
+        """All continuations of an unfinished request."""
         return [answer.request for answer in self._group_named[request_id].answers]
 
     def open(
@@ -94,7 +94,7 @@ class Outputs:
         return output
 
     def collect(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """Bring the outputs of these requests up to date, as far as they are not finished."""
+        """Bring the unfinished outputs of these requests up to date."""
         groups = dict.fromkeys(map(self._group_of.get, requests))
         return [
             self._collect(group) if group.quiet is None or group.quiet.finish_reason is not None else group.output
@@ -113,8 +113,8 @@ class Outputs:
                     is_finished = False
                 else:
                     self._end(answer)
-        if is_finished or not group.is_told:
-            self._tell_of_prompt(group)
+        if is_finished or not group.describes_prompt:
+            self._describe_prompt(group)
         if is_finished:
             output.metrics.finished_time = max(a.request.metrics.finished_time or 0.0 for a in group.answers)
             del self._group_named[output.request_id]
@@ -141,17 +141,17 @@ class Outputs:
         request, completion = answer.request, answer.completion
         if answer.stream is not None:
             completion.text += answer.stream.finish()
-        completion.token_ids[:] = request.sequence.generated_from(0)  # whatever the caller has changed
+        completion.token_ids[:] = request.sequence.generated_from(0)  # undoes the caller's changes
         completion.finish_reason = request.finish_reason
         completion.stop_reason = request.stop_reason
 
-    def _tell_of_prompt(self, group: _Group) -> None:
-        """What the first continuation's admission found, and the prompt's log probabilities."""
+    def _describe_prompt(self, group: _Group) -> None:
+        """Copy the result of the first continuation's admission, and the prompt's log probabilities."""
         first, output = group.answers[0].request, group.output
         output.num_cached_tokens = first.num_cached_tokens
         output.explanation = first.explanation
         if first.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *first.prompt_logprobs]
-        group.is_told = first.num_output_tokens > 0
-        if group.is_told and len(group.answers) == 1 and group.answers[0].stream is None:
+        group.describes_prompt = first.num_output_tokens > 0
+        if group.describes_prompt and len(group.answers) == 1 and group.answers[0].stream is None:
             group.quiet = first

@@ -1,4 +1,4 @@
-"""What callers hand to an engine: prompts, and once, its model's limits, its keys and its text.
+"""An engine's inputs: prompts, and once, its model's limits, its keys and its text tools.
 
 Knows token ids and names of settings; knows nothing of how requests run.
 """
@@ -17,7 +17,7 @@ from foreword.engine.outputs import OpenTextStream
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a request must respect, whatever the model is."""
+    """The limits that a model sets for requests."""
 
     vocab_size: int
     max_model_len: int
@@ -26,7 +26,7 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class BlockKeys:
-    """How the keys of all requests' blocks are computed."""
+    """The hash function of blocks' keys, and the chain's root."""
 
     hash_fn: HashFunction = sha256
     root: BlockHash = field(default_factory=chain_root)
@@ -35,7 +35,7 @@ class BlockKeys:
 
 @dataclass(frozen=True, slots=True)
 class TextTools:
-    """What an engine asks of a tokenizer."""
+    """The functions of a tokenizer that an engine uses."""
 
     open_stream: OpenTextStream
     """Opens the stream that turns an answer's tokens into text."""
@@ -45,11 +45,11 @@ class TextTools:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to continue."""
+    """A prompt: tokens to continue, and their place in cache and queue."""
 
     token_ids: npt.NDArray[np.int32]
     text: str | None = None
-    """The text that the tokens came from, if any; only handed back."""
+    """The text that the tokens came from, if any; outputs repeat it."""
     extra_keys: ExtraKeys = NO_EXTRA_KEYS
     """Adapter, salt and media that keep its cached blocks apart from others."""
     priority: int = 0

@@ -1,6 +1,6 @@
-"""What the engine asks of whatever computes its batches.
+"""The protocol of runners, which compute the engine's batches.
 
-Knows batches and results; knows nothing of how they are computed, or by what.
+Knows batches and results; knows nothing of their computation.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ class PendingStep(Protocol):
         ...
 
     def result(self) -> BatchResult:
-        """Wait for the batch; asked once, and again if waiting was interrupted.
-
-        Raises what went wrong since the launch.
-        """
+        """Wait for the batch; called once, and again after an interrupt. Raises the errors since the launch."""
         ...
 
 
 @runtime_checkable
 class LaunchingRunner(Protocol):
-    """A `Runner` that also computes while the caller does something else.
+    """A `Runner` that can also compute while the caller goes on.
 
     Batches are computed in the order in which they are launched. At most one is launched while the result of
     another is pending; its placeholder tokens are the ones that the pending batch will sample.
@@ -45,7 +42,7 @@ class LaunchingRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The pending step of a runner that returns when it is done."""
+    """The finished step of a runner that cannot launch."""
 
     known: BatchResult
 

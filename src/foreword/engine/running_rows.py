@@ -1,7 +1,7 @@
-"""The running requests as rows of arrays: what every step asks of all of them is one operation of numpy.
+"""The running requests as rows of arrays, so that a step reads all of them with single numpy operations.
 
-Knows requests and how far they are; knows nothing of budgets, blocks or steps' contents. A request keeps its row while
-it runs, which is the one that the cache manager gave it:
+Knows requests and their progress; knows nothing of budgets, blocks or steps' contents. While a request runs, it keeps
+the row that the cache manager gave it:
 
     order         2    0    5           rows in service order
     row           0    1    2   ...  5
@@ -23,7 +23,7 @@ from foreword.request import FACTS, NO_ROW, FactRows, Request, named_record
 
 
 class RunningRows:
-    """Requests in the order in which they are served, what they asked for, and how far they are.
+    """Requests in service order, their parameters and their progress.
 
     `progress` and `facts` are arrays of records by row. They are replaced when rows are added: do not keep them.
     """
@@ -54,7 +54,7 @@ class RunningRows:
         return int(self.progress["num_computed"][request.row])
 
     def add(self, row: int, request: Request, num_computed: int, num_shared: int) -> None:
-        """A request runs from now on in a row that is free."""
+        """Run a request in a free row."""
         while row >= len(self.progress):
             self.progress = np.concatenate((self.progress, np.zeros_like(self.progress)))
             self.facts = np.concatenate((self.facts, np.zeros_like(self.facts)))
@@ -82,7 +82,7 @@ class RunningRows:
         self._stop_ids = request.stop_token_ids | (self._stop_ids if len(self) > 1 else frozenset())
 
     def remove(self, request: Request) -> None:
-        """A request runs no longer."""
+        """Free the row of a request that no longer runs."""
         row, request.row = request.row, NO_ROW
         self.order = self.order[self.order != row]
         self.progress["stay"][row] = 0
@@ -103,7 +103,7 @@ class RunningRows:
     # ------------------------------------------------------------------- steps
 
     def entries(self, rows: Int64Array, starts: Int64Array, ends: Int64Array) -> Entries:
-        """Shares of a step for requests in these rows, as they stand now."""
+        """Shares of a step for the requests in these rows, with their present progress."""
         requests: list[Request] = self._requests.take(rows).tolist()
         return Entries(requests, rows, starts, ends, self.progress.take(rows), self.facts.take(rows))
 
@@ -115,7 +115,7 @@ class RunningRows:
     def expect(self, entries: Entries) -> None:
         """Count a step as computed, and a token for each request that samples in it.
 
-        A request that ends with its token for its length expects none, and so has nothing more to compute.
+        A request whose token reaches its length expects none, and has nothing more to compute.
         """
         progress, numbers = self.progress, self.still_run(entries).nonzero()[0]
         progress["num_computed"][entries.rows[numbers]] = entries.ends[numbers]

@@ -30,15 +30,15 @@ from foreword.request import NO_ROW, NOTHING_ALLOWED, FinishReason, Request, Req
 logger = logging.getLogger(__name__)
 
 Spans = tuple[Int64Array, Int64Array, Int64Array]
-"""Rows, and from where to where each computes."""
+"""Rows, and the start and end of the tokens that each computes."""
 
 
 class Scheduler:
-    """Continuous batching over one token budget, with admission by what a hit leaves to compute.
+    """Continuous batching over one token budget; a hit's tokens take nothing of it.
 
-    Both queues are in service order. Running requests come first in a step; when blocks run short the
-    last of them is preempted: its blocks are freed (they stay cached), and it waits at its old place
-    to be looked up again. A waiting request that does not fit blocks all later ones, so none starves.
+    Both queues are in service order. Running requests come first in a step. When blocks run short, the scheduler
+    preempts the last of them: it frees its blocks (they stay cached), and the request waits at its old place for
+    another lookup. A waiting request that does not fit blocks all later ones, so none starves.
     """
 
     def __init__(self, manager: KVCacheManager, config: SchedulerConfig) -> None:
@@ -46,7 +46,7 @@ class Scheduler:
         self.config = config
         self.num_preemptions = 0
         self.states = StateCheckpoints.for_groups(manager.groups)
-        """Where recurrent states are saved and steps end; None without recurrent layers."""
+        """Positions of saved recurrent states, where steps end; None without recurrent layers."""
         if self.states is not None and self.states.grid > config.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_batched_tokens={config.max_num_batched_tokens} is less than the {self.states.grid} tokens "
@@ -99,7 +99,7 @@ class Scheduler:
     # ---------------------------------------------------------------- schedule
 
     def schedule(self) -> Batch | None:
-        """The next step as a runner wants it, or None if there is nothing to do. Allocates the step's blocks.
+        """The next step's batch, or None if there is nothing to do. Allocates the step's blocks.
 
         The batch must be answered with `commit` or `fail` before the next call.
         """
@@ -108,10 +108,10 @@ class Scheduler:
     def schedule_after(self, launched: Batch) -> Batch | None:
         """The step after one that is being computed, whose tokens are not known yet; None if they must be known.
 
-        Plans each request that may go on as if it did: a token is expected, and the batch says where it will come
-        from. Requests that their tokens end have left when this batch is answered; `commit` of the step before comes
-        first. The tokens must be known if a request would be preempted, which throws its token away, if sampling looks
-        at earlier tokens, and if recurrent states are saved at places that depend on the tokens.
+        Plans every request that may go on as if it did: it expects a token, and the batch names the token's source.
+        `commit` of the step before comes first, so requests that their tokens end have left when this batch is
+        answered. The tokens must be known if a request would be preempted, which discards its token, if sampling
+        depends on earlier tokens, and if recurrent states are saved at positions that depend on the tokens.
         """
         before = launched.entries
         if self.states is not None or before.facts["samples_by_tokens"].any():
@@ -138,13 +138,13 @@ class Scheduler:
         self.manager.begin_step()
         entries = self._serve(self._plan_running(self.config.max_num_batched_tokens))
         if not len(entries):
-            # The first in line can always run: a request that would not fit into the empty pool is
-            # refused before it gets here, and preemption ends at the first running request.
+            # The first request can always run: intake refuses requests that do not fit into the empty pool, and
+            # preemption ends at the first running request.
             assert not self._requests, "requests are left, but none of them can run"
         return entries
 
     def _serve(self, planned: Spans) -> Entries:
-        """Blocks for what the running requests plan, as far as there are; then waiting requests, if there were."""
+        """Allocate blocks for the running requests; if there are enough for all, admit waiting requests."""
         rows, starts, ends = planned
         served = self.manager.allocate_running_slots(rows, ends)
         if served < len(rows):
@@ -156,13 +156,13 @@ class Scheduler:
         return self._running.entries(rows, starts, ends)
 
     def _plan_running(self, budget: int) -> Spans:
-        """What the running requests compute next if there are blocks for all of it."""
+        """The spans that running requests compute next, if there are blocks for all of them."""
         rows = self._running.order
         starts = self._running.progress["num_computed"][rows]
         if self.states is None:
             wanted = self._running.progress["num_tokens"][rows] - starts
             np.minimum(wanted, self.config.long_prefill_token_threshold or budget, out=wanted)
-            left = budget + wanted - wanted.cumsum()  # for this row, if those before it got what they want
+            left = budget + wanted - wanted.cumsum()  # for each row, after the rows before it
             ends = starts + np.minimum(wanted, np.maximum(left, 0))
         else:
             ends = self._cut_at_states(rows, starts, budget)
@@ -170,7 +170,7 @@ class Scheduler:
         return (rows, starts, ends) if computing.all() else (rows[computing], starts[computing], ends[computing])
 
     def _cut_at_states(self, rows: Int64Array, starts: Int64Array, budget: int) -> Int64Array:
-        """Up to where each row computes where layers are recurrent, at most `budget` tokens in all."""
+        """The end of each row's span with recurrent layers, at most `budget` tokens in all."""
         ends = starts.copy()
         for at, row in enumerate(rows.tolist()):
             if not budget:
@@ -184,7 +184,7 @@ class Scheduler:
         return ends
 
     def _end(self, request: Request, start: int, budget: int) -> int:
-        """Up to where a request whose tokens are known computes in this step; `start` if it had better wait."""
+        """The end of a request's span, whose tokens are known, in this step; `start` if it should wait."""
         end = min(len(request), start + min(budget, self.config.long_prefill_token_threshold or budget))
         if self.states is None:
             return end
@@ -195,13 +195,13 @@ class Scheduler:
         return self.states is not None and self.manager.enable_prefix_caching
 
     def _find_room(self, rows: Int64Array, ends: Int64Array, served: int) -> list[int]:
-        """Which of these rows can run, when the first `served` have their slots and the next lacks blocks."""
+        """The rows that can run, after the first `served` got their slots and the next one lacks blocks."""
         kept = list(range(served))
         requests = [self._running[row] for row in rows.tolist()]
         for number in range(served, len(rows)):
             request = requests[number]
             if request.status is not RequestStatus.RUNNING:
-                continue  # preempted a moment ago, for one before it
+                continue  # preempted just now, for an earlier one
             while self.manager.grow(request.row, int(ends[number])) is None:
                 victim = self._running.last()
                 self._preempt(victim)
@@ -212,7 +212,7 @@ class Scheduler:
         return kept
 
     def _admit_waiting(self, budget: int) -> Int64Array:
-        """Let waiting requests run; for each its row, and from where to where it computes, [admitted, 3]."""
+        """Admit waiting requests; returns the row, start and end of each, [admitted, 3]."""
         spans: list[tuple[int, int, int]] = []
         for request in self._waiting.copy():
             if not budget or len(self._running) >= self.config.max_num_seqs:
@@ -253,9 +253,9 @@ class Scheduler:
     # ------------------------------------------------------------------ commit
 
     def commit(self, entries: Entries, result: BatchResult) -> list[Request]:
-        """Record that a step was computed: append sampled tokens, finish what a token or length ends.
+        """Record that a step was computed: append sampled tokens, and finish requests that a token or their length ends.
 
-        Returns the requests that got tokens; those that have left while the step ran get none.
+        Returns the requests that got tokens; requests that left during the step get none.
         """
         running, alive = self._running, self._running.still_run(entries)
         running.progress["num_computed"][entries.rows[alive]] = entries.ends[alive]
@@ -289,10 +289,10 @@ class Scheduler:
             request.metrics.first_token_time = time.monotonic()
 
     def others_rely_on(self, entries: Entries) -> bool:
-        """Whether others use what this step, which is not committed, should compute.
+        """Whether others use blocks that this step, which is not committed, should compute.
 
-        They do if a later step is planned, or if one of its requests has left: its blocks are free, and cached as if
-        they were computed, the one that a token known since has filled among them.
+        They do if a later step is planned, or if one of its requests has left: then its blocks are free, and cached as
+        if they were computed, even a block that was filled by a token that became known later.
         """
         alive, progress = self._running.still_run(entries), self._running.progress.take(entries.rows)
         return bool((~alive | (progress["num_computed"] == entries.ends)).any())
@@ -311,7 +311,7 @@ class Scheduler:
             self.finish(request.request_id, "length")
 
     def fail(self, batch: Batch) -> list[Request]:
-        """Give up a batch that could not be computed: its requests end, their uncomputed blocks are forgotten."""
+        """Give up a batch that could not be computed: end its requests, and forget their uncomputed blocks."""
         entries = batch.entries
         computed = np.maximum(entries.starts, entries.progress["num_shared"])
         failed = []
@@ -323,21 +323,21 @@ class Scheduler:
         return failed
 
     def give_up(self) -> list[Request]:
-        """After an error or interrupt inside `schedule`: end all requests, keep nothing that was not computed.
+        """After an error or interrupt inside `schedule`: end all requests, and forget all uncomputed blocks.
 
-        Blocks are indexed when they are allocated, so what this step was going to fill must be forgotten.
+        Blocks are indexed when they are allocated, so the index may have blocks that this step was going to fill.
         """
         requests = list(self._requests.values())
         self.manager.take_copies()
         for request_id in self.manager.held_request_ids():
             request = self._requests[request_id]
-            computed = 0  # admitted, but not started: what it hit is not known here
+            computed = 0  # admitted, but not started: its hit is not known here
             if request.status is RequestStatus.RUNNING:
                 progress = self._running.progress[request.row]
                 computed = int(max(progress["num_computed"], progress["num_shared"]))
             self.manager.forget_uncomputed(request_id, computed)
             self.manager.free(request_id)
-        self._running.clear()  # kept, as steps that are still to be failed refer to its rows
+        self._running.clear()  # the object stays: steps that are still to fail refer to its rows
         self._waiting, self._coalescing = [], self._make_coalescing()
         self._requests.clear()
         for request in requests:
@@ -368,7 +368,7 @@ class Scheduler:
         request.metrics.finished_time = time.monotonic()
 
     def _preempt(self, request: Request) -> None:
-        """Back to waiting with nothing computed; what it computed is still cached, and is looked up anew."""
+        """Put a request back into the queue with nothing computed; its cached blocks will be looked up again."""
         self._release(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1

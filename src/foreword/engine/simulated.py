@@ -1,4 +1,4 @@
-"""SimulatedScheduler: the engine's scheduler, for a caller that runs no model and can skip steps that decide nothing.
+"""SimulatedScheduler: the engine's scheduler, for callers that run no model and skip steps without decisions.
 
 Knows the running requests' progress; knows nothing of clocks or costs.
 """
@@ -15,13 +15,13 @@ class SimulatedScheduler(Scheduler):
     def schedule_entries(self) -> Entries:
         """The shares of the next step; empty if there is nothing to do. Allocates the step's blocks."""
         entries = self._next_entries()
-        self.manager.take_copies()  # nothing is there to be copied
+        self.manager.take_copies()  # there is no memory to copy
         return entries
 
     def num_steady_steps(self) -> int:
-        """Number of next steps that only add a token to each running request, if none arrives and no token ends one.
+        """The number of next steps that only add a token to each running request, if none arrives and no token ends one.
 
-        Nothing else changes: no request is admitted, and no block is taken or filled.
+        In these steps no request is admitted, and no block is taken or filled.
         """
         running = self._running
         if self.states is not None or len(self._waiting) or len(running) > self.config.max_num_batched_tokens:

@@ -1,6 +1,6 @@
 """One moment of an engine: the statistics of its cache, the states of its blocks, the lengths of its queues.
 
-Knows what the scheduler and the cache's manager count; knows no request and no prompt.
+Knows the counters of the scheduler and the cache; knows no request and no prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """An engine between two steps. `Engine.snapshot()` takes it; whoever shows statistics reads them here.
+    """An engine between two steps. `Engine.snapshot()` takes it; all statistics are read here.
 
     It is a copy: later steps do not change it. A new counter is a field of `PrefixCacheStats` alone.
     """
@@ -41,7 +41,7 @@ class Snapshot:
     num_cached_blocks: int
     """Full blocks that hold a cached prefix, whether requests hold them or not."""
     num_cached_tokens: int
-    """Their tokens."""
+    """Tokens in those blocks."""
     num_tails: int
     """Cached blocks that are only partly filled."""
     num_sink_blocks: int
@@ -60,7 +60,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, scheduler: Scheduler, before: PrefixCacheStats, num_computed_tokens: int) -> Snapshot:
-        """The present moment. `before` are the counters of the time before the last reset."""
+        """The present moment. `before` are the counters up to the last reset."""
         manager = scheduler.manager
         return cls(
             stats=PrefixCacheStats() + manager.stats,

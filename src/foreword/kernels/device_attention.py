@@ -1,4 +1,4 @@
-"""Kernels whose plan of a step is one array: it can travel in the step's one copy, and lie where a graph reads it.
+"""Kernels that plan a step in one array, which the step's single copy includes and a graph can read in place.
 
 Knows plans as arrays; knows no kernel and no device.
 
@@ -24,33 +24,33 @@ class HostPlan(Protocol):
 
     @property
     def most(self) -> int:
-        """The longest `data` of plans that can take each other's place."""
+        """The longest `data` of all plans that can replace this one."""
         ...
 
     def at(self, metadata: Tensor) -> Any:
-        """The plan whose `data` is, or will be, at the beginning of `metadata` [most] int32.
+        """The plan for `data` that is, or will be, at the beginning of `metadata` [most] int32.
 
-        It is contiguous, and at a multiple of 16 bytes.
+        `metadata` is contiguous, at a multiple of 16 bytes.
         """
         ...
 
 
 @runtime_checkable
 class DeviceAttention(Protocol):
-    """What an `AttentionKernel` offers beside `plan`, if it can take part in one copy and in graphs."""
+    """The further methods of an `AttentionKernel` that can take part in a single copy and in graphs."""
 
     def lay_out(self, batch: Batch, scrap_block: int, block_size: int) -> HostPlan:
-        """What `plan` plans."""
+        """The plan that `plan` makes, before it is on the device."""
         ...
 
     def lay_out_decoding(
         self, batch: Batch, scrap_block: int, block_size: int, *, num_rows: int, max_tokens: int
     ) -> HostPlan:
-        """The same for a batch of single tokens, at most `num_rows` of them, each after fewer than `max_tokens` others.
+        """`lay_out` for a batch of at most `num_rows` single tokens, each after fewer than `max_tokens` others.
 
-        For equal `num_rows`, `max_tokens` and `block_size` the plans have one `most`, and attention at one
-        address does for each of them, whatever else differs, the same device operations: what was recorded with
-        one plan computes another whose data has taken its place. Results have the bits that `lay_out` gives.
-        Rows after the batch's own are padding; their results mean nothing.
+        Plans with equal `num_rows`, `max_tokens` and `block_size` have one `most`, and attention at one address runs
+        the same device operations for all of them. So a graph that was recorded with one plan computes another after
+        its data has been replaced. Results have the bits of `lay_out`. Rows after the batch's are padding; their
+        results mean nothing.
         """
         ...

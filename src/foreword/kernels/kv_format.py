@@ -1,9 +1,9 @@
-"""How keys and values are stored: the type of an element, its bytes, and what reads and writes it.
+"""KVFormat: how keys and values are stored, and who reads and writes them.
 
 Knows elements, rows and blocks; knows no layer and no kernel. A row is one token's key, or value, of one head.
 
     written by    `write`; `triton/blocks.py`, after `encode`; `model/cpu/rotary.py`, whose rows are elements already
-    read by       the kernels that `kernels` names: `reference.py` through `read`, the compiled ones by themselves
+    read by       the kernels that `kernels` names: `reference.py` through `read`, compiled ones directly
 
 All blocks of a pool have one format, and it is part of their keys.
 """
@@ -29,7 +29,7 @@ class KVFormat:
     """One way to store keys and values."""
 
     dtype: torch.dtype
-    """Of an element in its block."""
+    """The type of an element in its block."""
 
     @classmethod
     def of(cls, blocks: Tensor) -> KVFormat:
@@ -42,7 +42,7 @@ class KVFormat:
         return str(self.dtype).removeprefix("torch.")
 
     def key(self, computed: torch.dtype) -> str:
-        """What the keys of blocks say of the format, and of the type that layers compute in."""
+        """The part of blocks' keys that names the format, and the type in which layers compute."""
         return str(computed) if computed == self.dtype else f"{computed} as {self.dtype}"
 
     @property

@@ -13,8 +13,8 @@ keep it:
    multiple of 16, from where on the CPU's matrix product gives each row the same bits whatever the
    number of rows (docs/decisions/0002-exactness.md has the measurements). There are always at least
    two matrices in a product: a lone one goes another way.
-3. Everything else works on one row at a time, in float32, and never as a fused multiply-add that one
-   code path has and another has not.
+3. Everything else works on one row at a time, in float32, and never as a fused multiply-add that only some code
+   paths have.
 
     positions     0        256       512       768
     chunks        |----0----|----1----|----2----|
@@ -49,8 +49,8 @@ class ScoreModifier:
 
         score = cap * tanh(scale * product / cap) + slope * (key's position - query's position)
 
-    The bias is computed from the distance, not from the key's position, which differs from it by a constant per row:
-    so it is small where weights are large, and depends on nothing else in the batch.
+    The bias depends on the distance, not on the key's position, which differs by a constant per row. So it is small
+    where weights are large, and independent of the rest of the batch.
     """
 
     scale: float
@@ -59,9 +59,9 @@ class ScoreModifier:
     """[heads]"""
 
     def apply(self, scores: Tensor, distances: Tensor | None) -> None:
-        """Cap and bias, in place, scores [requests, kv_heads, queries, groups, keys] that are scaled already.
+        """Apply cap and bias to scaled scores [requests, kv_heads, queries, groups, keys], in place.
 
-        `distances` [requests, queries, keys] is read where there are slopes.
+        `distances` [requests, queries, keys] is needed only with slopes.
         """
         if self.cap is not None:
             scores.div_(self.cap).tanh_().mul_(self.cap)
@@ -72,7 +72,7 @@ class ScoreModifier:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What a layer asks of attention besides the causal mask."""
+    """A layer's options of attention, besides the causal mask."""
 
     scale: float
     sliding_window: int | None = None
@@ -82,13 +82,13 @@ class AttentionOptions:
     sinks: Tensor | None = None
     """[heads]: one more score per head that takes weight but has no value."""
     local_chunk: int | None = None
-    """A query at position p sees positions p // local_chunk * local_chunk to p. Not together with a window."""
+    """A query at position p sees positions p // local_chunk * local_chunk to p. Excludes a window."""
     slopes: Tensor | None = None
     """[heads]: a score is raised by slope * (key's position - query's position), as in ALiBi (arXiv 2108.12409)."""
 
     @property
     def score(self) -> ScoreModifier:
-        """What kernels do to a product of a query and a key."""
+        """The step between a product of a query and a key and the softmax."""
         return ScoreModifier(self.scale, self.softcap, self.slopes)
 
 
@@ -104,14 +104,14 @@ class Tile:
     """[requests, blocks]: physical blocks; the scrap block where a table has ended or given up a block."""
     first_position: int
     last_position: int
-    """Least and most position in the tile; they bound the chunks to visit."""
+    """With `first_position`, the range of positions in the tile: they bound the chunks to visit."""
     shortest: int
     """Least last position of the tile's requests; KV after it may be unwritten."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """One tile's sizes, and what bounds its chunks."""
+    """One tile's sizes, and the positions that bound its chunks."""
 
     num_requests: int
     num_queries: int
@@ -123,14 +123,14 @@ class TileShape:
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """Tiles before they are on a device: of each in turn query index, positions and block tables."""
+    """Tiles before they are on a device: query index, positions and block tables, tile after tile."""
 
     shapes: tuple[TileShape, ...]
     data: IntArray
 
     @property
     def most(self) -> int:
-        """See `on_device.HostPlan`: all of one shape are equally long."""
+        """See `device_attention.HostPlan`: plans of one shape have one length."""
         return len(self.data)
 
     def at(self, metadata: Tensor) -> list[Tile]:
@@ -186,7 +186,7 @@ def plan_tiles(batch: Batch, scrap_block: int, block_size: int) -> TilePlan:
 
 
 def plan_decoding_tile(batch: Batch, scrap_block: int, block_size: int, *, num_rows: int, max_tokens: int) -> TilePlan:
-    """One tile of `num_rows` single queries that visits every chunk of `max_tokens` tokens, needed or not."""
+    """One tile of `num_rows` single queries that visits every chunk of `max_tokens` tokens."""
     num_own, num_blocks = batch.num_tokens, -(-max_tokens // block_size)
     positions = np.zeros(num_rows, np.int32)
     positions[:num_own] = batch.positions
@@ -306,7 +306,7 @@ def _gather(blocks: Tensor, block_ids: Tensor, chunk: int) -> Tensor:
 
 
 def _first_seen(position: Position, options: AttentionOptions) -> Position:
-    """Least position that a query at `position` sees; may be negative for 0."""
+    """The first position that a query at `position` sees; a negative one stands for 0."""
     if options.sliding_window is not None:
         return position - options.sliding_window + 1
     if options.local_chunk is not None:

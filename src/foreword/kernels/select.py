@@ -1,4 +1,4 @@
-"""Which attention kernel runs, and what every kernel is asked.
+"""The choice of an attention kernel, and the protocol of all kernels.
 
 Knows the kernels by name; loads only the one that is chosen.
 """
@@ -17,14 +17,7 @@ from torch import Tensor
 from foreword.batch import Batch
 from foreword.config import KernelName
 from foreword.errors import ConfigError
-from foreword.kernels.reference import (
-    AttentionOptions,
-    Tile,
-    TilePlan,
-    paged_attention,
-    plan_decoding_tile,
-    plan_tiles,
-)
+from foreword.kernels.reference import AttentionOptions, Tile, TilePlan, paged_attention, plan_decoding_tile, plan_tiles
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +26,7 @@ class AttentionKernel(Protocol):
     """Paged attention. A step is planned once and then attended by every layer that uses its block tables."""
 
     def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> Any:
-        """What to do in a step; valid for this step only."""
+        """Plan a step; the plan is valid for this step only."""
         ...
 
     def attend(
@@ -43,7 +36,7 @@ class AttentionKernel(Protocol):
         ...
 
     def explain(self) -> str:
-        """For a person: what the kernel made of the steps so far."""
+        """A text for people: what the kernel did in the steps so far."""
         ...
 
 
@@ -56,13 +49,13 @@ class ReferenceAttention:
         return tiles.at(torch.from_numpy(tiles.data).to(device))
 
     def lay_out(self, batch: Batch, scrap_block: int, block_size: int) -> TilePlan:
-        """See `on_device.DeviceAttention`."""
+        """See `device_attention.DeviceAttention`."""
         return plan_tiles(batch, scrap_block, block_size)
 
     def lay_out_decoding(
         self, batch: Batch, scrap_block: int, block_size: int, *, num_rows: int, max_tokens: int
     ) -> TilePlan:
-        """See `on_device.DeviceAttention`; every step costs what `max_tokens` tokens cost."""
+        """See `device_attention.DeviceAttention`; every step costs what `max_tokens` tokens cost."""
         return plan_decoding_tile(batch, scrap_block, block_size, num_rows=num_rows, max_tokens=max_tokens)
 
     def attend(
@@ -72,12 +65,12 @@ class ReferenceAttention:
         return paged_attention(query, key_blocks, value_blocks, plan, options)
 
     def explain(self) -> str:
-        """It has no choices to explain."""
+        """A text for people; this kernel makes no choices."""
         return "attention in plain torch: nothing is shared"
 
 
 def make_kernel(name: KernelName, device: torch.device) -> AttentionKernel:
-    """The kernel called `name`; "auto" takes a compiled one wherever one runs. Raises ConfigError."""
+    """The kernel called `name`; "auto" is a compiled one wherever one runs. Raises ConfigError."""
     if name == "reference":
         return ReferenceAttention()
     wanted = {"cpu": _why_not_cpu, "triton": _why_not_triton}
@@ -119,14 +112,14 @@ def writes_with_triton(device: torch.device) -> bool:
 
 
 def make_block_kernels(pages: Sequence[Tensor]) -> BlockKernels:
-    """Triton's, for these tensors of pages [blocks, bytes], which must not move afterwards."""
+    """Triton's kernels for these tensors of pages [blocks, bytes], which must not move later."""
     from foreword.kernels.triton.blocks import TritonBlocks
 
     return TritonBlocks(pages)
 
 
 def _why_not_cpu(device: torch.device) -> str | None:
-    """What keeps the compiled CPU kernel from running, None if nothing does."""
+    """Why the compiled CPU kernel cannot run here; None if it can."""
     if device.type != "cpu":
         return f"the model is on {device}"
     if importlib.util.find_spec("numba") is None:
@@ -140,7 +133,7 @@ def _why_not_cpu(device: torch.device) -> str | None:
 
 
 def _why_not_triton(device: torch.device) -> str | None:
-    """What keeps the Triton kernels from running, None if nothing does."""
+    """Why the Triton kernels cannot run here; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install 'foreword[gpu]')"
     import triton
@@ -150,8 +143,6 @@ def _why_not_triton(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"the model is on {device}"
     if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
-        # Elsewhere prefill and decoding may lie differently in registers, and sum a row in different orders.
-        return (
-            f"equal bits were made sure of for NVIDIA's Hopper only, and this is {torch.cuda.get_device_name(device)}"
-        )
+        # Other GPUs may use different registers in prefill and decoding, and sum a row in different orders.
+        return f"equal bits were verified on NVIDIA's Hopper only, and this is {torch.cuda.get_device_name(device)}"
     return None

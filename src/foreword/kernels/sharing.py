@@ -1,4 +1,4 @@
-"""A kernel's steps, planned with two-phase attention where it pays, and what that saved, for a person.
+"""Sharing: plans a kernel's steps with two-phase attention where it pays, and reports the savings.
 
 Knows plans and bytes; knows no kernel.
 """
@@ -15,17 +15,17 @@ from foreword.kernels.step_plan import CHUNK, SHARED, SharingRule, StepPlan, pla
 
 @dataclass(slots=True)
 class SharingReport:
-    """What two-phase attention did, step by step."""
+    """Counts of what two-phase attention did."""
 
     num_steps: int = 0
-    """With requests of few queries."""
+    """Steps that had requests with few queries."""
     num_shared_steps: int = 0
     chunks_read: int = 0
     chunks_seen: int = 0
     saved_us: float = 0.0
     search_us: float = 0.0
     groups: tuple[int, ...] = ()
-    """Of the step that shared most."""
+    """The sizes of groups in the step that shared most."""
 
     def add(self, plan: StepPlan, rule: SharingRule) -> None:
         """Count one step."""
@@ -54,23 +54,23 @@ class SharingReport:
 
 
 class Sharing:
-    """Plans steps of one kernel. What sharing saves is judged by the KV that the layers of the last step read."""
+    """Plans steps of one kernel. It estimates savings from the KV that the layers of the last step read."""
 
     def __init__(self, *, enabled: bool) -> None:
-        """Not `enabled`: every request reads its own KV."""
+        """If not `enabled`, every request reads its own KV."""
         self._enabled = enabled
         self._report = SharingReport()
         self._token_bytes, self._bytes_this_step = 0, 0
 
     def plan(self, batch: Batch, block_size: int) -> StepPlan:
-        """What to do in a step."""
+        """Plan a step."""
         rule = self._rule()
         step = plan_step(batch, block_size, rule if self._enabled else None)
         self._report.add(step, rule)
         return step
 
     def plan_singles(self, batch: Batch, block_size: int) -> StepPlan | None:
-        """What to do in a step of single tokens; None: each reads the chunks of its own KV, there is no more to it."""
+        """Plan a step of single tokens; None if each only reads the chunks of its own KV."""
         if self._enabled and batch.num_tokens > 1:
             _, joined = sort_by_blocks(batch, np.arange(batch.num_tokens), block_size, self._rule())
             if joined is not None:
@@ -79,7 +79,7 @@ class Sharing:
         return None
 
     def _rule(self) -> SharingRule:
-        """By the KV of the last step; the first call in a step begins to count anew, more of them change nothing."""
+        """The rule for the last step's KV. The first call in a step restarts the count; more calls change nothing."""
         self._token_bytes = self._bytes_this_step or self._token_bytes
         self._bytes_this_step = 0
         return SharingRule(self._token_bytes)
@@ -89,5 +89,5 @@ class Sharing:
         self._bytes_this_step += token_bytes
 
     def explain(self) -> str:
-        """What was shared since the kernel was made."""
+        """A text for people: what requests shared since the kernel was made."""
         return self._report.describe() if self._enabled else "two-phase attention: switched off"

@@ -1,9 +1,9 @@
-"""What a compiled kernel does in a step: items of work, and which requests share chunks of KV.
+"""The plan of a compiled kernel's step: items of work, and which requests share chunks of KV.
 
 Knows batches and block tables; knows no tensor and no kernel. A plan serves all layers of a step that use the same
 block tables.
 
-Requests with few queries (decoding, mostly) are split by chunks of KV. Members are sorted by their block
+Requests with few queries (mostly decoding) are split by chunks of KV. Members are sorted by their block
 tables, so requests with equal leading blocks are neighbours, and an item is a run of them for one chunk:
 
     chunk       0   1   2   3   4
@@ -18,37 +18,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from foreword.batch import Batch, IntArray
+from foreword.batch import Batch, Int64Array, IntArray
 
-Int64Array = npt.NDArray[np.int64]
 CHUNK = 256
-"""Tokens of a chunk of KV, on an absolute grid: what a partial result is of, in every compiled kernel."""
+"""Tokens of a chunk of KV, on an absolute grid. In every compiled kernel a partial result covers one chunk."""
 FOLD_QUERIES = 64
 FOLD, SHARED, LEADING = range(3)
-"""Kinds of items: (FOLD, request, first query, queries), (SHARED, chunk, first member, last member + 1), and those of
-`leading_chunks.py`."""
+"""Kinds of items: (FOLD, request, first query, queries), (SHARED, chunk, first member, last member + 1), and LEADING
+(`leading_chunks.py`)."""
 FEW_QUERIES = 16
-"""Most queries of a request that are computed chunk by chunk."""
+"""Most queries of a request that is computed chunk by chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharingRule:
-    """When it pays to look for shared chunks: the KV that need not be read again must be worth the search.
+    """When to look for shared chunks: reading less KV must be worth the search.
 
-    Once found, sharing costs the kernel nothing, since partial results per chunk are what it computes anyway.
+    Sharing itself costs nothing, since the kernel computes partial results per chunk anyway.
     Both rates were measured by `benchmarks/attention.py`, the saving with two threads and KV out of the caches.
     """
 
     token_bytes: int
-    """KV of a token in all layers; 0: not known yet, so look."""
+    """Bytes of a token's KV in all layers; 0: not known yet, so always search."""
     saved_ns_per_byte: float = 0.02
     search_ns: float = 10_000
     search_ns_per_block: float = 5
 
     def saving_us(self, num_chunks: int) -> float:
-        """Time not spent on chunks that need not be read again."""
+        """Time that is saved by not reading chunks again."""
         return num_chunks * CHUNK * self.token_bytes * self.saved_ns_per_byte / 1e3
 
     def search_us(self, num_blocks: int) -> float:
@@ -62,7 +60,7 @@ class SharingRule:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Arrays as the CPU kernel wants them; all int64 but the tables."""
+    """A step's plan as arrays for compiled kernels; all are int64 but the tables."""
 
     tables: IntArray
     block_size: int
@@ -73,17 +71,17 @@ class StepPlan:
     """[items, 4], see FOLD and SHARED."""
     num_folds: int
     members: Int64Array
-    """Requests with few queries, neighbours sharing most."""
+    """Requests with few queries, sorted so that neighbours share most."""
     merges: Int64Array
     """[queries of members, 2]: request, query."""
     num_slots: int
-    """Partial results per head."""
+    """The number of partial results per head."""
     most_queries: int
-    """Of a SHARED item."""
+    """Most queries of a SHARED item."""
     num_chunks: int
-    """Chunks that members see, each for itself; SHARED items are as many or fewer."""
+    """Chunks that members see, counted for each member; there are at most as many SHARED items."""
     groups: tuple[int, ...]
-    """How many requests share their first chunk, group by group."""
+    """For each group of requests that share their first chunk, their number."""
 
 
 def plan_step(batch: Batch, block_size: int, rule: SharingRule | None) -> StepPlan:
@@ -129,7 +127,7 @@ def plan_step(batch: Batch, block_size: int, rule: SharingRule | None) -> StepPl
 
 
 def _folds(rows: Int64Array, lengths: Int64Array, first_positions: Int64Array) -> Int64Array:
-    """Items of requests with many queries, those with the longest contexts first: they end a step together."""
+    """Items of requests with many queries. The longest contexts come first, so that threads end together."""
     items = [
         (FOLD, row, start, min(FOLD_QUERIES, int(lengths[row]) - start))
         for row in rows.tolist()
@@ -140,7 +138,7 @@ def _folds(rows: Int64Array, lengths: Int64Array, first_positions: Int64Array) -
 
 
 def _shared(num_chunks: Int64Array, joined: Int64Array | None) -> Int64Array:
-    """Items of members in order, chunk by chunk; `joined`: chunks that a member shares with the next, if any are."""
+    """Items of members in order, chunk by chunk; `joined`: the chunks that each member shares with the next."""
     chunks = np.arange(num_chunks.max(initial=0))[:, None]
     present = chunks < num_chunks
     begins = present
@@ -158,7 +156,7 @@ def _shared(num_chunks: Int64Array, joined: Int64Array | None) -> Int64Array:
 def sort_by_blocks(
     batch: Batch, members: Int64Array, block_size: int, rule: SharingRule
 ) -> tuple[Int64Array, Int64Array | None]:
-    """Members sorted by their tables, and how many whole chunks each shares with the next; None: not worth sorting."""
+    """Members sorted by tables, and the whole chunks that each shares with the next; None: sorting does not pay."""
     chunk_blocks = -(-CHUNK // block_size)
     whole = (batch.positions[batch.query_starts[1:] - 1][members].astype(np.int64) + 1) // CHUNK
     long = whole.nonzero()[0]

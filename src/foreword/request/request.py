@@ -39,17 +39,17 @@ FACTS = np.dtype(
         ("min_p", np.float64),
         ("top_p", np.float64),
         ("seed", np.uint64),
-        ("changes_logits", np.bool_),  # may be sampled from changed logits
-        ("samples_by_tokens", np.bool_),  # the next token depends on earlier ones other than through the model, too
+        ("changes_logits", np.bool_),  # whether tokens may be sampled from changed logits
+        ("samples_by_tokens", np.bool_),  # whether sampling itself depends on earlier tokens
         ("may_run_dry", np.bool_),
-        ("reports", np.bool_),  # log probabilities of sampled tokens
-        ("reports_prompt", np.bool_),
+        ("reports", np.bool_),  # whether it reports log probabilities of sampled tokens
+        ("reports_prompt", np.bool_),  # whether it reports log probabilities of prompt tokens
     ],
     align=True,
 )
-"""Facts that each step reads of every request: a record, so that one operation reads all. They never change."""
+"""Constant facts of a request as a record, so that a step reads those of all requests in one operation."""
 FactRows = npt.NDArray[np.void]
-"""records of FACTS"""
+"""Records of FACTS."""
 
 
 def named_record(dtype: np.dtype[np.void], **values: Any) -> tuple[Any, ...]:
@@ -90,7 +90,7 @@ class RequestMetrics:
 
     @property
     def time_to_first_token_ms(self) -> float | None:
-        """Seconds from arrival to the first generated token."""
+        """Milliseconds from arrival to the first generated token."""
         return None if self.first_token_time is None else 1e3 * (self.first_token_time - self.arrival_time)
 
 
@@ -203,7 +203,7 @@ class Request:
 
     @property
     def skips_cache(self) -> bool:
-        """Prompt logprobs need the logits of every prompt position."""
+        """Whether it must not read the cache; prompt logprobs need the logits of every prompt position."""
         return self.params.skip_reading_prefix_cache or self.params.prompt_logprobs is not None
 
 

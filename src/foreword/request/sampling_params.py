@@ -1,4 +1,4 @@
-"""SamplingParams: how callers want a prompt to be continued.
+"""SamplingParams: the caller's parameters for the continuation of a prompt.
 
 Knows parameters, their ranges and which exclude each other; knows nothing of models or logits.
 """
@@ -24,14 +24,7 @@ MAX_SCHEMA_CHARACTERS = 200_000
 LARGEST = 1e9
 """Largest penalty or bias: their sums stay finite in float32."""
 
-_REAL_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+_REAL_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class TokenConstraint(Protocol):
@@ -46,7 +39,7 @@ class TokenConstraint(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form that an answer must have: exactly one of these. Names and meanings are vLLM's."""
+    """The form that an answer must have: exactly one of these. Names and meanings are those of vLLM."""
 
     json: Mapping[str, Any] | str | None = None
     """A JSON schema, or its text. White space stands only where JSON's strings have it."""
@@ -103,7 +96,7 @@ def _check_length(name: str, text: str, most: int = MAX_CONSTRAINT_CHARACTERS) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to continue a prompt. Names and meanings are vLLM's and OpenAI's."""
+    """Parameters of a prompt's continuation. Names and meanings are those of vLLM and OpenAI."""
 
     n: int = 1
     """Independent continuations; they share the prompt's blocks."""
@@ -165,12 +158,7 @@ class SamplingParams:
             raise InvalidRequestError("structured_outputs and open_constraint cannot be combined; leave one out")
         self._check_types()
         _check("n", self.n, self.n >= 1, "use 1 or more")
-        _check(
-            "max_tokens",
-            self.max_tokens,
-            self.max_tokens is None or self.max_tokens >= 1,
-            "use 1 or more, or None",
-        )
+        _check("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "use 1 or more, or None")
         _check("min_tokens", self.min_tokens, self.min_tokens >= 0, "use 0 or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")

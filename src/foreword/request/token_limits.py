@@ -1,7 +1,7 @@
-"""TokenLimits: the tokens that may come next in an answer, as far as its parameters decide.
+"""TokenLimits: the tokens that an answer's parameters allow next.
 
-Knows token ids and masks over the vocabulary; knows nothing of logits, text or grammars' contents. It decides
-everything that can forbid a token here, on the host, so that the engine notices when no token is left.
+Knows token ids and masks over the vocabulary; knows nothing of logits, text or grammars' contents. All
+rules that forbid tokens apply here, on the host, so that the engine notices when no token is left.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TokenLimits:
         end_token_ids: Collection[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
     ) -> TokenLimits | None:
-        """The limits of a request; None if only a bias and `min_tokens` apply, for which samplers need no mask.
+        """The limits of a request; None if only a bias and `min_tokens` apply, which need no mask.
 
         Raises InvalidRequestError for parameters that allow no first token.
         """

@@ -1,4 +1,4 @@
-"""The CPU kernel's door: torch tensors in, torch tensors out.
+"""The CPU kernel for torch tensors: it plans steps and attends.
 
 Knows tensors; knows nothing of models or requests.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.batch import Batch
+from foreword.batch import Batch, Int64Array
 from foreword.kernels.cpu import layout
 from foreword.kernels.cpu.chunk import compile_chunk
 from foreword.kernels.cpu.leading_chunks import JoinedItems, LeadingChunks
@@ -22,45 +22,35 @@ from foreword.kernels.llvm.tiles import has_tiles
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.runtime.threads import Operation, Program
 from foreword.kernels.sharing import Sharing
-from foreword.kernels.step_plan import FOLD_QUERIES, Int64Array, StepPlan
+from foreword.kernels.step_plan import FOLD_QUERIES, StepPlan
 
 ALONE_UNITS, ALONE_PARTIALS = 4, 512
-"""Fewer items of a chunk times KV heads, or partial results to merge, are left to the calling thread: some 20 us."""
+"""The calling thread computes up to this many items times KV heads, or partial results, alone: about 20 us."""
 
-PLAN_ARGUMENTS = (
-    "tables",
-    "table_width",
-    "block_size",
-    "requests",
-    "items",
-    "num_items",
-    "members",
-    "merges",
-    "num_merges",
-)
+PLAN_ARGUMENTS = "tables table_width block_size requests items num_items members merges num_merges".split()
 STEP_ARGUMENTS = *PLAN_ARGUMENTS, "partial_stats", "partial_mixed", "scratch", "scratch_bytes"
 """Arguments that change in every step: the plan, and memory."""
 
 
 def fastest_mode() -> int:
     """How this processor multiplies bfloat16."""
-    if not HAS_BF16_DOT:  # which rounds weights for tiles too
+    if not HAS_BF16_DOT:  # tiles need it too, to round weights
         return layout.WIDENED
     return layout.TILES if has_tiles() and HAS_FLOAT16 else layout.PAIRS
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """A step's plan, and what it makes of the kernel's arguments."""
+    """A step's plan, and the kernel's arguments that follow from it."""
 
     step: StepPlan
     joined: JoinedItems
     arguments: Int64Array
-    """The numbers of PLAN_ARGUMENTS."""
+    """The values of PLAN_ARGUMENTS."""
 
 
 class AttentionOperations:
-    """What a team does for one layer: items of work, and then the merging of partial results."""
+    """What threads do for one layer: they compute items of work, and then merge partial results."""
 
     def __init__(self) -> None:
         self.items, self.merges = Operation(compile_worker()), Operation(compile_worker())
@@ -70,19 +60,19 @@ class AttentionOperations:
             a["phase"], a["arguments"], a["attend_chunk"] = phase, one.address, self._chunk.address
         self._sinks: Tensor | None = None
         self.token_bytes = 0
-        """KV of a token."""
+        """Bytes of one token's keys and values."""
         self.shape = 0, 0, 0, 0, 0
         """Mode, query heads of a KV head, KV heads, key dim, value dim."""
 
     def set_layer(
         self, blocks: tuple[Tensor, Tensor], num_heads: int, options: AttentionOptions, bfloat16: int
     ) -> None:
-        """Keys and values [blocks, block_size, kv_heads, dim] without gaps, which are the caller's to keep.
+        """Attend to keys and values [blocks, block_size, kv_heads, dim] without gaps, which the caller keeps.
 
-        `bfloat16`: the mode of its products.
+        `bfloat16`: the mode in which bfloat16 is multiplied.
         """
         assert options.slopes is None, "compiled attention takes no slopes; use the reference"
-        assert options.scale > 0  # a row's peak is looked for before its scores are scaled
+        assert options.scale > 0  # the search for a row's peak precedes scaling
         keys, values = blocks
         sinks = None if options.sinks is None else options.sinks.float().contiguous()
         self._sinks = sinks
@@ -100,8 +90,9 @@ class AttentionOperations:
             a["scale"], a["softcap"] = options.scale, options.softcap or 0.0
 
     def bind_rows(self, query: tuple[int, int, int], output: int) -> None:
-        """`query`: address, bytes of a token, bytes of a head; `output`: address of [rows, heads, value_dim] in the
-        blocks' type.
+        """Take `query` (address, bytes of a token, bytes of a head) and the address of the output.
+
+        The output [rows, heads, value_dim] has the blocks' type.
         """
         for one in (self.items, self.merges):
             a = one.arguments
@@ -110,10 +101,10 @@ class AttentionOperations:
 
 
 class CpuAttention:
-    """Plans steps and attends. One thread at a time."""
+    """Plans steps and attends. One thread at a time may call it."""
 
     def __init__(self, *, share: bool = True, bfloat16: int | None = None) -> None:
-        """`share`: two-phase attention; `bfloat16`: the mode of its products, by default the processor's fastest."""
+        """`share`: use two-phase attention; `bfloat16`: the mode of products, by default the processor's fastest."""
         self._sharing = Sharing(enabled=share)
         self._leading = LeadingChunks()
         self.bfloat16 = fastest_mode() if bfloat16 is None else bfloat16
@@ -121,14 +112,14 @@ class CpuAttention:
         self._both = Program((self._operations.items, self._operations.merges))
         self._scratch: dict[tuple[int, ...], tuple[Int64Array, int, int]] = {}
         self._num_kv_heads = 1
-        """Of the layers of the step before: plans are made before layers are known. It changes no result."""
+        """KV heads of the previous step's layers, as plans precede layers. The number changes no result."""
         self._partials = torch.empty(0)
         self._outgrown: list[Tensor] = []
-        """Memory of partial results that operations of this step may have been bound to."""
+        """Memory for partial results that this step's operations may still be bound to."""
 
     def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> CpuPlan:
-        """What to do in a step; serves every layer that uses the batch's block tables."""
-        del scrap_block, device  # nothing outside a table is looked up, and this is the CPU
+        """Plan a step, for every layer that uses the batch's block tables."""
+        del scrap_block, device  # the kernel reads nothing outside a table
         self._outgrown.clear()
         step = self._sharing.plan(batch, block_size)
         joined = self._leading.join(step, self._num_kv_heads, torch.get_num_threads())
@@ -146,13 +137,13 @@ class CpuAttention:
         return CpuPlan(step, joined, np.array(arguments, np.int64))
 
     def explain(self) -> str:
-        """What was shared since the kernel was made."""
+        """What requests shared since the kernel was made."""
         return self._sharing.explain()
 
     def attend(
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: CpuPlan, options: AttentionOptions
     ) -> Tensor:
-        """As `reference.paged_attention`, with a plan in place of tiles; the scale is positive."""
+        """`reference.paged_attention` with a plan in place of tiles; the scale must be positive."""
         step, dtype, operations = plan.step, key_blocks.dtype, self._operations
         rows = query.to(dtype)
         if rows.stride(2) != 1:
@@ -178,22 +169,14 @@ class CpuAttention:
         return output.to(query.dtype)
 
     def step_numbers(self, shape: tuple[int, int, int, int, int], token_bytes: int, plan: CpuPlan) -> Int64Array:
-        """STEP_ARGUMENTS of layers of one shape, which together read `token_bytes` bytes per token."""
+        """Values of STEP_ARGUMENTS for layers of one shape, which together read `token_bytes` bytes per token."""
         _, num_groups, num_kv_heads, _, value_dim = shape
         self._num_kv_heads = num_kv_heads
         self._sharing.note_layer(token_bytes)
         num_partials = plan.step.num_slots * num_groups * num_kv_heads
-        partials = self._partial_memory(num_partials * (layout.padded(value_dim, 32) + 2) + 16)
-        scratch, scratch_bytes = self._thread_memory(shape, plan.step.most_queries)
-        numbers = np.empty(len(STEP_ARGUMENTS), np.int64)
-        numbers[: len(plan.arguments)] = plan.arguments
-        numbers[len(plan.arguments) :] = (
-            partials,
-            partials + layout.padded(num_partials * 8, 64),
-            scratch,
-            scratch_bytes,
-        )
-        return numbers
+        stats = self._partial_memory(num_partials * (layout.padded(value_dim, 32) + 2) + 16)
+        memory = stats, stats + layout.padded(num_partials * 8, 64), *self._thread_memory(shape, plan.step.most_queries)
+        return np.concatenate((plan.arguments, np.array(memory, np.int64)))
 
     def _partial_memory(self, num_floats: int) -> int:
         """Address of memory for partial results."""
@@ -203,7 +186,7 @@ class CpuAttention:
         return self._partials.data_ptr()
 
     def _thread_memory(self, shape: tuple[int, int, int, int, int], most_queries: int) -> tuple[int, int]:
-        """Address of scratch memory with the layout of its parts written into it, and its bytes per thread."""
+        """Address of scratch memory, with its record filled in for each thread, and its bytes per thread."""
         mode, num_groups, num_kv_heads, key_dim, value_dim = shape
         rows = FOLD_QUERIES * num_groups
         most = max(rows, 1 << (most_queries * num_groups).bit_length())

@@ -14,9 +14,9 @@ from foreword.kernels.cpu.few_rows import are_few, multiply_keys_directly, multi
 from foreword.kernels.cpu.layout import (
     ATTENTION,
     IN_PAIRS,
-    MOST_ROWS,
+    KV_PANEL,
+    MOST_TILED_ROWS,
     PAIRS,
-    PANEL,
     ROW_BYTES,
     SCORE_BYTES,
     STATS_BYTES,
@@ -29,13 +29,7 @@ from foreword.kernels.cpu.packing import pack_keys, pack_values
 from foreword.kernels.cpu.row_weights import ask_ahead, cap_scores, find_bounds, find_peaks, keep_rows, weigh_row
 from foreword.kernels.cpu.tile_weights import weigh_in_tiles
 from foreword.kernels.llvm.emit import LANES
-from foreword.kernels.llvm.simd import (
-    ROWS,
-    pair_product_32,
-    pair_product_64,
-    product_32,
-    product_64,
-)
+from foreword.kernels.llvm.simd import ROWS, pair_product_32, pair_product_64, product_32, product_64
 from foreword.kernels.llvm.tiles import lay_out, release, tile_product_32, tile_product_64
 from foreword.kernels.runtime.compiled import Worker, inlined, worker
 from foreword.kernels.step_plan import CHUNK
@@ -45,16 +39,16 @@ from foreword.kernels.step_plan import CHUNK
 
 @inlined
 def _attend_rows(a: Any, s: Any, kv_head: int, rows: tuple[int, int], kind: int, packed: Any, ask: int) -> None:
-    """Partial results of some rows of the row table, at most MOST_ROWS, with the chunk, which is `packed` or not.
+    """Compute partial results of some rows of the row table, at most MOST_TILED_ROWS, with a chunk, `packed` or not.
 
-    `ask`: how many tokens of the next chunk are asked for with each row, times 2 ** 16.
+    `ask`: the number of the next chunk's tokens to prefetch with each row, times 2 ** 16.
     """
     num_rows = rows[1] - rows[0]
     table, scores, stats = s.row_table + ROW_BYTES * rows[0], s.row_scores, s.row_stats
     bounds = find_bounds(table, num_rows)
     if bounds[0] >= bounds[1]:
         return
-    start, stop = bounds[0] // PANEL * PANEL, -(-bounds[1] // PANEL) * PANEL
+    start, stop = bounds[0] // KV_PANEL * KV_PANEL, -(-bounds[1] // KV_PANEL) * KV_PANEL
     if a.mode == TILES:
         weigh_in_tiles(a, s, rows, bounds, ask)
     else:
@@ -76,11 +70,11 @@ def _attend_rows(a: Any, s: Any, kv_head: int, rows: tuple[int, int], kind: int,
 
 @inlined
 def _multiply_keys(a: Any, s: Any, rows: tuple[int, int], start: int, stop: int) -> None:
-    """Scores of the rows' queries."""
+    """Compute the scores of the rows' queries."""
     num_rows = rows[1] - rows[0]
     num_words = a.key_words
     queries = s.row_queries + rows[0] * num_words * 4
-    for token in range(start, stop, PANEL):
+    for token in range(start, stop, KV_PANEL):
         panel = s.packed_keys + token * num_words * 4
         scores = s.row_scores + 4 * token
         if a.mode == PAIRS:
@@ -91,26 +85,26 @@ def _multiply_keys(a: Any, s: Any, rows: tuple[int, int], start: int, stop: int)
 
 @inlined
 def _multiply_values(a: Any, s: Any, num_rows: int, start: int, high: int) -> None:
-    """Mixtures of values by the rows' weights."""
+    """Mix values by the rows' weights."""
     width = a.value_width
     together = 2 if a.mode in IN_PAIRS else 1
     length = (high - start + together - 1) // together
-    steps = (length + LANES - 1) // LANES  # of tiles: what is beyond `high` has weight 0, and values of 0
+    steps = (length + LANES - 1) // LANES  # of tiles; tokens from `high` on have weight 0, and values of 0
     weights = s.row_scores + start * 4 // together
     tile_weights = s.row_weights + 2 * start
-    for dim in range(0, width, PANEL):
-        lanes = min(PANEL, width - dim)
+    for dim in range(0, width, KV_PANEL):
+        lanes = min(KV_PANEL, width - dim)
         panel = s.packed_values + dim * 4 * (CHUNK // together) + start // together * lanes * 4
         target = s.row_mixed + 4 * dim
-        if a.mode == TILES and lanes == PANEL:
+        if a.mode == TILES and lanes == KV_PANEL:
             tile_product_64(num_rows, tile_weights, WEIGHT_BYTES, panel, steps, target, 4 * width)
         elif a.mode == TILES:
             tile_product_32(num_rows, tile_weights, WEIGHT_BYTES, panel, steps, target, 4 * width)
-        elif a.mode == PAIRS and lanes == PANEL:
+        elif a.mode == PAIRS and lanes == KV_PANEL:
             pair_product_64(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
         elif a.mode == PAIRS:
             pair_product_32(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
-        elif lanes == PANEL:
+        elif lanes == KV_PANEL:
             product_64(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
         else:
             product_32(num_rows, weights, SCORE_BYTES, panel, length, target, 4 * width)
@@ -118,10 +112,10 @@ def _multiply_values(a: Any, s: Any, num_rows: int, start: int, high: int) -> No
 
 @inlined
 def _attend(a: Any, s: Any, kv_head: int, num_rows: int, bounds: tuple[int, int], kind: int) -> None:
-    """All rows of the row table with one chunk, whose tokens have been found; `bounds`: what some row sees."""
-    num_parts, ask, packed = -(-num_rows // (MOST_ROWS if a.mode == TILES else ROWS)), 0, not are_few(a, num_rows)
+    """Attend with all rows of the table to one chunk, after `find_tokens`; `bounds`: the tokens that some row sees."""
+    num_parts, ask, packed = -(-num_rows // (MOST_TILED_ROWS if a.mode == TILES else ROWS)), 0, not are_few(a, num_rows)
     if packed:
-        start, stop = bounds[0] // PANEL * PANEL, -(-bounds[1] // PANEL) * PANEL
+        start, stop = bounds[0] // KV_PANEL * KV_PANEL, -(-bounds[1] // KV_PANEL) * KV_PANEL
         pack_keys(a, s, kv_head, start, stop)
         pack_values(a, s, kv_head, start, stop)
     if not packed or (a.mode == TILES and num_parts > 1):
@@ -129,7 +123,7 @@ def _attend(a: Any, s: Any, kv_head: int, num_rows: int, bounds: tuple[int, int]
     else:
         ask_ahead(a, s, 0, CHUNK)
     laid_out = 0
-    for number in range(num_parts):  # parts of equal size, as far as possible
+    for number in range(num_parts):  # parts of nearly equal size
         first, end = number * num_rows // num_parts, (number + 1) * num_rows // num_parts
         if a.mode == TILES and end - first != laid_out:
             laid_out = end - first
@@ -141,7 +135,7 @@ def _attend(a: Any, s: Any, kv_head: int, num_rows: int, bounds: tuple[int, int]
 
 @functools.cache
 def compile_chunk() -> Worker:
-    """The function that `worker.py` calls by its address."""
+    """Compile the function that `worker.py` calls by its address."""
 
     @worker(ATTENTION, 6)
     def attend_chunk(arguments: Any, scratch: int, kv_head: int, num_rows: int, low: int, high: int, kind: int) -> None:

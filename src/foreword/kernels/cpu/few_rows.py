@@ -1,9 +1,9 @@
 """Few rows times one chunk of KV, compiled by numba: keys and values are multiplied where they lie.
 
-Knows tokens' addresses and rows; knows nothing of block tables. To pack a chunk and to read it again takes longer than
-to multiply it by the rows of one decoding request. Arithmetic and its order are those of packed chunks.
+Knows tokens' addresses and rows; knows nothing of block tables. Packing a chunk and reading it again takes longer than
+multiplying it by the rows of one decoding request. Arithmetic and its order are those of packed chunks.
 
-With every 16 tokens a like part of the next chunk is asked for: requests to memory must not stand in a queue.
+Every 16 tokens prefetch an equal part of the next chunk, so that requests to memory do not queue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foreword.kernels.runtime.compiled import inlined
 
 @inlined
 def are_few(a: Any, num_rows: int) -> Any:
-    """Whether packing does not pay: two readings cost what packing does. Heads must be whole vectors of pairs."""
+    """Whether to skip packing: reading a chunk twice costs as much as packing. Heads must be whole vectors of pairs."""
     return a.mode == PAIRS and num_rows <= 2 * ROWS and a.key_dim % DIMS == 0 and a.value_dim % DIMS == 0
 
 
@@ -28,10 +28,10 @@ def are_few(a: Any, num_rows: int) -> Any:
 def multiply_keys_directly(
     a: Any, s: Any, kv_head: int, rows: tuple[int, int], seen: tuple[int, int], ask: int
 ) -> None:
-    """Scores of some rows' queries and of whole vectors of tokens.
+    """Compute scores of some rows' queries with whole vectors of tokens.
 
-    `seen`: from where to where tokens may be seen; begins with a panel, as weights and packed memory do.
-    `ask`: how many tokens of the next chunk are asked for with each row, times 2 ** 16.
+    `seen`: the tokens that rows may see, from a panel's first, as weights and packed memory begin there.
+    `ask`: the number of the next chunk's tokens to prefetch with each row, times 2 ** 16.
     """
     num_steps, key_bytes = -(-(seen[1] - seen[0]) // LANES), 2 * a.key_dim
     queries, offset = s.row_queries + rows[0] * key_bytes, kv_head * key_bytes
@@ -47,7 +47,7 @@ def multiply_keys_directly(
 def multiply_values_directly(
     a: Any, s: Any, kv_head: int, rows: tuple[int, int], seen: tuple[int, int], ask: int
 ) -> None:
-    """Mixtures of values by the rows' weights."""
+    """Mix values by the rows' weights."""
     num_steps, value_bytes, mixed = -(-(seen[1] - seen[0]) // LANES), 2 * a.value_dim, s.row_mixed
     clear_bytes(mixed, (rows[1] - rows[0]) * 2 * value_bytes)
     for step in range(num_steps):
@@ -63,6 +63,6 @@ def multiply_values_directly(
 
 @inlined
 def _to_ask_for(ask: int, rows: tuple[int, int], step: int, num_steps: int) -> tuple[int, int]:
-    """Tokens of the next chunk, from and to, that step `step` of `num_steps` over these rows asks for."""
+    """The first and last + 1 of the next chunk's tokens that step `step` of `num_steps` over these rows prefetches."""
     begin, total = ask * rows[0], ask * (rows[1] - rows[0])
     return (begin + total * step // num_steps) >> 16, (begin + total * (step + 1) // num_steps) >> 16

@@ -1,13 +1,12 @@
-"""Leading chunks that one thread takes together, instead of one by one in any thread.
+"""Leading chunks that one thread computes together, instead of one by one in any thread.
 
-Knows a step's plan and how many threads there are; knows no tensor. A chunk alone leaves partial results, which
-are written to memory and read again to be merged. Chunks from the first one on can be merged at once by whoever
-computes them: that is the order in which partial results are merged, so no bit changes. How many are taken together is
-bounded so that all threads stay busy:
+Knows a step's plan and the number of threads; knows no tensor. A single chunk leaves partial results, which are
+written to memory and read again for merging. A thread that computes chunks from the first one on can merge them at
+once: partial results are merged in that order, so no bit changes. A limit on their number keeps all threads busy:
 
     chunk       0   1   2   3   4
     member 0    A   A   A   D          items of step_plan.py: 4 x A, D, E | joined: A (leading, 4 chunks of both), D, E
-    member 1    A   A   A   A   E      A request all of whose chunks are joined, for it alone, becomes a fold.
+    member 1    A   A   A   A   E      If all chunks of one request are joined, it becomes a fold.
 """
 
 from __future__ import annotations
@@ -16,33 +15,34 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreword.kernels.step_plan import FOLD, LEADING, Int64Array, StepPlan
+from foreword.batch import Int64Array
+from foreword.kernels.step_plan import FOLD, LEADING, StepPlan
 
 PACKING_QUERIES = 4
-"""Packing a chunk takes as long as this number of queries with it."""
+"""Packing a chunk takes as long as multiplying it by this number of queries."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedItems:
-    """What the CPU kernel does in a step."""
+    """The work of the CPU kernel in a step."""
 
     items: Int64Array
     """[items, 4]: as `StepPlan.items`, and (LEADING, chunks, first member, last member + 1)."""
     merges: Int64Array
-    """[queries, 3]: request, query, how many leading chunks are merged already; their result lies at the first's."""
+    """[queries, 3]: request, query, number of leading chunks that are merged already, into the first one's place."""
 
 
 class LeadingChunks:
-    """Joins them step by step. Most steps are cut as the one before, and are not thought over again."""
+    """Joins leading chunks, and keeps the last result: most steps are cut like the one before."""
 
     def __init__(self) -> None:
         self._last: tuple[object, ...] = ()
         self._joined: JoinedItems | None = None
 
     def join(self, step: StepPlan, num_kv_heads: int, num_threads: int) -> JoinedItems:
-        """As `join_leading`; nobody may write to the result.
+        """`join_leading`, whose result nobody may change.
 
-        Merges tell which requests are members and how many queries they have, items how many chunks.
+        Items and merges decide it: they have the chunks, the members and the members' queries.
         """
         this = num_kv_heads, num_threads, step.items.tobytes(), step.merges.tobytes()
         if self._joined is None or this != self._last:
@@ -51,7 +51,7 @@ class LeadingChunks:
 
 
 def join_leading(step: StepPlan, num_kv_heads: int, num_threads: int) -> JoinedItems:
-    """Join leading chunks of a step, where no thread is left without work by that."""
+    """Join leading chunks of a step, where that leaves no thread without work."""
     alone = step.items[step.num_folds :]
     merges = np.zeros((len(step.merges), 3), np.int64)
     merges[:, :2] = step.merges
@@ -64,7 +64,7 @@ def join_leading(step: StepPlan, num_kv_heads: int, num_threads: int) -> JoinedI
     length = np.minimum(length, _longest(step, alone, groups, (num_kv_heads, num_threads)))
     single = (groups[:, 1] == groups[:, 0] + 1) & (step.requests[step.members[groups[:, 0]], 3] == 1)
     length[length < 2] = 0
-    length[single] = 1  # nobody waits for the rest of it
+    length[single] = 1  # no other chunk has to be merged
     chosen = length.nonzero()[0]
     if not len(chosen):
         return JoinedItems(step.items, merges)
@@ -83,7 +83,7 @@ def join_leading(step: StepPlan, num_kv_heads: int, num_threads: int) -> JoinedI
 
 
 def _longest(step: StepPlan, alone: Int64Array, groups: Int64Array, team: tuple[int, int]) -> Int64Array:
-    """How many chunks of each group may be joined: as many as a thread does while the others do the rest.
+    """The most chunks of each group to join: what one thread computes while the others compute the rest.
 
     `team`: KV heads, each of which is a unit of work, and threads.
     """

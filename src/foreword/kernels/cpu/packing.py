@@ -1,4 +1,4 @@
-"""A chunk's keys and values in packed memory, compiled by numba: 16 tokens fill a vector, or 16 dimensions of values.
+"""Packing of a chunk's keys and values, compiled by numba: 16 tokens of keys fill a vector, or 16 dimensions of values.
 
 Knows tokens' addresses; knows nothing of rows or block tables.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foreword.kernels.cpu.layout import IN_PAIRS, PANEL, TILES, WIDENED
+from foreword.kernels.cpu.layout import IN_PAIRS, KV_PANEL, TILES, WIDENED
 from foreword.kernels.llvm.emit import LANES
 from foreword.kernels.llvm.simd import (
     copy_bytes,
@@ -24,7 +24,7 @@ from foreword.kernels.step_plan import CHUNK
 
 @inlined
 def _stage(s: Any, rows: int, start: int, stop: int, offset: int, num_bytes: int, padded_bytes: int) -> None:
-    """Copy one head of tokens whose size is no multiple of a vector to where it can be padded with zeros."""
+    """Copy one head of some tokens, whose size is no multiple of a vector, and pad it with zeros."""
     zeros, stage = s.zeros, s.stage
     for token in range(start, stop):
         target = stage + token * padded_bytes
@@ -35,7 +35,7 @@ def _stage(s: Any, rows: int, start: int, stop: int, offset: int, num_bytes: int
 
 @inlined
 def pack_keys(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
-    """Panels of 64 tokens, [words, 64] each."""
+    """Pack keys in panels of 64 tokens, [words, 64] each."""
     mode, dim, item_bytes, num_words = a.mode, a.key_dim, a.item_bytes, a.key_words
     row_bytes = num_words * (2 if mode == WIDENED else 4)
     rows, offset = s.key_rows, kv_head * dim * item_bytes
@@ -44,18 +44,18 @@ def pack_keys(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
         rows, offset = s.staged_rows, 0
     packed = s.packed_keys
     for token in range(start, stop, LANES):
-        panel = packed + token // PANEL * num_words * 4 * PANEL + token % PANEL * 4
+        panel = packed + token // KV_PANEL * num_words * 4 * KV_PANEL + token % KV_PANEL * 4
         for word in range(0, num_words, LANES):
-            target = panel + word * 4 * PANEL
+            target = panel + word * 4 * KV_PANEL
             if mode == WIDENED:
-                transpose_widened(rows + 8 * token, offset + 2 * word, target, 4 * PANEL)
+                transpose_widened(rows + 8 * token, offset + 2 * word, target, 4 * KV_PANEL)
             else:
-                transpose_words(rows + 8 * token, offset + 4 * word, target, 4 * PANEL)
+                transpose_words(rows + 8 * token, offset + 4 * word, target, 4 * KV_PANEL)
 
 
 @inlined
 def pack_values(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
-    """Panels of 64 dimensions (the last may have 32), [tokens or pairs of tokens, 64] each."""
+    """Pack values in panels of 64 dimensions (the last may have 32), [tokens or pairs of tokens, 64] each."""
     mode, dim, item_bytes, width = a.mode, a.value_dim, a.item_bytes, a.value_width
     rows, offset = s.value_rows, kv_head * dim * item_bytes
     if dim != width:
@@ -63,19 +63,19 @@ def pack_values(a: Any, s: Any, kv_head: int, start: int, stop: int) -> None:
         rows, offset = s.staged_rows, 0
     packed = s.packed_values
     together = 2 if mode in IN_PAIRS else 1
-    for first in range(0, width, PANEL):
-        lanes = min(PANEL, width - first)
+    for first in range(0, width, KV_PANEL):
+        lanes = min(KV_PANEL, width - first)
         panel = packed + first * 4 * (CHUNK // together)
         for token in range(start, stop, together):
             source = load_int(rows + 8 * token) + offset + first * item_bytes
             place = token // together
-            if mode == TILES:  # as two vectors of weights are put into one: two pairs of each in turn
+            if mode == TILES:  # as two vectors of weights become one: two pairs of each alternate
                 place = place & -16 | place & 1 | (place & 6) << 1 | (place & 8) >> 2
             target = panel + place * lanes * 4
             if together == 2:
                 other = load_int(rows + 8 * token + 8) + offset + first * 2
                 interleave(source, other, target)
-                if lanes == PANEL:
+                if lanes == KV_PANEL:
                     interleave(source + 64, other + 64, target + 128)
             elif mode == WIDENED:
                 widen(target, source, lanes)

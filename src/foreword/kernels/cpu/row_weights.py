@@ -1,6 +1,6 @@
-"""What attention does row by row with a chunk, compiled by numba: scores become weights, results are kept.
+"""Attention's work on single rows of a chunk, compiled by numba: scores become weights, and results are kept.
 
-Knows the row table; knows nothing of how scores and mixtures are multiplied.
+Knows the row table; knows nothing of products.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from foreword.kernels.step_plan import CHUNK, FOLD
 
 @inlined
 def ask_ahead(a: Any, s: Any, first: int, last: int) -> None:
-    """Ask for the keys and values of some tokens of the next chunk, while this one is computed."""
+    """Prefetch the keys and values of some tokens of the next chunk."""
     ask_for_keys(a, s, first, last)
     ask_for_values(a, s, first, last)
 
 
 @inlined
 def ask_for_keys(a: Any, s: Any, first: int, last: int) -> None:
-    """The keys alone."""
+    """Prefetch keys alone."""
     for token in range(first, min(last, s.next_length)):
         prefetch(load_int(s.next_key_rows + 8 * token), a.key_dim * a.item_bytes)
 
 
 @inlined
 def ask_for_values(a: Any, s: Any, first: int, last: int) -> None:
-    """The values alone."""
+    """Prefetch values alone."""
     for token in range(first, min(last, s.next_length)):
         prefetch(load_int(s.next_value_rows + 8 * token), a.value_dim * a.item_bytes)
 
 
 @inlined
 def find_bounds(table: int, num_rows: int) -> tuple[int, int, int, int]:
-    """From where to where some row of the table sees tokens, and from where to where all rows do."""
+    """The first and last + 1 of the tokens that some row of the table sees, and then of those that all rows see."""
     low, high, all_low, all_high = CHUNK, 0, 0, CHUNK
     for row in range(num_rows):
         row_low, row_high = row_at(table, row).low, row_at(table, row).high
@@ -50,7 +50,7 @@ def find_bounds(table: int, num_rows: int) -> tuple[int, int, int, int]:
 
 @inlined
 def cap_scores(a: Any, num_rows: int, scores: int, score_bytes: int, panels: tuple[int, int]) -> None:
-    """Apply the soft-cap, if any, to scores of some tokens, with `score_bytes` bytes between rows."""
+    """Apply the soft-cap, if there is one, to scores of some tokens, with `score_bytes` bytes between rows."""
     scale, cap = a.scale, a.softcap
     if cap > 0.0:
         for row in range(num_rows):
@@ -59,14 +59,14 @@ def cap_scores(a: Any, num_rows: int, scores: int, score_bytes: int, panels: tup
 
 @inlined
 def see_nothing(stats: int, row: int) -> None:
-    """The stats of a row that sees no token: the least peak, and no weight."""
+    """Write the stats of a row that sees no token: the least peak, and no weight."""
     own = stats_at(stats, row)
     own.peak, own.total = LOWEST, 0.0
 
 
 @inlined
 def find_peaks(a: Any, table: int, num_rows: int, scores: int, stats: int, panels: tuple[int, int]) -> None:
-    """Peaks of the rows of a table, from their scores [rows, CHUNK]."""
+    """Find the peaks of a table's rows in their scores [rows, CHUNK]."""
     for row in range(num_rows):
         low, high = row_at(table, row).low, row_at(table, row).high
         if low < high:
@@ -77,7 +77,7 @@ def find_peaks(a: Any, table: int, num_rows: int, scores: int, stats: int, panel
 
 @inlined
 def weigh_row(a: Any, s: Any, row: Any, scores: int, stats: int, panels: tuple[int, int]) -> None:
-    """Weights of one row's scores, in their place, and their sum; `row`: its place in the table."""
+    """Replace one row's scores by weights, and sum these; `row`: its record in the table."""
     if row.low >= row.high:
         copy_bytes(scores, s.zeros, SCORE_BYTES)
     elif a.mode == PAIRS:
@@ -88,15 +88,15 @@ def weigh_row(a: Any, s: Any, row: Any, scores: int, stats: int, panels: tuple[i
 
 @inlined
 def factor(a: Any) -> Any:
-    """Of scores, which have been capped and scaled if there is a cap."""
+    """The factor from scores to powers of two; capped scores are scaled already."""
     return LOG2_E if a.softcap > 0.0 else a.scale * LOG2_E
 
 
 @inlined
 def keep_rows(a: Any, s: Any, table: int, num_rows: int, stats: int, mixed: int, kind: int) -> None:
-    """Merge rows' results into a fold's, or leave them as partial results."""
+    """Merge rows' results into those of a fold, or leave them as partial results."""
     width, factors = a.value_width, s.row_factors
-    if kind == FOLD:  # whose rows' targets follow each other
+    if kind == FOLD:  # the targets of its rows are consecutive
         merge_stats(s.fold_stats + STATS_BYTES * row_at(table, 0).target, stats, factors, num_rows)
     for row in range(num_rows):
         if row_at(table, row).low >= row_at(table, row).high:

@@ -1,13 +1,13 @@
-"""Some rows with a packed chunk in AMX tiles, compiled by numba: 64 tokens at a time, so that scores stay near.
+"""Weights of some rows with a packed chunk in AMX tiles, 64 tokens at a time, compiled by numba.
 
-Knows packed memory and the row table; knows nothing of block tables. Tiles leave scores in memory, where vectors find
-them. Scores of 32 rows and 64 tokens, and their weights in the chunk, fit the first cache beside what is read then;
-scores of a whole chunk do not. So a row's peak is that of the first 64 tokens of which it sees any, rounded up, and
-scores are weighed when 64 tokens' are there. That suffices unless later ones are very much larger (`tile_softmax.py`):
-then the rows are looked at again, with all of their scores.
+Knows packed memory and the row table; knows nothing of block tables. Tiles write scores to memory, and vectors read
+them there. The first cache has room for scores of 32 rows and 64 tokens, and for their weights in the chunk; scores of
+a whole chunk do not fit. So a row's peak is that of the first 64 tokens of which it sees any, rounded up, and each 64
+scores become weights at once. That suffices unless later scores are very much larger (`tile_softmax.py`): then the rows
+are weighed again, with all of their scores.
 
-A key that is infinite or no number makes scores of all rows so, and is looked for in the first row's. Rows that see
-one, and rows with infinitely large scores, get a sum that is no number.
+An infinite key, or one that is not a number, makes the scores of all rows so; the first row's scores show it. Rows that
+see such a key, and rows with infinitely large scores, get a sum that is not a number.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from foreword.kernels.cpu.layout import (
-    PANEL,
-    PANEL_BYTES,
+    KV_PANEL,
+    PANEL_SCORE_BYTES,
     ROW_BYTES,
     SCORE_BYTES,
     STATS_BYTES,
@@ -51,29 +51,29 @@ _GROUP = 8
 
 @inlined
 def weigh_in_tiles(a: Any, s: Any, rows: tuple[int, int], bounds: tuple[int, int, int, int], ask: int) -> None:
-    """Weights of some rows of the row table, from `rows[0]` to before `rows[1]`, and their stats.
+    """Compute the weights and stats of rows[0] <= row < rows[1] of the row table.
 
-    `bounds`: from where to where some row sees tokens, and from where to where all do; `ask`: how many tokens of the
-    next chunk are asked for with each row, times 2 ** 16.
+    `bounds`: as `find_bounds` gives them; `ask`: the number of the next chunk's tokens to prefetch with each row, times
+    2 ** 16.
     """
     num_rows, totals = rows[1] - rows[0], s.row_totals
     table, stats, scores = s.row_table + ROW_BYTES * rows[0], s.row_stats, s.row_scores
-    start, stop = bounds[0] // PANEL * PANEL, -(-bounds[1] // PANEL) * PANEL
+    start, stop = bounds[0] // KV_PANEL * KV_PANEL, -(-bounds[1] // KV_PANEL) * KV_PANEL
     clear_bytes(totals, num_rows * 4 * LANES)
-    num_panels, sound, finite = (stop - start) // PANEL, 1, 1
+    num_panels, sound, finite = (stop - start) // KV_PANEL, 1, 1
     turn, ask = num_panels * rows[0], ask // num_panels + 1
-    few = num_rows <= TILE_ROWS  # whose scores of a chunk are near too: vectors need not wait for each panel's
+    few = num_rows <= TILE_ROWS  # their scores of a chunk fit the cache: vectors need not wait for each panel's
     if few:
         _multiply_keys(a, s, rows, (start, stop), scores, SCORE_BYTES)
-    score_bytes = SCORE_BYTES if few else PANEL_BYTES
-    for panel in range(start, stop, PANEL):
+    score_bytes = SCORE_BYTES if few else PANEL_SCORE_BYTES
+    for panel in range(start, stop, KV_PANEL):
         if few:
             scores = s.row_scores + 4 * panel
         else:
-            _multiply_keys(a, s, rows, (panel, panel + PANEL), scores - 4 * panel, PANEL_BYTES)
+            _multiply_keys(a, s, rows, (panel, panel + KV_PANEL), scores - 4 * panel, PANEL_SCORE_BYTES)
         finite &= are_finite(scores)
         # do all rows see the same of this panel?
-        seen_by_all = bounds[2] < panel + (panel == start) and panel + PANEL <= bounds[3]
+        seen_by_all = bounds[2] < panel + (panel == start) and panel + KV_PANEL <= bounds[3]
         alike = seen_by_all or (bounds[0] == bounds[2] and bounds[1] == bounds[3])
         row = 0
         while row < num_rows:
@@ -97,10 +97,10 @@ def weigh_in_tiles(a: Any, s: Any, rows: tuple[int, int], bounds: tuple[int, int
 def _multiply_keys(
     a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int], scores: int, score_bytes: int
 ) -> None:
-    """Scores of the tokens of some panels, `score_bytes` between rows; `scores`: where the chunk's first would be."""
+    """Compute scores of some panels' tokens, `score_bytes` apart; `scores`: where the chunk's first score would lie."""
     num_rows, words = rows[1] - rows[0], a.key_words
     queries = s.row_queries + rows[0] * words * 4
-    for panel in range(panels[0], panels[1], PANEL):
+    for panel in range(panels[0], panels[1], KV_PANEL):
         keys = s.packed_keys + panel * words * 4
         tile_product_64(num_rows, queries, words * 4, keys, words // LANES, scores + 4 * panel, score_bytes)
     cap_scores(a, num_rows, scores, score_bytes, panels)
@@ -108,7 +108,7 @@ def _multiply_keys(
 
 @inlined
 def _end_of_alike(table: int, row: int, end: int) -> Any:
-    """Up to where rows see the same tokens as one of them does."""
+    """The end of the rows that see the same tokens as `row`."""
     following = row + 1
     while (
         following < end
@@ -123,33 +123,33 @@ def _end_of_alike(table: int, row: int, end: int) -> Any:
 def _weigh_group(
     a: Any, s: Any, group: tuple[int, int, int], panel: int, scores: tuple[int, int], seen_by_all: bool
 ) -> None:
-    """Peaks, if they see the first of their tokens here, and weights of rows that see the same.
+    """Compute the weights of rows that see the same tokens, and their peaks if their first tokens are here.
 
-    `group`: the first row's number in the table and in the part, and how many rows; `scores`: the first row's, and
-    bytes between rows.
+    `group`: the first row's number in the table and in the part, and the number of rows; `scores`: the first row's,
+    and bytes between rows.
     """
     entry, (_, row, count) = row_at(s.row_table, group[0]), group
     low, high, stats = entry.low - panel, entry.high - panel, s.row_stats + STATS_BYTES * row
     weights, totals = s.row_weights + row * WEIGHT_BYTES + 2 * panel, s.row_totals + 64 * row
-    if seen_by_all or (low < min(high, PANEL) and high > 0):
+    if seen_by_all or (low < min(high, KV_PANEL) and high > 0):
         if low >= 0:
             estimate_peaks(scores[0], scores[1], stats, count, low, high, factor(a))
-        if seen_by_all or (low <= 0 and high >= PANEL):
+        if seen_by_all or (low <= 0 and high >= KV_PANEL):
             weigh_panel(scores[0], scores[1], weights, WEIGHT_BYTES, stats, totals, count, factor(a))
         else:
             weigh_seen(scores[0], scores[1], weights, WEIGHT_BYTES, stats, totals, count, low, high, factor(a))
         return
     for one in range(count):
-        clear_bytes(weights + one * WEIGHT_BYTES, 2 * PANEL)
+        clear_bytes(weights + one * WEIGHT_BYTES, 2 * KV_PANEL)
         if low >= high:
             see_nothing(stats, one)
 
 
 @inlined
 def _weigh_again(a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int], finite: int) -> None:
-    """The same if there may be keys that are not `finite`, or rows' scores are far from those in their first panel.
+    """Compute weights again, where keys may not be `finite` or scores are far from those of the row's first panel.
 
-    What becomes of a row depends on keys that it sees and on its own scores, whatever was found in other rows.
+    A row's result depends on the keys that it sees and on its own scores, whatever other rows have.
     """
     num_rows, scores = rows[1] - rows[0], s.row_scores
     _multiply_keys(a, s, rows, panels, scores, SCORE_BYTES)
@@ -164,14 +164,14 @@ def _weigh_again(a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int],
         if finite == 0 and load_int(counts + 8 * high) > (load_int(counts + 8 * low) if low > panels[0] else 0):
             result.total = np.nan
         elif not LEAST_SUM <= result.total < MOST_SUM:
-            seen = low // PANEL * PANEL, -(-high // PANEL) * PANEL
-            find_peak(own, stats, seen[0], seen[1], low, high, factor(a))  # and hides what is not seen
+            seen = low // KV_PANEL * KV_PANEL, -(-high // KV_PANEL) * KV_PANEL
+            find_peak(own, stats, seen[0], seen[1], low, high, factor(a))  # and hides unseen tokens
             peak, total = result.peak, s.row_totals + 4 * LANES * row
             is_number = are_below_infinity(own, seen[0], seen[1]) == 1 and peak > LOWEST * factor(a)
             lower(own, stats, seen[0], seen[1], factor(a))
             clear_bytes(total, 4 * LANES)
             result.peak = MARGIN
-            for panel in range(seen[0], seen[1], PANEL):
+            for panel in range(seen[0], seen[1], KV_PANEL):
                 weights = s.row_weights + row * WEIGHT_BYTES + 2 * panel
                 weigh_seen(own + 4 * panel, 0, weights, 0, stats, total, 1, low - panel, high - panel, np.float32(1.0))
             sum_lanes(total, stats)
@@ -182,13 +182,13 @@ def _weigh_again(a: Any, s: Any, rows: tuple[int, int], panels: tuple[int, int],
 
 @inlined
 def _count_infinite_keys(a: Any, s: Any, panels: tuple[int, int]) -> None:
-    """Up to each token, how many keys have a part that is infinite or no number; in place of staged rows."""
+    """Count keys with an infinite part, or one that is not a number, up to each token; writes to staged rows."""
     words, count = a.key_words, 0
     for token in range(panels[0], panels[1]):
-        key = s.packed_keys + (token // PANEL * PANEL * words + token % PANEL) * 4
+        key = s.packed_keys + (token // KV_PANEL * KV_PANEL * words + token % KV_PANEL) * 4
         is_finite = True
         for word in range(words):
-            pair = load_int32(key + word * 4 * PANEL)
+            pair = load_int32(key + word * 4 * KV_PANEL)
             is_finite &= pair & 0x7F80 != 0x7F80 and pair & 0x7F800000 != 0x7F800000
         count += 0 if is_finite else 1
         store_int(s.staged_rows + 8 * token, count)

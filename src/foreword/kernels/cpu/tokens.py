@@ -1,13 +1,13 @@
-"""Where a chunk's keys and values lie, compiled by numba: addresses from block tables, token by token.
+"""Addresses of a chunk's keys and values from block tables, token by token, compiled by numba.
 
-Knows block tables and masks; knows nothing of rows or of what is computed.
+Knows block tables and masks; knows nothing of rows or arithmetic.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from foreword.kernels.cpu.layout import PANEL, found_at, request_at
+from foreword.kernels.cpu.layout import KV_PANEL, found_at, request_at
 from foreword.kernels.llvm.simd import load_int32, store_int
 from foreword.kernels.runtime.compiled import compiled
 from foreword.kernels.step_plan import CHUNK
@@ -15,7 +15,7 @@ from foreword.kernels.step_plan import CHUNK
 
 @compiled
 def first_seen(a: Any, position: int) -> Any:
-    """Least position that a query at `position` sees."""
+    """The first position that a query at `position` sees."""
     if a.window > 0:
         return max(0, position - a.window + 1)
     if a.local_chunk > 0:
@@ -25,21 +25,21 @@ def first_seen(a: Any, position: int) -> Any:
 
 @compiled
 def find_tokens(a: Any, s: Any, request: int, chunk: int, low: int, high: int) -> None:
-    """Addresses of a chunk's keys and values, token by token; zeros where nobody sees the token.
+    """Write the addresses of a chunk's keys and values, token by token; of zeros, where no row sees the token.
 
-    They are of all heads, so the next unit of work often asks for what lies here already. Who begins a layer writes -1
-    to FOUND: its KV lies elsewhere.
+    The addresses hold for all heads, so the next unit of work often finds its own here already. At the beginning of a
+    layer FOUND must say -1, because the layer's KV lies elsewhere.
     """
     found, zeros = found_at(s.found, 0), s.zeros
     before = found.request, found.chunk, found.low, found.high
     if before == (request, chunk, low, high):
         return
     found.request, found.chunk, found.low, found.high = request, chunk, low, high
-    for token in range(low // PANEL * PANEL, low):
+    for token in range(low // KV_PANEL * KV_PANEL, low):
         store_int(s.key_rows + 8 * token, zeros)
         store_int(s.value_rows + 8 * token, zeros)
     _locate(a, (s.key_rows, s.value_rows), (request, chunk, 0), low, high)
-    for token in range(high, -(-high // PANEL) * PANEL):
+    for token in range(high, -(-high // KV_PANEL) * KV_PANEL):
         store_int(s.key_rows + 8 * token, zeros)
         store_int(s.value_rows + 8 * token, zeros)
 
@@ -68,7 +68,7 @@ def _locate(a: Any, rows: tuple[int, int], place: tuple[int, int, int], low: int
 
 @compiled
 def look_ahead(a: Any, s: Any, request: int, chunk: int, kv_head: int) -> None:
-    """Where the next chunk will be read: asked for while this one is computed, which makes decoding 17% faster."""
+    """Find the next chunk, to prefetch it while this one is computed: that makes decoding 17% faster."""
     about = request_at(a.requests, request)
     length = about.first_position + about.num_queries
     rows = s.next_key_rows, s.next_value_rows

@@ -1,25 +1,25 @@
 """Paged attention on the CPU, compiled by numba: queries, KV blocks and block tables as memory addresses.
 
-Knows the layout of its arguments and the order of all sums; knows nothing of models, torch or who shares what
-(`step_plan.py` does). Keeps the three rules of `reference.py` with arithmetic of its own:
+Knows the layout of its arguments and the order of all sums; knows nothing of models or torch. `step_plan.py` knows
+who shares what. The kernel keeps the three rules of `reference.py` with arithmetic of its own:
 
 1. KV is cut at absolute positions into chunks of 256 tokens, whatever the block size. A row (one query of one head)
    has one partial result per chunk that it sees, merged in ascending order.
-2. An element of a product is one chain of fused multiply-adds, and a row's weights are summed in 16 lanes that are
-   then joined as a tree. Both are spelt out in `simd.py`, so no number of rows, threads or tokens changes them.
-3. What a row must not see has weight 0, and values that no row of an item sees are read as zeros: both add nothing.
+2. An element of a product is one chain of fused multiply-adds. A row's weights are summed in 16 lanes, which are
+   then joined as a tree. `simd.py` spells both out, so no number of rows, threads or tokens changes them.
+3. Tokens that a row must not see have weight 0. Values that no row of an item sees are read as zeros. Both add nothing.
 
-An item of work is done by one thread for one KV head:
+One thread computes an item of work for one KV head:
 
-    fold      up to 64 queries of one request; walks the chunks and merges as it goes
+    fold      up to 64 queries of one request: goes from chunk to chunk and merges at once
               (prefill; decoding, where the request shares nothing and no thread would wait)
-    chunk     one chunk for the few queries of one request, or of many that share it;
+    chunk     one chunk for the few queries of one request, or of many that share it:
               leaves partial results, which a second pass merges row by row                  (decoding)
-    leading   the first chunks of requests that share them, merged as it goes; then as a chunk
+    leading   the first chunks of requests that share them: merges at once, then leaves partial results
 
 Keys are packed so that 16 tokens fill a vector, values so that 16 dimensions do; queries and weights are broadcast.
-Where the processor multiplies pairs of bfloat16, weights are rounded to bfloat16 first (and summed rounded). In vectors
-of pairs few rows multiply keys and values where they lie (`cpu_direct.py`).
+Where the processor multiplies pairs of bfloat16, weights are rounded to bfloat16 first (and summed rounded). With
+vectors of pairs, few rows multiply keys and values where they lie (`few_rows.py`).
 """
 
 from __future__ import annotations
@@ -44,15 +44,7 @@ from foreword.kernels.cpu.layout import (
 from foreword.kernels.cpu.row_weights import see_nothing
 from foreword.kernels.cpu.tokens import find_tokens, first_seen, look_ahead
 from foreword.kernels.llvm.emit import LOG2_E, LOWEST
-from foreword.kernels.llvm.simd import (
-    call_chunk,
-    clear_bytes,
-    copy_bytes,
-    fetch_add,
-    load_float,
-    load_int,
-    widen,
-)
+from foreword.kernels.llvm.simd import call_chunk, clear_bytes, copy_bytes, fetch_add, load_float, load_int, widen
 from foreword.kernels.llvm.softmax import finish, merge
 from foreword.kernels.runtime.compiled import Worker, compiled, worker
 from foreword.kernels.step_plan import CHUNK, FOLD, SHARED
@@ -60,13 +52,13 @@ from foreword.kernels.step_plan import CHUNK, FOLD, SHARED
 
 @compiled
 def member_of(a: Any, number: int) -> Any:
-    """The request that is a member, by its place among them."""
+    """The request that is member `number`."""
     return load_int(a.members + 8 * number)
 
 
 @compiled
 def _take_unit(a: Any, s: Any) -> Any:
-    """The next unit of work, whose first chunk is the next one; to be taken before the last chunk of another."""
+    """Take the next unit of work, and look ahead to its first chunk; called before the last chunk of a unit."""
     unit = fetch_add(a.counters + 64, 1)
     number, kv_head = unit // a.num_kv_heads, unit % a.num_kv_heads
     s.next_length = 0
@@ -86,7 +78,7 @@ def _take_unit(a: Any, s: Any) -> Any:
 
 @compiled
 def _take_queries(a: Any, s: Any, place: tuple[int, int, int], queries: tuple[int, int]) -> None:
-    """Some queries of one request as words, padded with zeros; `place`: request, KV head, rows so far."""
+    """Write some queries of one request as words, padded with zeros; `place`: request, KV head, rows so far."""
     request, kv_head, row = place
     mode, dim = a.mode, a.key_dim
     num_bytes, num_words = dim * a.item_bytes, a.key_words
@@ -110,7 +102,10 @@ def _take_queries(a: Any, s: Any, place: tuple[int, int, int], queries: tuple[in
 def _add_rows(
     a: Any, s: Any, place: tuple[int, int, int], queries: tuple[int, int], chunk: int, kind: int
 ) -> tuple[int, int]:
-    """Append the rows of some queries of one request; `place`: request, KV head, rows so far. What they see."""
+    """Append the rows of some queries of one request, and return which tokens of the chunk they see.
+
+    `place`: request, KV head, rows so far.
+    """
     request, kv_head, count = place
     num_groups, num_heads = a.num_groups, a.num_groups * a.num_kv_heads
     about = request_at(a.requests, request)
@@ -135,7 +130,7 @@ def _add_rows(
 
 @compiled
 def _begin_rows(a: Any, s: Any, num_rows: int) -> None:
-    """Rows that have seen nothing yet."""
+    """Begin rows that have seen nothing yet."""
     width = a.value_width
     stats, mixed = s.fold_stats, s.fold_mixed
     for row in range(num_rows):
@@ -145,7 +140,7 @@ def _begin_rows(a: Any, s: Any, num_rows: int) -> None:
 
 @compiled
 def _fold(a: Any, s: Any, item: Any, kv_head: int) -> Any:
-    """Some queries of one request from their first chunk to their last, and their results; returns the next unit."""
+    """Compute results of some queries of one request, from their first chunk to their last; returns the next unit."""
     request, first, count = item.number, item.first, item.last
     num_groups = a.num_groups
     num_rows = count * num_groups
@@ -183,7 +178,7 @@ def _finish_row(a: Any, s: Any, stats: int, mixed: int, query: int, head: int) -
 
 @compiled
 def _take_members(a: Any, s: Any, members: tuple[int, int], kv_head: int) -> Any:
-    """All queries of some members; how many rows they are."""
+    """Write all queries of some members; returns their number of rows."""
     count = 0
     for member in range(members[0], members[1]):
         request = member_of(a, member)
@@ -195,7 +190,7 @@ def _take_members(a: Any, s: Any, members: tuple[int, int], kv_head: int) -> Any
 
 @compiled
 def _add_members(a: Any, s: Any, members: tuple[int, int], kv_head: int, chunk: int, kind: int) -> tuple[int, int]:
-    """The rows of all queries of some members; what they see."""
+    """Append the rows of all queries of some members, and return which tokens of the chunk they see."""
     low, high, count = CHUNK, 0, 0
     for member in range(members[0], members[1]):
         request = member_of(a, member)
@@ -208,7 +203,7 @@ def _add_members(a: Any, s: Any, members: tuple[int, int], kv_head: int, chunk: 
 
 @compiled
 def _attend_shared(a: Any, s: Any, item: Any, kv_head: int) -> Any:
-    """One chunk for all queries of the requests that have it; returns the next unit."""
+    """Attend to one chunk for all queries of the requests that share it; returns the next unit."""
     chunk, first, end = item.number, item.first, item.last
     low, high = _add_members(a, s, (first, end), kv_head, chunk, SHARED)
     following = _take_unit(a, s)
@@ -222,9 +217,9 @@ def _attend_shared(a: Any, s: Any, item: Any, kv_head: int) -> Any:
 
 @compiled
 def _attend_leading(a: Any, s: Any, item: Any, kv_head: int) -> Any:
-    """The first chunks for all queries of the requests that have them; the partial result is that of chunk 0.
+    """Attend to the first chunks for all queries of the requests that share them; returns the next unit.
 
-    Returns the next unit.
+    The partial result lies where that of chunk 0 would.
     """
     num_chunks, members = item.number, (item.first, item.last)
     request = member_of(a, members[0])
@@ -275,7 +270,7 @@ def _merge_query(a: Any, s: Any, item: Any) -> None:
 
 @compiled
 def _work(a: Any) -> None:
-    """What one thread does: take the next unit of work until there is none."""
+    """Take units of work until none is left; each thread runs this."""
     thread = fetch_add(a.counters, 1)
     s = scratch_at(a.scratch + thread * a.scratch_bytes, 0)
     if a.phase == 1:
@@ -284,7 +279,7 @@ def _work(a: Any) -> None:
             if unit >= a.num_merges:
                 return
             _merge_query(a, s, merge_at(a.merges, unit))
-    found_at(s.found, 0).request = -1  # what lies there is another layer's
+    found_at(s.found, 0).request = -1  # the addresses there are another layer's
     unit = _take_unit(a, s)
     while unit // a.num_kv_heads < a.num_items:
         item, kv_head = item_at(a.items, unit // a.num_kv_heads), unit % a.num_kv_heads
@@ -298,7 +293,7 @@ def _work(a: Any) -> None:
 
 @functools.cache
 def compile_worker() -> Worker:
-    """The function that every thread of a team runs."""
+    """Compile the function that every thread runs."""
 
     @worker(ATTENTION)
     def attend(arguments: Any) -> None:

@@ -1,7 +1,7 @@
 """Products of few rows with keys and values where they lie, as LLVM instructions for numba.
 
-Knows memory addresses and lanes, as `simd.py` does; it is for processors that multiply pairs of bfloat16. Keys and
-values are turned in registers, as `simd.py` packs them in memory, so an element's sum is the same chain.
+Knows memory addresses and lanes, as `simd.py` does. Processors that multiply pairs of bfloat16 use it. It transposes
+keys and interleaves values in registers, as `simd.py` packs them in memory, so an element's sum is the same chain.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _emit_keys(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
 score_keys = emit.by_rows("aiaiiai", _COUNTS, _emit_keys)
 """Scores of some rows and 16 tokens.
 
-How many rows; their queries, bytes between these; where the addresses of 16 tokens lie, the key's offset there; words
-of a key; the scores, bytes between rows.
+Arguments: the number of rows; their queries, bytes between these; the address of 16 tokens' addresses, the key's offset
+from these; words of a key; the scores, bytes between rows.
 """
 
 
@@ -71,8 +71,8 @@ def _emit_values(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
 
 
 add_values = emit.by_rows("aiaiiai", _COUNTS, _emit_values)
-"""Add to 32 dimensions of some rows' mixtures the values of some pairs of tokens.
+"""Add the values of some pairs of tokens to 32 dimensions of some rows' mixtures.
 
-How many rows; their weights, bytes between rows; where the tokens' addresses lie, the offset of the dimensions there;
-how many pairs; the mixtures, bytes between rows.
+Arguments: the number of rows; their weights, bytes between rows; the address of the tokens' addresses, the dimensions'
+offset from these; the number of pairs; the mixtures, bytes between rows.
 """

@@ -1,11 +1,11 @@
-"""What emitters are made of: vectors of 16 lanes, loads, stores, loops and sums, written down as LLVM instructions.
+"""The parts of emitters: vectors of 16 lanes, loads, stores, loops and sums as LLVM instructions.
 
 Knows LLVM's builder, memory addresses and lanes; knows nothing of attention, products or models. How an emitter is
 written and tested: docs/concepts/compiled-kernels.md.
 
-Compilers are free to sum in an order of their own, and to round twice or once, as the length of a loop suggests. Here
-every operation and its order is spelt out, so an element has the same bits whatever stands beside it. Addresses and
-sizes are 64-bit integers; sizes are in elements unless a name says bytes.
+A compiler may choose the order of a sum, and whether to round once or twice, by the length of a loop. Here every
+operation and its order is spelt out, so an element's bits do not depend on its neighbours. Addresses and sizes are
+64-bit integers; sizes are in elements unless a name says bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HAS_BF16_DOT = bool(llvm.get_host_cpu_features().get("avx512bf16"))
 
 
 class _BFloat16(ir.types.Type):
-    """LLVM's bfloat, which llvmlite has no name for."""
+    """LLVM's bfloat, for which llvmlite has no name."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -80,7 +80,7 @@ def pointer(builder: Any, address: Any, offset: int, kind: Any) -> Any:
 
 
 def load(builder: Any, address: Any, offset: int = 0, kind: Any = F32S) -> Any:
-    """What lies `offset` bytes after an address: 16 float32, unless `kind` says otherwise."""
+    """The value `offset` bytes after an address: 16 float32, or a `kind`."""
     return builder.load(pointer(builder, address, offset, kind), align=2)
 
 
@@ -114,7 +114,7 @@ def fma(builder: Any, left: Any, right: Any, addend: Any) -> Any:
 
 
 def larger(builder: Any, left: Any, right: Any) -> Any:
-    """The larger of two, lane by lane; `left` where one is no number."""
+    """The larger of two, lane by lane; `left` where one is not a number."""
     return builder.select(builder.fcmp_ordered(">", right, left), right, left)
 
 
@@ -129,7 +129,7 @@ def reduce(builder: Any, vector: Any, join: Callable[[Any, Any], Any]) -> Any:
 def loop(
     builder: Any, start: Any, stop: Any, step: int, carried: list[Any], body: Callable[..., list[Any]]
 ) -> list[Any]:
-    """`for i in range(start, stop, step): carried = body(i, *carried)`; returns what is carried at the end."""
+    """`for i in range(start, stop, step): carried = body(i, *carried)`; returns the last `carried`."""
     before = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
     builder.branch(head)
@@ -154,8 +154,7 @@ def loop(
 def exp2(builder: Any, power: Any) -> Any:
     """2 ** power for power <= 0, to about 1 unit in the last place, exactly 1 at 0, exactly 0 from -126 down.
 
-    Adding 3 * 2 ** 22 rounds the power and leaves the whole number in the sum's last bits, from where it is added to
-    the exponent.
+    Adding 3 * 2 ** 22 rounds the power: the sum's last bits are then the whole number, which is added to the exponent.
     """
     shifted = builder.fadd(power, constant(12582912.0))
     rest = builder.fsub(power, builder.fsub(shifted, constant(12582912.0)))
@@ -183,7 +182,7 @@ def widened(builder: Any, halves: Any) -> Any:
 
 
 def by_rows(signature: str, counts: Sequence[int], emit: Callable[[Any, int, Sequence[Any]], None]) -> Any:
-    """A numba function of a number of rows, one of `counts`, and what `signature` says: code for each of them."""
+    """A numba function of a number of rows, one of `counts`, and of `signature`; it has code for each count."""
 
     @instructions("i" + signature)
     def function(builder: Any, num_rows: Any, *arguments: Any) -> None:

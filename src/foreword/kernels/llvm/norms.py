@@ -1,7 +1,7 @@
 """Operations on one row of numbers, as LLVM instructions for numba: norm, gate, sum, rotation.
 
-Knows memory addresses and widths; knows nothing of tensors or threads. Rows are bfloat16 or float32, of whole vectors
-of 16; arithmetic is float32, and what a model would write to memory in bfloat16 is rounded where it would.
+Knows memory addresses and widths; knows nothing of tensors or threads. Rows are bfloat16 or float32, in whole vectors
+of 16. Arithmetic is float32, rounded to bfloat16 wherever a model would write bfloat16 to memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from foreword.kernels.llvm import emit
 from foreword.kernels.llvm.emit import I16S, I32S, LANES, LOG2_E
 
 ROUND_NORM, ADD_ONE = 1, 2
-"""Bits of a norm's form: what is done with the normalised row before it is scaled."""
+"""Bits of a norm's form: round the normalised row before scaling it; add 1 to the scales."""
 
 
 def load(builder: Any, address: Any, index: Any, to_bf16: bool) -> Any:
@@ -24,7 +24,7 @@ def load(builder: Any, address: Any, index: Any, to_bf16: bool) -> Any:
 
 
 def rounded(builder: Any, vector: Any) -> Any:
-    """float32 as the bits of the nearest bfloat16, ties to even; what is not a number stays that."""
+    """float32 as the bits of the nearest bfloat16, ties to even; not-a-number stays so."""
     bits = builder.bitcast(vector, I32S)
 
     def const(value: int) -> ir.Constant:
@@ -116,7 +116,7 @@ def _add(bf16: bool) -> Any:
 def _rotate(bf16: bool) -> Any:
     @emit.instructions("aaai")
     def rotate(builder: Any, x: Any, cosine: Any, sine: Any, half: Any) -> None:
-        """One head turned in place: its first 2 * half elements, element i with element i + half."""
+        """Rotate one head in place: its first 2 * half elements, element i with element i + half."""
 
         def product(left: Any, right: Any) -> Any:
             result = builder.fmul(left, right)

@@ -41,12 +41,12 @@ def copy_bytes(builder: Any, target: Any, source: Any, num_bytes: Any) -> None:
 
 @emit.instructions("ai", types.intp)
 def fetch_add(builder: Any, address: Any, amount: Any) -> Any:
-    """Add to a 64-bit integer that threads share; its value before."""
+    """Add to a 64-bit integer that threads share; returns its value before."""
     return builder.atomic_rmw("add", builder.inttoptr(address, I64.as_pointer()), amount, "seq_cst")
 
 
 def fetch(builder: Any, address: Any, *, near: bool = False, writing: bool = False) -> None:
-    """Ask for a line of memory, whatever is there: into the second cache, or the first if it is `near` in time."""
+    """Prefetch a line of memory at any address: into the second cache, or into the first if it is `near` in time."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -56,7 +56,7 @@ def fetch(builder: Any, address: Any, *, near: bool = False, writing: bool = Fal
 
 @emit.instructions("ai")
 def prefetch(builder: Any, address: Any, num_bytes: Any) -> None:
-    """Ask for memory that will be read soon."""
+    """Prefetch memory that will be read soon."""
 
     def body(index: Any) -> list[Any]:
         fetch(builder, builder.add(address, index))
@@ -74,7 +74,7 @@ def call_chunk(builder: Any, function: Any, *arguments: Any) -> None:
 
 @emit.instructions("a", types.intp)
 def load_int(builder: Any, address: Any) -> Any:
-    """A 64-bit integer."""
+    """Read a 64-bit integer."""
     return emit.load(builder, address, 0, I64)
 
 
@@ -86,25 +86,19 @@ def store_int(builder: Any, address: Any, value: Any) -> None:
 
 @emit.instructions("a", types.intp)
 def load_int32(builder: Any, address: Any) -> Any:
-    """A 32-bit integer."""
+    """Read a 32-bit integer."""
     return builder.sext(emit.load(builder, address, 0, I32), I64)
 
 
 @emit.instructions("a", types.float32)
 def load_float(builder: Any, address: Any) -> Any:
-    """A float32."""
+    """Read a float32."""
     return emit.load(builder, address, 0, F32)
-
-
-@emit.instructions("af")
-def store_float(builder: Any, address: Any, value: Any) -> None:
-    """Write a float32."""
-    emit.store(builder, value, address)
 
 
 @emit.instructions("aai")
 def widen(builder: Any, target: Any, source: Any, size: Any) -> None:
-    """bfloat16 to float32; whole vectors, so up to 15 elements more than `size`."""
+    """Convert bfloat16 to float32 in whole vectors, so up to 15 elements more than `size`."""
 
     def body(index: Any) -> list[Any]:
         halves = emit.load(builder, builder.add(source, builder.mul(index, emit.integer(2))), 0, I16S)
@@ -118,7 +112,7 @@ def widen(builder: Any, target: Any, source: Any, size: Any) -> None:
 
 
 def transposed(builder: Any, words: list[Any]) -> list[Any]:
-    """Columns of 16 vectors of 16 words: vector i has word i of all of them."""
+    """The columns of 16 vectors of 16 words: vector i has word i of each."""
     words = list(words)
     for distance in (8, 4, 2, 1):
         low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
@@ -131,7 +125,7 @@ def transposed(builder: Any, words: list[Any]) -> list[Any]:
 
 
 def _emit_transpose(builder: Any, words: list[Any], target: Any, stride_bytes: Any) -> None:
-    """Write 16 vectors of 16 words as columns: word i of all of them goes to target + i * stride."""
+    """Write 16 vectors of 16 words as columns: word i of each goes to target + i * stride."""
     for word in transposed(builder, words):
         emit.store(builder, word, target)
         target = builder.add(target, stride_bytes)
@@ -139,7 +133,7 @@ def _emit_transpose(builder: Any, words: list[Any], target: Any, stride_bytes: A
 
 @emit.instructions("aiai")
 def transpose_words(builder: Any, rows: Any, offset_bytes: Any, target: Any, stride_bytes: Any) -> None:
-    """Columns of 16 words of 16 rows; `rows` points to the rows' addresses."""
+    """Write the columns of 16 words of 16 rows; `rows` points to the rows' addresses."""
     addresses = [emit.load(builder, rows, 8 * row, I64) for row in range(LANES)]
     words = [emit.load(builder, builder.add(address, offset_bytes), 0, I32S) for address in addresses]
     _emit_transpose(builder, words, target, stride_bytes)
@@ -147,7 +141,7 @@ def transpose_words(builder: Any, rows: Any, offset_bytes: Any, target: Any, str
 
 @emit.instructions("aiai")
 def transpose_widened(builder: Any, rows: Any, offset_bytes: Any, target: Any, stride_bytes: Any) -> None:
-    """Columns of 16 bfloat16 of 16 rows, as float32."""
+    """Write the columns of 16 bfloat16 of 16 rows as float32."""
     addresses = [emit.load(builder, rows, 8 * row, I64) for row in range(LANES)]
     halves = [emit.load(builder, builder.add(address, offset_bytes), 0, I16S) for address in addresses]
     words = [builder.bitcast(emit.widened(builder, half), I32S) for half in halves]
@@ -165,7 +159,7 @@ def interleaved(builder: Any, first: Any, second: Any) -> list[Any]:
 
 @emit.instructions("aaa")
 def interleave(builder: Any, first: Any, second: Any, target: Any) -> None:
-    """32 bfloat16 of two rows as 32 pairs."""
+    """Write 32 bfloat16 of each of two rows as 32 pairs."""
     for half, pairs in enumerate(interleaved(builder, first, second)):
         emit.store(builder, pairs, target, 64 * half)
 
@@ -212,7 +206,7 @@ def _emit_product(builder: Any, variant: tuple[int, int, bool], arguments: Seque
 
 
 def multiply_add(builder: Any, total: Any, left: Any, right: Any, of_pairs: bool) -> Any:
-    """total + left * right, the factors being words."""
+    """total + left * right, where the factors are words."""
     if not of_pairs:
         return emit.fma(builder, builder.bitcast(left, F32S), builder.bitcast(right, F32S), total)
     pairs = (builder.bitcast(word, BF16_PAIRS) for word in (left, right))
@@ -221,4 +215,4 @@ def multiply_add(builder: Any, total: Any, left: Any, right: Any, of_pairs: bool
 
 product_64, product_32 = _product(4, False), _product(2, False)
 pair_product_64, pair_product_32 = _product(4, HAS_BF16_DOT), _product(2, HAS_BF16_DOT)
-"""By the number of lanes. Of pairs only where HAS_BF16_DOT; elsewhere nobody calls them."""
+"""Named by the number of lanes. Products of pairs are called only where HAS_BF16_DOT."""

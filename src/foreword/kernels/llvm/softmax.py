@@ -1,7 +1,7 @@
-"""The softmax of one chunk's scores, and its results put together, as vector instructions for numba.
+"""The softmax of one chunk's scores, and the merging of results, as vector instructions for numba.
 
-Knows memory addresses and lanes, as `simd.py` does, where the instructions' order is explained. A row's *stats* are two
-float32: its peak, in powers of two, and the sum of its weights.
+Knows memory addresses and lanes, as `simd.py` does. A row's *stats* are two float32: its peak, in powers of two, and
+the sum of its weights.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def soft_cap(builder: Any, scores: Any, start: Any, stop: Any, factor: Any, cap:
 
 @emit.instructions("aaiiiif")
 def find_peak(builder: Any, *arguments: Any) -> None:
-    """The largest of a row's scores in one chunk, times `factor` > 0, to `stats`; first half of the softmax.
+    """Write the largest of a row's scores in one chunk, times `factor` > 0, to `stats`: first half of the softmax.
 
-    scores[start:stop] (multiples of 64) are seen from `low` to `high` (exclusive); what is not is made the least.
+    The row sees scores[low:high] of scores[start:stop] (multiples of 64); the others become the least number.
     """
     scores, stats, start, stop, low, high, factor = arguments
     lane = ir.Constant(I32S, list(range(LANES)))
@@ -58,7 +58,7 @@ def find_peak(builder: Any, *arguments: Any) -> None:
             emit.store(builder, score, at)
         return [emit.larger(builder, peak, score)]
 
-    # start .. seen whole .. stop: vectors of which a row sees all need no mask
+    # start .. first .. last .. stop: between first and last the row sees all of each vector, without a mask
     first = builder.and_(builder.add(low, emit.integer(LANES - 1)), emit.integer(-LANES))
     last = builder.and_(high, emit.integer(-LANES))
     last = builder.select(builder.icmp_signed(">", first, last), first, last)
@@ -72,10 +72,10 @@ def find_peak(builder: Any, *arguments: Any) -> None:
 
 
 def _weigh(store: Callable[[Any, list[Any], Any, Any, Any], Any]) -> Any:
-    """One row's weights in one chunk, unnormalised, when its peak is known; second half of the softmax.
+    """One row's unnormalised weights in one chunk, from its peak: second half of the softmax.
 
-    Writes 2 ** (factor * score - peak) in place of scores[start:stop], and the sum of what it writes to `stats`. A row
-    at a time would wait for its peak; rows whose peaks are known do not wait for each other.
+    Replaces scores[start:stop] by 2 ** (factor * score - peak), and writes the sum of these to `stats`. It is apart
+    from the first half because a row must wait for its peak, but rows with known peaks need not wait for each other.
     `store(builder, powers, scores, index, total)` writes two vectors from `index` on, and returns the new total.
     """
 
@@ -107,7 +107,7 @@ def _store_floats(builder: Any, powers: list[Any], scores: Any, index: Any, tota
 
 
 def _store_pairs(builder: Any, powers: list[Any], scores: Any, index: Any, total: Any) -> Any:
-    """As bfloat16: they begin at scores + 2 * start bytes."""
+    """Write weights as bfloat16, from scores + 2 * start bytes on."""
     low, high = (_coarse_exp2(builder, power) for power in powers)
     kind = ir.FunctionType(BF16_PAIRS, [F32S, F32S])
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
@@ -120,12 +120,12 @@ def _store_pairs(builder: Any, powers: list[Any], scores: Any, index: Any, total
 def _coarse_exp2(builder: Any, power: Any) -> Any:
     """2 ** power for power <= 0, to 2 ** -13.5, exactly 1 at 0, exactly 0 from -126 down, on processors with AVX512.
 
-    For what keeps 8 bits. 2 ** (power - floor(power)) is a polynomial (the best of degree 3 that is 1 at 0); an
-    instruction takes the floor away, another adds it to the exponent. The latter leaves out what would underflow, which
-    takes the processor a hundred times as long.
+    That suffices for results of 8 bits. 2 ** (power - floor(power)) is a polynomial (the best of degree 3 that is 1 at
+    0). One instruction subtracts the floor, another adds it to the exponent. The latter skips lanes that would
+    underflow, which takes the processor a hundred times as long.
     """
     everywhere = ir.Constant(I16, -1)
-    # 0b1001: what floor leaves, without exceptions
+    # 0b1001: the rest above the floor, without exceptions
     fraction = _masked(builder, "reduce", everywhere, power, ir.Constant(I32, 0b1001))
     result = emit.polynomial(builder, (1.0, 0.6951168245278162, 0.2276448219148015, 0.0770671974337386), fraction)
     counts = builder.bitcast(builder.fcmp_unordered(">", power, emit.constant(-126.0)), I16)  # or not a number
@@ -140,7 +140,7 @@ def _masked(builder: Any, name: str, mask: Any, *arguments: Any) -> Any:
 
 
 weigh, weigh_pairs = _weigh(_store_floats), _weigh(_store_pairs if HAS_BF16_DOT else _store_floats)
-"""In float32, or in pairs of bfloat16 where HAS_BF16_DOT; elsewhere nobody calls the second."""
+"""Weights in float32, and in pairs of bfloat16; the second is called only where HAS_BF16_DOT."""
 
 
 @emit.instructions("aaaai")
@@ -159,10 +159,11 @@ def merge(builder: Any, stats: Any, mixed: Any, chunk_stats: Any, chunk_mixed: A
 
 @emit.instructions("aaai")
 def merge_stats(builder: Any, stats: Any, chunk_stats: Any, factors: Any, num_rows: Any) -> None:
-    """The peaks and sums of consecutive rows, as `merge` has them, eight rows at a time.
+    """Merge the peaks and sums of consecutive rows as `merge` does, eight rows at a time.
 
-    Writes to `factors` [rows, 2] by what `add_mixture` multiplies each row's mixtures. A row that sees nothing of the
-    chunk has LOWEST and 0 in `chunk_stats`, and stays as it is. Up to seven rows beyond are read, and kept.
+    Writes the factors by which `add_mixture` multiplies each row's mixtures to `factors` [rows, 2]. A row that sees
+    nothing of the chunk has LOWEST and 0 in `chunk_stats`, and does not change. Up to seven further rows are read and
+    written back unchanged.
     """
     peaks = ir.Constant(I32S, [lane & -2 for lane in range(LANES)])
     is_peak = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [1 - lane % 2 for lane in range(LANES)])
@@ -186,7 +187,7 @@ def merge_stats(builder: Any, stats: Any, chunk_stats: Any, factors: Any, num_ro
 
 @emit.instructions("aaai")
 def add_mixture(builder: Any, mixed: Any, chunk_mixed: Any, factors: Any, width: Any) -> None:
-    """One row's mixture of values in a chunk to its mixture so far, by its two factors."""
+    """Merge one row's mixture of values in a chunk into its mixture so far, by its two factors."""
     decay, gain = (emit.splat(builder, emit.load(builder, factors, offset, F32)) for offset in (0, 4))
     _emit_add(builder, (mixed, chunk_mixed), (decay, gain), width)
 
@@ -205,7 +206,7 @@ def _emit_add(builder: Any, mixtures: tuple[Any, Any], factors: tuple[Any, Any],
 
 @emit.instructions("aafaii")
 def finish(builder: Any, stats: Any, mixed: Any, sink: Any, target: Any, width: Any, to_bf16: Any) -> None:
-    """The row's result: mixture / sum, with a sink's weight in the sum (LOWEST: none). Whole vectors."""
+    """Write a row's result in whole vectors: mixture / sum. The sum includes a sink's weight (LOWEST: no sink)."""
     peak, total = (emit.splat(builder, emit.load(builder, stats, offset, F32)) for offset in (0, 4))
     sink = emit.splat(builder, sink)
     new_peak = emit.larger(builder, peak, sink)

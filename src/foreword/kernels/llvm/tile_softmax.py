@@ -1,19 +1,19 @@
 """Weights of scores for AMX tiles, in 16-bit arithmetic: two vectors of scores become one of weights.
 
 Knows memory addresses and lanes; knows nothing of rows' places or chunks. A weight is 2 ** (factor * score - peak) as
-bfloat16, so it keeps 8 bits, and what comes before need not keep more:
+bfloat16. It keeps 8 bits, so the steps before it need not keep more:
 
     score, score'    float32    x = 512 * (factor * score - peak + 76), rounded to an integer
-    x                16 bits    both in one vector, from 0 to 65535: 7 bits before the point, 9 after it
+    x                16 bits    both scores' x in one vector, from 0 to 65535: 7 bits before the point, 9 after it
     fraction f       float16    512 * (2 ** f - 1 - f) by a polynomial, also an integer
-    their sum        16 bits    7 bits of exponent, 9 of mantissa; without the last two, and rounded: a bfloat16
+    x + f            16 bits    7 bits of exponent, 9 of mantissa; rounded, without the last two bits: a bfloat16
 
-A polynomial that yields 1024 + n in float16 has n in its last bits, and 2 ** 23 + n in float32 likewise; what else is
-in those bits only adds to the exponent, and is why there are 76 above.
+A polynomial that yields 1024 + n in float16 has n in its last bits, and so has 2 ** 23 + n in float32. The other bits
+only add to the exponent, which explains the 76 above.
 
-The peak is MARGIN above a row's largest score, as far as that is known when its first weights are computed. Weights
-between 2 ** -76 and 1 are what they should be. Less is 2 ** -76, more is nearly 2; so is what is thousands of powers
-below the peak, where integers wrap around. A row whose weights add up to MOST_SUM or more is to be weighed again.
+The peak is MARGIN above the largest score that a row has when its first weights are computed. Weights between 2 ** -76
+and 1 are right. Smaller ones become 2 ** -76 and larger ones nearly 2; so do those thousands of powers below the peak,
+where integers wrap around. A row whose weights add up to MOST_SUM or more must be weighed again.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from foreword.kernels.llvm import emit
 from foreword.kernels.llvm.emit import F32, I16, I32, I32S, LANES
 
 HAS_FLOAT16 = bool(llvm.get_host_cpu_features().get("avx512fp16"))
-"""Whether this processor computes with vectors of float16; where it does not, nobody calls what is compiled here."""
+"""Whether this processor computes with vectors of float16; without them, these functions are not called."""
 PANEL_TOKENS = 64
 MARGIN = 44.0
 LEAST_SUM, MOST_SUM = 2.0**-46, 1.0
-"""Of a row's weights, if its peak is MARGIN above one of its scores, rounded up, and others are not too far above."""
+"""Bounds of the sum of a row's weights, if its peak is MARGIN above a score, rounded up, and no score is far above."""
 _HALVES, _FLOAT16S = ir.VectorType(I16, 2 * LANES), ir.VectorType(ir.HalfType(), 2 * LANES)
 _FRACTION, _ONE, _BFLOAT16_ONE = 511, 0x3C00, 0x3F80
 _LEAST_POWER = 76.0
 _TERMS = 1985.0, -259.75, -511.75, 324.0
-"""In u = 1 + f / 2: 512 * (2 ** f - 1 - f) + 1538. Of 1538 two round the result, 512 are one in its exponent."""
+"""Of u = 1 + f / 2: 512 * (2 ** f - 1 - f) + 1538, where 2 rounds the result and 512 is one in its exponent."""
 _MAGIC = 8388608.0
 _MAGIC_BITS = 0x4B000000
 
@@ -49,7 +49,7 @@ def _halves(value: int) -> ir.Constant:
 
 
 class _Constants:
-    """Vectors that stay in registers: LLVM would fetch and broadcast them anew in each turn of a loop."""
+    """Vectors that stay in registers; LLVM would load and broadcast them again in each turn of a loop."""
 
     def __init__(self, builder: Any, factor: Any) -> None:
         words = [_FRACTION, _ONE, _BFLOAT16_ONE, *(int(np.float16(term).view(np.uint16)) for term in _TERMS)]
@@ -66,7 +66,7 @@ def _kept(builder: Any, vector: Any) -> Any:
 
 
 def _emit_weights(builder: Any, scores: tuple[Any, Any], offset: Any, constants: _Constants) -> Any:
-    """Weights of two vectors of scores, four by four of each in turn, as 32 bfloat16's bits."""
+    """Weights of two vectors of scores as the bits of 32 bfloat16, four of each vector alternating."""
     both = []
     for score in scores:
         bits = builder.bitcast(emit.fma(builder, score, constants.scale, offset), I32S)
@@ -81,14 +81,14 @@ def _emit_weights(builder: Any, scores: tuple[Any, Any], offset: Any, constants:
 
 
 def _joined(builder: Any, low: Any, high: Any) -> Any:
-    """Two vectors of 16 integers as 32 from 0 to 65535, four by four of each in turn."""
+    """Two vectors of 16 integers as 32 from 0 to 65535, four of each vector alternating."""
     kind = ir.FunctionType(_HALVES, [I32S, I32S])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.packusdw.512")
     return builder.call(function, [low, high])
 
 
 def _offset(builder: Any, stats: Any) -> Any:
-    """What is added to a row's scaled scores; not a number if its peak is none."""
+    """The addend of a row's scaled scores; not a number if its peak is not."""
     above = builder.fsub(ir.Constant(F32, _LEAST_POWER), emit.load(builder, stats, 0, F32))
     offset = emit.call(builder, "llvm.fma.f32", above, ir.Constant(F32, 512.0), ir.Constant(F32, _MAGIC))
     return emit.splat(builder, offset)
@@ -100,7 +100,7 @@ def _add(builder: Any, total: Any, weights: Any, constants: _Constants) -> Any:
 
 
 def _seen(builder: Any, begin: int, low: Any, high: Any) -> Any:
-    """Which of 16 tokens from `begin` on are from `low` to before `high`."""
+    """Which of the 16 tokens from `begin` on are in low <= token < high."""
     place = ir.Constant(I32S, list(range(begin, begin + LANES)))
     bounds = (emit.splat(builder, builder.trunc(bound, I32)) for bound in (low, high))
     after, before = (builder.icmp_signed(*how) for how in zip((">=", "<"), (place, place), bounds, strict=True))
@@ -109,11 +109,10 @@ def _seen(builder: Any, begin: int, low: Any, high: Any) -> Any:
 
 @emit.instructions("aiaiiif")
 def estimate_peaks(builder: Any, *arguments: Any) -> None:
-    """MARGIN above the largest score, rounded up, of each of some rows in a panel that is the first they see.
+    """Write peaks of some rows from the first panel that they see: MARGIN above the largest score, rounded up.
 
-    They see its tokens from `low` to before `high`, at least one.
-
-    scores [rows, 64] and bytes between rows, stats [rows, 2], how many rows, low, high, factor.
+    They see its tokens from `low` to before `high`, at least one. Arguments: scores [rows, 64] and bytes between rows,
+    stats [rows, 2], the number of rows, low, high, factor.
     """
     scores, score_bytes, stats, num_rows, low, high, factor = arguments
     seen = [_seen(builder, begin, low, high) for begin in range(0, PANEL_TOKENS, LANES)]
@@ -169,10 +168,10 @@ def _weigh(builder: Any, arguments: tuple[Any, ...], bounds: tuple[Any, Any] | N
 
 @emit.instructions("aiaiaaif")
 def weigh_panel(builder: Any, *arguments: Any) -> None:
-    """Weights of some rows that see all 64 tokens of a panel; adds them up in 16 lanes.
+    """Compute weights of some rows that see all 64 tokens of a panel, and add them to totals of 16 lanes.
 
-    scores [rows, 64] float32 and bytes between rows, weights [rows, 64] and bytes between rows, stats [rows, 2] with
-    the rows' peaks, totals [rows, 16], how many rows, factor.
+    Arguments: scores [rows, 64] float32 and bytes between rows, weights [rows, 64] and bytes between rows, stats
+    [rows, 2] with the rows' peaks, totals [rows, 16], the number of rows, factor.
     """
     if HAS_FLOAT16:
         _weigh(builder, arguments, None)
@@ -180,9 +179,9 @@ def weigh_panel(builder: Any, *arguments: Any) -> None:
 
 @emit.instructions("aiaiaaiiif")
 def weigh_seen(builder: Any, *arguments: Any) -> None:
-    """The same for rows that see the panel's tokens from `low` to before `high`, given behind how many rows they are.
+    """`weigh_panel` for rows that see only the tokens from `low` to before `high`; other tokens' weights are 0.
 
-    Other tokens' weights are 0.
+    `low` and `high` are arguments between the number of rows and the factor.
     """
     if HAS_FLOAT16:
         *others, low, high, factor = arguments
@@ -191,14 +190,14 @@ def weigh_seen(builder: Any, *arguments: Any) -> None:
 
 @emit.instructions("aa")
 def sum_lanes(builder: Any, total: Any, stats: Any) -> None:
-    """The sum of a row's weights, from 16 lanes as a tree, to its stats."""
+    """Write the sum of a row's weights, from 16 lanes as a tree, to its stats."""
     joined = emit.reduce(builder, emit.load(builder, total), builder.fadd)
     emit.store(builder, builder.extract_element(joined, ir.Constant(I32, 0)), stats, 4)
 
 
 @emit.instructions("aaiif")
 def lower(builder: Any, scores: Any, stats: Any, start: Any, stop: Any, factor: Any) -> None:
-    """scores[start:stop] (multiples of 16) times `factor` less the row's peak, in place; at least -120."""
+    """Multiply scores[start:stop] (multiples of 16) by `factor`, less the row's peak, in place; at least -120."""
     minus_peak = builder.fneg(emit.splat(builder, emit.load(builder, stats, 0, F32)))
     factor = emit.splat(builder, factor)
 
@@ -212,7 +211,7 @@ def lower(builder: Any, scores: Any, stats: Any, start: Any, stop: Any, factor: 
 
 
 def _all_less(builder: Any, scores: Any, bounds: tuple[Any, Any], *, by_size: bool) -> Any:
-    """1 if scores[bounds] are less than infinity; nothing that is no number is."""
+    """1 if scores[bounds] are numbers below infinity, in size if `by_size`."""
     infinity = ir.Constant(emit.F32S, [float("inf")] * LANES)
 
     def body(index: Any, so_far: Any) -> list[Any]:
@@ -226,7 +225,7 @@ def _all_less(builder: Any, scores: Any, bounds: tuple[Any, Any], *, by_size: bo
 
 @emit.instructions("a", types.intp)
 def are_finite(builder: Any, scores: Any) -> Any:
-    """1 if all of 64 scores are finite numbers."""
+    """1 if all 64 scores are finite numbers."""
     return _all_less(builder, scores, (emit.integer(0), emit.integer(PANEL_TOKENS)), by_size=True)
 
 

@@ -4,9 +4,9 @@ Knows memory addresses and tiles; knows nothing of models. A tile is 16 rows of 
 32 products of bfloat16 to each element of a tile of 16 x 16 float32: `C[m, n] += sum over k of A[m, k] B[k, n]`, with B
 stored as 16 rows of 16 pairs (two neighbours of k).
 
-One element of a result is one chain of such additions along k, from 0 upwards, starting at 0. What order the processor
-sums the 32 products of one step in is its own affair, but always the same; so a row's bits depend neither on
-the number of rows, nor on its place among them, nor on the number of threads.
+One element of a result is one chain of such additions along k, from 0 upwards, starting at 0. The processor sums the 32
+products of one step in an order of its own, which is always the same. So a row's bits do not depend on the number of
+rows, its place among them, or the number of threads.
 
     tile    0   1      results: rows of A0 x columns of B0, B1
             2   3               rows of A1 x columns of B0, B1
@@ -32,8 +32,8 @@ from foreword.kernels.llvm import emit
 TILE_ROWS = 16
 TILE_BYTES = 1024
 STEP = 32
-"""How many elements along k one product of tiles takes."""
-PANEL = 32
+"""Elements along k of one product of tiles."""
+PRODUCT_PANEL = 32
 """Columns of a panel of weights: two tiles side by side, for all k."""
 CONFIG_BYTES = 64
 
@@ -42,7 +42,7 @@ _REQUEST_PERMISSION, _TILE_DATA, _ARCH_PRCTL = 0x1023, 18, 158
 
 @functools.cache
 def has_tiles() -> bool:
-    """Whether this processor multiplies tiles of bfloat16, and the system lets this process do it."""
+    """Whether this processor multiplies tiles of bfloat16, and the system permits it."""
     features = llvm.get_host_cpu_features()
     if not (features.get("amx-tile") and features.get("amx-bf16") and features.get("avx512f")):
         return False
@@ -53,7 +53,7 @@ def has_tiles() -> bool:
 
 
 def _tile_call(builder: Any, name: str, *arguments: Any) -> None:
-    """An instruction for tiles; none where there are none: such code is compiled there, but never called."""
+    """Emit an instruction for tiles; none without tiles, where this code is compiled but never called."""
     if not has_tiles():
         return
     kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
@@ -69,7 +69,7 @@ def _pointer(builder: Any, address: Any) -> Any:
 
 
 def _load(builder: Any, tile: int, address: Any, stride: Any, *, passing: bool = False) -> None:
-    """`passing`: what is loaded need not stay in the first cache."""
+    """Load a tile; `passing`: its memory need not stay in the first cache."""
     name = "tileloaddt164" if passing else "tileloadd64"
     _tile_call(builder, name, _tile(tile), _pointer(builder, address), stride)
 
@@ -82,7 +82,7 @@ def _multiply(builder: Any, result: int, left: int, right: int) -> None:
 def lay_out(builder: Any, config: Any, num_rows: Any) -> None:
     """Lay out this thread's tiles for products of `num_rows` (1 to 32) rows of A; writes 64 bytes to `config`.
 
-    Up to 16 rows all tiles of rows have that many; beyond, the second have what the first leave.
+    Up to 16 rows, all tiles of rows have that number; with more, the first have 16 and the second have the rest.
     """
     byte, most = ir.IntType(8), emit.integer(TILE_ROWS)
     few = builder.icmp_signed("<=", num_rows, most)
@@ -102,9 +102,9 @@ def release(builder: Any) -> None:
 
 
 def _emit_step(builder: Any, num_row_tiles: int, a: Any, stride: Any, weights: Any, *, passing: bool = False) -> None:
-    """Add the products of one or two tiles of rows and two of weights; `passing`: of weights.
+    """Add the products of one or two tiles of rows and two of weights; `passing`: weights come from the second cache.
 
-    Weights that come from the second cache are best waited for together, those from the first one by one.
+    It is fastest to wait for weights from the second cache together, and for those from the first one by one.
     """
     line, rows = emit.integer(64), [a, builder.add(a, builder.mul(stride, emit.integer(TILE_ROWS)))]
     _load(builder, 6, weights, line, passing=passing)
@@ -121,14 +121,14 @@ def _emit_step(builder: Any, num_row_tiles: int, a: Any, stride: Any, weights: A
 
 
 def _sums_of_tiles(builder: Any, num_row_tiles: int, sums: Any) -> list[Any]:
-    """Where the tiles of results lie in sums [32, 32]."""
-    offsets = (tile // 2 * TILE_ROWS * 4 * PANEL + tile % 2 * 64 for tile in range(2 * num_row_tiles))
+    """Addresses of the tiles of results in sums [32, 32]."""
+    offsets = (tile // 2 * TILE_ROWS * 4 * PRODUCT_PANEL + tile % 2 * 64 for tile in range(2 * num_row_tiles))
     return [builder.add(sums, emit.integer(offset)) for offset in offsets]
 
 
 def _emit_end(builder: Any, num_row_tiles: int, sums: Any) -> None:
     for tile, target in enumerate(_sums_of_tiles(builder, num_row_tiles, sums)):
-        _tile_call(builder, "tilestored64", _tile(tile), _pointer(builder, target), emit.integer(4 * PANEL))
+        _tile_call(builder, "tilestored64", _tile(tile), _pointer(builder, target), emit.integer(4 * PRODUCT_PANEL))
 
 
 class Product(NamedTuple):
@@ -153,7 +153,7 @@ def _product(num_row_tiles: int) -> Product:
     @emit.instructions("a")
     def go_on(builder: Any, sums: Any) -> None:
         for tile, source in enumerate(_sums_of_tiles(builder, num_row_tiles, sums)):
-            _load(builder, tile, source, emit.integer(4 * PANEL))
+            _load(builder, tile, source, emit.integer(4 * PRODUCT_PANEL))
 
     @emit.instructions("aia")
     def multiply(builder: Any, a: Any, stride: Any, weights: Any) -> None:
@@ -167,14 +167,14 @@ def _product(num_row_tiles: int) -> Product:
 
 
 product_16, product_32 = _product(1), _product(2)
-"""By the number of rows that they take at most."""
+"""Named by the most rows that they take."""
 
 
 def multiply_beside(signature: str, beside: Callable[..., None]) -> Any:
-    """All steps of a product of up to 32 rows, and something else in each: the vectors work while the tiles do.
+    """All steps of a product of up to 32 rows, and other work in each: vectors work while tiles do.
 
-    `beside(builder, step, *others)` emits the latter. The result takes rows, bytes between them, weights, the number of
-    steps, and the others, whose letters `signature` has.
+    `beside(builder, step, *others)` emits the other work. The result takes rows, bytes between them, weights, the
+    number of steps, and `others`, whose letters are `signature`.
     """
 
     @emit.instructions("aiai" + signature)
@@ -208,7 +208,7 @@ def _emit_wide(builder: Any, shape: tuple[int, int], arguments: tuple[Any, ...])
 
         def body(step: Any, first: int = first) -> list[Any]:
             panel = builder.add(b, builder.mul(step, emit.integer(TILE_BYTES * num_tiles)))
-            for pair in range(2):  # of tiles to load, before all products: that order is the fastest
+            for pair in range(2):  # load two tiles of each before all products: that order is the fastest
                 if pair < at_a_time:
                     right = builder.add(panel, emit.integer(64 * (first + pair)))
                     _load(builder, 6 + pair, right, line, passing=num_row_tiles == 2)
@@ -246,4 +246,4 @@ def _wide_product(num_tiles: int) -> Any:
 
 
 tile_product_64, tile_product_32 = _wide_product(4), _wide_product(2)
-"""By the number of columns."""
+"""Named by the number of columns."""

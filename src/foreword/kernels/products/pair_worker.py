@@ -1,21 +1,21 @@
-"""What threads do for a linear layer in pairs of bfloat16, compiled by numba, where the processor has no tiles.
+"""Linear layers in pairs of bfloat16 for processors without tiles, compiled by numba.
 
-Knows compact weights and rows as memory addresses; knows nothing of modules. A unit's first rows are multiplied with
-weights while these are expanded, part of which the processor does beside multiplying; the others with what was
-expanded, which lies in the core's second cache, in blocks of equal size. Long rows (along k) are taken in *parts*,
-and sums wait in memory from part to part; they are float32 there as in registers, so cutting changes no bit.
+Knows compact weights and rows as memory addresses; knows nothing of modules. A unit's first rows multiply weights while
+these are expanded, since the processor can do part of both at once. The other rows, in blocks of equal size, multiply
+the expanded weights, which lie in the core's second cache. Long rows (along k) are cut into *parts*, and sums wait in
+memory from part to part; they are float32 there as in registers, so cutting changes no bit.
 
-    up to 8 rows     no others; only two steps of expanded weights are kept
-    up to 16         one block of others; as above, rows are packed once by each thread, for all steps
-    more             a block of rows is packed for some panels and one part at a time
+    up to 8 rows     there are no other rows; only two steps of expanded weights are kept
+    up to 16         there is one block of other rows; each thread packs all rows once, for all steps, as above
+    more             each thread packs a block of rows for some panels and one part at a time
 
 A thread's scratch memory:
 
-    staged       the end of a row that the result has no whole panel for
-    addresses    of the rows that are being packed
-    sums         for each panel of a unit those of all its rows
+    staged       the end of a row, where the result lacks columns of the last panel
+    addresses    addresses of the rows that are being packed
+    sums         for each panel of a unit the sums of all its rows
     expanded     for each panel of a unit the weights of a part
-    packed       rows: the first and then, if they are few, the others
+    packed       the first rows and then, if there are few, the others
 """
 
 from __future__ import annotations
@@ -28,56 +28,58 @@ from numba import carray
 from foreword.kernels.llvm import simd
 from foreword.kernels.llvm.emit import LANES
 from foreword.kernels.products import pairs
-from foreword.kernels.products.pairs import EXPANDED_BYTES, FIRST_ROWS, MOST_ROWS, STEP_PAIRS
+from foreword.kernels.products.pairs import EXPANDED_BYTES, FIRST_ROWS, MOST_EXPANDED_ROWS, STEP_PAIRS
 from foreword.kernels.products.units import PRODUCT, SUMS_BYTES, ProductWorker, end_rows, exceptions_of, weights_of
 from foreword.kernels.products.weights12 import STEP_BYTES, STEP_WEIGHTS
 from foreword.kernels.runtime.compiled import Record, Worker, inlined, worker
 
 MOST_PANELS = 8
-"""Of a unit, if there are more than a few rows; otherwise it is one: threads wait for each other's last."""
-MOST_FIRST = FIRST_ROWS[-1]
-FEW_ROWS = 2 * MOST_FIRST
-"""Most rows that are packed once."""
+"""Most panels of a unit. Few rows have units of one panel, because threads wait for the last unit."""
+MOST_FIRST_ROWS = FIRST_ROWS[-1]
+MOST_PACKED_ROWS = 2 * MOST_FIRST_ROWS
+"""Most rows that a thread packs only once."""
 MOST_BLOCKS = 20
-"""Of a unit, beside its first rows."""
+"""Most blocks of rows in a unit, besides its first rows."""
 PART = 28
-"""Most steps of a part, unless there is but one: the rows of a block lie in the first cache then."""
+"""Most steps of a part, if there are several: then the rows of a block fit the first cache."""
 _STAGED, _ADDRESSES, _SUMS = 0, 64, 256
-_UNIT_ROWS = MOST_FIRST + MOST_BLOCKS * MOST_ROWS
+_UNIT_ROWS = MOST_FIRST_ROWS + MOST_BLOCKS * MOST_EXPANDED_ROWS
 _PANEL_SUMS_BYTES = _UNIT_ROWS * SUMS_BYTES
-"""Of a panel."""
+"""Bytes of a panel's sums for all rows of a unit."""
 _EXPANDED = _SUMS + MOST_PANELS * _PANEL_SUMS_BYTES
 _PACKED = _EXPANDED + MOST_PANELS * PART * EXPANDED_BYTES
-assert FEW_ROWS - MOST_FIRST <= MOST_ROWS <= min(FEW_ROWS, LANES)  # one block of others; what is packed finds room
+assert (
+    MOST_PACKED_ROWS - MOST_FIRST_ROWS <= MOST_EXPANDED_ROWS <= min(MOST_PACKED_ROWS, LANES)
+)  # one block of others, for which there is room
 
 
 def _set_units(a: Record, num_threads: int) -> None:
     num_rows, num_steps = int(a["num_rows"]), int(a["num_steps"])
-    most, row_units = 1 if num_rows <= FEW_ROWS else MOST_PANELS, -(-num_rows // _UNIT_ROWS)
+    most, row_units = 1 if num_rows <= MOST_PACKED_ROWS else MOST_PANELS, -(-num_rows // _UNIT_ROWS)
     a["group"] = min(most, max(1, int(a["num_panels"]) * row_units // (4 * num_threads)))
-    if num_rows <= MOST_FIRST:
+    if num_rows <= MOST_FIRST_ROWS:
         a["first"] = next(count for count in FIRST_ROWS if count >= num_rows)
         a["unit_rows"], a["part_steps"] = a["first"], num_steps
         return
-    a["first"], a["unit_rows"] = MOST_FIRST, -(-num_rows // row_units)
+    a["first"], a["unit_rows"] = MOST_FIRST_ROWS, -(-num_rows // row_units)
     a["part_steps"] = -(-num_steps // -(-num_steps // PART))
 
 
 def _thread_scratch(num_steps: int) -> int:
-    return _PACKED + num_steps * 4 * STEP_PAIRS * FEW_ROWS + 64  # which the last word that is packed reaches beyond
+    return _PACKED + num_steps * 4 * STEP_PAIRS * MOST_PACKED_ROWS + 64  # for writes beyond the last packed word
 
 
 @inlined
 def _packed_bytes(num_rows: int) -> int:
-    """Of a step."""
+    """Bytes of one step of packed rows."""
     return 4 * STEP_PAIRS * num_rows
 
 
 @inlined
 def _pack(a: Any, scratch: int, rows: tuple[int, int], count: int, steps: tuple[int, int], target: int) -> None:
-    """Pack `count` rows for some steps, or as many as there are: the last stands in for those that are not.
+    """Pack `count` rows for some steps; the last row stands in for missing ones.
 
-    Words beyond them are written too, and then overwritten by the next pair's.
+    Words after them are written too; the next pair's words overwrite them.
     """
     addresses = scratch + _ADDRESSES
     for number in range(LANES):
@@ -89,7 +91,7 @@ def _pack(a: Any, scratch: int, rows: tuple[int, int], count: int, steps: tuple[
 
 @inlined
 def _pack_few(a: Any, scratch: int) -> None:
-    """Pack all of few rows, for all steps: the first, unless it is one alone, and then the others."""
+    """Pack few rows for all steps: the first rows, unless that is a single one, and then the others."""
     target, everything, num_rows = scratch + _PACKED, (0, a.num_steps), a.num_rows
     if a.first > 1:
         _pack(a, scratch, (0, num_rows), a.first, everything, target)
@@ -100,9 +102,9 @@ def _pack_few(a: Any, scratch: int) -> None:
 
 @inlined
 def _begin_sums(a: Any, scratch: int, number: int, row: int, count: int, first_step: int) -> Any:
-    """Where sums of `count` rows, from the unit's `row` on, and of a panel, by its number in the unit, are.
+    """The address of the sums of `count` rows, from the unit's `row` on, and of panel `number` of the unit.
 
-    They wait there from part to part; if there is but one part, they make room for the next rows'.
+    Sums wait there from part to part. If there is only one part, all rows use the same place.
     """
     sums = scratch + _SUMS + number * _PANEL_SUMS_BYTES
     if a.part_steps < a.num_steps:
@@ -116,11 +118,11 @@ def _begin_sums(a: Any, scratch: int, number: int, row: int, count: int, first_s
 def _multiply_first(
     a: Any, scratch: int, panels: tuple[int, int], rows: tuple[int, int], part: tuple[int, int], ahead: int
 ) -> None:
-    """The unit's first rows by some panels, which are expanded. Those at `ahead` follow."""
+    """Multiply the unit's first rows by some panels, and expand these; the weights at `ahead` follow."""
     num_steps, target, packed = part[1] - part[0], scratch + _EXPANDED, scratch + _PACKED
     if a.first == 1:
         packed = a.rows
-    elif a.num_rows <= FEW_ROWS:
+    elif a.num_rows <= MOST_PACKED_ROWS:
         packed += part[0] * _packed_bytes(a.first)
     else:
         _pack(a, scratch, rows, a.first, part, packed)
@@ -128,13 +130,13 @@ def _multiply_first(
         source, end = weights_of(a, panel, part[0]), weights_of(a, panel, part[1])
         following = weights_of(a, panel + 1, part[0]) if panel + 1 < panels[1] else ahead
         entry, place, mask = exceptions_of(a, panel), part[0] * STEP_WEIGHTS, EXPANDED_BYTES
-        if a.num_rows > MOST_FIRST:
+        if a.num_rows > MOST_FIRST_ROWS:
             mask = -1
         sums = _begin_sums(a, scratch, panel - panels[0], 0, a.first, part[0])
         pairs.multiply_expanding(
             a.first, packed, source, a.table, num_steps, entry, place, following - end, target, mask, sums
         )
-        if a.num_rows > MOST_FIRST:
+        if a.num_rows > MOST_FIRST_ROWS:
             target += num_steps * EXPANDED_BYTES
         if part[1] == a.num_steps:
             end_rows(a, scratch + _STAGED, sums, rows[0], (0, min(a.first, rows[1] - rows[0])), panel)
@@ -144,13 +146,13 @@ def _multiply_first(
 def _multiply_others(
     a: Any, scratch: int, panels: tuple[int, int], rows: tuple[int, int], part: tuple[int, int], ahead: int
 ) -> None:
-    """The unit's other rows by some panels, which have been expanded. Those at `ahead` are asked for."""
+    """Multiply the unit's other rows by some expanded panels; prefetch the weights at `ahead`."""
     num_steps, others = part[1] - part[0], rows[1] - rows[0] - a.first
-    num_blocks = (others + MOST_ROWS - 1) // MOST_ROWS
+    num_blocks = (others + MOST_EXPANDED_ROWS - 1) // MOST_EXPANDED_ROWS
     for block in range(num_blocks):
         row, end = a.first + others * block // num_blocks, a.first + others * (block + 1) // num_blocks
         packed, count = scratch + _PACKED, end - row
-        if a.num_rows <= FEW_ROWS:
+        if a.num_rows <= MOST_PACKED_ROWS:
             packed += a.num_steps * _packed_bytes(a.first) + part[0] * _packed_bytes(count)
         else:
             _pack(a, scratch, (rows[0] + row, rows[0] + end), count, part, packed)
@@ -166,7 +168,7 @@ def _multiply_others(
 
 @inlined
 def _multiply_unit(a: Any, scratch: int, panels: tuple[int, int], rows: tuple[int, int], following: int) -> None:
-    """Some rows by some panels; the panel `following` is the next unit's first."""
+    """Multiply some rows by some panels; the panel `following` is the next unit's first."""
     for first_step in range(0, a.num_steps, a.part_steps):
         part = first_step, min(first_step + a.part_steps, a.num_steps)
         ahead = weights_of(a, panels[0], part[1]) if part[1] < a.num_steps else weights_of(a, following, 0)
@@ -176,7 +178,7 @@ def _multiply_unit(a: Any, scratch: int, panels: tuple[int, int], rows: tuple[in
 
 @functools.cache
 def _compile() -> Worker:
-    """What each thread of a team runs: units until none are left."""
+    """Compile the function that every thread runs: it computes units until none is left."""
 
     @worker(PRODUCT)
     def multiply(arguments: Any) -> None:
@@ -184,11 +186,11 @@ def _compile() -> Worker:
         scratch = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
         num_groups = (a.num_panels + a.group - 1) // a.group
         num_units = num_groups * ((a.num_rows + a.unit_rows - 1) // a.unit_rows)
-        unit, few = simd.fetch_add(a.counters, 1), a.num_rows <= FEW_ROWS
+        unit, few = simd.fetch_add(a.counters, 1), a.num_rows <= MOST_PACKED_ROWS
         if unit < num_units and few:
             _pack_few(a, scratch)
         while unit < num_units:
-            following = simd.fetch_add(a.counters, 1) if few else unit + 1  # the latter is a guess
+            following = simd.fetch_add(a.counters, 1) if few else unit + 1  # `unit + 1` is a guess
             first_panel, first_row = unit % num_groups * a.group, unit // num_groups * a.unit_rows
             panels = first_panel, min(first_panel + a.group, a.num_panels)
             rows = first_row, min(first_row + a.unit_rows, a.num_rows)

@@ -1,14 +1,14 @@
 """Products of compact weights in pairs of bfloat16 (`vdpbf16ps`), as LLVM instructions for numba.
 
-Knows memory addresses, compact weights and pairs; knows nothing of models. It is for processors that multiply pairs
-but have no tiles. An instruction adds, in each of 16 lanes, two products of bfloat16: `C[m, n] += A[m, 2k] B[2k, n] +
+Knows memory addresses, compact weights and pairs; knows nothing of models. Processors that multiply pairs but have no
+tiles use it. An instruction adds, in each of 16 lanes, two products of bfloat16: `C[m, n] += A[m, 2k] B[2k, n] +
 A[m, 2k + 1] B[2k + 1, n]`, for 16 columns n of a row m, whose pair is spread over the lanes as it is loaded.
 
 One element of a result is one chain of such additions along k, from 0 upwards, starting at 0: its bits depend on
 nothing but its own row and column.
 
     rows      packed, so that one address serves all: [k / 2, rows] pairs
-    weights   as tiles want them (`compact.py`); of a step 16 pairs of k x 16 columns, twice
+    weights   as for tiles (`weights12.py`): a step has 16 pairs of k x 16 columns, twice
     sums      [rows, 32] float32
 """
 
@@ -20,19 +20,19 @@ from typing import Any
 from llvmlite import ir
 
 from foreword.kernels.llvm import emit, simd
-from foreword.kernels.llvm.tiles import PANEL, STEP, TILE_BYTES
+from foreword.kernels.llvm.tiles import PRODUCT_PANEL, STEP, TILE_BYTES
 from foreword.kernels.products import weights12 as compact
 from foreword.kernels.products.weights12 import FAR, NEAR, STEP_BYTES, STEP_GROUPS, STEP_WEIGHTS
 
 STEP_PAIRS = STEP // 2
-COLUMNS = PANEL // emit.LANES
+COLUMNS = PRODUCT_PANEL // emit.LANES
 """Vectors of a row's sums."""
 EXPANDED_BYTES = COLUMNS * TILE_BYTES
-"""Of a step."""
+"""Bytes of an expanded step."""
 FIRST_ROWS = (1, 2, 3, 4, 6, 8)
-"""Numbers of rows that weights are multiplied with as they are expanded; 5 and 7 are worth no code of their own."""
-MOST_ROWS = 14
-"""That expanded weights are multiplied with: their sums fill 28 of 32 registers."""
+"""Numbers of rows that can multiply weights as these are expanded; code for 5 and 7 would not pay."""
+MOST_EXPANDED_ROWS = 14
+"""Most rows that multiply expanded weights at a time: their sums fill 28 of 32 registers."""
 
 
 def _multiply(builder: Any, rows: Any, weights: Any, pairs: range, sums: list[Any]) -> None:
@@ -48,7 +48,7 @@ def _multiply(builder: Any, rows: Any, weights: Any, pairs: range, sums: list[An
 
 
 def _here(builder: Any, vector: Any) -> Any:
-    """The vector, known from here on: LLVM would load pairs of many rows before it multiplies any, into memory."""
+    """The vector, computed at this point: LLVM would otherwise load pairs of many rows first, and spill them."""
     kind = ir.FunctionType(emit.F32S, [emit.F32S])
     return builder.asm(kind, "", "=v,0,~{memory}", [vector], True)
 
@@ -63,7 +63,7 @@ def _store_sums(builder: Any, found: Sequence[Any], sums: Any) -> None:
 
 
 def _emit_expanding(builder: Any, num_rows: int, arguments: Sequence[Any]) -> None:
-    """Between the products with one step the next is expanded."""
+    """Expand each step between the products with the step before."""
     rows, source, table, num_steps, entry, place, jump, buffer, mask, sums = arguments
     upper, step_weights = compact.load_table(builder, table), emit.integer(STEP_WEIGHTS)
     for group in range(STEP_GROUPS):
@@ -101,10 +101,9 @@ def _ahead(builder: Any, source: Any, distance: int, step: Any, num_steps: Any, 
 multiply_expanding = emit.by_rows("aaaiaiiaia", FIRST_ROWS, _emit_expanding)
 """Add the products of packed rows and some steps of a panel to the sums; the steps are expanded as they are multiplied.
 
-How many rows; rows, weights, the table of codes; how many steps; an entry of exceptions, none before it belonging
-to the panel; the place of the first weight in the panel; how many bytes beyond the last step those weights begin that
-are wanted next; where steps are expanded to; -1 if they are to stay there one after the other, EXPANDED_BYTES if there
-is room for two; the sums.
+Arguments: the number of rows; rows, weights, the table of codes; the number of steps; the panel's first exception; the
+place of the first weight in the panel; the bytes from the last step's end to the weights that are needed next; where
+expanded steps go; -1 to keep all of them, EXPANDED_BYTES to keep two; the sums.
 """
 
 
@@ -130,9 +129,9 @@ def _emit_expanded(builder: Any, num_rows: int, arguments: Sequence[Any]) -> Non
     _store_sums(builder, found, sums)
 
 
-multiply_expanded = emit.by_rows("aaiaa", range(1, MOST_ROWS + 1), _emit_expanded)
+multiply_expanded = emit.by_rows("aaiaa", range(1, MOST_EXPANDED_ROWS + 1), _emit_expanded)
 """Add the products of packed rows and some expanded steps to the sums.
 
-How many rows; rows, weights; how many steps; the sums; where weights lie that are wanted next, and are asked for: two
-lines at each pair, which is a third more than there are.
+Arguments: the number of rows; rows, weights; the number of steps; the sums; the weights to prefetch: two lines at each
+pair, which is a third more than there are.
 """

@@ -1,10 +1,10 @@
-"""What threads do for a linear layer in AMX tiles, compiled by numba: rows times panels, and how rows end.
+"""Linear layers in AMX tiles, compiled by numba: rows times panels, and the ends of rows.
 
-Knows compact weights and rows as memory addresses; knows nothing of modules. A unit of work is some rows x some
-panels; threads take units from a counter. Weights are expanded where they are used: for few rows a step at a time,
-beside the product with the step before, so that such a product waits for memory and little else; for more rows some
-panels at a time, which then stay in the core's second cache for all rows of the unit. Long rows (along k) are taken
-in *parts*, and sums wait in memory from part to part; they are float32 there as in tiles, so cutting changes no bit.
+Knows compact weights and rows as memory addresses; knows nothing of modules. Each unit of work expands its own weights.
+For few rows it expands a step at a time, while tiles multiply the step before, so such a product waits for little but
+memory. For more rows it expands some panels at a time, which then stay in the core's second cache for all rows of the
+unit. Long rows (along k) are cut into *parts*, and sums wait in memory from part to part; they are float32 there as in
+tiles, so cutting changes no bit.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from foreword.kernels.products.weights12 import FAR, NEAR, STEP_BYTES, STEP_WEIG
 from foreword.kernels.runtime.compiled import Record, Worker, inlined, worker
 
 BLOCK_ROWS = 2 * TILE_ROWS
-FEW_ROWS = 64
-"""Most rows for which weights are expanded again for each block: keeping them costs more than it saves."""
-MOST_ROWS, MOST_PANELS, FEW_PANELS = 576, 8, 2
-"""Of a unit; FEW_PANELS if there are few rows: the smaller the last unit, the less threads wait for each other."""
+MOST_STREAMED_ROWS = 64
+"""Most rows for which each block expands the weights again: keeping them would cost more than it saves."""
+MOST_UNIT_ROWS, MOST_PANELS, MOST_STREAMED_PANELS = 576, 8, 2
+"""Most rows and panels of a unit. Few rows have smaller units: the smaller the last one, the less threads wait for
+each other."""
 MOST_STEPS, PART = 40, 14
-"""Of a panel that is not cut, and of a part of one that is: 32 rows of a part stay in the first cache for all panels of
-a unit."""
+"""Most steps of a panel that is not cut into parts, and most steps of a part: 32 rows of a part stay in the first cache
+for all panels of a unit."""
 _BLOCK_SUMS_BYTES = SUMS_BYTES * BLOCK_ROWS
 _WEIGHTS_BYTES = 2 * TILE_BYTES
 _FETCHED_ROWS = BLOCK_ROWS // MOST_PANELS
 _CONFIG, _STAGED, _SUMS = 0, 64, 256
-_EXPANDED = _SUMS + MOST_ROWS // BLOCK_ROWS * MOST_PANELS * _BLOCK_SUMS_BYTES
+_EXPANDED = _SUMS + MOST_UNIT_ROWS // BLOCK_ROWS * MOST_PANELS * _BLOCK_SUMS_BYTES
 _SCRATCH_BYTES = _EXPANDED + MOST_PANELS * MOST_STEPS * _WEIGHTS_BYTES
 
 (_begin_16, _, _multiply_16, _end_16), (_begin_32, _go_on_32, _multiply_32, _end_32) = (
@@ -56,19 +57,19 @@ _SCRATCH_BYTES = _EXPANDED + MOST_PANELS * MOST_STEPS * _WEIGHTS_BYTES
 
 def _set_units(a: Record, num_threads: int) -> None:
     num_rows = int(a["num_rows"])
-    most = FEW_PANELS if num_rows <= FEW_ROWS else MOST_PANELS
+    most = MOST_STREAMED_PANELS if num_rows <= MOST_STREAMED_ROWS else MOST_PANELS
     a["group"] = min(most, max(1, int(a["num_panels"]) // (4 * num_threads)))
-    unit = -(-num_rows // -(-num_rows // MOST_ROWS))
+    unit = -(-num_rows // -(-num_rows // MOST_UNIT_ROWS))
     a["unit_rows"] = -(-unit // BLOCK_ROWS) * BLOCK_ROWS
     num_steps = int(a["num_steps"])
     a["part_steps"] = num_steps if num_steps <= MOST_STEPS else -(-num_steps // -(-num_steps // PART))
 
 
 def _beside(finish: Callable[..., None]) -> Any:
-    """All steps of a product that end a row of the product before each.
+    """All steps of a product, each of which also ends one row of the product before.
 
-    Others: how many rows, their sums, bias and target; bytes between targets, and to where the next ones will be;
-    bytes between rows that will be read soon, and the first of them.
+    Further arguments: the number of those rows, their sums, bias and target; bytes between targets, and bytes to the
+    next targets; bytes between rows that will be read soon, and the first of these.
     """
 
     def end_row(builder: Any, step: Any, *others: Any) -> None:
@@ -89,7 +90,7 @@ _multiply_beside_ends, _multiply_beside_gates = _beside(emit_end), _beside(emit_
 
 @inlined
 def _lay_out(scratch: int, num_rows: int, laid_out: int) -> int:
-    """Lay out tiles for a block of rows, unless they are; returns for how many they are now."""
+    """Lay out tiles for `num_rows` rows, unless `laid_out` says that they are; returns `num_rows`."""
     if num_rows != laid_out:
         tiles.lay_out(scratch + _CONFIG, num_rows)
     return num_rows
@@ -97,9 +98,9 @@ def _lay_out(scratch: int, num_rows: int, laid_out: int) -> int:
 
 @inlined
 def _stream(a: Any, scratch: int, row: int, panel: int, following: int) -> None:
-    """Up to 32 rows by a panel: a step is expanded while the tiles work on the one before.
+    """Multiply up to 32 rows by a panel: a step is expanded while the tiles multiply the one before.
 
-    Towards the end of the panel the first weights of the one that follows are asked for.
+    Near the end of the panel, prefetch the first weights of the panel `following`.
     """
     num_rows, num_steps = min(BLOCK_ROWS, a.num_rows - row), a.num_steps
     sums, ready = scratch + _SUMS, scratch + _EXPANDED
@@ -133,7 +134,7 @@ def _stream(a: Any, scratch: int, row: int, panel: int, following: int) -> None:
 
 @inlined
 def _expand(a: Any, scratch: int, panels: tuple[int, int], part: tuple[int, int]) -> None:
-    """Some panels' steps of a part, one panel after the other."""
+    """Expand a part of some panels, one panel after the other."""
     target = scratch + _EXPANDED
     for panel in range(panels[0], panels[1]):
         source, start = weights_of(a, panel, part[0]), target
@@ -148,17 +149,17 @@ def _expand(a: Any, scratch: int, panels: tuple[int, int], part: tuple[int, int]
 
 @inlined
 def _sums_of(a: Any, scratch: int, block: int, number: int) -> Any:
-    """Where the sums of a block of rows and a panel, by its number in the unit, are; two suffice if nothing waits."""
+    """The address of the sums of a block of rows and panel `number` of a unit; two places suffice if no sums wait."""
     place = number % 2 if a.part_steps == a.num_steps else block * MOST_PANELS + number
     return scratch + _SUMS + place * _BLOCK_SUMS_BYTES
 
 
 @inlined
 def _multiply_block(a: Any, scratch: int, row: int, block: int, panels: tuple[int, int], part: tuple[int, int]) -> None:
-    """32 rows by expanded panels. The rows of one panel are ended beside the product with the next.
+    """Multiply 32 rows by expanded panels; the rows of one panel end during the product with the next.
 
-    Of the first panel's neighbour before it nothing is read or written, since no row waits; lines ahead are only asked
-    for, which is safe wherever they are.
+    No row waits before the first panel, so nothing of its left neighbour is read or written. Lines ahead are only
+    prefetched, which is safe at any address.
     """
     stride, num_steps, waiting = a.row_bytes, part[1] - part[0], 0
     x = a.rows + row * stride + part[0] * 64
@@ -189,7 +190,7 @@ def _multiply_block(a: Any, scratch: int, row: int, block: int, panels: tuple[in
 
 @inlined
 def _stream_units(a: Any, scratch: int) -> None:
-    """Few rows: units of panels."""
+    """Compute units of panels, for few rows."""
     laid_out, following = 0, simd.fetch_add(a.counters, 1) * a.group
     while following < a.num_panels:
         first, following = following, simd.fetch_add(a.counters, 1) * a.group
@@ -202,7 +203,7 @@ def _stream_units(a: Any, scratch: int) -> None:
 
 @inlined
 def _expand_units(a: Any, scratch: int) -> None:
-    """More rows: units of panels and rows."""
+    """Compute units of panels and rows, for more rows."""
     num_groups = (a.num_panels + a.group - 1) // a.group
     num_units = num_groups * ((a.num_rows + a.unit_rows - 1) // a.unit_rows)
     tiles.lay_out(scratch + _CONFIG, BLOCK_ROWS)
@@ -217,19 +218,19 @@ def _expand_units(a: Any, scratch: int) -> None:
             part = first_step, min(first_step + a.part_steps, a.num_steps)
             _expand(a, scratch, panels, part)
             for block, row in enumerate(range(rows[0], rows[1], BLOCK_ROWS)):
-                # The last block has rows of the one before: computed twice, to the same bits.
+                # The last block repeats rows of the one before, with the same bits.
                 _multiply_block(a, scratch, min(row, a.num_rows - BLOCK_ROWS), block, panels, part)
 
 
 @functools.cache
 def _compile() -> Worker:
-    """What each thread of a team runs: units until none are left."""
+    """Compile the function that every thread runs: it computes units until none is left."""
 
     @worker(PRODUCT)
     def multiply(arguments: Any) -> None:
         a = carray(arguments, 1)[0]
         scratch = a.scratch + simd.fetch_add(a.counters + 64, 1) * a.thread_scratch
-        if a.num_rows <= FEW_ROWS:
+        if a.num_rows <= MOST_STREAMED_ROWS:
             _stream_units(a, scratch)
         else:
             _expand_units(a, scratch)

@@ -1,4 +1,4 @@
-"""What all workers of linear layers have in common: their arguments, panels of compact weights, how rows end.
+"""The common parts of all workers of linear layers: their arguments, panels of compact weights, and the ends of rows.
 
 Knows memory addresses; knows nothing of tiles, pairs or modules. A unit of work is some rows x some panels; threads
 take units from a counter.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from foreword.kernels.llvm import emit, simd
 from foreword.kernels.llvm.emit import BF16S, I16S
 from foreword.kernels.llvm.norms import silu
-from foreword.kernels.llvm.tiles import PANEL
+from foreword.kernels.llvm.tiles import PRODUCT_PANEL
 from foreword.kernels.products.weights12 import STEP_BYTES
 from foreword.kernels.runtime.compiled import Record, Worker, inlined, record
 
@@ -35,23 +35,23 @@ PRODUCT = record(
     "gated",
     "counters",
     "scratch",
-    "thread_scratch",  # bytes of scratch memory that each thread has
-    "first",  # number of a unit's rows that are multiplied first (`pair_worker.py`)
+    "thread_scratch",  # bytes of scratch memory per thread
+    "first",  # number of rows of a unit that multiply weights as these are expanded (`pair_worker.py`)
 )
 """The arguments of a product: addresses, and counts."""
-SUMS_BYTES = 4 * PANEL
-"""Of a row and a panel."""
+SUMS_BYTES = 4 * PRODUCT_PANEL
+"""Bytes of the sums of one row and one panel."""
 
 
 class ProductWorker(NamedTuple):
     """One way to multiply."""
 
     compile: Callable[[], Worker]
-    """What each thread of a team runs: units until none are left."""
+    """Compiles the function that every thread runs: it computes units until none is left."""
     thread_scratch: Callable[[int], int]
-    """Bytes of scratch memory for each thread, by how many steps the weights have."""
+    """Bytes of scratch memory for each thread, from the number of steps of the weights."""
     set_units: Callable[[Record, int], None]
-    """Set how units are cut, for `num_rows` rows and a number of threads."""
+    """Sets the sizes of units in a record with `num_rows`, for a number of threads."""
 
 
 def _bfloat16(builder: Any, vector: Any) -> Any:
@@ -63,13 +63,13 @@ def _half(builder: Any, sums: Any, bias: Any, half: int) -> Any:
 
 
 def emit_end(builder: Any, sums: Any, bias: Any, target: Any) -> None:
-    """32 sums of one row, with their bias, as bfloat16."""
+    """Write 32 sums of one row plus their bias as bfloat16."""
     for half in (0, 1):
         emit.store(builder, _bfloat16(builder, _half(builder, sums, bias, half)), target, 32 * half)
 
 
 def emit_gate(builder: Any, sums: Any, bias: Any, target: Any) -> None:
-    """silu(g) * u of 16 g and 16 u of one row, each rounded as if it were written to memory."""
+    """Write silu(g) * u of 16 g and 16 u of one row, each rounded as if it were written to memory."""
     gate, up = (emit.widened(builder, _bfloat16(builder, _half(builder, sums, bias, half))) for half in (0, 1))
     rounded = emit.widened(builder, _bfloat16(builder, silu(builder, gate)))
     emit.store(builder, _bfloat16(builder, builder.fmul(rounded, up)), target)
@@ -81,18 +81,18 @@ _write, _write_gate = emit.instructions("aaa")(emit_end), emit.instructions("aaa
 @inlined
 def target_of(a: Any, row: int, panel: int) -> Any:
     """Address of a row's first element of a panel."""
-    return a.target + 2 * (row * a.width + panel * (PANEL // 2 if a.gated else PANEL))
+    return a.target + 2 * (row * a.width + panel * (PRODUCT_PANEL // 2 if a.gated else PRODUCT_PANEL))
 
 
 @inlined
 def is_whole(a: Any, panel: int) -> Any:
     """Whether the result has all columns of a panel."""
-    return (panel + 1) * (PANEL // 2 if a.gated else PANEL) <= a.width
+    return (panel + 1) * (PRODUCT_PANEL // 2 if a.gated else PRODUCT_PANEL) <= a.width
 
 
 @inlined
 def end_rows(a: Any, staged: int, sums: int, row: int, numbers: tuple[int, int], panel: int) -> None:
-    """Write some of the rows from `row` on, whose sums lie in memory; `staged`: 64 bytes of scratch memory."""
+    """Write results of some of the rows from `row` on, from their sums; `staged`: 64 bytes of scratch memory."""
     whole = is_whole(a, panel)
     for number in range(numbers[0], numbers[1]):
         target = target_of(a, row + number, panel)
@@ -106,7 +106,7 @@ def end_rows(a: Any, staged: int, sums: int, row: int, numbers: tuple[int, int],
 
 @inlined
 def exceptions_of(a: Any, panel: int) -> Any:
-    """The address of a panel's first."""
+    """The address of a panel's first exception."""
     return a.exceptions + 8 * simd.load_int(a.starts + 8 * panel)
 
 

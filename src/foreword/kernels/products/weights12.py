@@ -1,17 +1,17 @@
-"""Weights in bfloat16, held in 12 bits each without losing one: what products read, three quarters as large.
+"""Weights in bfloat16, stored in 12 bits each without loss: products read three quarters as much.
 
-Knows panels of weights and memory addresses; knows nothing of rows or products. Of a bfloat16's 16 bits sign and
-mantissa (8) are as good as random, but trained weights have few exponents: sixteen of them are all but one weight in
-thousands. So of a weight's two bytes the lower, the mantissa and the exponent's last bit, is stored as it is, and of
-the upper, the sign and the rest of the exponent, a *code* of 4 bits: which of the eight commonest it is, with either
-sign. Others are *exceptions*, kept beside and written over what the codes gave. Found in DFloat11 (Zhang et al., 2025),
-which spends 11 bits and a Huffman code; codes of one length unpack in a few vector instructions.
+Knows panels of weights and memory addresses; knows nothing of rows or products. The sign and mantissa of a bfloat16
+(8 bits) are nearly random, but trained weights have few exponents: sixteen cover all but one weight in thousands. The
+lower byte, which is the mantissa and the exponent's last bit, is stored unchanged. The upper byte, which is the sign
+and the rest of the exponent, becomes a *code* of 4 bits: one of the eight most frequent, with either sign. The other
+weights are *exceptions*, which are stored separately and written over expanded codes. The idea is from DFloat11 (Zhang
+et al., 2025), which uses 11 bits and a Huffman code; codes of one length unpack in a few vector instructions.
 
     a step    1024 weights, two tiles, 32 rows of 32: eight groups of 192 bytes
-    a group   64 bytes of codes      of rows 0 and 1 in bits 0 to 3, of rows 2 and 3 in bits 4 to 7
-              64 lower bytes         of rows 0 and 1
-              64 lower bytes         of rows 2 and 3
-    64 bytes  of two rows: 8 words of the first, the same 8 of the second, the next 8 of the first, ...
+    a group   64 bytes of codes      rows 0 and 1 in bits 0 to 3, rows 2 and 3 in bits 4 to 7
+              64 lower bytes         rows 0 and 1
+              64 lower bytes         rows 2 and 3
+    64 bytes  two rows: 8 words of the first, the same 8 of the second, the next 8 of the first, ...
 """
 
 from __future__ import annotations
@@ -36,22 +36,21 @@ from foreword.kernels.runtime.huge_pages import HugePages
 STEP_WEIGHTS, STEP_BYTES = 1024, 1536
 STEP_GROUPS, GROUP_BYTES = 8, 192
 FAR, NEAR = 8, 2
-"""How many steps before their use weights are asked for: from memory into the second cache, and from there into the
-first."""
+"""Weights are prefetched this many steps before their use: into the second cache, and from there into the first."""
 NUM_CODES = 16
 COUNTED = 64
-"""About this number of a weight's outputs is enough to find the commonest upper bytes.
+"""About this number of a weight's outputs is enough to find the most frequent upper bytes.
 
-They lie an odd number apart, so that they are not the same dimension of every head.
+They lie an odd number apart, so as not to be the same dimension of every head.
 """
 _NEVER = 2**31 - 1
 _WORDS, _BYTES = ir.VectorType(ir.IntType(16), 32), ir.VectorType(ir.IntType(8), 64)
 _OF_TWO_ROWS = [row * 32 + 8 * part + word for part in range(4) for row in (0, 1) for word in range(8)]
-"""Which word of two rows each byte is of."""
+"""The word of two rows to which each byte belongs."""
 HAS_BYTE_LOOK_UP = bool(llvm.get_host_cpu_features().get("avx512vbmi"))
-"""Whether this processor has the instruction that looks codes up; where it has not, nobody calls what needs it."""
+"""Whether this processor has the instruction that looks codes up; without it, these functions are not called."""
 WEIGHTS = HugePages()
-"""Of all weights of the process: what one leaves of a region is the next one's."""
+"""Memory for all weights of the process: they share regions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +60,22 @@ class CompactPanels:
     steps: npt.NDArray[np.uint16]
     """[panels, steps, 8, 3, 32]"""
     table: npt.NDArray[np.uint8]
-    """[64]: a code's upper byte, four times: of the six bits that are looked up two belong to other codes."""
+    """[64]: each code's upper byte, four times: two of the six bits that are looked up belong to other codes."""
     exceptions: npt.NDArray[np.int32]
-    """[any, 2]: the place of a weight in its panel, ascending, and its bits; a place beyond all ends each panel's."""
+    """[any, 2]: a weight's place in its panel, ascending, and its bits; a place beyond all weights ends each panel."""
     starts: npt.NDArray[np.int64]
-    """[panels]: where in `exceptions` a panel's begin."""
+    """[panels]: the first entry of each panel in `exceptions`."""
 
     @property
     def num_exceptions(self) -> int:
-        """How many weights have no code."""
+        """The number of weights without a code."""
         return len(self.exceptions) - len(self.starts)
 
 
 def compact(weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int64], num_threads: int) -> CompactPanels:
-    """The bits of weights [outputs, inputs] of the same inputs in panels of 32 columns.
+    """Pack the bits of weights [outputs, inputs], which share their inputs, in panels of 32 columns.
 
-    `order` [32 * panels]: which output of all the weights' a column is, -1 for none; inputs are a multiple of 32.
+    `order` [32 * panels]: the output in each column, counted over all weights, or -1; inputs are a multiple of 32.
     """
     num_panels, num_inputs = len(order) // 32, weights[0].shape[1]
     num_steps = num_inputs // 32
@@ -99,7 +98,7 @@ def compact(weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int
                 return exceptions[:room]
 
     parts = [(num_panels * part // num_threads, num_panels * (part + 1) // num_threads) for part in range(num_threads)]
-    with ThreadPoolExecutor(num_threads) as pool:  # whose end waits for all, so that no address outlives its memory
+    with ThreadPoolExecutor(num_threads) as pool:  # its end waits for all, so no address outlives its memory
         others = [pool.submit(run, part) for part in parts[1:]]
         found = [run(parts[0]), *(other.result() for other in others)]
     for (first, last), before in zip(parts, np.cumsum([0, *map(len, found[:-1])]), strict=True):
@@ -108,7 +107,7 @@ def compact(weights: Sequence[npt.NDArray[np.uint16]], order: npt.NDArray[np.int
 
 
 def _codes(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8]]:
-    """The code of each upper byte, NUM_CODES if it has none, and the table of codes; from counts of upper bytes."""
+    """From counts of upper bytes: the code of each (NUM_CODES: none), and the table of codes."""
     commonest = np.argsort(-(counts[:128] + counts[128:]), kind="stable")[: NUM_CODES // 2]
     upper = np.concatenate([commonest, commonest + 128])
     codes = np.full(256, NUM_CODES, np.uint16)
@@ -118,7 +117,7 @@ def _codes(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint16], npt.N
 
 @cached(nogil=True)
 def _count_upper(weight: Any, stride: int) -> Any:
-    """About how often each upper byte occurs [256], from every `stride`-th output."""
+    """Estimate the frequency of each upper byte, [256], from every `stride`-th output."""
     counts = np.zeros(256, np.int64)
     for output in range(0, weight.shape[0], stride):
         for bits in weight[output]:
@@ -128,9 +127,9 @@ def _count_upper(weight: Any, stride: int) -> Any:
 
 @cached(nogil=True)
 def _compact_panels(rows: Any, codes: Any, steps: Any, exceptions: Any, starts: Any, first: int, last: int) -> int:
-    """Write some panels of outputs at the addresses `rows`; how many entries of `exceptions` they need, ends included.
+    """Pack some panels of outputs at the addresses `rows`; returns the number of `exceptions` entries that they need.
 
-    What finds no room there is left out: there are then more entries than `exceptions` has.
+    The number includes ends. If it is larger than `exceptions`, the rest was left out.
     """
     found, tiles = 0, np.empty((2, 16, 32), np.uint16)
     for panel in range(first, last):
@@ -159,7 +158,7 @@ def _compact_panels(rows: Any, codes: Any, steps: Any, exceptions: Any, starts: 
 
 @emit.instructions("aaa", types.intp)
 def compact_group(builder: Any, source: Any, codes: Any, target: Any) -> Any:
-    """The 192 bytes of a group from its weights [4, 32]; not 0 if some of them are exceptions, whose code is 0."""
+    """Write the 192 bytes of a group of weights [4, 32]; returns 0 if none is an exception, whose code would be 0."""
     tables = [emit.load(builder, codes, 64 * number, _WORDS) for number in range(8)]
     rows = [emit.load(builder, source, 64 * row, _WORDS) for row in range(4)]
     numbers = [_code_of(builder, tables, builder.lshr(bits, _word(8))) for bits in rows]
@@ -175,7 +174,7 @@ def compact_group(builder: Any, source: Any, codes: Any, target: Any) -> Any:
 
 
 def _code_of(builder: Any, tables: list[Any], upper: Any) -> Any:
-    """An element of 256 for each upper byte: four look-ups among 64."""
+    """Look each upper byte up in 256 codes: four look-ups among 64."""
     kind = ir.FunctionType(_WORDS, [_WORDS] * 3)
     look_up = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpermi2var.hi.512")
     found = [builder.call(look_up, [tables[two], upper, tables[two + 1]]) for two in (0, 2, 4, 6)]
@@ -202,9 +201,9 @@ def expanded(panels: CompactPanels) -> npt.NDArray[np.uint16]:
 
 @emit.instructions("aaaaa")
 def expand_step(builder: Any, source: Any, table: Any, target: Any, far: Any, near: Any) -> None:
-    """The 2048 bytes of a step, apart from exceptions. The steps at `far` and `near` are asked for, line by line.
+    """Expand a step to 2048 bytes, without exceptions; prefetch the steps at `far` and `near` line by line.
 
-    Asked for all at once, lines wait for each other, and what is computed waits for them.
+    If all lines were requested at once, they would wait for each other, and computation for them.
     """
     upper = load_table(builder, table)
     for group in range(STEP_GROUPS):
@@ -213,19 +212,19 @@ def expand_step(builder: Any, source: Any, table: Any, target: Any, far: Any, ne
 
 
 def load_table(builder: Any, table: Any) -> Any:
-    """The upper bytes of codes, as `emit_group` wants them."""
+    """Load the upper bytes of codes for `emit_group`."""
     return emit.load(builder, table, 0, _BYTES)
 
 
 def emit_fetch(builder: Any, group: int, far: Any, near: Any) -> None:
-    """Ask for a group of the steps at `far`, into the second cache, and at `near`, into the first."""
+    """Prefetch a group of the step at `far` into the second cache, and of the step at `near` into the first."""
     for line in range(0, GROUP_BYTES, 64):
         simd.fetch(builder, builder.add(far, emit.integer(GROUP_BYTES * group + line)))
         simd.fetch(builder, builder.add(near, emit.integer(GROUP_BYTES * group + line)), near=True)
 
 
 def emit_group(builder: Any, group: int, table: Any, source: Any, target: Any) -> None:
-    """The 256 bytes of a group of the step at `source`, to their place in the step at `target`."""
+    """Expand a group of the step at `source` to its 256 bytes in the step at `target`."""
     codes = emit.load(builder, source, GROUP_BYTES * group, _WORDS)
     for two in (0, 1):
         upper = _look_up(builder, table, builder.lshr(codes, _word(4)) if two else codes)
@@ -241,7 +240,7 @@ def _word(value: int) -> ir.Constant:
 
 
 def _look_up(builder: Any, table: Any, codes: Any) -> Any:
-    """An element of `table` for each byte of `codes`, of which six bits count (AVX512_VBMI)."""
+    """Look up each byte of `codes` in `table` by its lower six bits (AVX512_VBMI)."""
     kind = ir.FunctionType(_BYTES, [_BYTES, _BYTES])
     name = "llvm.x86.avx512.permvar.qi.512"
     look_up = cgutils.get_or_insert_function(builder.module, kind, name)
@@ -249,9 +248,9 @@ def _look_up(builder: Any, table: Any, codes: Any) -> Any:
 
 
 def emit_exceptions(builder: Any, entry: Any, place: Any, end: Any, target: Any) -> Any:
-    """Write a panel's weights from `place` to before `end` that are exceptions; `target` is where `place` lies.
+    """Write the exceptions among a panel's weights place <= i < end; weight `place` lies at `target`.
 
-    `entry`: the address of an entry of `exceptions`, none before it belonging there. Returns that of the next one.
+    `entry` is the address of an entry of `exceptions`, at or before the first of them. Returns the next entry's.
     """
     for limit, is_written in ((place, False), (end, True)):
         before, head = builder.block, builder.append_basic_block("entry")
@@ -274,4 +273,4 @@ def emit_exceptions(builder: Any, entry: Any, place: Any, end: Any, target: Any)
 
 
 write_exceptions = emit.instructions("aiia", types.intp)(emit_exceptions)
-"""The same, to be called."""
+"""`emit_exceptions` as a function."""

@@ -1,1 +1,1 @@
-"""What compiled code needs to run: the compiler's decorators, threads and huge pages."""
+"""The environment of compiled code: the compiler's decorators, threads and huge pages."""

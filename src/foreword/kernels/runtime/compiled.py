@@ -1,9 +1,9 @@
 """The one owner of compiled code: the decorators that numba compiles with, records in memory, and the cache on disk.
 
-Knows numba, its cache and source files; knows nothing of what is computed. There are four kinds of compiled functions:
+Knows numba, its cache and source files; knows nothing of kernels' work. There are four kinds of compiled functions:
 
     compiled          part of a kernel, compiled once for all its callers
-    inlined           part of a kernel with one caller, compiled into it: numba would otherwise optimise it twice
+    inlined           part of a kernel with one caller, compiled into that: numba would otherwise optimise it twice
     cached()          called from Python; its machine code is kept on disk
     worker(RECORD)    called by address with a record of arguments; its machine code is kept on disk
 
@@ -57,7 +57,7 @@ class Worker:
     """A compiled C function that takes the address of a record."""
 
     function: Any
-    """What keeps the machine code."""
+    """Owns the machine code."""
     record: np.dtype[np.void]
     address: int
     """Address of the machine code."""

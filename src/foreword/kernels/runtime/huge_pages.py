@@ -1,8 +1,8 @@
-"""Memory in huge pages, for what is read from end to end in every step: weights and KV.
+"""Memory in huge pages, for weights and KV, which every step reads from end to end.
 
-Knows bytes. A processor looks up where a page lies when it first reads from it; with pages of 4 KiB that is once in 64
-lines, and a virtual machine looks up twice. Linux gives pages of 2 MiB to who asks for them (`madvise`) and has the
-room; elsewhere, and for what is smaller, pages are what they are.
+Knows bytes. A processor looks up the address of each page that it reads: with pages of 4 KiB once in 64 lines, and
+twice on a virtual machine. Linux gives pages of 2 MiB on request (`madvise`), if it has room. Other systems, and
+smaller memory, keep ordinary pages.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ HUGE_PAGE = 1 << 21
 CACHE_LINE = 64
 REGION_BYTES = 1 << 26
 TOUCHED_BYTES = 1 << 24
-"""At a time, between which a thread looks whether it shall stop."""
+"""Bytes that a thread touches before it checks whether to stop."""
 
 
 def allocate(num_bytes: int) -> Bytes:
-    """Memory that begins where a huge page can, [num_bytes]; it is not there before it is written to.
+    """Memory that begins where a huge page can, [num_bytes]; the system provides it at the first write.
 
-    Its last bytes lie in small pages: what is written there, or to few bytes, does not take 2 MiB. Raises MemoryError
-    if the system refuses.
+    Its last bytes lie in small pages, so few bytes do not take 2 MiB. Raises MemoryError if the system refuses.
     """
     memory, start = _reserve(num_bytes)
     return memory[start : start + num_bytes]
 
 
 def _reserve(num_bytes: int) -> tuple[Bytes, int]:
-    """Memory with room for `num_bytes`, and the position in it where they begin."""
+    """Memory with room for `num_bytes`, and their first position in it."""
     room = num_bytes + HUGE_PAGE
     try:
         memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -75,15 +74,15 @@ class HugePages:
 
     @contextlib.contextmanager
     def touched_ahead(self, num_bytes: int) -> Iterator[None]:
-        """While the caller does something else, a thread touches `num_bytes` of memory, up to the first `allocate`.
+        """While the caller does something else, a thread touches `num_bytes` of memory, until the first `allocate`.
 
-        A page takes time when it is written to first: 0.1 s a GB where the system has it at hand, 2 s where a virtual
-        machine must ask its host. At the end what was not allocated is given back, and is nobody's: a region of that
-        size must not stay for a piece of something else.
+        The first write to a page takes time: 0.1 s a GB where the system has it at hand, 2 s where a virtual machine
+        must ask its host. At the end the memory that was not allocated goes back to the system: a region of that size
+        must not stay because of one other piece.
         """
         try:
             region, start = _reserve(num_bytes)
-        except MemoryError:  # who needs it is told
+        except MemoryError:  # `allocate` reports it
             yield
             return
         with self._lock:
@@ -100,7 +99,7 @@ class HugePages:
                     self._leave_region()
 
     def _leave_region(self) -> None:
-        """Give no further piece from the region, and give back the touched memory after its last piece."""
+        """End the region, and give back the touched memory after its last piece."""
         region = None if self._region is None else self._region()
         if region is not None and self._is_touched:
             _give_back(region, self._next)
@@ -113,7 +112,7 @@ class HugePages:
 
 
 class _Toucher:
-    """A thread that writes to every page of memory that nobody else uses yet."""
+    """A thread that writes to every page of memory that is not in use yet."""
 
     def __init__(self, memory: Bytes) -> None:
         self._stopped = False
@@ -127,13 +126,13 @@ class _Toucher:
             memory[at : at + TOUCHED_BYTES : mmap.PAGESIZE] = 0  # enough elements for numpy to let other threads run
 
     def stop(self) -> None:
-        """Returns when it writes no more, after some tens of milliseconds at most."""
+        """Stop the thread; returns after at most some tens of milliseconds."""
         self._stopped = True
         self._thread.join()
 
 
 def _give_back(region: Bytes, start: int) -> None:
-    """Let the system have the huge pages from `start` to the region's end: nothing is in them."""
+    """Give the huge pages from `start` to the region's end, which are empty, back to the system."""
     first = start + -(region.ctypes.data + start) % HUGE_PAGE
     if sys.platform == "linux" and first < len(region):
         memory: mmap.mmap = region.base.obj  # type: ignore[union-attr]

@@ -1,6 +1,6 @@
-"""Compiled functions, run by one thread or by all of torch's together, one alone or several in turn.
+"""Compiled functions that run in one thread or in all of torch's, singly or as a program.
 
-Knows addresses and threads; knows nothing of what is computed.
+Knows addresses and threads; knows nothing of the functions' work.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
 
+from foreword.batch import Int64Array
 from foreword.kernels.llvm import emit, simd
 from foreword.kernels.runtime.compiled import Record, Worker, record, view, worker
-from foreword.kernels.step_plan import Int64Array
 
 PROGRAM = record(
     "operations",  # address of an array of OPERATION
     "num_operations",
-    "team_size",  # address of the function that returns the number of threads; 0: `num_threads` says it
+    "team_size",  # address of the function that returns the number of threads; 0: use `num_threads`
     "num_threads",
     "give_way",  # address of the function that lets other threads run
-    "counters",  # one counter: how many times a thread has ended an operation
+    "counters",  # one counter: the times that a thread has ended an operation
 )
 OPERATION = record("worker", "arguments")
-"""Two addresses."""
+"""Addresses of a worker and of its arguments."""
 WIRING = record("wires", "num_wires", "numbers", "counters")
 WIRE = record("target", "offset")
-"""The address of an argument, and the bytes before its number."""
+"""The address of an argument, and the offset of its number in bytes."""
 
 COUNTERS = 32
-"""Number of int64 counters of an operation: three of them are used, each in a cache line of its own."""
+"""Number of int64 counters of an operation; three are in use, each in its own cache line."""
 PATIENCE = 256
-"""How many times a thread looks whether it may go on before it lets others run."""
+"""The times that a waiting thread checks whether it may go on, before it lets others run."""
 
 
 class Operation:
@@ -66,12 +66,12 @@ class Operation:
         return self.address + self._worker.offset(argument)
 
     def count_in(self, counters: Int64Array) -> None:
-        """Take other counters [COUNTERS]: what the worker's threads share, 0 when they begin."""
+        """Use other counters [COUNTERS]: the worker's threads share them, and they begin at 0."""
         self._counters = counters
         self.arguments["counters"] = counters.ctypes.data
 
     def run(self, *, alone: bool = False) -> None:
-        """Once in each of torch's threads, or in the calling one `alone`; returns when all have returned."""
+        """Run once in each of torch's threads, or in the calling one `alone`; returns after all have returned."""
         self._counters[:] = 0
         if alone or torch.get_num_threads() == 1:
             self._call(self.address)
@@ -80,10 +80,10 @@ class Operation:
 
 
 class Program:
-    """Operations that threads run one after the other: none begins before the one before has ended in all threads.
+    """Operations that threads run one after the other: each begins after the one before has ended in all threads.
 
-    To wait for each other takes threads less than a microsecond, to be called anew from Python some thirty. An
-    operation counts in the program that took it last.
+    Threads wait for each other for less than a microsecond; a new call from Python takes about thirty. An operation
+    uses the counters of the last program that was made with it.
     """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
@@ -99,7 +99,7 @@ class Program:
         a["give_way"] = _address_of(ctypes.CDLL(None).sched_yield)
 
     def run(self, number: int | None = None) -> None:
-        """Run all operations, or the first `number` of them, with their present arguments."""
+        """Run all operations, or the first `number`, with their present arguments."""
         a = self._whole.arguments
         a["num_threads"] = torch.get_num_threads()
         a["num_operations"] = len(self.operations) if number is None else number
@@ -108,10 +108,10 @@ class Program:
 
 
 class Wires:
-    """Numbers of one array that many operations take; Python would need as long for each layer as this for all."""
+    """Copies numbers of one array to many operations; Python would need as long for one layer as this for all."""
 
     def __init__(self, wires: Sequence[tuple[Operation, str, int]]) -> None:
-        """`wires`: an operation, one of its arguments, and which number it takes."""
+        """Each of `wires`: an operation, one of its arguments, and the place of its number in the array."""
         self._operations = [operation for operation, _, _ in wires]
         self._wires = np.array([(one.address_of(argument), 8 * number) for one, argument, number in wires], WIRE)
         self._carry = Operation(_compile_wires())
@@ -119,7 +119,7 @@ class Wires:
         self._carry.arguments["num_wires"] = len(self._wires)
 
     def carry(self, numbers: Int64Array) -> None:
-        """Set the arguments, from an array without gaps."""
+        """Set the arguments from an array without gaps."""
         self._carry.arguments["numbers"] = numbers.ctypes.data
         self._carry.run(alone=True)
 
@@ -129,7 +129,7 @@ class Wires:
 
 @emit.instructions("a", types.intp)
 def _load_shared(builder: Any, address: Any) -> Any:
-    """A 64-bit integer that threads change, and what they wrote to memory before."""
+    """Read a 64-bit integer that threads change; their earlier writes to memory are then visible."""
     return builder.load_atomic(builder.inttoptr(address, emit.I64.as_pointer()), "acquire", 8)
 
 
@@ -141,7 +141,7 @@ def _call_worker(builder: Any, function: Any, arguments: Any) -> None:
 
 @emit.instructions("a", types.intp)
 def _call_for_number(builder: Any, function: Any) -> Any:
-    """What a C function without arguments returns, an int."""
+    """Call a C function without arguments that returns an int."""
     kind = ir.FunctionType(emit.I32, [])
     return builder.sext(builder.call(builder.inttoptr(function, kind.as_pointer()), []), emit.I64)
 
@@ -159,7 +159,7 @@ _operation_at, _wire_at = view(OPERATION), view(WIRE)
 
 @functools.cache
 def _compile_program() -> Worker:
-    """What each thread of a program runs."""
+    """Compile the function that each thread of a program runs."""
 
     @worker(PROGRAM)
     def run_program(arguments: Any) -> None:
@@ -181,7 +181,7 @@ def _compile_program() -> Worker:
 
 @functools.cache
 def _compile_wires() -> Worker:
-    """What copies numbers to arguments."""
+    """Compile the function that copies numbers to arguments."""
 
     @worker(WIRING)
     def carry_numbers(arguments: Any) -> None:
@@ -197,10 +197,10 @@ def _compile_wires() -> Worker:
 
 
 def _run_in_threads(call: Callable[[int], None], worker: int, arguments: int) -> None:
-    """A worker, once in each of torch's threads.
+    """Run a worker once in each of torch's threads.
 
-    torch's own threads are used where torch brings GNU's OpenMP: a second pool beside it would compete with it,
-    since threads that wait for work spin for a while. Elsewhere plain threads, woken for each call.
+    Where torch brings GNU's OpenMP, its own threads run it: a second pool would compete with them, since threads that
+    wait for work spin for a while. Elsewhere plain threads run it, and are woken for each call.
     """
     num_threads, openmp = torch.get_num_threads(), _gnu_openmp()
     if openmp is not None:
@@ -235,7 +235,7 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
 
 @functools.cache
 def _gnu_openmp() -> ctypes.CDLL | None:
-    """GNU OpenMP, the copy that torch has loaded; None if torch has another OpenMP."""
+    """The copy of GNU's OpenMP that torch has loaded; None if torch has another OpenMP."""
     for path in glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libgomp*.so*")):
         try:
             library = ctypes.CDLL(path)
@@ -249,5 +249,5 @@ def _gnu_openmp() -> ctypes.CDLL | None:
 
 
 def _address_of(function: Any) -> int:
-    """Of a C function's machine code."""
+    """Address of a C function's machine code."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -56,10 +56,10 @@ class LayerArguments:
 
     @property
     def numbers(self) -> tuple[int | float, ...]:
-        """Positional, after the metadata: strides in elements, then what scores are multiplied with.
+        """Positional, after the metadata: strides in elements, then the factors of scores.
 
         Scores are in units of log 2, so that weights are powers of 2. With a soft-cap the cap is in those units, and
-        what is capped is score / cap.
+        scores are divided by the cap first.
         """
         scale, cap = self.options.score.scale, self.options.score.cap
         factors = (scale * LOG2_E, 0.0) if cap is None else (scale / cap, cap * LOG2_E)
@@ -81,7 +81,7 @@ class LayerArguments:
 
     @property
     def merge_constants(self) -> dict[str, int]:
-        """By name: what the merge of partial results needs to know."""
+        """By name: the sizes for the merge of partial results."""
         return {
             "NUM_KV_HEADS": self.num_kv_heads,
             "GROUPS": self.num_groups,

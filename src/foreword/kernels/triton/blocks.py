@@ -1,6 +1,6 @@
 """KV into slots, and blocks copied on write, on a GPU.
 
-Knows pages, slots and block ids; knows nothing of attention or of who holds a block.
+Knows pages, slots and block ids; knows nothing of attention or of blocks' holders.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def write_slots(key_blocks: Tensor, value_blocks: Tensor, slots: Tensor, keys: T
 
     key_blocks    [blocks, block_size, kv_heads, key_dim], changed in place; value_blocks the same with its own last
                   size. Gaps between blocks are allowed
-    slots         [tokens], any integers; each token's own but for those of a block that nobody reads
+    slots         [tokens], any integers; distinct, except in a block that nobody reads
     keys, values  [tokens, kv_heads, dim]; gaps between tokens and heads are allowed
     """
     if not len(slots):

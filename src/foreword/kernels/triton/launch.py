@@ -11,5 +11,5 @@ import torch
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Launches go to the current device, which need not be the tensors'."""
+    """Make the tensors' device the current one, since Triton launches kernels there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -2,7 +2,7 @@
 
 Knows plans and how they lie in memory; knows no kernel. The parts follow each other without gaps:
 
-    header      [HEADER]            how many entries are in use, and where the parts begin
+    header      [HEADER]            the numbers of entries in use, and the parts' beginnings
     folds       [folds, 4]          request, first query, queries, position of the first query    (prefill)
     queries     [queries, 4]        row of the batch, position, slot of chunk 0, 0; those of a request are neighbours,
                                     and so are those of requests that share chunks. Position -1: a row of padding
@@ -11,8 +11,8 @@ Knows plans and how they lie in memory; knows no kernel. The parts follow each o
     tables      [requests, width]   block ids
 
 Under CUDA graphs the shapes must not change from step to step: a plan in `decoding_shape` reserves room for the
-largest step that a graph serves. Its array is no longer than what is in use: items and tables, most of it, come last,
-and kernels take their places, numbers and width from the header.
+largest step that a graph serves. Its array ends with the last entry in use: items and tables, most of it, come last,
+and kernels read their places, numbers and width from the header.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def fitting_shape(step: StepPlan, tile_queries: int) -> PlanShape:
 def lay_out(step: StepPlan, tile_queries: int, shape: PlanShape) -> HostPlan:
     """A step's plan as one array, in a shape that holds it.
 
-    `tile_queries`: most queries of an item, which changes no result. Tables are cut to the shape's width: what is
-    after a request's last token means nothing.
+    `tile_queries`: most queries of an item, which changes no result. Tables are cut to the shape's width: blocks
+    after a request's last token mean nothing.
     """
     folds = step.items[: step.num_folds, 1:]
     items = _items(step, tile_queries)

@@ -1,13 +1,13 @@
-"""What the Triton kernels do to a tile of rows, a row being one query of one head.
+"""The arithmetic of the Triton kernels on a tile of rows; a row is one query of one head.
 
 Knows pointers and tiles; knows no plan. Prefill and decoding call the same functions, with tiles whose warps hold 16
-rows each in the same layout, so that a row's bits do not depend on which of them computed it:
+rows each in the same layout, so a row's bits do not depend on which of the two computed it:
 
 1. KV is cut at absolute positions into chunks of 256 tokens, and these into steps of TOKENS. A row has one partial
    result per chunk that it sees (peak, total, mixed: ChunkAttention's formulas, base 2), merged in ascending order.
 2. Sums over tokens and dimensions are matrix products and row sums of one shape each. Multiply-adds are spelt out, and
    kernels are launched with `LAUNCH`, so that no other multiplication and addition are fused.
-3. A step that a row does not see multiplies what it had by exactly 1 and adds exactly 0. Values that no row of a tile
+3. A step that a row does not see multiplies its results by exactly 1 and adds exactly 0. Values that no row of a tile
    sees are read as zeros, because 0 times not-a-number is not 0.
 """
 
@@ -93,7 +93,7 @@ def attend_step(
     table,  # pointer to the request's block ids
     start,  # position of the first token
     seen,  # positions that some row sees: from the first to the second
-    row_low,  # [ROWS]: what a row sees
+    row_low,  # [ROWS]: the first position that a row sees
     row_high,  # its position + 1, or 0
     factor,
     cap,

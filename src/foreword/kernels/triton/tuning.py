@@ -1,9 +1,9 @@
 """Sizes of tiles, warps and pipeline stages, fixed by element type and head size.
 
-Knows what a variant costs to hold in registers and shared memory; knows no arguments. Nothing is tuned at run time: two
+Knows the registers and shared memory that a variant takes; knows no arguments. Nothing is tuned at run time: two
 runs, or prefill and decoding, could choose different tiles, and another tile may give other bits. Both kinds take the
 same TOKENS, and tiles of 16 rows for each of their warps, so that a row lies in the same layout in both.
-`docs/benchmarks/triton-variants.md` lists what the compiler makes of each.
+`docs/benchmarks/triton-variants.md` lists the compiler's result for each.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TileSizes:
-    """What a kernel is compiled for, besides the layer's shape."""
+    """The sizes that a kernel is compiled for, besides the layer's shape."""
 
     rows: int
     tokens: int
     key_width: int
-    """Head size rounded up to a power of two; what is beyond the head is masked."""
+    """Head size rounded up to a power of two; elements beyond the head are masked."""
     value_width: int
     value_parts: int
-    """Programs that share a row's values; each computes the scores anew."""
+    """Programs that share a row's values; each computes the scores itself."""
     num_warps: int
     num_stages: int
 
@@ -37,7 +37,7 @@ def _tokens(dtype: torch.dtype, key_width: int) -> int:
 
 
 def prefill_sizes(dtype: torch.dtype, key_dim: int, value_dim: int) -> TileSizes:
-    """Of `attend_folds`. Two mixtures of values are held in registers: the chunk's, and what was merged."""
+    """Sizes for `attend_folds`, which holds two mixtures of values in registers: the chunk's and the merged one."""
     key_width, value_width = _width(key_dim), _width(value_dim)
     tokens = _tokens(dtype, key_width)
     if dtype == torch.float32:
@@ -48,10 +48,10 @@ def prefill_sizes(dtype: torch.dtype, key_dim: int, value_dim: int) -> TileSizes
 
 
 def decode_sizes(dtype: torch.dtype, key_dim: int, value_dim: int) -> TileSizes:
-    """Of `attend_items`.
+    """Sizes for `attend_items`.
 
-    64 rows, most of them masked where few requests share: a tensor core's instruction for 64 rows is what prefill
-    uses on Hopper, and one for 16 might sum in another order. KV, which decoding waits for, is read once all the same.
+    It has 64 rows, most of them masked where few requests share: prefill uses a tensor core's instruction for 64 rows
+    on Hopper, and one for 16 might sum in another order. Decoding waits for KV, which is read only once in any case.
     """
     key_width, value_width = _width(key_dim), _width(value_dim)
     tokens = _tokens(dtype, key_width)

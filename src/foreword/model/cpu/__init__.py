@@ -1,1 +1,1 @@
-"""What a CPU runs in place of modules: packed products, row functions, rotary embedding, layers as programs."""
+"""CPU code in place of modules: packed products, row functions, rotary embedding, layers as programs."""

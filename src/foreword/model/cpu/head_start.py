@@ -1,9 +1,9 @@
-"""Memory for packed weights, made ready while transformers is imported: one to two seconds that keep one core busy.
+"""Memory for packed weights, prepared during the import of transformers: one to two seconds that keep one core busy.
 
 Knows a checkpoint's files; knows nothing of modules. A thread that seldom needs Python's lock touches the memory that
 packed weights will take; a wrong guess wastes time of an idle core. On a virtual machine, which asks its host for each
-page, the first token of a new process comes after 0.87 of the time: 3.08 s beyond `import torch` instead of 3.95
-(as benchmarks/load.py, seven pairs in turn on 2 cores of a Zen processor; docs/decisions/0009-packed-weights.md).
+page, the first token of a new process takes 0.87 of the time: 3.08 s after `import torch` instead of 3.95 (measured
+like benchmarks/load.py, seven interleaved pairs on 2 cores of a Zen processor; docs/decisions/0009-packed-weights.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from foreword.config import ModelConfig
 
 MOST_BYTES = 1 << 30
-"""Touched ahead at most: a thread has no time for more, and the surplus must not crowd out others."""
+"""Most bytes to touch: a thread has no time for more, and surplus memory must not crowd out other programs."""
 _MOST_HEADER_BYTES = 1 << 26
 
 
@@ -28,7 +28,7 @@ def head_start(options: ModelConfig) -> Iterator[None]:
         yield
         return
     from foreword.kernels.products.weights12 import STEP_BYTES, STEP_WEIGHTS, WEIGHTS
-    from foreword.model.cpu.product import can_multiply  # imports torch: a model that is not there needs none
+    from foreword.model.cpu.product import can_multiply  # imports torch, which an absent model does not need
 
     if not can_multiply():
         yield

@@ -1,11 +1,10 @@
 """Decoder layers as one program: threads run the ten operations of each without returning to Python in between.
 
-Knows products, norms, heads and attention as operations, and the memory between them; knows no module. It is for
-layers whose products are all `CompactProduct`s; `fused_layer.py` says which layers compute this formula, and which
-follow each other.
+Knows products, norms, heads and attention as operations, and the memory between them; knows no module. All products
+of its layers are `CompactProduct`s. `model/fusion/fused_layer.py` has the formula of such layers.
 
-In a step of few rows an operation takes 10 to 500 us. To be handed over one by one cost a quarter of such a step:
-Python ran each time with code and data that weights had driven from the caches, and threads had to be woken.
+In a step of few rows an operation takes 10 to 500 us. Running each from Python cost a quarter of such a step: weights
+had driven Python's code and data from the caches, and threads had to be woken.
 
     memory    written by                                  read by
     rows      a layer's last sum                          the next one's sum after attention
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from foreword.kernels.cpu import attention as cpu_attention
 from foreword.kernels.cpu.attention import AttentionOperations, CpuAttention
+from foreword.kernels.cpu.layout import padded
 from foreword.kernels.reference import AttentionOptions
 from foreword.kernels.runtime.threads import Operation, Program, Wires
 from foreword.kernels.select import AttentionKernel
@@ -42,7 +42,7 @@ from foreword.model.storage import KVStorage
 _ITEM_BYTES = 2
 _LINE = 64
 _NUMBERS = len(rotary.STEP_ARGUMENTS) + len(cpu_attention.STEP_ARGUMENTS)
-"""New in every step, for layers of one kind."""
+"""Numbers of a step for layers of one kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +56,15 @@ class Places:
     added: int
     total: int
     scratch: int
-    """Of products."""
+    """Scratch memory of products, for all threads."""
 
 
 class Workspace:
-    """Memory between operations, the same for all layers of a model. One thread at a time."""
+    """Memory between operations, shared by all layers of a model. One thread at a time may use it."""
 
     def __init__(self) -> None:
         self.normed: tuple[Tensor | None, LayerOperations | None] = None, None
-        """Whose norm lies in `normed`: rows, and the layer whose first norm it is."""
+        """The rows whose norm lies in `normed`, and the layer to whose first norm it belongs."""
         self._wide = self._narrow = self._thread_scratch = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._places: Places | None = None
@@ -75,7 +75,7 @@ class Workspace:
         self._thread_scratch = max(self._thread_scratch, thread_scratch)
 
     def places(self, num_rows: int) -> Places:
-        """The same object as long as nothing is moved."""
+        """Addresses for a number of rows: the same object until memory moves."""
         wide, narrow = (_in_lines(num_rows * width * _ITEM_BYTES) for width in (self._wide, self._narrow))
         num_bytes = wide + 4 * narrow + torch.get_num_threads() * self._thread_scratch
         if self._places is None or num_rows != self._places.num_rows or self._memory.numel() < num_bytes:
@@ -89,7 +89,7 @@ class Workspace:
         return self._places
 
     def normed_rows(self, width: int) -> Tensor:
-        """What lies in `normed`, [rows, width]: a view, until something else runs."""
+        """The rows in `normed`, [rows, width]: a view, valid until the next run."""
         assert self._places is not None
         start, num_rows = self._places.normed - self._memory.data_ptr(), self._places.num_rows
         rows = self._memory[start : start + num_rows * width * _ITEM_BYTES]
@@ -97,7 +97,7 @@ class Workspace:
 
 
 class LayerOperations:
-    """One layer's."""
+    """The operations of one layer."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class LayerOperations:
         self._norm, self._norm_of_sum, self._next_norm = (RowOperation() for _ in range(3))
         self._norm.set_norm(norms[0])
         self._norm_of_sum.set_norm(norms[1])
-        self._next_norm.set_norm(norms[0])  # nobody's, if no layer follows
+        self._next_norm.set_norm(norms[0])  # unused, if no layer follows
         self.following: LayerOperations | None = None
         self.attention = AttentionOperations()
         shapes = self._shapes
@@ -141,32 +141,32 @@ class LayerOperations:
 
     @property
     def num_after_keys(self) -> int:
-        """How many operations follow the one that writes keys and values."""
+        """The number of operations after the one that writes keys and values."""
         return len(self.operations) - list(self.operations).index("heads") - 1
 
     def sizes(self) -> tuple[int, int, int]:
-        """Elements of a row of `wide`, and of the others; bytes that products need for each thread."""
+        """Elements of a row of `wide`, and of the other memory; bytes that products need for each thread."""
         project, gate, width = self._widths
         heads = project + (self._query_bytes + self._mixed_bytes) // _ITEM_BYTES
         return max(heads + _LINE, gate), width, self._thread_scratch
 
     def hand_to(self, following: LayerOperations) -> None:
-        """The layer's last sum is normalised for `following`, which runs next."""
+        """Normalise the layer's last sum for `following`, which runs next."""
         self.following = following
         self.hand_to_norm(following.first_norm)
 
     def hand_to_norm(self, norm: Norm) -> None:
-        """The layer's last sum is normalised so."""
+        """Normalise the layer's last sum by `norm`."""
         self._next_norm.set_norm(norm)
 
     def set_storage(self, storage: KVStorage, kernel: CpuAttention) -> None:
-        """Where keys and values are from now on, in blocks without gaps."""
+        """Use the keys and values of `storage` from now on, in blocks without gaps."""
         blocks = storage.keys[self.layer], storage.values[self.layer]
         self._rotary.bind_blocks(*blocks)
         self.attention.set_layer(blocks, self._shapes.query_heads, self._options, kernel.bfloat16)
 
     def wires(self, first: int) -> Iterator[tuple[Operation, str, int]]:
-        """What takes which number of a step's, beginning at `first`: `rotary.py`'s, then `cpu_attention.py`'s."""
+        """Arguments that change in a step, and the places of their numbers from `first` on: rotary's, then attention's."""
         arguments = enumerate(rotary.STEP_ARGUMENTS, first)
         yield from ((self._rotary, argument, number) for number, argument in arguments)
         for number, argument in enumerate(cpu_attention.STEP_ARGUMENTS, first + len(rotary.STEP_ARGUMENTS)):
@@ -176,9 +176,9 @@ class LayerOperations:
     def bind_rows(
         self, places: Places, rows: int, result: int, *, is_normed: bool, wanted: tuple[int, int] | None = None
     ) -> None:
-        """Addresses of the layer's rows and of its result, and whether the norm of `rows` is in its place already.
+        """Set the addresses of the layer's rows and result; `is_normed`: the norm of `rows` is in its place already.
 
-        `wanted`: the first row and how many from it on are computed beyond attention, if not all are.
+        `wanted`: the first of the rows that are computed after attention, and their number; None: all.
         """
         if self._bound == (places, rows, result, is_normed, wanted):
             return
@@ -202,11 +202,11 @@ class LayerOperations:
 
 
 class BrokenChainError(Exception):
-    """A layer was given something else than the layer before has returned."""
+    """A layer did not get the result of the layer before."""
 
 
 class LayerChain:
-    """Layers that follow each other, for rows of bfloat16. The first computes all; the others pass on its result."""
+    """Consecutive layers, for rows of bfloat16. The first computes all of them; the others pass on its result."""
 
     def __init__(self, layers: Sequence[LayerOperations], workspace: Workspace) -> None:
         self.layers = layers
@@ -217,19 +217,19 @@ class LayerChain:
         self.program = Program(self._of_layers)
         self._head: tuple[CompactProduct, ProductOperation] | None = None
         self._storage: Callable[[], KVStorage | None] = lambda: None
-        """Weak: a model outlives engines, whose blocks are to be freed."""
+        """Weak: a model outlives engines, whose blocks must be freed."""
         self._kernel: AttentionKernel | None = None
         self._is_for_storage = False
         self._kinds: list[tuple[int, int, LayerOperations]] = []
-        """Layers of one group and shape: the group, the bytes of a token in all of them, one of them."""
+        """For layers of one group and shape: the group, the bytes of a token in all of them, and one of them."""
         self._wires = Wires([])
         self._kept: object = None
-        """Of what the step's numbers are addresses of: what the caller may not have."""
+        """Tensors that the step's numbers are addresses of, if the caller may not keep them."""
         self._passed: tuple[Tensor, Tensor, ForwardContext] | None = None
-        """What the other layers of a step must be given: rows, cosines and the step itself. None when all have run."""
+        """The rows, cosines and step that the step's other layers must get; None after all have run."""
 
     def end_with(self, norm: Norm, head: CompactProduct) -> None:
-        """What follows the last layer, if the chain is a whole model."""
+        """Add the norm and head after the last layer, if the chain is a whole model."""
         self.layers[-1].hand_to_norm(norm)
         self._head = head, head.operation()
         self._space.widen(0, 0, head.thread_scratch)
@@ -238,7 +238,7 @@ class LayerChain:
     def logits(
         self, hidden_states: Tensor, turns: tuple[Tensor, Tensor], context: ForwardContext, keep: Tensor
     ) -> Tensor | None:
-        """Logits [len(keep), vocab] of some rows, ascending, each once; None if the program is not for such a step.
+        """Logits [len(keep), vocab] of some distinct rows, ascending; None if the program cannot run such a step.
 
         For rows before the first and after the last of them, the last layer computes only attention.
         """
@@ -263,9 +263,9 @@ class LayerChain:
     def forward(
         self, layer: LayerOperations, hidden_states: Tensor, turns: tuple[Tensor, Tensor], context: ForwardContext
     ) -> Tensor | None:
-        """What `layer` returns, [1, rows, width]; None if the program is not for such a step.
+        """The result of `layer`, [1, rows, width]; None if the program cannot run such a step.
 
-        `turns`: cosines and sines [1, rows, turned]. Raises BrokenChainError if the layer should have computed its own.
+        `turns`: cosines and sines [1, rows, turned]. Raises BrokenChainError if the layer must compute its own result.
         """
         if layer is self.layers[0]:
             return self._run(hidden_states, turns, context) if self._can_run(hidden_states, context) else None
@@ -279,11 +279,11 @@ class LayerChain:
         return hidden_states
 
     def _can_run(self, rows: Tensor, context: ForwardContext) -> bool:
-        """Whether the program is for such rows, and for the blocks and the kernel of this step."""
+        """Whether the program can run these rows with the blocks and the kernel of this step."""
         storage = context.storage
         kernel = context.steps[storage.group_of[self.layers[0].layer]].kernel
         if storage is not self._storage() or kernel is not self._kernel:
-            self._storage = lambda: None  # an interrupt must not leave layers bound to other blocks than are known
+            self._storage = lambda: None  # an interrupt must not leave layers bound to unknown blocks
             kernels = [context.steps[storage.group_of[layer.layer]].kernel for layer in self.layers]
             blocks = [blocks[layer.layer] for layer in self.layers for blocks in (storage.keys, storage.values)]
             self._is_for_storage = all(one.is_contiguous() and one.dtype == torch.bfloat16 for one in blocks)
@@ -296,7 +296,7 @@ class LayerChain:
         return self._is_for_storage and rows.dtype == torch.bfloat16
 
     def _run(self, hidden_states: Tensor, turns: tuple[Tensor, Tensor], context: ForwardContext) -> Tensor:
-        """All layers."""
+        """Run all layers."""
         x, space = hidden_states.contiguous(), self._space
         result = torch.empty_like(x)
         self._passed = (result, turns[0], context) if len(self.layers) > 1 else None
@@ -316,7 +316,7 @@ class LayerChain:
         is_normed: bool = False,
         wanted: tuple[int, int] | None = None,
     ) -> Places:
-        """Bind all layers; without a result the last one's rows are left where the others' are, as far as `wanted`."""
+        """Bind all layers. Without a result, the last layer leaves its `wanted` rows where the others do."""
         space = self._space
         places = space.places(x.shape[1])
         space.normed = None, None
@@ -333,7 +333,7 @@ class LayerChain:
         return places
 
     def _lay_wires(self, storage: KVStorage) -> None:
-        """Layers of one group and shape take the same numbers of a step."""
+        """Wire layers; those of one group and shape take the same numbers of a step."""
         kinds: dict[tuple[object, ...], list[LayerOperations]] = {}
         for layer in self.layers:
             kinds.setdefault((storage.group_of[layer.layer], layer.attention.shape), []).append(layer)
@@ -346,7 +346,7 @@ class LayerChain:
     def _bind_step(self, turns: tuple[Tensor, Tensor], context: ForwardContext) -> None:
         """Set the arguments that change in every step.
 
-        Rows of padding attend to nothing: what they get is whatever lay there, and no other row sees it.
+        Rows of padding attend to nothing: they get stale memory, which no other row sees.
         """
         numbers = np.empty((len(self._kinds), _NUMBERS), np.int64)
         for own, (group, token_bytes, layer) in zip(numbers, self._kinds, strict=True):
@@ -359,5 +359,5 @@ class LayerChain:
 
 
 def _in_lines(num_bytes: int) -> int:
-    """Rounded up to whole lines of a cache."""
-    return -(-num_bytes // _LINE) * _LINE
+    """`num_bytes`, rounded up to whole lines of a cache."""
+    return padded(num_bytes, _LINE)

@@ -1,10 +1,9 @@
 """Linear layers in bfloat16 whose weights are held in 12 bits each, for AMX tiles or for pairs in vectors.
 
-Knows weights and rows; knows nothing of modules. oneDNN uses tiles too, but cuts the inner dimension as the number of
-rows suggests, so a row's bits depend on its company (docs/decisions/0017-tiles.md). Here they do not. Where there are
-no tiles, pairs of bfloat16 are multiplied in vectors (docs/decisions/0023-products-in-pairs.md), from the same packed
-weights. For a gated feed-forward network gate and up lie side by side in a panel, and the gate is computed before
-anything is written.
+Knows weights and rows; knows nothing of modules. oneDNN uses tiles too, but cuts the inner dimension by the number of
+rows, so a row's bits depend on the other rows (docs/decisions/0017-tiles.md). Here they do not. Without tiles, vectors
+multiply pairs of bfloat16 from the same packed weights (docs/decisions/0023-products-in-pairs.md). For a gated
+feed-forward network, gate and up lie side by side in a panel, and the gate is computed before anything is written.
 
     weights   panels of 32 columns; a panel: for 32 of k at a time two tiles; a tile: 16 pairs of k x 16 columns;
               12 bits each (`kernels/products/weights12.py`)
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from foreword.kernels.llvm import tiles
 from foreword.kernels.llvm.emit import HAS_BF16_DOT
-from foreword.kernels.llvm.tiles import PANEL, STEP
+from foreword.kernels.llvm.tiles import PRODUCT_PANEL, STEP
 from foreword.kernels.products import weights12 as compact
 from foreword.kernels.products.pair_worker import PAIR_WORKER
 from foreword.kernels.products.tile_worker import TILE_WORKER
@@ -34,16 +33,16 @@ from foreword.kernels.runtime.threads import Operation
 logger = logging.getLogger(__name__)
 
 MANY_EXCEPTIONS = 1 / 32
-"""Share of a layer's weights from which a person is told; at twice as many they take as much memory as bfloat16."""
+"""Share of a layer's weights that causes a warning; at twice this share they take as much memory as bfloat16."""
 ALONE_OPERATIONS = 1 << 19
-"""A product of fewer multiplications is done by the calling thread: waking the others takes longer."""
+"""The calling thread computes a product of fewer multiplications alone: waking the others takes longer."""
 
 
 class CompactProduct:
     """Weights, packed: rows [..., in_features] to [..., out_features], or [..., out_features / 2] if they are gated."""
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, *, gated: bool = False) -> None:
-        """`weights` [any, in_features] bfloat16, whose outputs follow each other, and the bias of all of them.
+        """`weights` [any, in_features] bfloat16 with consecutive outputs, and the bias of all outputs.
 
         `gated`: the first half of the outputs is the gate, the second up.
         """
@@ -51,10 +50,10 @@ class CompactProduct:
         self._gated = gated
         self.out_features, self.in_features = sum(map(len, weights)), weights[0].shape[1]
         self.width = self.out_features // 2 if gated else self.out_features
-        """Of the result's rows."""
-        self._num_panels = -(-self.out_features // PANEL)
+        """Width of the result's rows."""
+        self._num_panels = -(-self.out_features // PRODUCT_PANEL)
         place = self._columns()
-        order = torch.full((self._num_panels * PANEL,), -1)
+        order = torch.full((self._num_panels * PRODUCT_PANEL,), -1)
         order[place] = torch.arange(self.out_features)
         bits = [weight.detach().contiguous().view(torch.uint16).numpy() for weight in weights]
         self._panels = compact.compact(bits, order.numpy(), torch.get_num_threads())
@@ -65,7 +64,7 @@ class CompactProduct:
                 self.num_exceptions,
                 num_weights,
             )
-        self._bias = torch.zeros(self._num_panels * PANEL)
+        self._bias = torch.zeros(self._num_panels * PRODUCT_PANEL)
         if bias is not None:
             self._bias[place] = bias.float()
         num_steps = self.in_features // STEP
@@ -78,49 +77,51 @@ class CompactProduct:
         self._own = self.operation()
 
     def operation(self) -> ProductOperation:
-        """The product as an operation, of which there may be many."""
+        """The product as a new operation; there may be many."""
         return ProductOperation(self._worker, self._constants, (self._panels, self._bias))
 
     @staticmethod
     def can_take(weight: Tensor) -> bool:
-        """Whether this processor has instructions for such products, and the weight is for them."""
+        """Whether this processor has instructions for such products, and the weight suits them."""
         wanted = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % STEP == 0
         return wanted and can_multiply()
 
     def _columns(self) -> Tensor:
-        """Where each output's column lies in the panels."""
+        """The place of each output's column in the panels."""
         outputs = torch.arange(self.out_features)
         if not self._gated:
             return outputs
-        half, width = PANEL // 2, self.out_features // 2
+        half, width = PRODUCT_PANEL // 2, self.out_features // 2
         place = outputs % width
-        return place // half * PANEL + outputs // width * half + place % half
+        return place // half * PRODUCT_PANEL + outputs // width * half + place % half
 
     @property
     def thread_scratch(self) -> int:
-        """How many bytes each thread needs for itself while the product runs."""
+        """Bytes of scratch memory that each thread needs."""
         return int(self._constants["thread_scratch"])
 
     @property
     def num_bytes(self) -> int:
-        """What the weight takes in memory."""
+        """Bytes of memory that the weight takes."""
         return self._panels.steps.nbytes + self._panels.exceptions.nbytes + self._panels.starts.nbytes
 
     @property
     def num_exceptions(self) -> int:
-        """How many weights have an exponent that is not among the commonest."""
+        """The number of weights whose exponent is not among the most frequent."""
         return self._panels.num_exceptions
 
     @property
     def weight(self) -> Tensor:
-        """[out_features, in_features]: a plain copy, made on every access."""
+        """[out_features, in_features]: a new plain copy on every access."""
         bits = compact.expanded(self._panels).view(np.int16)
-        pairs = bits.reshape(self._num_panels, -1, 2, PANEL // 2, PANEL // 2, 2).transpose(0, 2, 4, 1, 3, 5)
+        pairs = bits.reshape(self._num_panels, -1, 2, PRODUCT_PANEL // 2, PRODUCT_PANEL // 2, 2).transpose(
+            0, 2, 4, 1, 3, 5
+        )
         flat = torch.from_numpy(pairs.reshape(-1, self.in_features)).view(torch.bfloat16)
         return flat[self._columns()]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """The product of bfloat16 rows, with the bias. One thread at a time. Raises RuntimeError, as torch's does."""
+        """The product of bfloat16 rows, with the bias, for one thread at a time. Raises RuntimeError, as torch does."""
         if rows.dtype != torch.bfloat16 or rows.shape[-1] != self.in_features:
             raise RuntimeError(
                 f"rows are {rows.dtype} of {rows.shape[-1]}, but the weight is torch.bfloat16 for {self.in_features}"
@@ -137,10 +138,10 @@ class CompactProduct:
 
 
 class ProductOperation(Operation):
-    """A product of the rows that it was bound to last."""
+    """A product of the rows that `bind` set last."""
 
     def __init__(self, worker: ProductWorker, constants: Record, kept: object) -> None:
-        """`constants`: its arguments, apart from counters and what `bind` sets; `kept`: what they are addresses of."""
+        """`constants`: arguments that `bind` does not set; `kept`: the memory that they are addresses of."""
         super().__init__(worker.compile())
         self._kept, self._set_units = kept, worker.set_units
         for name in PRODUCT.names or ():
@@ -148,7 +149,7 @@ class ProductOperation(Operation):
                 self.arguments[name] = constants[name]
 
     def bind(self, rows: int, num_rows: int, target: int, scratch: int) -> None:
-        """Addresses of rows [num_rows, in_features], the result's, and of `thread_scratch` bytes for each thread."""
+        """Set the addresses of rows [num_rows, in_features], the result, and `thread_scratch` bytes for each thread."""
         a = self.arguments
         a["rows"], a["target"], a["num_rows"], a["scratch"] = rows, target, num_rows, scratch
         self._set_units(a, torch.get_num_threads())
@@ -160,7 +161,7 @@ def can_multiply() -> bool:
 
 
 def fastest_worker() -> ProductWorker:
-    """For tiles, if the processor has them and the system lets this process use them."""
+    """The worker for tiles, if the processor has them and the system permits them; else the worker for pairs."""
     assert can_multiply()
     return TILE_WORKER if tiles.has_tiles() else PAIR_WORKER
 
@@ -169,7 +170,7 @@ _OF_THREAD = threading.local()
 
 
 def _scratch(num_bytes: int) -> int:
-    """Address of memory for one product, which the next one of this thread uses again."""
+    """Address of memory for one product, which this thread's next product uses again."""
     memory: Tensor | None = getattr(_OF_THREAD, "memory", None)
     if memory is None or memory.numel() < num_bytes:
         memory = _OF_THREAD.memory = torch.empty(num_bytes, dtype=torch.uint8)

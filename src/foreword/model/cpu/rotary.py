@@ -1,7 +1,7 @@
-"""From projections to attention in one pass: heads are normalised and turned, keys and values go to their blocks.
+"""From projections to attention in one pass: heads are normalised and rotated, keys and values go to their blocks.
 
-Knows rows of numbers and slots; knows nothing of modules. A row's bits depend on nothing but the row. torch needs some
-fifteen operations for it, each with a pass over memory, and two more to write keys and values.
+Knows rows of numbers and slots; knows nothing of modules. A row's bits depend on nothing but the row. torch needs about
+fifteen operations for this, each with a pass over memory, and two more to write keys and values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from foreword.kernels.runtime.threads import Operation
 from foreword.model.cpu.row_functions import Norm
 
 ALONE_ELEMENTS = 1 << 16
-"""Work on fewer elements is done by the calling thread: waking the others takes longer."""
+"""The calling thread computes up to this many elements alone: waking the others takes longer."""
 UNIT_ROWS = 4
 HEADS = record(
     "rows",
@@ -41,7 +41,7 @@ HEADS = record(
     "value_dim",
     "turned",
     "counters",
-    "query_norm",  # address of its weight; 0: none
+    "query_norm",  # address of the weight of the queries' norm; 0: no norm
     "query_form",
     "key_norm",
     "key_form",
@@ -62,10 +62,10 @@ class HeadShapes:
     key_dim: int
     value_dim: int
     turned: int
-    """How many elements of a head the rotary embedding turns."""
+    """The number of a head's elements that the rotary embedding rotates."""
 
     def can_take(self) -> bool:
-        """Whether heads, and the halves of what is turned, are whole vectors."""
+        """Whether heads, and the halves of their rotated parts, are whole vectors."""
         return self.turned > 0 and not (
             self.turned % (2 * LANES) or self.key_dim % LANES or self.value_dim % LANES or self.turned > self.key_dim
         )
@@ -73,7 +73,7 @@ class HeadShapes:
 
 @functools.cache
 def _compile_worker() -> Worker:
-    """What each thread of a team runs: rows until none are left."""
+    """Compile the function that every thread runs: it computes rows until none is left."""
 
     @worker(HEADS)
     def place_heads(arguments: Any) -> None:
@@ -115,7 +115,7 @@ def _compile_worker() -> Worker:
 
 
 class RotaryOperation(Operation):
-    """The pass for heads of one kind, for the rows and blocks that it was bound to last."""
+    """The pass for heads of one kind, on the rows and blocks that were bound last."""
 
     def __init__(self, shapes: HeadShapes, norms: tuple[Norm | None, Norm | None]) -> None:
         """`norms`: of queries and of keys."""
@@ -130,18 +130,18 @@ class RotaryOperation(Operation):
                 a[f"{name}_form"] = norm.form
 
     def bind_blocks(self, keys: Tensor, values: Tensor) -> None:
-        """[blocks, block_size, kv_heads, dim] without gaps, which are the caller's to keep."""
+        """Write to blocks [blocks, block_size, kv_heads, dim] without gaps, which the caller keeps."""
         a = self.arguments
         a["keys"], a["values"], a["item_bytes"] = keys.data_ptr(), values.data_ptr(), keys.element_size()
 
     def bind_rows(self, projected: int, num_rows: int, queries: int) -> None:
-        """Addresses of the rows' projections, and of where their queries go."""
+        """Set the addresses of the rows' projections and of their queries."""
         a = self.arguments
         a["rows"], a["num_rows"], a["query"] = projected, num_rows, queries
 
 
 class RotaryKernel:
-    """The pass on tensors. One thread at a time."""
+    """The pass on tensors, for one thread at a time."""
 
     def __init__(self, shapes: HeadShapes, query_norm: Norm | None, key_norm: Norm | None) -> None:
         self.shapes = shapes
@@ -149,7 +149,7 @@ class RotaryKernel:
         self._own = self.operation()
 
     def operation(self) -> RotaryOperation:
-        """The pass as an operation, of which there may be many."""
+        """The pass as a new operation; there may be many."""
         return RotaryOperation(self.shapes, self._norms)
 
     def __call__(
@@ -171,5 +171,5 @@ class RotaryKernel:
 
 
 def step_numbers(turns: tuple[Tensor, Tensor], slots: Tensor) -> tuple[int, int, int, int]:
-    """STEP_ARGUMENTS of a step: cosines and sines [1, rows, turned], slots [tokens], all without gaps and kept."""
+    """Values of STEP_ARGUMENTS: cosines and sines [1, rows, turned], slots [tokens], without gaps and kept."""
     return turns[0].data_ptr(), turns[1].data_ptr(), slots.data_ptr(), len(slots)

@@ -1,9 +1,9 @@
 """Small operations on rows, compiled by numba: RMS norms, and the gate of a feed-forward network.
 
-Knows rows of numbers as memory addresses; knows nothing of modules or models. As in `kernels/llvm/simd.py`, whose
-building blocks these use, every operation and its order is spelt out: a row's bits depend on nothing but the row.
-torch needs seven operations for such a norm and two for the gate, each with its own pass over memory, its own
-hand-over to the threads, and for silu in bfloat16 about 2 ns per element.
+Knows rows of numbers as memory addresses; knows nothing of modules or models. Every operation and its order is spelt
+out (`kernels/llvm/norms.py`), so a row's bits depend on nothing but the row. torch needs seven operations for such a
+norm and two for the gate, each with its own pass over memory and its own hand-over to the threads, and about 2 ns per
+element for silu in bfloat16.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from foreword.kernels.runtime.compiled import Worker, record, worker
 from foreword.kernels.runtime.threads import Operation
 
 ALONE_ELEMENTS = 1 << 17
-"""Work on fewer elements is done by the calling thread: waking the others takes longer."""
+"""The calling thread computes up to this many elements alone: waking the others takes longer."""
 UNIT_ELEMENTS = 1 << 14
-"""What a thread takes at a time, at most."""
+"""Most elements that a thread takes at a time."""
 ROWS = record(
     "x",
     "y",
@@ -36,19 +36,19 @@ ROWS = record(
     "unit_rows",
     "weight",
     "width",
-    "x_bytes",  # between rows of x, and of y
+    "x_bytes",  # bytes from one row of x, or of y, to the next
     "form",
     "counters",
     epsilon=np.float32,
 )
 """The arguments of an operation on rows: addresses, and sizes in elements."""
 BFLOAT16 = 4
-"""Bit of `form`, beside those of norms: the type of all numbers; float32 without it."""
+"""Bit of `form`, beside those of norms: all numbers are bfloat16; float32 without it."""
 
 
 @functools.cache
 def _compile_worker() -> Worker:
-    """What each thread of a team runs: units of rows until none are left."""
+    """Compile the function that every thread runs: it computes units of rows until none is left."""
 
     @worker(ROWS)
     def compute_rows(arguments: Any) -> None:
@@ -89,7 +89,7 @@ class Norm:
     """[width]"""
     epsilon: float
     form: int
-    """ROUND_NORM, ADD_ONE."""
+    """The sum of ROUND_NORM and ADD_ONE, as far as they apply."""
 
 
 class RowOperation(Operation):
@@ -99,27 +99,27 @@ class RowOperation(Operation):
         super().__init__(_compile_worker())
 
     def set_norm(self, norm: Norm) -> None:
-        """Norms from now on."""
-        self._weight = norm.weight.detach()  # which is kept, whatever becomes of the parameter
+        """Compute norms from now on."""
+        self._weight = norm.weight.detach()  # kept even if the parameter is replaced
         width, size, a = len(norm.weight), norm.weight.element_size(), self.arguments
         a["weight"], a["form"] = norm.weight.data_ptr(), norm.form | (BFLOAT16 if size == 2 else 0)
         a["width"], a["x_bytes"], a["epsilon"] = width, width * size, norm.epsilon
 
     def set_gate(self, width: int, dtype: torch.dtype) -> None:
-        """Gates from now on, of X and Y that lie side by side."""
+        """Compute gates from now on, of X and Y that lie side by side."""
         a, size = self.arguments, dtype.itemsize
         a["weight"], a["form"] = 0, BFLOAT16 if size == 2 else 0
         a["width"], a["x_bytes"] = width, 2 * width * size
 
     def bind(self, x: int, y: int, total: int, target: int, num_rows: int) -> None:
-        """Addresses of rows [num_rows, width]: X and Y (0 in a plain norm), their sum (written), the result."""
+        """Set the addresses of rows [num_rows, width]: X and Y (0 in a plain norm), their sum (written), the result."""
         a = self.arguments
         unit = max(1, min(UNIT_ELEMENTS // int(a["width"]), -(-num_rows // torch.get_num_threads())))
         a["x"], a["y"], a["sum"], a["target"], a["num_rows"], a["unit_rows"] = x, y, total, target, num_rows, unit
 
 
 class RowKernels:
-    """The operations on tensors. One thread at a time."""
+    """The operations on tensors, for one thread at a time."""
 
     def __init__(self) -> None:
         self._operation = RowOperation()
@@ -130,7 +130,7 @@ class RowKernels:
         return width % LANES == 0 and dtype in (torch.bfloat16, torch.float32)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """Of `x` [..., width]; the same shape."""
+        """The norm of `x` [..., width], in its shape."""
         x = x.contiguous()
         output = torch.empty_like(x)
         self._operation.set_norm(norm)
@@ -138,7 +138,7 @@ class RowKernels:
         return output
 
     def add_norm(self, x: Tensor, y: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """x + y, rounded to its type, and the norm of that; all of `x`'s shape."""
+        """x + y, rounded to its type, and the norm of the sum; both in the shape of `x`."""
         x, y = x.contiguous(), y.contiguous()
         total, output = torch.empty_like(x), torch.empty_like(x)
         self._operation.set_norm(norm)
