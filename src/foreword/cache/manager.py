@@ -375,8 +375,8 @@ class KVCacheManager(PinnableCache):
     def free(self, request: str | TokenSequence) -> None:
         """Release a request's blocks, last block first, so that tails are evicted before heads.
 
-        If the index keeps tails, the computed part of its last block stays findable too: known tokens that have slots. A
-        sequence with an invalid generated token leaves no tail.
+        If the index keeps tails, lookups still find the computed part of its last block: known tokens that have slots.
+        A sequence with an invalid generated token leaves no tail.
         """
         request_id = request if isinstance(request, str) else request.request_id
         row = self._row_of.pop(request_id)

@@ -98,7 +98,6 @@ class CacheView:
         return self._coordinator.max_num_blocks(num_tokens, max_step_tokens)
 
     def held_request_ids(self) -> list[str]:
-        """Requests that hold blocks."""
         return list(self._row_of)
 
     def get_num_common_prefix_blocks(self, request_ids: Sequence[str], group_id: int = 0) -> int:

@@ -70,7 +70,7 @@ class Coalescing:
         """Waiting request -> the block of its prompt that it waits for."""
 
     def begin(self, request: Request, hit: PrefixHit, end: int) -> None:
-        """Note that a request runs, from its hit to `end` in its first step; others may wait for the rest of its prompt."""
+        """Note that a request runs, first from its hit to `end`; others may wait for the rest of its prompt."""
         pending, last = end, len(request)
         if self._states is not None:  # blocks can be hit from the step that fills them, states only afterwards
             pending, last = hit.num_tokens, self._states.num_in_cells(request.num_prompt_tokens)

@@ -85,7 +85,7 @@ class Scheduler:
         return request_id in self._requests
 
     def __len__(self) -> int:
-        """Unfinished requests."""
+        """The number of unfinished requests."""
         return len(self._requests)
 
     @property
@@ -253,7 +253,7 @@ class Scheduler:
     # ------------------------------------------------------------------ commit
 
     def commit(self, entries: Entries, result: BatchResult) -> list[Request]:
-        """Record that a step was computed: append sampled tokens, and finish requests that a token or their length ends.
+        """Record that a step was computed: append sampled tokens, and finish requests that end with them.
 
         Returns the requests that got tokens; requests that left during the step get none.
         """

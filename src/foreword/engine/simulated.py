@@ -19,7 +19,7 @@ class SimulatedScheduler(Scheduler):
         return entries
 
     def num_steady_steps(self) -> int:
-        """The number of next steps that only add a token to each running request, if none arrives and no token ends one.
+        """The number of next steps that only add a token to each request, if none arrives and no token ends one.
 
         In these steps no request is admitted, and no block is taken or filled.
         """

@@ -86,5 +86,4 @@ class Snapshot:
         return len(self.block_states)
 
     def num_in_state(self, state: BlockState) -> int:
-        """Blocks in one state."""
         return int(np.count_nonzero(self.block_states == state))

@@ -44,24 +44,21 @@ class ReferenceAttention:
     """`reference.py` as a kernel: plain torch, any device."""
 
     def plan(self, batch: Batch, scrap_block: int, block_size: int, device: torch.device) -> list[Tile]:
-        """Tiles of queries."""
         tiles = plan_tiles(batch, scrap_block, block_size)
         return tiles.at(torch.from_numpy(tiles.data).to(device))
 
     def lay_out(self, batch: Batch, scrap_block: int, block_size: int) -> TilePlan:
-        """See `device_attention.DeviceAttention`."""
         return plan_tiles(batch, scrap_block, block_size)
 
     def lay_out_decoding(
         self, batch: Batch, scrap_block: int, block_size: int, *, num_rows: int, max_tokens: int
     ) -> TilePlan:
-        """See `device_attention.DeviceAttention`; every step costs what `max_tokens` tokens cost."""
+        """See `DeviceAttention`; every step costs as much as `max_tokens` tokens."""
         return plan_decoding_tile(batch, scrap_block, block_size, num_rows=num_rows, max_tokens=max_tokens)
 
     def attend(
         self, query: Tensor, key_blocks: Tensor, value_blocks: Tensor, plan: list[Tile], options: AttentionOptions
     ) -> Tensor:
-        """See `reference.paged_attention`."""
         return paged_attention(query, key_blocks, value_blocks, plan, options)
 
     def explain(self) -> str:

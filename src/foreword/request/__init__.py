@@ -4,39 +4,23 @@ Knows token ids and token sequences; knows neither text nor tensors.
 """
 
 from foreword.request.request import (
-    FACTS,
-    NO_ROW,
-    NOTHING_ALLOWED,
-    CompletionOutput,
-    FactRows,
-    FinishReason,
-    Logprob,
-    Request,
-    RequestMetrics,
-    RequestOutput,
-    RequestStatus,
-    TokenLogprobs,
-    named_record,
+    FACTS as FACTS,
+    NO_ROW as NO_ROW,
+    NOTHING_ALLOWED as NOTHING_ALLOWED,
+    CompletionOutput as CompletionOutput,
+    FactRows as FactRows,
+    FinishReason as FinishReason,
+    Logprob as Logprob,
+    Request as Request,
+    RequestMetrics as RequestMetrics,
+    RequestOutput as RequestOutput,
+    RequestStatus as RequestStatus,
+    TokenLogprobs as TokenLogprobs,
+    named_record as named_record,
 )
-from foreword.request.sampling_params import SamplingParams, StructuredOutputsParams, TokenConstraint
-from foreword.request.token_limits import TokenLimits
-
-__all__ = [
-    "FACTS",
-    "NOTHING_ALLOWED",
-    "NO_ROW",
-    "CompletionOutput",
-    "FactRows",
-    "FinishReason",
-    "Logprob",
-    "Request",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestStatus",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "TokenConstraint",
-    "TokenLimits",
-    "TokenLogprobs",
-    "named_record",
-]
+from foreword.request.sampling_params import (
+    SamplingParams as SamplingParams,
+    StructuredOutputsParams as StructuredOutputsParams,
+    TokenConstraint as TokenConstraint,
+)
+from foreword.request.token_limits import TokenLimits as TokenLimits

@@ -76,7 +76,7 @@ class StructuredOutputsParams:
                     f"choice={self.choice!r:.60} is no list of texts; give texts that are not empty"
                 )
             object.__setattr__(self, "choice", tuple(self.choice))
-            _check("choice", self.choice, len(self.choice or ()) > 0, "name a text")
+            _check(self, "choice", len(self.choice or ()) > 0, "name a text")
         for name in ("regex", "grammar"):
             _check_length(name, getattr(self, name) or "")
         _check_length("choice", "".join(self.choice or ()))
@@ -157,41 +157,34 @@ class SamplingParams:
         if self.structured_outputs is not None and self.open_constraint is not None:
             raise InvalidRequestError("structured_outputs and open_constraint cannot be combined; leave one out")
         self._check_types()
-        _check("n", self.n, self.n >= 1, "use 1 or more")
-        _check("max_tokens", self.max_tokens, self.max_tokens is None or self.max_tokens >= 1, "use 1 or more, or None")
-        _check("min_tokens", self.min_tokens, self.min_tokens >= 0, "use 0 or more")
+        _check(self, "n", self.n >= 1, "use 1 or more")
+        _check(self, "max_tokens", self.max_tokens is None or self.max_tokens >= 1, "use 1 or more, or None")
+        _check(self, "min_tokens", self.min_tokens >= 0, "use 0 or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
-        _check("temperature", self.temperature, 0.0 <= self.temperature < math.inf, "use 0 (greedy) or more")
-        _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "use a number in (0, 1]")
-        _check("top_k", self.top_k, self.top_k >= -1, "use 0 for all tokens, or a count")
-        _check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "use a number in [0, 1]")
-        _check(
-            "repetition_penalty",
-            self.repetition_penalty,
-            1 / LARGEST <= self.repetition_penalty <= LARGEST,
-            f"use a positive number from {1 / LARGEST:g} to {LARGEST:g}; 1 changes nothing",
-        )
+        _check(self, "temperature", 0.0 <= self.temperature < math.inf, "use 0 (greedy) or more")
+        _check(self, "top_p", 0.0 < self.top_p <= 1.0, "use a number in (0, 1]")
+        _check(self, "top_k", self.top_k >= -1, "use 0 for all tokens, or a count")
+        _check(self, "min_p", 0.0 <= self.min_p <= 1.0, "use a number in [0, 1]")
+        remedy = f"use a positive number from {1 / LARGEST:g} to {LARGEST:g}; 1 changes nothing"
+        _check(self, "repetition_penalty", 1 / LARGEST <= self.repetition_penalty <= LARGEST, remedy)
         for name in ("presence_penalty", "frequency_penalty"):
-            _check(
-                name,
-                getattr(self, name),
-                abs(getattr(self, name)) <= LARGEST,
-                f"use a finite number, at most {LARGEST:g} either way",
-            )
+            remedy = f"use a finite number, at most {LARGEST:g} either way"
+            _check(self, name, abs(getattr(self, name)) <= LARGEST, remedy)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
-            _check(name, count, count is None or count >= 0, "use a count of likeliest tokens, or None")
-        _check("stop", self.stop, all(self.stop), "a stop string cannot be empty")
+            _check(self, name, count is None or count >= 0, "use a count of likeliest tokens, or None")
+        _check(self, "stop", all(self.stop), "a stop string cannot be empty")
         for token_id, bias in self.logit_bias.items():
-            ok = abs(bias) <= LARGEST or bias == -math.inf
-            _check(
-                f"logit_bias[{token_id}]", bias, ok, f"use at most {LARGEST:g} either way, or -inf to forbid the token"
-            )
+            if not (abs(bias) <= LARGEST or bias == -math.inf):
+                raise InvalidRequestError(
+                    f"logit_bias[{token_id}]={bias!r} is out of range; use at most {LARGEST:g} either way, or -inf to "
+                    "forbid the token"
+                )
         allowed, keep = self.allowed_token_ids, self.truncate_prompt_tokens
-        _check("allowed_token_ids", allowed, allowed is None or len(allowed) > 0, "name a token, or leave it out")
-        _check("bad_words", self.bad_words, all(map(str.strip, self.bad_words)), "a bad word cannot be empty")
-        _check("truncate_prompt_tokens", keep, keep is None or keep == -1 or keep >= 1, "use 1 or more, or -1")
+        _check(self, "allowed_token_ids", allowed is None or len(allowed) > 0, "name a token, or leave it out")
+        _check(self, "bad_words", all(map(str.strip, self.bad_words)), "a bad word cannot be empty")
+        _check(self, "truncate_prompt_tokens", keep is None or keep == -1 or keep >= 1, "use 1 or more, or -1")
 
     def _check_types(self) -> None:
         optional = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
@@ -222,6 +215,6 @@ def _not_ints(token_ids: tuple[int, ...]) -> Iterator[object]:
     return (token_id for token_id in token_ids if type(token_id) is not int)
 
 
-def _check(name: str, value: object, ok: bool, remedy: str) -> None:
+def _check(params: SamplingParams | StructuredOutputsParams, name: str, ok: bool, remedy: str) -> None:
     if not ok:
-        raise InvalidRequestError(f"{name}={value!r} is out of range; {remedy}")
+        raise InvalidRequestError(f"{name}={getattr(params, name)!r} is out of range; {remedy}")

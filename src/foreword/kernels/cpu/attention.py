@@ -94,8 +94,7 @@ class AttentionOperations:
 
         The output [rows, heads, value_dim] has the blocks' type.
         """
-        for one in (self.items, self.merges):
-            a = one.arguments
+        for a in (self.items.arguments, self.merges.arguments):
             a["query"], a["query_token_bytes"], a["query_head_bytes"] = query
             a["output"] = output
 

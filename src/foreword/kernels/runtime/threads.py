@@ -49,21 +49,12 @@ class Operation:
     """A worker and its arguments, one of which is called `counters`. One thread at a time may set and run it."""
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker  # keeps the machine code
+        self.worker = worker
         self.arguments: Record = np.zeros((), worker.record)
         self.address: int = self.arguments.ctypes.data
         """Address of the arguments."""
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(worker.address)
         self.count_in(np.zeros(COUNTERS, np.int64))
-
-    @property
-    def worker_address(self) -> int:
-        """Address of the machine code."""
-        return self._worker.address
-
-    def address_of(self, argument: str) -> int:
-        """Address of one argument."""
-        return self.address + self._worker.offset(argument)
 
     def count_in(self, counters: Int64Array) -> None:
         """Use other counters [COUNTERS]: the worker's threads share them, and they begin at 0."""
@@ -76,7 +67,7 @@ class Operation:
         if alone or torch.get_num_threads() == 1:
             self._call(self.address)
         else:
-            _run_in_threads(self._call, self.worker_address, self.address)
+            _run_in_threads(self._call, self.worker.address, self.address)
 
 
 class Program:
@@ -88,7 +79,7 @@ class Program:
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.operations = operations
-        self._table = np.array([(one.worker_address, one.address) for one in operations], OPERATION)
+        self._table = np.array([(one.worker.address, one.address) for one in operations], OPERATION)
         self._counters = np.zeros((len(operations), COUNTERS), np.int64)
         for operation, counters in zip(operations, self._counters, strict=True):
             operation.count_in(counters)
@@ -113,7 +104,8 @@ class Wires:
     def __init__(self, wires: Sequence[tuple[Operation, str, int]]) -> None:
         """Each of `wires`: an operation, one of its arguments, and the place of its number in the array."""
         self._operations = [operation for operation, _, _ in wires]
-        self._wires = np.array([(one.address_of(argument), 8 * number) for one, argument, number in wires], WIRE)
+        places = [(one.address + one.worker.offset(argument), 8 * number) for one, argument, number in wires]
+        self._wires = np.array(places, WIRE)
         self._carry = Operation(_compile_wires())
         self._carry.arguments["wires"] = self._wires.ctypes.data
         self._carry.arguments["num_wires"] = len(self._wires)

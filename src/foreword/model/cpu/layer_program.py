@@ -166,7 +166,7 @@ class LayerOperations:
         self.attention.set_layer(blocks, self._shapes.query_heads, self._options, kernel.bfloat16)
 
     def wires(self, first: int) -> Iterator[tuple[Operation, str, int]]:
-        """Arguments that change in a step, and the places of their numbers from `first` on: rotary's, then attention's."""
+        """Arguments that change in a step, and the places of their numbers from `first` on."""
         arguments = enumerate(rotary.STEP_ARGUMENTS, first)
         yield from ((self._rotary, argument, number) for number, argument in arguments)
         for number, argument in enumerate(cpu_attention.STEP_ARGUMENTS, first + len(rotary.STEP_ARGUMENTS)):
