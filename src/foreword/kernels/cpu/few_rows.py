@@ -4,6 +4,9 @@ Knows tokens' addresses and rows; knows nothing of block tables. Packing a chunk
 multiplying it by the rows of one decoding request. Arithmetic and its order are those of packed chunks.
 
 Every 16 tokens prefetch an equal part of the next chunk, so that requests to memory do not queue.
+
+On a Zen 4 processor, attention of decoding requests takes 0.6 to 0.8 of the time that it takes with packed chunks, and
+steps of 16 requests are 6 to 10% faster (docs/decisions/0008-cpu-attention.md).
 """
 
 from __future__ import annotations
