@@ -19,7 +19,7 @@ from foreword.cache.account.ledger import (
     EvictionCause as EvictionCause,
     MissReason as MissReason,
 )
-from foreword.cache.account.stats import PrefixCacheStats as PrefixCacheStats
+from foreword.cache.account.stats import CachingMetrics as CachingMetrics, PrefixCacheStats as PrefixCacheStats
 from foreword.cache.block_ids import NULL_BLOCK as NULL_BLOCK, BlockIds as BlockIds
 from foreword.cache.blocks.block_allocator import (
     PrefixCachingBlock as PrefixCachingBlock,
@@ -29,6 +29,7 @@ from foreword.cache.blocks.block_pool import BlockPool as BlockPool, KVCacheBloc
 from foreword.cache.blocks.block_table import BlockTable as BlockTable, MultiGroupBlockTable as MultiGroupBlockTable
 from foreword.cache.blocks.group_index import (
     BlockHashWithGroupId as BlockHashWithGroupId,
+    GroupedHashIndex as GroupedHashIndex,
     get_block_hash as get_block_hash,
     get_group_id as get_group_id,
     make_block_hash_with_group_id as make_block_hash_with_group_id,
@@ -41,7 +42,7 @@ from foreword.cache.eviction.policy import EvictionPolicy as EvictionPolicy
 from foreword.cache.explain import LookupExplanation as LookupExplanation
 from foreword.cache.groups.checkpoints import StateCheckpoints as StateCheckpoints
 from foreword.cache.groups.choose import KVCacheCoordinatorNoPrefixCache as KVCacheCoordinatorNoPrefixCache
-from foreword.cache.groups.coordinator import PrefixHit as PrefixHit
+from foreword.cache.groups.coordinator import KVCacheCoordinator as KVCacheCoordinator, PrefixHit as PrefixHit
 from foreword.cache.groups.group_specs import (
     ChunkedLocalSpec as ChunkedLocalSpec,
     FullAttentionSpec as FullAttentionSpec,
@@ -51,7 +52,13 @@ from foreword.cache.groups.group_specs import (
     SlidingWindowSpec as SlidingWindowSpec,
 )
 from foreword.cache.groups.hybrid import HybridKVCacheCoordinator as HybridKVCacheCoordinator
-from foreword.cache.groups.managers import MambaManager as MambaManager
+from foreword.cache.groups.managers import (
+    ChunkedLocalAttentionManager as ChunkedLocalAttentionManager,
+    FullAttentionManager as FullAttentionManager,
+    MambaManager as MambaManager,
+    SinkFullAttentionManager as SinkFullAttentionManager,
+    SlidingWindowManager as SlidingWindowManager,
+)
 from foreword.cache.groups.unitary import UnitaryKVCacheCoordinator as UnitaryKVCacheCoordinator
 from foreword.cache.index.hash_index import HashIndex as HashIndex
 from foreword.cache.index.prefix_index import (
