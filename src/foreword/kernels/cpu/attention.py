@@ -154,7 +154,7 @@ class CpuAttention:
         operations.set_layer((key_blocks, value_blocks), num_heads, options, self.bfloat16)
         place = rows.data_ptr(), rows.stride(0) * dtype.itemsize, rows.stride(1) * dtype.itemsize
         operations.bind_rows(place, output.data_ptr())
-        numbers = self.step_numbers(operations.shape, operations.token_bytes, plan)
+        numbers = self.step_numbers(operations.shape, operations.token_bytes, plan).tolist()
         for one in (operations.items, operations.merges):
             for argument, number in zip(STEP_ARGUMENTS, numbers, strict=True):
                 one.arguments[argument] = number
