@@ -16,6 +16,7 @@ PANEL = 64
 """Tokens, or dimensions of values, that lie side by side in packed memory."""
 TILES, PAIRS, WIDENED, FLOATS = range(4)
 """Modes: bfloat16 multiplied in AMX tiles, in pairs of a vector, widened to float32; float32."""
+MODE_NAMES = "tiles", "pairs", "widened", "floats"
 IN_PAIRS = TILES, PAIRS
 """Modes whose words are pairs of bfloat16: memory lies alike, only the products differ."""
 SCORE_BYTES = 4 * CHUNK + 64
