@@ -34,7 +34,16 @@ OPTIONS = {
     "window and cap": AttentionOptions(0.125, sliding_window=100, softcap=5.0),
 }
 REFERENCE = f"reference on {llvm.get_host_cpu_name()} with torch {torch.__version__.partition('+')[0]}"
-GOLDEN: Mapping[int, Mapping[str, str]] = {}
+GOLDEN: Mapping[int, Mapping[str, str]] = {
+    1: {
+        "floats": "969c6f1804a76490ac62d0519e514f9c13475a55fb51d1c13ab3875cb16da37d",
+        "widened": "3fda870be399190561f57eb2475b83eca864a61e151b5fb3a45f3e6e7a43bb43",
+        "reference on znver3 with torch 2.13.0": (
+            "5f14240be6bdd647ea65c7c12ae3247685543c66f4d667b23bf906438520fab9"
+            "b0986d0faf317d53055e631e179776d8c33fe9d54bb9257eeffed32e9464913e"
+        ),
+    },
+}
 """Version of the arithmetic -> what computes -> digest."""
 
 

@@ -65,7 +65,7 @@ def test_other_weights_in_a_folder_of_the_same_name_find_nothing(tmp_path: Path)
             assert shared.allocate_slots(writer, len(writer), held) is not None
             shared.free(writer.request_id)
             found = shared.get_computed_blocks(reader).num_tokens
-            assert found == (48 if reader is writer else 0), number
+            assert found == (len(PROMPT) - 1 if reader is writer else 0), number
 
 
 def test_one_flipped_bit_of_the_weights_is_another_model(chat_model: Path, tmp_path: Path) -> None:
@@ -143,12 +143,12 @@ def test_the_probe_notices_what_no_version_tells(tiny_models: TinyModels, monkey
     assert ShortPrompt(model).digest() == before
     attend = type(model.kernel).attend
 
-    def one_bit_off(*arguments: Any) -> torch.Tensor:
+    def last_bits_off(*arguments: Any) -> torch.Tensor:
         output = attend(*arguments)
-        output.view(torch.int32)[-1, -1, -1] ^= 1
+        output.view(torch.int32)[:] ^= 1
         return output
 
-    monkeypatch.setattr(type(model.kernel), "attend", one_bit_off)
+    monkeypatch.setattr(type(model.kernel), "attend", last_bits_off)
     assert ShortPrompt(model).digest() != before
 
 

@@ -140,7 +140,7 @@ def test_weights_that_change_while_the_model_loads_are_refused(folder: Path, rem
     with WeightsDigest(ModelConfig(str(folder)), remembered) as weights:
         flip(folder / "model.safetensors", 7)
         with pytest.raises(
-            ModelLoadError, match="model.safetensors of model .* changed while it was read; start again"
+            ModelLoadError, match=r"model.safetensors of model .* changed while it was read; start again"
         ):
             weights.hex()
 
