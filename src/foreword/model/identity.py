@@ -33,7 +33,7 @@ ARITHMETIC_VERSION = 1
 LAYOUT_VERSION = 1
 """Raise it when a block's bytes mean something else though `CacheLayout` says the same."""
 MANY_THREADS = 3
-"""From this number on torch may divide float32 activations and lone products otherwise (docs/decisions/0002-exactness.md).
+"""From this number on torch may divide float32 activations and lone products otherwise (docs/decisions/0002).
 Other numbers of threads change no bit."""
 _LIBRARIES = ("torch", "transformers", "numba", "llvmlite")
 _ARITHMETIC = ("amx", "avx", "f16c", "fma", "neon", "sse", "sve")
