@@ -30,10 +30,12 @@ from foreword.cache import (
 from foreword.config import CacheConfig, EngineConfig, Environment, ModelConfig
 from foreword.engine import BlockKeys, Engine, ModelLimits, TextTools
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
+from foreword.model.checkpoint.weights_digest import WeightsDigest
 from foreword.model.cpu.head_start import head_start
 from foreword.model.loading_log import LoadingLog
 from foreword.request import SamplingParams
 from foreword.text import TextStream, Tokenizer
+from foreword.tiers.identity import CacheIdentity
 
 if TYPE_CHECKING:
     from foreword.grammar import Grammars
@@ -53,6 +55,8 @@ class Assembled:
     engine: Engine
     tokenizer: Tokenizer | None
     layout: CacheLayout
+    identity: CacheIdentity
+    """Whose KV its cache holds."""
     inexactness: str | None
     """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
     explain_attention: Callable[[], str]
@@ -63,22 +67,25 @@ def assemble(config: EngineConfig) -> Assembled:
 
     Raises ModelLoadError, UnsupportedModelError, or ConfigError for options that do not fit together.
     """
-    with LoadingLog(config.model.model) as log:
+    with LoadingLog(config.model.model) as log, WeightsDigest(config.model) as weights:
         with head_start(config.model):
             log.enter("reading the tokenizer")
             tokenizer = load_tokenizer(config.model)
             log.enter("reading the weights; the first start on a machine also compiles kernels")
             model = load(config.model)
-        from foreword.model.self_check import find_inexactness  # imports torch, which a missing model does not need
+        from foreword.model.self_check import ShortPrompt, find_inexactness  # imports torch: a missing model needs none
 
         if config.model.self_check:
             log.enter("checking that answers have the same bits with and without the cache")
-        inexactness = find_inexactness(model) if config.model.self_check else None
+        prompt = ShortPrompt(model)
+        inexactness = find_inexactness(model, prompt) if config.model.self_check else None
         if inexactness:
             logger.warning("results are not bit-exact with this model on this machine: %s", inexactness)
         log.enter("making room for the KV cache")
-        engine = build_engine(config, model, tokenizer)
-    return Assembled(engine, tokenizer, plan_layout(config, model), inexactness, model.kernel.explain)
+        identity = identify(config, model, weights.hex(), prompt.digest())
+        del prompt
+        engine = build_engine(config, model, tokenizer, identity)
+    return Assembled(engine, tokenizer, plan_layout(config, model), identity, inexactness, model.kernel.explain)
 
 
 def load(options: ModelConfig) -> LoadedModel:
@@ -124,7 +131,27 @@ def plan_layout(config: EngineConfig, model: LoadedModel) -> CacheLayout:
     )
 
 
-def build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None) -> Engine:
+def identify(config: EngineConfig, model: LoadedModel, weights: str | None, probe: str) -> CacheIdentity:
+    """Whose KV the cache holds. `weights`, `probe`: digests of their content and of what the model computed.
+
+    Without a digest of the weights, no other process has this identity.
+    """
+    from foreword.model.identity import arithmetic_facts, layout_facts, model_facts
+
+    if weights is None:
+        logger.info("the files of the weights are not known, so nothing cached now will be found after a restart")
+        weights = f"of one process: {os.urandom(16).hex()}"
+    return CacheIdentity.of(
+        model_facts(model, weights, config.cache.sink_token_ids),
+        arithmetic_facts(model, probe),
+        layout_facts(plan_layout(config, model)),
+        exact=config.cache.cache_exact,
+    )
+
+
+def build_engine(
+    config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None, identity: CacheIdentity
+) -> Engine:
     """Size the pool and join cache, scheduler and runner. Raises ConfigError for what does not fit."""
     from foreword.model.gpu.memory_use import measure_on_gpu
     from foreword.model.gpu.runner import RunnerLimits
@@ -184,7 +211,7 @@ def build_engine(config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer 
         runner,
         limits,
         text=TextTools(open_text_stream, tokenizer.spellings) if tokenizer else None,
-        keys=_block_keys(config, model),
+        keys=_block_keys(config, identity),
         seed=config.seed,
     )
 
@@ -220,21 +247,9 @@ def _eviction_policy(options: CacheConfig, num_blocks: int) -> EvictionPolicy:
     return PinnedPolicy(policy, num_blocks, max_share=options.max_pinned_share) if options.max_pinned_share else policy
 
 
-def _block_keys(config: EngineConfig, model: LoadedModel) -> BlockKeys:
-    """Block keys that depend on the model's name, architecture, sizes and precision, and on the deployment's salt."""
-    described = model.config.to_dict()
-    for name in ("_name_or_path", "transformers_version"):  # they differ for the same model on another machine
-        described.pop(name, None)
-    name = config.model.model
-    facts = {
-        "model": os.path.basename(os.path.realpath(name)) if os.path.isdir(name) else name,
-        "dtype": model.kv_format.key(model.dtype),
-        "config": described,
-        "salt": config.cache.key_salt,
-    }
-    if config.model.revision is not None:
-        facts["revision"] = config.model.revision
-    fingerprint = json.dumps(facts, sort_keys=True, default=str)
+def _block_keys(config: EngineConfig, identity: CacheIdentity) -> BlockKeys:
+    """Block keys that depend on whose KV the blocks hold, and on the deployment's salt."""
+    fingerprint = json.dumps({"identity": identity.fingerprint, "salt": config.cache.key_salt}, sort_keys=True)
     return BlockKeys(make_hash_function(config.cache.hash_function), chain_root(fingerprint))
 
 

@@ -51,6 +51,8 @@ class LLM:
         self.tokenizer = parts.tokenizer
         self.inexactness = parts.inexactness
         """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
+        self.cache_identity = parts.identity
+        """Whose KV the cache holds: digests of the model and of the arithmetic, which are part of all block keys."""
         self.layout = parts.layout
         """The states that the model's layers keep, and the layout of a block of the pool."""
         self.kv_block_bytes = self.layout.bytes_per_block

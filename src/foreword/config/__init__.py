@@ -17,4 +17,6 @@ from foreword.config.engine import (
     SchedulerConfig as SchedulerConfig,
     engine_options as engine_options,
     keep_onednn_to_vectors as keep_onednn_to_vectors,
+    library_switches as library_switches,
+    user_cache_folder as user_cache_folder,
 )

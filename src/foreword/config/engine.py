@@ -9,6 +9,7 @@ import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args
 
@@ -22,6 +23,13 @@ Policy = Literal["fcfs", "priority"]
 IndexName = Literal["radix", "hash"]
 _DTYPES = {"half": "float16", "float": "float32"}
 """vLLM's other names for a precision."""
+LIBRARY_SWITCHES = (
+    "ATEN_CPU_CAPABILITY",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+)
 HashName = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 EvictionName = Literal["lru", "lfu", "slru", "fifo", "last_accessed", "priority", "value"]
 
@@ -126,9 +134,12 @@ class CacheConfig:
     """Hash for block keys; docs/concepts/keys.md says which one suits whom."""
     key_salt: str = ""
     """Part of all block keys, beside the model, that separates deployments that share a store."""
+    cache_exact: bool = True
+    """Keep apart blocks that other kernels, library versions or processors computed, whose bits may differ. False:
+    share them, in a namespace of their own."""
 
     def __post_init__(self) -> None:
-        for name in ("enable_prefix_caching", "deduplicate", "explain_misses", "cache_events"):
+        for name in ("enable_prefix_caching", "deduplicate", "explain_misses", "cache_events", "cache_exact"):
             _of_type(name, getattr(self, name), bool, "True or False")
         _of_type("key_salt", self.key_salt, str, "a text")
         _of_type("max_pinned_share", self.max_pinned_share, int | float, "0.0 to 1.0")
@@ -254,6 +265,16 @@ def keep_onednn_to_vectors() -> None:
     (docs/decisions/0017-tiles.md). A value of ONEDNN_MAX_CPU_ISA that the user has set stays.
     """
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+
+def user_cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """The user's folder for what programs can compute again."""
+    return Path(environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+
+
+def library_switches(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that are set with which a user chooses instructions or precisions of numerical libraries."""
+    return {name: environ[name] for name in LIBRARY_SWITCHES if name in environ}
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:

@@ -49,6 +49,7 @@ class CacheKeywords(TypedDict, total=False):
     max_pinned_share: float
     hash_function: HashName
     key_salt: str
+    cache_exact: bool
 
 
 class SchedulerKeywords(TypedDict, total=False):

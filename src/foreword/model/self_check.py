@@ -5,6 +5,7 @@ Knows a runner, its arithmetic, and the cache that decides what to reuse; knows 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from dataclasses import replace
 
@@ -27,7 +28,36 @@ NUM_PROMPT_TOKENS = 29
 NUM_GENERATED_TOKENS = 3
 
 
-def find_inexactness(model: LoadedModel) -> str | None:
+class ShortPrompt:
+    """One short prompt of a model, computed at once. Other ways to compute it must give the same bits."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.num_tokens = num_tokens = min(NUM_TOKENS, model.max_positions)
+        self.check = _Check(model, num_tokens)
+        self.tokens: IntArray = RandomInputs().integers(model.vocab_size, num_tokens).numpy().astype(np.int32)
+        self.num_hit = min(4, (num_tokens - 1) // BLOCK_SIZE) * BLOCK_SIZE
+        start = 0
+        if model.states and self.num_hit:  # the state after the hit is kept only if a step ends there
+            self.check.run((0, self.tokens, 0, self.num_hit))
+            start = self.num_hit
+        self.logits = self.check.run((0, self.tokens, start, num_tokens))
+
+    def digest(self) -> str:
+        """A digest of the logits and of all attention layers' KV: it tells one arithmetic from another."""
+        found = hashlib.sha256(_bytes(self.logits))
+        storage = self.check.storage
+        for layer, group_id in sorted(storage.group_of.items()):
+            for blocks in (storage.keys[layer], storage.values[layer]):
+                rows = blocks[torch.from_numpy(self.check.tables[group_id][0]).long()].flatten(0, 1)
+                found.update(_bytes(rows[: self.num_tokens]))
+        return found.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def find_inexactness(model: LoadedModel, prompt: ShortPrompt | None = None) -> str | None:
     """Compute the end of one short prompt in several ways; returns what the logits depend on, or None.
 
     The ways are: all at once; in uneven chunks down to one token; and beside another request, over KV that a third
@@ -35,16 +65,15 @@ def find_inexactness(model: LoadedModel) -> str | None:
     Recurrent layers give equal bits for equal cells only. So their chunks end on the grid of cells, and decoding is not
     compared with prefill. Instead, at most nine more passes check what a cache makes of cells.
     """
-    num_tokens = min(NUM_TOKENS, model.max_positions)
-    check = _Check(model, num_tokens)
-    tokens: IntArray = RandomInputs().integers(model.vocab_size, num_tokens).numpy().astype(np.int32)
+    prompt = prompt or ShortPrompt(model)
+    check, tokens, num_tokens, num_hit, whole = (
+        prompt.check,
+        prompt.tokens,
+        prompt.num_tokens,
+        prompt.num_hit,
+        prompt.logits,
+    )
     other = tokens[::-1].copy()
-    num_hit = min(4, (num_tokens - 1) // BLOCK_SIZE) * BLOCK_SIZE
-    if model.states and num_hit:  # the state after the hit is kept only if a step ends there
-        check.run((0, tokens, 0, num_hit))
-        whole = check.run((0, tokens, num_hit, num_tokens))
-    else:
-        whole = check.run((0, tokens, 0, num_tokens))
     cuts = {0, num_tokens // 2, num_tokens - 1, num_tokens}
     if model.states:
         cuts = {0, *(cut // BLOCK_SIZE * BLOCK_SIZE for cut in cuts), num_tokens}
@@ -150,7 +179,8 @@ class _Check:
             self.tables.append(num_blocks + np.arange(4 * length, dtype=np.int32).reshape(4, length))
             num_blocks += 4 * length
         self.block_sizes = [spec.block_size for spec in layout.specs]
-        self.runner = ModelRunner(model, KVStorage(layout, num_blocks, model.device))
+        self.storage = KVStorage(layout, num_blocks, model.device)
+        self.runner = ModelRunner(model, self.storage)
 
     def share(self, source: int, target: int, num_tokens: int) -> None:
         """Give one request the first blocks of another."""

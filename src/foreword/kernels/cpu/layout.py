@@ -13,6 +13,7 @@ KV_PANEL = 64
 """Tokens of keys, or dimensions of values, that lie side by side in packed memory."""
 TILES, PAIRS, WIDENED, FLOATS = range(4)
 """Modes: bfloat16 in AMX tiles, bfloat16 in pairs in vectors, bfloat16 widened to float32, and float32."""
+MODE_NAMES = "tiles", "pairs", "widened", "floats"
 IN_PAIRS = TILES, PAIRS
 """Modes whose words are pairs of bfloat16. Their packed memory is the same; only the products differ."""
 SCORE_BYTES = 4 * CHUNK + 64

@@ -1,0 +1,144 @@
+"""The facts that decide the bits of a model's KV, besides the prompt.
+
+Knows a loaded model, libraries and processors; `foreword.tiers.identity` makes digests of the facts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+import torch
+
+from foreword import kernels
+from foreword.config import library_switches
+from foreword.kernels.cpu.attention import CpuAttention
+from foreword.kernels.cpu.layout import MODE_NAMES
+from foreword.model.fusion.fused_layer import FusedForward
+from foreword.model.fusion.packed import PackedLinear, has_unpacked_products
+from foreword.model.layout import CacheLayout
+from foreword.model.loader import LoadedModel
+
+ARITHMETIC_VERSION = 1
+"""Raise it when a change gives KV other bits. tests/model/test_golden_bits.py fails until somebody does."""
+LAYOUT_VERSION = 1
+"""Raise it when a block's bytes mean something else though `CacheLayout` says the same."""
+MANY_THREADS = 3
+"""From this number on torch may divide float32 activations and lone products otherwise (docs/decisions/0002).
+Other numbers of threads change no bit."""
+_LIBRARIES = ("torch", "transformers", "numba", "llvmlite")
+_ARITHMETIC = ("amx", "avx", "f16c", "fma", "neon", "sse", "sve")
+"""How features of a processor begin whose instructions compute numbers."""
+
+
+def model_facts(model: LoadedModel, weights: str, sink_token_ids: Sequence[int]) -> dict[str, Any]:
+    """What decides KV whoever computes it. `weights`: a digest of their content.
+
+    Where a model lies, what it is called, and its tokenizer are no part of it.
+    """
+    described = model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):  # they differ for the same model on another machine
+        described.pop(name, None)
+    return {
+        "weights": weights,
+        "dtype": model.kv_format.key(model.dtype),
+        "sink_token_ids": [int(token) for token in sink_token_ids],
+        "code": _own_code(type(model.module)),
+        "config": described,
+    }
+
+
+def layout_facts(layout: CacheLayout) -> dict[str, Any]:
+    """What the bytes of a block mean. How often recurrent states are saved is no part of it."""
+    facts = asdict(layout)
+    del facts["state_interval"]
+    for group, own in zip(facts["groups"], layout.groups, strict=True):
+        group["kind"] = type(own.spec).__name__
+        group["spec"].pop("interval_tokens", None)
+    return {"version": LAYOUT_VERSION, **facts}
+
+
+def arithmetic_facts(model: LoadedModel, probe: str) -> dict[str, Any]:
+    """What decides the bits that this process computes. `probe`: a digest of what the model made of one prompt."""
+    on_gpu = model.device.type != "cpu"
+    return {
+        "version": ARITHMETIC_VERSION,
+        "sources": digest_sources(Path(kernels.__path__[0]), Path(__file__).parent),
+        "path": _path(model),
+        "libraries": {name: version(name) for name in _LIBRARIES},
+        "torch": {
+            "build": hashlib.sha256(torch.__config__.show().encode()).hexdigest(),
+            "float32": torch.get_float32_matmul_precision(),
+            "onednn": torch.backends.mkldnn.enabled,
+        },
+        "switches": library_switches(),
+        "processor": _gpu(model) if on_gpu else _cpu(),
+        "probe": probe,
+    }
+
+
+def _path(model: LoadedModel) -> dict[str, Any]:
+    """The code that computes: attention, products, and how much of the model's own code runs."""
+    attention = [type(model.kernel).__name__]
+    if isinstance(model.kernel, CpuAttention):
+        attention.append("floats" if model.dtype == torch.float32 else MODE_NAMES[model.kernel.bfloat16])
+    parts: Counter[str] = Counter()
+    for part in model.module.modules():
+        if isinstance(part, PackedLinear):
+            parts["packed" if part.compact is None else type(part.compact).__name__] += 1
+        parts["fused"] += isinstance(part.forward, FusedForward)
+    facts = {
+        "device": model.device.type,
+        "attention": attention,
+        "parts": parts,
+        "straight": model.straight is not None,
+    }
+    if model.device.type != "cpu":
+        return {**facts, "exact": model.exact}
+    threads = torch.get_num_threads()
+    if threads >= MANY_THREADS and (model.dtype == torch.float32 or has_unpacked_products(model.module)):
+        facts["threads"] = threads
+    return facts
+
+
+def _cpu() -> dict[str, Any]:
+    """The processor's kind, by which libraries choose instructions and sizes of blocks, and what it can compute."""
+    features = llvm.get_host_cpu_features()
+    return {
+        "machine": platform.machine(),
+        "kind": llvm.get_host_cpu_name(),
+        "features": sorted(name for name, there in features.items() if there and name.startswith(_ARITHMETIC)),
+    }
+
+
+def _gpu(model: LoadedModel) -> dict[str, Any]:
+    return {
+        "name": torch.cuda.get_device_name(model.device),
+        "capability": torch.cuda.get_device_capability(model.device),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "triton": None if find_spec("triton") is None else version("triton"),
+    }
+
+
+def _own_code(model_class: type) -> Mapping[str, str]:
+    """The class of a model, and a digest of the modelling code that came with its checkpoint."""
+    name = f"{model_class.__module__}.{model_class.__qualname__}"
+    if not model_class.__module__.startswith("transformers_modules."):
+        return {"class": name}
+    return {"class": model_class.__qualname__, "source": digest_sources(Path(inspect.getfile(model_class)).parent)}
+
+
+def digest_sources(*folders: Path) -> str:
+    """A digest of the Python files in these folders."""
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in paths)).hexdigest()

@@ -1,0 +1,70 @@
+"""Whose KV a cache holds: digests of the model that it is of, and of the arithmetic that computed it.
+
+Knows facts as JSON and their digests; `foreword.model.identity` gathers the facts. Blocks with equal keys hold equal
+bits only if both digests are equal, so both enter the root of all keys, and the name of the place where blocks lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+NAMESPACE_BYTES = 16
+Facts = Mapping[str, Any]
+"""What can be written as JSON; other values count as their texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheIdentity:
+    """The model and the arithmetic of a cache's blocks. Equal identities may share blocks."""
+
+    model_id: str
+    """Digest of the weights' content, the configuration and the layout, in hexadecimal digits."""
+    arithmetic_id: str
+    """Digest of everything else that decides a bit: kernels, versions, processor, and what a probe computed."""
+    layout: str
+    """Digest of the layout alone: the same weights may be cached in other blocks."""
+    exact: bool = True
+    """Whether other arithmetic is another identity. False: it shares blocks, in a namespace of their own."""
+    facts: Facts = field(default_factory=dict, compare=False, repr=False)
+    """What a person wants to know of the model and the arithmetic; no part of comparisons."""
+
+    @classmethod
+    def of(cls, model: Facts, arithmetic: Facts, layout: Facts, *, exact: bool = True) -> CacheIdentity:
+        """The identity that these facts give. The facts about the model do not include the layout."""
+        own = digest(layout)
+        told = {"model": {name: value for name, value in model.items() if name != "config"}, "arithmetic": arithmetic}
+        return cls(digest({"model": model, "layout": own}), digest(arithmetic), own, exact, told)
+
+    @property
+    def fingerprint(self) -> str:
+        """What stands for all of this in the root of the keys."""
+        return digest({"model": self.model_id, "arithmetic": self.arithmetic_id if self.exact else "any"})
+
+    @property
+    def namespace(self) -> bytes:
+        """The name of the place where blocks of this identity lie, 16 bytes."""
+        return bytes.fromhex(self.fingerprint)[:NAMESPACE_BYTES]
+
+    def description(self) -> dict[str, Any]:
+        """For manifests and people: everything above, ready for `json.dumps`."""
+        return {
+            "namespace": self.namespace.hex(),
+            "model_id": self.model_id,
+            "arithmetic_id": self.arithmetic_id,
+            "layout": self.layout,
+            "exact": self.exact,
+            **json.loads(_canonical(self.facts)),
+        }
+
+
+def digest(facts: Facts) -> str:
+    """SHA-256 of facts as canonical JSON, in hexadecimal digits."""
+    return hashlib.sha256(_canonical(facts)).hexdigest()
+
+
+def _canonical(facts: Facts) -> bytes:
+    return json.dumps(facts, sort_keys=True, separators=(",", ":"), default=str).encode()
