@@ -201,7 +201,9 @@ class HashEngine:
         runner = HashRunner(num_blocks, block_size, vocab_size)
         config = SchedulerConfig(**scheduler_options)  # type: ignore[arg-type]
         limits = ModelLimits(vocab_size, max_model_len)
-        return cls(Engine(manager, config, runner, limits, keys=keys, clock=clock), runner)
+        engine = Engine(manager, config, runner, limits, keys=keys)
+        engine.clock = clock
+        return cls(engine, runner)
 
     @property
     def scheduler(self) -> Scheduler:

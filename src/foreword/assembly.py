@@ -9,8 +9,10 @@ import bisect
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,14 +30,17 @@ from foreword.cache import (
     make_policy,
 )
 from foreword.config import CacheConfig, EngineConfig, Environment, ModelConfig
-from foreword.engine import BlockKeys, Engine, ModelLimits, TextTools
+from foreword.engine import BlockKeys, Engine, ModelLimits, TextTools, TierDirector
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
 from foreword.model.checkpoint.weights_digest import WeightsDigest
 from foreword.model.cpu.head_start import head_start
 from foreword.model.loading_log import LoadingLog
 from foreword.request import SamplingParams
 from foreword.text import TextStream, Tokenizer
+from foreword.tiers.disk import DiskTier
+from foreword.tiers.disk_state import DiskOptions
 from foreword.tiers.identity import CacheIdentity
+from foreword.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from foreword.grammar import Grammars
@@ -67,7 +72,10 @@ def assemble(config: EngineConfig) -> Assembled:
 
     Raises ModelLoadError, UnsupportedModelError, or ConfigError for options that do not fit together.
     """
-    with LoadingLog(config.model.model) as log, WeightsDigest(config.model) as weights:
+    with ExitStack() as undo, LoadingLog(config.model.model) as log, WeightsDigest(config.model) as weights:
+        tiers = open_tiers(config)  # first, so that a folder that cannot be used is known before minutes of loading
+        for tier in tiers:
+            undo.callback(tier.close, 0.0)
         with head_start(config.model):
             log.enter("reading the tokenizer")
             tokenizer = load_tokenizer(config.model)
@@ -84,7 +92,8 @@ def assemble(config: EngineConfig) -> Assembled:
         log.enter("making room for the KV cache")
         identity = identify(config, model, weights.hex(), prompt.digest())
         del prompt
-        engine = build_engine(config, model, tokenizer, identity)
+        engine = build_engine(config, model, tokenizer, identity, tiers)
+        undo.pop_all()
     return Assembled(engine, tokenizer, plan_layout(config, model), identity, inexactness, model.kernel.explain)
 
 
@@ -149,10 +158,35 @@ def identify(config: EngineConfig, model: LoadedModel, weights: str | None, prob
     )
 
 
+def open_tiers(config: EngineConfig) -> list[Tier]:
+    """What lies below the pool, the nearest first. Raises ConfigError for what cannot be used."""
+    options, cache = config.tiers, config.cache
+    if options.cache_dir is None:
+        return []
+    if not cache.enable_prefix_caching:
+        raise ConfigError(
+            f"cache_dir={options.cache_dir!r} keeps cached prefixes, and prefix caching is off; leave it out, or leave "
+            "enable_prefix_caching on"
+        )
+    if not cache.hash_function.startswith("sha256"):
+        raise ConfigError(
+            f"hash_function={cache.hash_function!r} makes keys that others can forge, and such keys must not name "
+            "blocks that outlive the process; use sha256, or leave cache_dir out"
+        )
+    key_file = None if options.cache_key_file is None else Path(options.cache_key_file).expanduser()
+    disk = DiskOptions(budget_bytes=options.cache_disk_bytes, key_file=key_file)
+    return [DiskTier(Path(options.cache_dir).expanduser(), disk)]
+
+
 def build_engine(
-    config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer | None, identity: CacheIdentity
+    config: EngineConfig,
+    model: LoadedModel,
+    tokenizer: Tokenizer | None,
+    identity: CacheIdentity,
+    tiers: Sequence[Tier] = (),
 ) -> Engine:
-    """Size the pool and join cache, scheduler and runner. Raises ConfigError for what does not fit."""
+    """Size the pool and join cache, tiers, scheduler and runner. Raises ConfigError for what does not fit."""
+    from foreword.model.block_bytes import BlockBytes
     from foreword.model.gpu.memory_use import measure_on_gpu
     from foreword.model.gpu.runner import RunnerLimits
     from foreword.model.memory import kv_cache_bytes
@@ -212,6 +246,13 @@ def build_engine(
         limits,
         text=TextTools(open_text_stream, tokenizer.spellings) if tokenizer else None,
         keys=_block_keys(config, identity),
+        tiers=TierDirector(
+            tiers,
+            BlockBytes(storage),
+            manager,
+            identity.namespace,
+            max_bytes_per_day=config.tiers.cache_daily_write_bytes,
+        ),
         seed=config.seed,
     )
 

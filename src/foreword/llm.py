@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -40,7 +41,7 @@ PromptInput = str | Mapping[str, Any]
 class LLM:
     """A model with a prefix cache, for use from Python.
 
-    Options are the fields of `foreword.config.ModelConfig`, `CacheConfig` and `SchedulerConfig`, and
+    Options are the fields of `foreword.config.ModelConfig`, `CacheConfig`, `TierConfig` and `SchedulerConfig`, and
     `seed`. Options that only vLLM has are accepted with values that change nothing. Raises ModelLoadError,
     UnsupportedModelError or ConfigError. It is a context manager; `close()` frees the memory.
     """
@@ -58,6 +59,7 @@ class LLM:
         self.kv_block_bytes = self.layout.bytes_per_block
         """Bytes of one block of the pool."""
         self._engine: Engine | None = parts.engine
+        self._close_engine = weakref.finalize(self, parts.engine.close)
         self._explain_attention = parts.explain_attention
         self._request_numbers = itertools.count()
         self._grammars: Grammars | None = None
@@ -330,10 +332,12 @@ class LLM:
     # ------------------------------------------------------------------- close
 
     def close(self) -> None:
-        """Abort the running requests and free the memory; may be called twice. Afterwards nothing else works."""
-        if self._engine is not None:
-            self._engine.abort_all()
-            self._engine = None
+        """Abort the running requests and free the memory; may be called twice. Afterwards nothing else works.
+
+        With tiers it first stores what is not stored yet, for at most 5 seconds. An exit of the program does the same.
+        """
+        self._close_engine()
+        self._engine = None
 
     def __enter__(self) -> LLM:
         return self

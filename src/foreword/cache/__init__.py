@@ -84,4 +84,5 @@ from foreword.cache.keys.hashing import (
 )
 from foreword.cache.keys.sequence import TokenSequence as TokenSequence, common_length as common_length
 from foreword.cache.manager import KVCacheManager as KVCacheManager
+from foreword.cache.tiered import elsewhere as elsewhere, in_pool as in_pool
 from foreword.cache.view import BlockState as BlockState

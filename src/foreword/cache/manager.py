@@ -12,7 +12,7 @@ priorities or clocks. One request's life, as in vLLM v1:
     free(request_id)                               blocks leave the request, but stay cached
 
 `allocate_slots` is `admit` and `grow` by request id, for callers that keep no rows. view.py has the
-reading half of a cache, prefix_pins.py has pins.
+reading half of a cache, prefix_pins.py has pins, tiered.py has blocks that come from elsewhere.
 
 The blocks that a step will fill are indexed when their slots are allocated, before the step runs, so
 that later members of the same batch already hit them: every layer writes the KV of the whole batch
@@ -41,13 +41,13 @@ from foreword.cache.groups.group_specs import FullAttentionSpec, GroupSpec
 from foreword.cache.groups.managers import MambaManager, Position
 from foreword.cache.index.prefix_index import PrefixIndex
 from foreword.cache.keys.sequence import TokenSequence
-from foreword.cache.prefix_pins import PinnableCache
+from foreword.cache.tiered import TieredCache
 from foreword.errors import AllocationError, CacheBusyError, ConfigError, InvalidRequestError
 
 DEFAULT_BLOCK_SIZE = 16
 
 
-class KVCacheManager(PinnableCache):
+class KVCacheManager(TieredCache):
     """Gives blocks to requests and finds the blocks that earlier requests left behind.
 
     Without `groups` all layers attend to everything: one table per request, blocks of `block_size`

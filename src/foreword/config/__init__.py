@@ -5,6 +5,7 @@ Knows names, defaults, ranges and the meaning of vLLM's options here; knows noth
 
 from foreword.config.engine import (
     CacheConfig as CacheConfig,
+    TierConfig as TierConfig,
     Dtype as Dtype,
     EngineConfig as EngineConfig,
     Environment as Environment,

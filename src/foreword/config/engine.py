@@ -158,6 +158,29 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TierConfig:
+    """What lies below the KV memory, and outlives the process."""
+
+    cache_dir: str | None = None
+    """Folder in which cached prefixes outlive the process; it is made if it is not there, for you alone to read, and
+    several processes may share it. None: cached prefixes end with the process."""
+    cache_disk_bytes: int | None = None
+    """Most bytes in that folder. None: 50 GB, or a quarter of what is free if that is less."""
+    cache_key_file: str | None = None
+    """File with a secret of 32 bytes or more, with which cached prefixes are encrypted on disk. None: they are not, and
+    whoever can read the folder can learn what prompts said."""
+    cache_daily_write_bytes: int | None = None
+    """Most bytes to write below the KV memory in a day, to spare a disk. None: no limit."""
+
+    def __post_init__(self) -> None:
+        for name in ("cache_disk_bytes", "cache_daily_write_bytes"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("cache_disk_bytes", "cache_key_file"):
+            if getattr(self, name) is not None and self.cache_dir is None:
+                raise ConfigError(f"{name}={getattr(self, name)!r} needs a folder for the cache; give cache_dir too")
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits on the requests and tokens that run together."""
 
@@ -188,6 +211,7 @@ class EngineConfig:
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
+    tiers: TierConfig = field(default_factory=TierConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     seed: int = 0
     """Seed for requests that have none."""
@@ -212,6 +236,7 @@ class EngineConfig:
         return cls(
             ModelConfig(os.path.expanduser(os.fspath(model)), **of(ModelConfig)),
             CacheConfig(**of(CacheConfig)),
+            TierConfig(**of(TierConfig)),
             SchedulerConfig(**of(SchedulerConfig)),
             **of(EngineConfig),
         )
@@ -220,8 +245,8 @@ class EngineConfig:
 @functools.cache
 def engine_options() -> Mapping[str, Option]:
     """All options of an engine by name: what `LLM` takes as keywords, and commands as flags."""
-    others = options_of(EngineConfig, without=("model", "cache", "scheduler"))
-    return {**options_of(ModelConfig, CacheConfig, SchedulerConfig), **others}
+    others = options_of(EngineConfig, without=("model", "cache", "tiers", "scheduler"))
+    return {**options_of(ModelConfig, CacheConfig, TierConfig, SchedulerConfig), **others}
 
 
 @dataclass(frozen=True, slots=True)

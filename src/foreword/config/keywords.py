@@ -5,6 +5,7 @@ Knows only names and types; foreword.config has the meanings and defaults, and a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TypedDict
 
@@ -52,6 +53,15 @@ class CacheKeywords(TypedDict, total=False):
     cache_exact: bool
 
 
+class TierKeywords(TypedDict, total=False):
+    """Fields of `foreword.config.engine.TierConfig`."""
+
+    cache_dir: str | os.PathLike[str] | None
+    cache_disk_bytes: int | str | None
+    cache_key_file: str | os.PathLike[str] | None
+    cache_daily_write_bytes: int | str | None
+
+
 class SchedulerKeywords(TypedDict, total=False):
     """Fields of `foreword.config.engine.SchedulerConfig`."""
 
@@ -62,7 +72,7 @@ class SchedulerKeywords(TypedDict, total=False):
     coalesce_in_flight: bool
 
 
-class EngineKeywords(ModelKeywords, CacheKeywords, SchedulerKeywords, total=False):
+class EngineKeywords(ModelKeywords, CacheKeywords, TierKeywords, SchedulerKeywords, total=False):
     """All keywords of an engine."""
 
     seed: int

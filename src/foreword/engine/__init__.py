@@ -8,5 +8,16 @@ from foreword.engine.engine import Engine
 from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
 from foreword.engine.simulated import SimulatedScheduler
 from foreword.engine.snapshot import Snapshot
+from foreword.engine.tiering.director import TierDirector
 
-__all__ = ["BlockKeys", "CacheReport", "Engine", "ModelLimits", "Prompt", "SimulatedScheduler", "Snapshot", "TextTools"]
+__all__ = [
+    "BlockKeys",
+    "CacheReport",
+    "Engine",
+    "ModelLimits",
+    "Prompt",
+    "SimulatedScheduler",
+    "Snapshot",
+    "TextTools",
+    "TierDirector",
+]

@@ -33,6 +33,7 @@ from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
 from foreword.engine.runner import Computed, LaunchingRunner, PendingStep, Runner
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.snapshot import Snapshot
+from foreword.engine.tiering.director import TierDirector, TiersReport
 from foreword.errors import ConfigError, EngineError, InvalidRequestError
 from foreword.request import Request, RequestOutput, SamplingParams
 
@@ -49,21 +50,23 @@ class Engine:
         *,
         text: TextTools | None = None,
         keys: BlockKeys | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        tiers: TierDirector | None = None,
         seed: int = 0,
     ) -> None:
-        """`text`: None if tokens do not become text; `clock`: the time at which pins end, in seconds."""
+        """`text`: None if tokens do not become text; `tiers`: None if nothing lies below the pool."""
         self.manager = manager
-        self.scheduler = Scheduler(manager, config)
+        self._tiers = tiers or TierDirector.of_none(manager)
+        self.scheduler = Scheduler(manager, config, self._tiers)
         self.limits = limits
         self._runner = runner
         self._launcher = runner if isinstance(runner, LaunchingRunner) else None
         self._outputs = Outputs(None if text is None else text.open_stream, self.scheduler.finish)
         step = config.max_num_batched_tokens
         self._intake = Intake(manager, limits, text, keys or BlockKeys(), max_step_tokens=step, seed=seed)
-        self._clock = clock
-        self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
-        """Launched batches in order; between steps at most one."""
+        self.clock: Callable[[], float] = time.monotonic
+        """The time at which pins end, in seconds."""
+        self._in_flight: deque[tuple[Batch, PendingStep, float]] = deque()
+        """Launched batches in order, and the moments of launch; between steps at most one."""
         self.num_computed_tokens = 0
         """Tokens that went through the model since the engine started."""
         self._counted_before = PrefixCacheStats()
@@ -130,7 +133,7 @@ class Engine:
         freed, and the engine can go on with others.
         """
         # Errors and interrupts go on to the caller, but leave no uncomputed blocks in the cache.
-        self.manager.expire_pins(self._clock())
+        self.manager.expire_pins(self.clock())
         batch = self._plan() if self._in_flight else None
         if batch is not None:
             self._launch(batch)
@@ -138,6 +141,8 @@ class Engine:
         moved = self._settle()
         try:
             batch = self._plan()
+            if batch is None and not moved and self._tiers.is_loading:
+                self._tiers.wait()
             if batch is not None:
                 self._launch(batch)
                 # One token of a request at a time, so that a stop string ends it where it is complete.
@@ -164,9 +169,10 @@ class Engine:
 
     def _launch(self, batch: Batch) -> None:
         """Launch a batch; a runner that cannot launch computes it at once."""
+        started = time.monotonic()
         try:
             pending = Computed(self._runner.execute(batch)) if self._launcher is None else self._launcher.launch(batch)
-            self._in_flight.append((batch, pending))
+            self._in_flight.append((batch, pending, started))
         except BaseException as error:
             self._outputs.collect(self._settle())  # only this batch is left to fail
             self._fail(batch, error)
@@ -175,7 +181,7 @@ class Engine:
         """Wait for the first batch in flight, if there is one, and commit it; the requests that got tokens."""
         if not self._in_flight:
             return []
-        batch, pending = self._in_flight.popleft()
+        batch, pending, started = self._in_flight.popleft()
         interrupt: BaseException | None = None
         try:
             try:
@@ -188,7 +194,8 @@ class Engine:
         for number, logprobs in result.prompt_logprobs.items():
             entry = batch.entries[number]  # a resumed request computes the same positions again
             entry.request.prompt_logprobs[entry.start :] = logprobs
-        moved = self.scheduler.commit(batch.entries, result)
+        seconds = None if self._in_flight else time.monotonic() - started  # alone, so that the time is its own
+        moved = self.scheduler.commit(batch.entries, result, seconds)
         if interrupt is not None:
             self._outputs.collect(moved)
             raise interrupt
@@ -213,6 +220,27 @@ class Engine:
             f"computing a batch of {len(batch.entries)} requests ({names}) failed: {type(error).__name__}: {error}"
         ) from error
 
+    # ------------------------------------------------------------------ tiers
+
+    def store_on(self) -> bool:
+        """Move stores on while no request runs; True if there is more to store. Call it until it is False.
+
+        It returns at once: a tier's threads write. While requests run, steps move stores on.
+        """
+        return self._tiers.go_on(is_busy=self.has_unfinished_requests())
+
+    def report_tiers(self) -> TiersReport:
+        """What was loaded and stored so far, and what the tiers hold."""
+        return self._tiers.report()
+
+    def close(self, flush_s: float = 5.0) -> None:
+        """End all requests, and store what is left to store for at most `flush_s` seconds. Nothing works afterwards."""
+        self.abort_all()
+        if self._in_flight:
+            with suppress(Exception):
+                self._settle()
+        self._tiers.close(flush_s)
+
     # -------------------------------------------------------------------- pins
 
     def pin_prefix(self, prompt: Prompt, ttl_s: float) -> int:
@@ -224,7 +252,7 @@ class Engine:
         self._intake.check(prompt, SamplingParams(max_tokens=1))
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0.0 < ttl_s < math.inf:
             raise InvalidRequestError(f"ttl_s={ttl_s!r} is not a time; use a positive, finite number of seconds")
-        now = self._clock()
+        now = self.clock()
         return self.manager.pin_prefix(self._intake.sequence("", prompt), now + ttl_s, now)
 
     def unpin_prefix(self, prompt: Prompt) -> None:
@@ -255,8 +283,9 @@ class Engine:
         return None if self.scheduler.states is None else self.scheduler.states.interval
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. Raises CacheBusyError while requests hold blocks."""
+        """Forget all cached prefixes in memory; tiers keep theirs. Raises CacheBusyError while requests hold blocks."""
         counted = self.manager.stats
+        self._tiers.reset()
         self.manager.reset_prefix_cache()
         self._counted_before += counted
 

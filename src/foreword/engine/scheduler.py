@@ -24,6 +24,7 @@ from foreword.cache import KVCacheManager, PrefixHit, StateCheckpoints
 from foreword.config import SchedulerConfig
 from foreword.engine.coalescing import Coalescing
 from foreword.engine.running_rows import RunningRows
+from foreword.engine.tiering.director import TierDirector
 from foreword.errors import ConfigError
 from foreword.request import NO_ROW, NOTHING_ALLOWED, FinishReason, Request, RequestStatus
 
@@ -41,9 +42,11 @@ class Scheduler:
     another lookup. A waiting request that does not fit blocks all later ones, so none starves.
     """
 
-    def __init__(self, manager: KVCacheManager, config: SchedulerConfig) -> None:
+    def __init__(self, manager: KVCacheManager, config: SchedulerConfig, tiers: TierDirector | None = None) -> None:
+        """`tiers`: what lies below the pool; None: nothing does."""
         self.manager = manager
         self.config = config
+        self._tiers = tiers or TierDirector.of_none(manager)
         self.num_preemptions = 0
         self.states = StateCheckpoints.for_groups(manager.groups)
         """Positions of saved recurrent states, where steps end; None without recurrent layers."""
@@ -103,6 +106,7 @@ class Scheduler:
 
         The batch must be answered with `commit` or `fail` before the next call.
         """
+        self._tiers.before_step()
         return self._batch(self._next_entries())
 
     def schedule_after(self, launched: Batch) -> Batch | None:
@@ -111,10 +115,13 @@ class Scheduler:
         Plans every request that may go on as if it did: it expects a token, and the batch names the token's source.
         `commit` of the step before comes first, so requests that their tokens end have left when this batch is
         answered. The tokens must be known if a request would be preempted, which discards its token, if sampling
-        depends on earlier tokens, and if recurrent states are saved at positions that depend on the tokens.
+        depends on earlier tokens, and if recurrent states are saved at positions that depend on the tokens. A tier's
+        blocks come and go only while no step is planned, so there is a pause for them too.
         """
         before = launched.entries
         if self.states is not None or before.facts["samples_by_tokens"].any():
+            return None
+        if self._tiers.wants_pause:
             return None
         self._running.expect(before)
         rows, starts, ends = self._plan_running(self.config.max_num_batched_tokens)
@@ -122,7 +129,7 @@ class Scheduler:
             self._running.stop_expecting(before)
             return None
         self.manager.begin_step()
-        batch = self._batch(self._serve((rows, starts, ends)))
+        batch = self._batch(self._serve((rows, starts, ends), ahead=True))
         if batch is None:  # all of them end, or wait for blocks
             self._running.stop_expecting(before)
         return batch
@@ -130,6 +137,7 @@ class Scheduler:
     def _batch(self, entries: Entries) -> Batch | None:
         if not len(entries):
             return None
+        self._tiers.note_planned()
         tables = self.manager.group_block_tables(entries.rows)
         return build_batch(entries, [own for own, _ in tables], self.manager.take_copies())
 
@@ -139,19 +147,22 @@ class Scheduler:
         entries = self._serve(self._plan_running(self.config.max_num_batched_tokens))
         if not len(entries):
             # The first request can always run: intake refuses requests that do not fit into the empty pool, and
-            # preemption ends at the first running request.
-            assert not self._requests, "requests are left, but none of them can run"
+            # preemption ends at the first running request. But it may wait for a load.
+            assert not self._requests or self._tiers.is_loading, "requests are left, but none of them can run"
         return entries
 
-    def _serve(self, planned: Spans) -> Entries:
-        """Allocate blocks for the running requests; if there are enough for all, admit waiting requests."""
+    def _serve(self, planned: Spans, *, ahead: bool = False) -> Entries:
+        """Allocate blocks for the running requests; if there are enough for all, admit waiting requests.
+
+        `ahead`: another step is planned already.
+        """
         rows, starts, ends = planned
         served = self.manager.allocate_running_slots(rows, ends)
         if served < len(rows):
             kept = self._find_room(rows, ends, served)
             return self._running.entries(rows[kept], starts[kept], ends[kept])
         if len(self._waiting):
-            admitted = self._admit_waiting(self.config.max_num_batched_tokens - int((ends - starts).sum()))
+            admitted = self._admit_waiting(self.config.max_num_batched_tokens - int((ends - starts).sum()), ahead=ahead)
             rows, starts, ends = (np.append(own, new) for own, new in zip(planned, admitted.T, strict=True))
         return self._running.entries(rows, starts, ends)
 
@@ -203,6 +214,8 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted just now, for an earlier one
             while self.manager.grow(request.row, int(ends[number])) is None:
+                if self._tiers.yield_blocks():
+                    continue
                 victim = self._running.last()
                 self._preempt(victim)
                 if victim is request:
@@ -211,13 +224,13 @@ class Scheduler:
                 kept.append(number)
         return kept
 
-    def _admit_waiting(self, budget: int) -> Int64Array:
+    def _admit_waiting(self, budget: int, *, ahead: bool) -> Int64Array:
         """Admit waiting requests; returns the row, start and end of each, [admitted, 3]."""
         spans: list[tuple[int, int, int]] = []
         for request in self._waiting.copy():
             if not budget or len(self._running) >= self.config.max_num_seqs:
                 break
-            if self._coalescing.still_waits(request):
+            if self._coalescing.still_waits(request) or self._tiers.still_waits(request):
                 continue
             hit = self.manager.get_computed_blocks(
                 request.sequence,
@@ -227,11 +240,15 @@ class Scheduler:
             )
             if self._coalescing.must_wait(request, hit):
                 continue
+            if self._tiers.must_wait(request, hit, may_begin=not ahead):
+                continue
             end = self._end(request, hit.num_tokens, budget)
             if end == hit.num_tokens:
                 break  # no room for a whole cell of recurrent layers
             row = self.manager.admit(request.sequence, end, hit, save_states_at=request.state_positions)
             if row is None:
+                if not len(self._running) and self._tiers.yield_blocks():
+                    return self._admit_waiting(budget, ahead=ahead)
                 break
             self._start(request, row, hit, end)
             spans.append((row, hit.num_tokens, end))
@@ -252,11 +269,13 @@ class Scheduler:
 
     # ------------------------------------------------------------------ commit
 
-    def commit(self, entries: Entries, result: BatchResult) -> list[Request]:
+    def commit(self, entries: Entries, result: BatchResult, seconds: float | None = None) -> list[Request]:
         """Record that a step was computed: append sampled tokens, and finish requests that end with them.
 
-        Returns the requests that got tokens; requests that left during the step get none.
+        Returns the requests that got tokens; requests that left during the step get none. `seconds`: what it took, if
+        that is known.
         """
+        self._tiers.note_settled(entries, seconds)
         running, alive = self._running, self._running.still_run(entries)
         running.progress["num_computed"][entries.rows[alive]] = entries.ends[alive]
         numbers = (alive & entries.samples).nonzero()[0]
@@ -285,6 +304,7 @@ class Scheduler:
     def _note_first_token(self, request: Request) -> None:
         """The first token since admission: releases the requests that wait for this one's prefix."""
         self._coalescing.end(request)
+        self._tiers.offer(request, request.num_prompt_tokens)
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = time.monotonic()
 
@@ -313,6 +333,7 @@ class Scheduler:
     def fail(self, batch: Batch) -> list[Request]:
         """Give up a batch that could not be computed: end its requests, and forget their uncomputed blocks."""
         entries = batch.entries
+        self._tiers.note_settled(entries, None)
         computed = np.maximum(entries.starts, entries.progress["num_shared"])
         failed = []
         for number in self._running.still_run(entries).nonzero()[0].tolist():
@@ -328,6 +349,7 @@ class Scheduler:
         Blocks are indexed when they are allocated, so the index may have blocks that this step was going to fill.
         """
         requests = list(self._requests.values())
+        self._tiers.reset()
         self.manager.take_copies()
         for request_id in self.manager.held_request_ids():
             request = self._requests[request_id]
@@ -360,6 +382,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         self._coalescing.stop_waiting(request)
+        self._tiers.leave(request)
         self._end_life(request, reason)
 
     def _end_life(self, request: Request, reason: FinishReason) -> None:
@@ -372,11 +395,13 @@ class Scheduler:
         self._release(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
+        request.loads.may_ask = True
         self.num_preemptions += 1
         self._wait(request)
         logger.info("preempted %s: no free blocks", request.request_id)
 
     def _release(self, request: Request) -> None:
+        self._tiers.offer(request, self._running.num_computed_of(request))
         self._running.remove(request)
         self._coalescing.end(request)
         self.manager.free(request.request_id)
@@ -397,3 +422,4 @@ class Scheduler:
         assert (progress["num_computed"] <= progress["num_tokens"]).all()
         assert (progress["source"] == -1).all(), "a token is still expected"
         self._coalescing.check_integrity(waiting, running)
+        self._tiers.check_integrity(waiting)

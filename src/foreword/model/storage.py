@@ -70,6 +70,14 @@ class KVStorage:
             else:
                 self._place_attention(group_id, group)
 
+    def pages(self, num_slots: int | None = None) -> list[Tensor]:
+        """The pages of the first slots, keys before values, [num_blocks + 1, bytes] each; those without bytes not.
+
+        None: the pages of all slots, and the extra page.
+        """
+        chosen = self._pages if num_slots is None else self._pages[: 2 * num_slots]
+        return [page for page in chosen if page.shape[1]]
+
     @property
     def block_sizes(self) -> tuple[int, ...]:
         """Tokens per block of each group."""

@@ -94,6 +94,23 @@ class RequestMetrics:
         return None if self.first_token_time is None else 1e3 * (self.first_token_time - self.arrival_time)
 
 
+@dataclass(slots=True)
+class Loaded:
+    """What tiers gave a request while it waited."""
+
+    may_ask: bool = True
+    """Whether they are asked for what the pool lacks of its prefix."""
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+    """A tier's name, and the span of tokens by which hits grew."""
+
+    def tokens_by_tier(self, num_cached_tokens: int) -> dict[str, int]:
+        """Of a hit of so many tokens, how many each tier gave."""
+        found: dict[str, int] = {}
+        for name, start, end in self.spans:
+            found[name] = found.get(name, 0) + max(0, min(end, num_cached_tokens) - start)
+        return found
+
+
 class Request:
     """One prompt, continued once. The scheduler changes its progress, the engine reads it."""
 
@@ -156,6 +173,7 @@ class Request:
         """Its place in the queues: rank, then number of arrival; the lowest is served first."""
         self.row = NO_ROW
         """The row in which it runs, which the cache's manager gave it; NO_ROW while it does not run."""
+        self.loads = Loaded()
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -33,6 +34,8 @@ from foreword.server.records import Records
 
 logger = logging.getLogger(__name__)
 
+STORE_POLL_S = 0.01
+"""Between two looks at stores while no request runs."""
 MAX_FAILED_STEPS = 3
 """Number of successive failed steps after which the engine, not a request, counts as broken."""
 
@@ -145,7 +148,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._take_commands(block=not self._engine.has_unfinished_requests())
+                self._await_work()
                 if self._engine.has_unfinished_requests():
                     self._step()
                 self._hand_over()
@@ -153,6 +156,21 @@ class EngineThread:
             logger.exception("the engine's thread has ended")
             self._fail(f"{type(error).__name__}: {error}")
         self._answer_the_rest()
+        try:
+            self._engine.close()
+        except Exception:
+            logger.exception("the cache could not be stored at the end")
+
+    def _await_work(self) -> None:
+        """Carry out commands; wait for one if there is nothing to compute and nothing to store."""
+        if self._engine.has_unfinished_requests():
+            self._take_commands(block=False)
+        elif self._engine.store_on():
+            with suppress(queue.Empty):
+                self._commands.get(timeout=STORE_POLL_S)()
+            self._take_commands(block=False)
+        else:
+            self._take_commands(block=True)
 
     def _take_commands(self, *, block: bool) -> None:
         if block:

@@ -102,10 +102,14 @@ class BlockPool:
 
     def touch(self, block_ids: BlockIds) -> None:
         """Add a holder to these (distinct) blocks, which a lookup found. Free ones leave the free queue."""
+        self.hold(block_ids)
+        self._free.note_hit(block_ids)
+
+    def hold(self, block_ids: BlockIds) -> None:
+        """Add a holder to these (distinct) blocks, which is no use of them that the policy should count."""
         counts = self._ref_counts.take(block_ids)
         self._free.remove(block_ids.compress(counts == 0))
         self._ref_counts[block_ids] = counts + 1
-        self._free.note_hit(block_ids)
 
     def free_blocks(self, block_ids: BlockIds) -> None:
         """Remove a holder of these (distinct) blocks. Those without a holder become free, in the order given."""

@@ -5,17 +5,19 @@ Knows the three coordinators and the groups that each can serve; knows nothing o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from foreword.cache.account.ledger import CacheLedger, Eviction, MissReason
+from foreword.cache.block_ids import BlockIds
 from foreword.cache.blocks.group_index import GroupedHashIndex
 from foreword.cache.eviction.policy import EvictionPolicy
-from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit
+from foreword.cache.groups.coordinator import Keys, KVCacheCoordinator, PrefixHit
 from foreword.cache.groups.group_specs import FullAttentionSpec, GroupSpec, SinkFullSpec
 from foreword.cache.groups.hybrid import HybridKVCacheCoordinator
 from foreword.cache.groups.unitary import UnitaryKVCacheCoordinator
 from foreword.cache.index.hash_index import HashIndex
 from foreword.cache.index.prefix_index import PrefixIndex
+from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 from foreword.errors import ConfigError
 
@@ -34,6 +36,18 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
 
     def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
         return
+
+    def keys_by_group(self, sequence: TokenSequence) -> list[Keys]:
+        return [[] for _ in self.managers]
+
+    def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:
+        return self.nothing.tables
+
+    def cached_blocks(self, sequence: TokenSequence) -> list[BlockIds]:
+        return list(self.nothing.tables)
+
+    def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
+        return False
 
     def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
         return MissReason.NEVER_SEEN, None

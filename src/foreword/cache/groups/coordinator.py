@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,11 +28,15 @@ from foreword.cache.groups.group_specs import GroupSpec
 from foreword.cache.groups.managers import make_group_manager
 from foreword.cache.index.prefix_index import Divergence, PartialBlock, PrefixIndex
 from foreword.cache.index.tree_view import PrefixNode
+from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 
 MAX_NOTES = 1024
 """The number of notes of filled blocks to keep unread; most steps never read them."""
+ELSEWHERE = -2
+"""Table entry of a block that is not in the pool, but in a place from which it can be loaded."""
 SequenceOfRow = Callable[[int], TokenSequence]
+Keys = Sequence[BlockHash]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ class KVCacheCoordinator(ABC):
         self._ledger = ledger
         self._indexed_now: set[int] = set()
         self._noted: list[BlockIds] = []
+        self._held_apart: Int64Array = np.zeros(num_blocks, np.int64)
+        """Block -> number of its holders that are no rows."""
         self.tables = MultiGroupBlockTable(len(groups))
         self.managers = tuple(
             make_group_manager(spec, tables, self.alignment)
@@ -123,6 +129,48 @@ class KVCacheCoordinator(ABC):
     @abstractmethod
     def holds(self, sequence: TokenSequence, block: int) -> bool:
         """Whether the sequence's full block number `block` is cached, given that the blocks before it are."""
+
+    # ------------------------------------------------- blocks that come from elsewhere, or go there
+
+    @abstractmethod
+    def keys_by_group(self, sequence: TokenSequence) -> list[Keys]:
+        """For each group, the keys of the sequence's full blocks, as far as others may find them."""
+
+    @abstractmethod
+    def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:
+        """The tables of the longest hit if the blocks with these keys, by group, were in the pool too.
+
+        Such a block's entry is ELSEWHERE. Changes nothing.
+        """
+
+    @abstractmethod
+    def cached_blocks(self, sequence: TokenSequence) -> list[BlockIds]:
+        """For each group, the blocks with the keys of `keys_by_group`; NULL_BLOCK where the pool lacks one."""
+
+    @abstractmethod
+    def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
+        """Index held blocks, filled from elsewhere, as the group's blocks number `first` and on.
+
+        False, and no change, if the blocks before them are gone and these could not be found without them.
+        """
+
+    def take_apart(self, count: int) -> BlockIds:
+        """Take new blocks for a holder that is no row; at most as many as are free."""
+        block_ids = self.pool.get_new_blocks(count)
+        self._held_apart[block_ids] += 1
+        return block_ids
+
+    def hold_apart(self, block_ids: BlockIds) -> None:
+        """Hold these (distinct) blocks for a holder that is no row."""
+        self.pool.hold(block_ids)
+        self._held_apart[block_ids] += 1
+
+    def release_apart(self, block_ids: BlockIds) -> None:
+        """Release what `take_apart` or `hold_apart` held, the last ones first."""
+        self._held_apart[block_ids] -= 1
+        self.pool.free_blocks(block_ids[::-1].copy())
+
+    # ------------------------------------------------------------------- rows' blocks in the index
 
     @abstractmethod
     def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
@@ -381,6 +429,7 @@ class KVCacheCoordinator(ABC):
         """Raise AssertionError if counts, queue, tables and index contradict each other."""
         counts = np.zeros(self.pool.num_blocks, np.int32)
         counts[self.held_for_ever()] += 1
+        counts += self._held_apart.astype(np.int32)
         owner = np.full(self.pool.num_blocks, -1)
         for group_id, manager in enumerate(self.managers):
             for row in rows:

@@ -6,13 +6,15 @@ Knows groups, keys and rows of tables; knows nothing of request ids, statistics 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+
+import numpy as np
 
 from foreword.cache.account.ledger import CacheLedger, Eviction, MissReason
 from foreword.cache.block_ids import NULL_BLOCK, BlockIds
 from foreword.cache.blocks.group_index import GroupedHashIndex, make_block_hash_with_group_id
 from foreword.cache.eviction.policy import EvictionPolicy
-from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit, SequenceOfRow
+from foreword.cache.groups.coordinator import ELSEWHERE, Keys, KVCacheCoordinator, PrefixHit, SequenceOfRow
 from foreword.cache.groups.group_specs import GroupSpec, MambaSpec
 from foreword.cache.groups.managers import BlockFinder
 from foreword.cache.keys.hashing import BlockHash
@@ -64,19 +66,24 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         Each group returns its longest hit within the bound. So the bound never falls below the longest common hit, and
         a bound that all groups accept is a common hit.
         """
+        tables, length = self._agree(sequence, [self._finder(group_id) for group_id in range(len(self.managers))])
+        return PrefixHit(tables, None, length, length) if length else self.nothing
+
+    def _agree(self, sequence: TokenSequence, finders: Sequence[BlockFinder]) -> tuple[tuple[BlockIds, ...], int]:
+        """The tables of the longest hit that all groups accept, and its length in tokens; `finders`: by group."""
         length = min(len(sequence) - 1, self._num_findable(sequence)) // self.alignment * self.alignment
         tables: dict[int, BlockIds] = {}
         agreed = False
         while length > 0 and not agreed:
             agreed = True
             for group_id in self._order:
-                table, found = self._cut_or_find(group_id, tables.get(group_id), length, sequence)
+                table, found = self._cut_or_find(group_id, tables.get(group_id), length, sequence, finders[group_id])
                 tables[group_id] = table
                 if found < length:
                     length, agreed = found, False
         if length <= 0:
-            return self.nothing
-        return PrefixHit(tuple(tables[g] for g in range(len(self.managers))), None, length, length)
+            return self.nothing.tables, 0
+        return tuple(tables[g] for g in range(len(self.managers))), length
 
     def _num_findable(self, sequence: TokenSequence) -> int:
         """The number of leading tokens whose KV and states have the same bits in all sequences that begin with them."""
@@ -85,7 +92,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         return sequence.num_prompt_tokens // self._cell_tokens * self._cell_tokens
 
     def _cut_or_find(
-        self, group_id: int, table: BlockIds | None, length: int, sequence: TokenSequence
+        self, group_id: int, table: BlockIds | None, length: int, sequence: TokenSequence, find: BlockFinder
     ) -> tuple[BlockIds, int]:
         """One group's longest hit within `length` tokens, given an earlier hit, and its length in tokens."""
         manager = self.managers[group_id]
@@ -93,7 +100,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         if table is not None and (manager.hits_every_prefix or len(table) * size == length):
             return table[: length // size], min(length, len(table) * size)
         keys = self._keys(group_id, sequence, 0, length // size)
-        table = manager.find_longest_cache_hit(keys, self._finder(group_id), length, self.alignment)
+        table = manager.find_longest_cache_hit(keys, find, length, self.alignment)
         return table, len(table) * size
 
     def _keys(self, group_id: int, sequence: TokenSequence, first: int, last: int) -> list[BlockHash]:
@@ -117,6 +124,34 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         end = (block + 1) * sequence.block_size
         return self.find_longest_cache_hit(sequence).num_shared_tokens >= end
 
+    def keys_by_group(self, sequence: TokenSequence) -> list[Keys]:
+        most = min(len(sequence), self._num_findable(sequence))
+        return [self._keys(group_id, sequence, 0, most // size) for group_id, size in enumerate(self.block_sizes)]
+
+    def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:
+        def finder(group_id: int) -> BlockFinder:
+            find, others = self._finder(group_id), elsewhere[group_id]
+
+            def find_anywhere(key: BlockHash) -> int | None:
+                block_id = find(key)
+                return ELSEWHERE if block_id is None and key in others else block_id
+
+            return find_anywhere
+
+        return self._agree(sequence, [finder(group_id) for group_id in range(len(self.managers))])[0]
+
+    def cached_blocks(self, sequence: TokenSequence) -> list[BlockIds]:
+        found = []
+        for group_id, keys in enumerate(self.keys_by_group(sequence)):
+            find = self._finder(group_id)
+            block_ids = [find(key) for key in keys]
+            found.append(np.array([NULL_BLOCK if one is None else one for one in block_ids], np.int32))
+        return found
+
+    def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
+        self._insert(group_id, sequence, range(first, first + len(block_ids)), block_ids)
+        return True
+
     def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
         num_tokens, most = min(num_tokens, len(sequence)), self._num_findable(sequence)
         for group_id, manager in enumerate(self.managers):
@@ -124,15 +159,19 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             if not numbers:
                 continue
             block_ids = manager.tables.row(row)[numbers.start : numbers.stop].copy()
-            keys = self._keys(group_id, sequence, numbers.start, numbers.stop)
-            self._index.insert(group_id, keys, block_ids)
-            self._note_indexed(block_ids, numbers.start)
-            if self.pool.wants_keys:
-                own = [BlockHash(make_block_hash_with_group_id(key, group_id)) for key in keys]
-                self.pool.note_keys(block_ids, own)
+            self._insert(group_id, sequence, numbers, block_ids)
             manager.set_indexed(row, numbers.stop)
-            if self._accounts:
-                self._accounts[group_id].stored(sequence, numbers, block_ids)
+
+    def _insert(self, group_id: int, sequence: TokenSequence, numbers: range, block_ids: BlockIds) -> None:
+        """Index blocks as the group's blocks with these numbers, and report them."""
+        keys = self._keys(group_id, sequence, numbers.start, numbers.stop)
+        self._index.insert(group_id, keys, block_ids)
+        self._note_indexed(block_ids, numbers.start)
+        if self.pool.wants_keys:
+            own = [BlockHash(make_block_hash_with_group_id(key, group_id)) for key in keys]
+            self.pool.note_keys(block_ids, own)
+        if self._accounts:
+            self._accounts[group_id].stored(sequence, numbers, block_ids)
 
     def why_missed(self, sequence: TokenSequence, hit: PrefixHit) -> tuple[MissReason, Eviction | None]:
         """The reason of the group that keeps the most blocks, unless another group has evicted its next block."""

@@ -5,17 +5,18 @@ Knows an index, rows of tables and the ledger's account; knows nothing of reques
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import numpy as np
 
 from foreword.cache.account.ledger import CacheLedger, Eviction, EvictionCause, MissReason
-from foreword.cache.block_ids import BlockIds, Int64Array
+from foreword.cache.block_ids import NULL_BLOCK, BlockIds, Int64Array
 from foreword.cache.eviction.policy import EvictionPolicy
-from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit, SequenceOfRow
+from foreword.cache.groups.coordinator import ELSEWHERE, Keys, KVCacheCoordinator, PrefixHit, SequenceOfRow
 from foreword.cache.groups.group_specs import GroupSpec
 from foreword.cache.index.prefix_index import NO_MATCH, Divergence, PartialBlock, PrefixIndex
 from foreword.cache.index.tree_view import PrefixNode
+from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 
 
@@ -83,6 +84,28 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     def holds(self, sequence: TokenSequence, block: int) -> bool:
         return self._index.holds(sequence, block)
 
+    def keys_by_group(self, sequence: TokenSequence) -> list[Keys]:
+        return [sequence.block_hashes()]
+
+    def find_hit_with(self, sequence: TokenSequence, elsewhere: Sequence[Set[BlockHash]]) -> tuple[BlockIds, ...]:
+        found, keys = self._index.match(sequence).block_ids, sequence.block_hashes()
+        end = len(found)
+        while end < len(keys) and keys[end] in elsewhere[0]:
+            end += 1
+        return (np.concatenate((found, np.full(end - len(found), ELSEWHERE, np.int32))),)
+
+    def cached_blocks(self, sequence: TokenSequence) -> list[BlockIds]:
+        found = self._index.match(sequence).block_ids
+        rest = np.full(sequence.num_full_blocks - len(found), NULL_BLOCK, np.int32)
+        return [np.concatenate((found, rest))]
+
+    def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
+        if len(self._index.match(sequence).block_ids) != first or not self._index.insert(sequence, first, block_ids):
+            return False
+        self._note_indexed(block_ids, first)
+        self._report(sequence, first, block_ids)
+        return True
+
     def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
         first = self._manager.num_indexed[row]
         num_full = min(num_tokens, len(sequence)) // self._size
@@ -92,7 +115,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
             if not self._index.insert(sequence, first, block_ids):
                 return
             self._note_indexed(block_ids, first)
-            self._report(row, sequence, first, block_ids)
+            self._report(sequence, first, block_ids, row)
 
     def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
         """Index a tail. Events do not report tails, which have no keys: listeners count full blocks."""
@@ -129,15 +152,15 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         for at, row in enumerate(listed):
             num_indexed[row] = numbers[at] + 1
             if self._reports and inserted[at]:
-                self._report(row, sequences[at], numbers[at], block_ids[at : at + 1])
+                self._report(sequences[at], numbers[at], block_ids[at : at + 1], row)
 
-    def _report(self, row: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> None:
-        """Report that the row's blocks number `first` and on were indexed."""
+    def _report(self, sequence: TokenSequence, first: int, block_ids: BlockIds, row: int | None = None) -> None:
+        """Report that blocks number `first` and on of a sequence were indexed. `row`: the row that fills them."""
         if self.pool.wants_keys:
             self.pool.note_keys(block_ids, sequence.block_hashes()[first : first + len(block_ids)])
         if self._account is not None:
             self._account.stored(sequence, range(first, first + len(block_ids)), block_ids)
-        if self._deduplicates:
+        if self._deduplicates and row is not None:
             self._filled.append((row, first, block_ids))
 
     def begin_step(self) -> None:

@@ -1,0 +1,1 @@
+"""Between the scheduler and the tiers: what is loaded, what is stored, and what is computed instead."""

@@ -1,0 +1,173 @@
+"""TierDirector: decides what is loaded from tiers, what is stored in them, and what is computed instead.
+
+Knows requests, sequences and numbers of steps; knows nothing of queues, budgets and bytes. The scheduler calls it in
+two places: where a waiting request was looked up (`must_wait`), and where a request has computed tokens that others may
+find (`offer`). The engine tells it when steps are planned and settled, and what they cost.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from foreword.batch import Entries
+from foreword.cache import KVCacheManager, PrefixHit
+from foreword.engine.tiering.block_memory import BlockMemory, NoMemory
+from foreword.engine.tiering.loads import LoadCounts, Loads
+from foreword.engine.tiering.step_cost import StepCost
+from foreword.engine.tiering.stores import StoreCounts, Stores
+from foreword.request import Request
+from foreword.tiers.tier import NAMESPACE_BYTES, Tier, TierStats
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.005
+"""Between two looks at loads and stores while nothing can be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """One tier, for metrics and people."""
+
+    name: str
+    stats: TierStats
+    loads: LoadCounts
+
+
+@dataclass(frozen=True, slots=True)
+class TiersReport:
+    """All tiers, and what is stored in them."""
+
+    tiers: tuple[TierReport, ...]
+    stores: StoreCounts
+    bytes_today: int
+    num_waiting_stores: int
+    num_loads: int
+    """Loads under way."""
+
+
+class TierDirector:
+    """Loads and stores of one engine. The engine's thread calls it."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        memory: BlockMemory,
+        manager: KVCacheManager,
+        namespace: bytes,
+        *,
+        max_bytes_per_day: int | None = None,
+    ) -> None:
+        """`tiers`: the nearest first; of two that have as much of a prefix, the first one serves it."""
+        self._tiers = tuple(tiers)
+        self._cost = StepCost()
+        self._loads = Loads(self._tiers, memory, manager, namespace, self._cost)
+        self._stores = Stores(self._tiers, memory, manager, namespace, max_bytes_per_day=max_bytes_per_day)
+        self._num_planned = self._num_settled = 0
+
+    @classmethod
+    def of_none(cls, manager: KVCacheManager) -> TierDirector:
+        """The director of an engine that has nothing below the pool."""
+        return cls((), NoMemory(), manager, bytes(NAMESPACE_BYTES))
+
+    # ------------------------------------------------------------------- steps
+
+    def before_step(self) -> None:
+        """Call it before a step is planned while no other is."""
+        self._loads.poll()
+        self.go_on(is_busy=True)
+
+    def go_on(self, *, is_busy: bool) -> bool:
+        """Move stores on; True if there is more to store. `is_busy`: requests run."""
+        self._stores.go_on(self._num_planned, self._num_settled, is_busy=is_busy)
+        return len(self._stores) > 0
+
+    @property
+    def wants_pause(self) -> bool:
+        """Whether it is time to plan no step ahead: something was loaded, or is to be loaded."""
+        return self._loads.wants_pause or self._loads.has_arrived
+
+    @property
+    def is_loading(self) -> bool:
+        return len(self._loads) > 0
+
+    def note_planned(self) -> None:
+        """A step was planned."""
+        self._num_planned += 1
+
+    def note_settled(self, entries: Entries, seconds: float | None) -> None:
+        """The oldest planned step was committed after so many seconds (None: not known), or has failed."""
+        self._num_settled = min(self._num_planned, self._num_settled + 1)
+        if seconds is not None and self._tiers:
+            self._cost.note_step(entries.starts, entries.ends, seconds)
+
+    def wait(self) -> None:
+        """Nothing can be computed before a load ends: wait for one, but not for long."""
+        self._loads.arrived.wait(POLL_S)
+
+    # ---------------------------------------------------------------- requests
+
+    def still_waits(self, request: Request) -> bool:
+        """Whether a load that the request waits for is under way."""
+        return self._loads.still_waits(request)
+
+    def must_wait(self, request: Request, hit: PrefixHit, *, may_begin: bool) -> bool:
+        """Whether the request should wait until more of its prefix than `hit` is loaded.
+
+        `may_begin`: no step is planned, so a load may begin.
+        """
+        return bool(self._tiers) and self._loads.must_wait(request, hit, may_begin=may_begin)
+
+    def offer(self, request: Request, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of a request are computed, or will be by a step that is planned."""
+        if self._tiers:
+            self._stores.offer(request.sequence, num_tokens)
+
+    def leave(self, request: Request) -> None:
+        """A waiting request has left."""
+        self._loads.leave(request)
+
+    def yield_blocks(self) -> bool:
+        """Blocks are short: give back those that loads and stores hold; False if they hold none."""
+        held = len(self._loads) + len(self._stores) > 0
+        self._loads.cancel_all()
+        self._stores.cancel()
+        return held
+
+    # --------------------------------------------------------------------- end
+
+    def reset(self) -> None:
+        """Forget what is under way; the tiers keep what they have."""
+        self._loads.cancel_all()
+        self._stores.forget_offers()
+        self._num_settled = self._num_planned
+
+    def close(self, flush_s: float) -> None:
+        """Store what is offered for at most `flush_s` seconds, and close the tiers."""
+        until = time.monotonic() + flush_s
+        self._loads.cancel_all()
+        self._num_settled = self._num_planned
+        while self.go_on(is_busy=False) and time.monotonic() < until:
+            time.sleep(POLL_S)
+        if len(self._stores):
+            logger.info("%d prefixes were not stored in %g s; they are lost", len(self._stores), flush_s)
+        self._stores.forget_offers()
+        for tier in self._tiers:
+            tier.close(max(0.0, until - time.monotonic()))
+
+    def report(self) -> TiersReport:
+        """What happened so far, and what the tiers hold."""
+        return TiersReport(
+            tuple(TierReport(tier.name, tier.stats(), self._loads.counts[tier.name]) for tier in self._tiers),
+            self._stores.counts,
+            self._stores.bytes_today,
+            len(self._stores),
+            len(self._loads),
+        )
+
+    def check_integrity(self, waiting: Iterable[Request]) -> None:
+        """Raise AssertionError if a request waits for nothing, or a tier contradicts itself."""
+        self._loads.check_integrity(waiting)
+        assert self._num_settled <= self._num_planned, "more steps were settled than planned"

@@ -1,0 +1,302 @@
+"""Loads: prefixes that a tier has and the pool lacks, and the requests that wait for them.
+
+Knows waiting requests, hits, tiers and seconds; knows nothing of budgets, running requests or files.
+
+    waiting -> (a tier has more of its prefix than the pool, and loading beats computing) -> loading -> waiting -> hit
+
+A request that waits for a load holds up nobody: those after it are admitted. A load fills blocks that no lookup finds;
+when it is done, the blocks that arrived are indexed, and the request is looked up again like any other. What did not
+arrive is computed. Requests that lack the same block wait for one load.
+
+Fences. A load takes blocks only while no step is planned, because a step may still write to the blocks that were free
+before it. It holds the part of the prefix that is in the pool, and at most half of the pool. It has a deadline. When a
+load ends, by itself or because it is cancelled, its thread touches no block any more (`Ticket`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache import BlockHash, BlockIds, KVCacheManager, PrefixHit, TokenSequence, elsewhere, in_pool
+from foreword.engine.tiering.block_memory import BlockMemory, BlocksOfParts, Part
+from foreword.engine.tiering.step_cost import StepCost
+from foreword.request import Request
+from foreword.tiers.ticket import Outcome, Ticket
+from foreword.tiers.tier import BlockKeys, Tier, joined_keys
+
+PIECE_BYTES = 256 << 20
+"""A longer prefix is loaded in pieces, where each beginning of a hit is a hit."""
+WORTH = 0.8
+"""The largest part of the seconds to compute a prefix that loading it may take."""
+LEAST_GAIN_S = 0.002
+SHORTEST_DEADLINE_S = 0.25
+DEADLINE_FACTOR = 3.0
+"""A load may take so many times what the tier estimates."""
+
+
+@dataclass(slots=True)
+class LoadCounts:
+    """What loads from one tier did so far."""
+
+    num_loads: int = 0
+    num_tokens: int = 0
+    """By which hits grew."""
+    num_bytes: int = 0
+    seconds: float = 0.0
+    saved_s: float = 0.0
+    """By estimate: seconds to compute what was loaded, less the seconds that the loads took."""
+    num_declined: int = 0
+    """Prefixes that were computed though the tier had them, because loading would not have been faster."""
+    num_regretted: int = 0
+    """Loads that took longer than computing would have."""
+    blocks_by_outcome: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """One load under way."""
+
+    sequence: TokenSequence
+    tier: Tier
+    parts: list[Part]
+    held: BlockIds
+    """The part of the prefix that is in the pool."""
+    keys: Sequence[BlockHash]
+    """Of the sequence's blocks that lookups would find after it and not before."""
+    start: int
+    """Tokens of the hit that it continues."""
+    num_bytes: int
+    compute_s: float | None
+    ticket: Ticket
+    waiting: list[Request] = field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.held) + sum(len(part.block_ids) for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What could be loaded from one tier."""
+
+    tier: Tier
+    tables: tuple[BlockIds, ...]
+    parts: list[Part]
+    """Without block ids: nothing is taken yet."""
+    num_tokens: int
+    num_bytes: int
+    load_s: float
+    compute_s: float | None
+
+
+class Loads:
+    """The loads under way. The engine's thread calls it; a tier's threads only set `arrived`."""
+
+    def __init__(
+        self, tiers: Sequence[Tier], memory: BlockMemory, manager: KVCacheManager, namespace: bytes, cost: StepCost
+    ) -> None:
+        self._tiers, self._memory, self._manager, self._namespace, self._cost = tiers, memory, manager, namespace, cost
+        self._loads: list[Load] = []
+        self._load_of: dict[Request, Load] = {}
+        self._owner_of: dict[BlockHash, Load] = {}
+        self.arrived = threading.Event()
+        """Set by every load that ends by itself."""
+        self.wants_pause = False
+        """A load is to begin as soon as no step is planned."""
+        self.counts = {tier.name: LoadCounts() for tier in tiers}
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    # ---------------------------------------------------------------- requests
+
+    def still_waits(self, request: Request) -> bool:
+        """Whether a load that the request waits for is under way."""
+        return request in self._load_of
+
+    def must_wait(self, request: Request, hit: PrefixHit, *, may_begin: bool) -> bool:
+        """Whether the request should wait for a load of what `hit` lacks. Begins one if `may_begin`."""
+        if request.skips_cache or not request.loads.may_ask:
+            return False
+        keys, number = request.sequence.block_hashes(), hit.num_shared_tokens // self._manager.block_size
+        load = self._owner_of.get(keys[number]) if number < len(keys) else None
+        if load is None:
+            plan = self._plan(request.sequence, hit)
+            if plan is None:
+                request.loads.may_ask = False
+                return False
+            if not may_begin:
+                self.wants_pause = True
+                return True
+            load = self._begin(request.sequence, hit, plan)
+            if load is None:
+                return bool(self._loads)  # blocks are short, and loads that have deadlines hold some
+        load.waiting.append(request)
+        self._load_of[request] = load
+        return True
+
+    def leave(self, request: Request) -> None:
+        """Forget a request that has left; a load that nobody waits for is cancelled."""
+        load = self._load_of.pop(request, None)
+        if load is not None:
+            load.waiting.remove(request)
+            if not load.waiting:
+                load.ticket.cancel()
+                self._end(load)
+
+    # ------------------------------------------------------------------- loads
+
+    def poll(self) -> None:
+        """Index what has arrived. Call it while no step is planned, before `begin_step`."""
+        self.arrived.clear()
+        self.wants_pause = False
+        for load in self._loads.copy():
+            if load.ticket.done:
+                self._adopt(load)
+                self._end(load)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `poll` would index something."""
+        return any(load.ticket.done for load in self._loads)
+
+    def cancel_all(self) -> None:
+        """Give up all loads and release their blocks. Their requests compute."""
+        for load in self._loads.copy():
+            load.ticket.cancel()
+            for request in load.waiting:
+                request.loads.may_ask = False
+            self._end(load)
+
+    def _plan(self, sequence: TokenSequence, hit: PrefixHit) -> _Plan | None:
+        """The load that makes the longest hit, if any is faster than computing."""
+        keys = self._manager.keys_by_group(sequence)
+        plans = [self._plan_from(tier, sequence, hit, keys) for tier in self._tiers]
+        found = [plan for plan in plans if plan is not None]
+        return max(found, key=lambda plan: plan.num_tokens, default=None)  # of equal ones the first tier's
+
+    def _plan_from(
+        self, tier: Tier, sequence: TokenSequence, hit: PrefixHit, keys: Sequence[Sequence[BlockHash]]
+    ) -> _Plan | None:
+        manager, one_group = self._manager, self._manager.has_one_full_group
+        first = len(hit.block_ids) if one_group else 0
+        found = [self._stored(tier, group_id, own[first:]) for group_id, own in enumerate(keys)]
+        if not any(found):
+            return None
+        tables = manager.find_hit_with(sequence, found)
+        parts = [Part(group_id, elsewhere(table), elsewhere(table)) for group_id, table in enumerate(tables)]
+        most_blocks = manager.num_blocks // 2
+        num_tokens = len(tables[0]) * manager.groups[0].block_size
+        if one_group:
+            most = min(PIECE_BYTES // self._memory.payload_bytes(0), most_blocks - first)
+            parts = [Part(0, parts[0].numbers[: max(0, most)], parts[0].block_ids)]
+            num_tokens = (first + len(parts[0].numbers)) * manager.block_size
+        num_blocks = sum(len(part.numbers) for part in parts)
+        if num_tokens <= hit.num_tokens or not num_blocks or len(in_pool(tables)) + num_blocks > most_blocks:
+            return None
+        num_bytes = sum(len(part.numbers) * self._memory.payload_bytes(part.group_id) for part in parts)
+        load_s = tier.estimate_load_s(num_bytes)
+        compute_s = self._cost.seconds(hit.num_tokens, num_tokens)
+        if compute_s is not None and (load_s > WORTH * compute_s or compute_s - load_s < LEAST_GAIN_S):
+            self.counts[tier.name].num_declined += 1
+            return None
+        return _Plan(tier, tables, parts, num_tokens, num_bytes, load_s, compute_s)
+
+    def _stored(self, tier: Tier, group_id: int, keys: Sequence[BlockHash]) -> set[BlockHash]:
+        """Those of a group's keys that the tier has."""
+        if not keys:
+            return set()
+        present = tier.lookup(BlockKeys.of_group(self._namespace, group_id, keys))
+        return {key for key, is_there in zip(keys, present.tolist(), strict=True) if is_there}
+
+    def _begin(self, sequence: TokenSequence, hit: PrefixHit, plan: _Plan) -> Load | None:
+        """Take blocks and begin to load; None if too few blocks are free."""
+        manager, held = self._manager, in_pool(plan.tables)
+        counts = [len(part.numbers) for part in plan.parts]
+        if sum(load.num_blocks for load in self._loads) + len(held) + sum(counts) > manager.num_blocks // 2:
+            return None
+        manager.hold_blocks(held)
+        taken = manager.take_blocks(sum(counts))
+        if taken is None:
+            manager.release_blocks(held)
+            return None
+        pieces = np.split(taken, np.cumsum(counts)[:-1])
+        parts = [Part(part.group_id, part.numbers, own) for part, own in zip(plan.parts, pieces, strict=True)]
+        blocks = BlocksOfParts(self._memory, parts)
+        by_group = manager.keys_by_group(sequence)
+        keys = [[by_group[part.group_id][number] for number in part.numbers.tolist()] for part in parts]
+        names = joined_keys(
+            BlockKeys.of_group(self._namespace, part.group_id, own) for part, own in zip(parts, keys, strict=True)
+        )
+        ticket = plan.tier.load(
+            names,
+            blocks.payload_bytes,
+            blocks,
+            deadline_s=max(SHORTEST_DEADLINE_S, DEADLINE_FACTOR * plan.load_s),
+            on_done=lambda _: self.arrived.set(),
+        )
+        size = manager.block_size
+        chain = sequence.block_hashes()[hit.num_shared_tokens // size : plan.num_tokens // size]
+        load = Load(sequence, plan.tier, parts, held, chain, hit.num_tokens, plan.num_bytes, plan.compute_s, ticket)
+        self._loads.append(load)
+        for key in chain:
+            self._owner_of.setdefault(key, load)
+        return load
+
+    def _adopt(self, load: Load) -> None:
+        """Index the blocks that arrived, and count."""
+        report, at, num_adopted = load.ticket.report, 0, 0
+        for part in load.parts:
+            is_good = report.outcomes[at : at + len(part.numbers)] == Outcome.DONE
+            at += len(part.numbers)
+            for run in _runs(part.numbers, np.flatnonzero(is_good)):
+                if self._manager.adopt(part.group_id, load.sequence, int(part.numbers[run[0]]), part.block_ids[run]):
+                    num_adopted += len(run)
+        end = self._manager.get_computed_blocks(load.sequence).num_shared_tokens if num_adopted else load.start
+        counts = self.counts[load.tier.name]
+        counts.blocks_by_outcome.update(report.by_reason())
+        counts.num_loads += 1
+        counts.seconds += report.seconds
+        counts.num_tokens += max(0, end - load.start)
+        if end > load.start:
+            counts.num_bytes += load.num_bytes
+        if load.compute_s is not None:
+            counts.saved_s += load.compute_s * (end > load.start) - report.seconds
+            counts.num_regretted += report.seconds > load.compute_s
+        for request in load.waiting:
+            if end > load.start:
+                request.loads.spans.append((load.tier.name, load.start, end))
+            else:
+                request.loads.may_ask = False
+
+    def _end(self, load: Load) -> None:
+        """Release the load's blocks and its requests."""
+        self._loads.remove(load)
+        for key in load.keys:
+            if self._owner_of.get(key) is load:
+                del self._owner_of[key]
+        for part in load.parts:
+            self._manager.release_blocks(part.block_ids)
+        self._manager.release_blocks(load.held)
+        for request in load.waiting:
+            del self._load_of[request]
+        load.waiting.clear()
+
+    def check_integrity(self, waiting: Iterable[Request]) -> None:
+        """Raise AssertionError if somebody waits who is not queued, or for a load that is not under way."""
+        assert set(self._load_of) <= set(waiting), "a request that is not queued waits for a load"
+        assert all(load in self._loads for load in self._load_of.values()), "a request waits for a load that has ended"
+        assert set(self._owner_of.values()) <= set(self._loads), "a key is kept for a load that has ended"
+
+
+def _runs(numbers: BlockIds, chosen: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """The chosen places, cut where their numbers do not follow each other."""
+    if not len(chosen):
+        return []
+    return np.split(chosen, np.flatnonzero(np.diff(numbers[chosen]) != 1) + 1)

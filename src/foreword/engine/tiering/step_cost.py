@@ -1,0 +1,42 @@
+"""StepCost: the seconds that the model needs for tokens, fitted to the steps so far.
+
+Knows spans of tokens and seconds; knows nothing of requests and tiers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from foreword.batch import Int64Array
+
+LEAST_TOKENS = 64
+"""Smaller steps cost mostly what a step costs whatever it computes, and say little about tokens."""
+KEPT = 0.98
+"""Weight of what is known after each step."""
+
+
+class StepCost:
+    """`seconds = a * tokens + b * tokens * context`, by least squares; older steps count less."""
+
+    def __init__(self) -> None:
+        self._products = np.zeros((2, 2))
+        self._sums = np.zeros(2)
+
+    def note_step(self, starts: Int64Array, ends: Int64Array, seconds: float) -> None:
+        """Note what a step cost that computed positions `starts` to `ends` (exclusive) of some requests."""
+        tokens = ends - starts
+        if tokens.sum() < LEAST_TOKENS:
+            return
+        facts = np.array([tokens.sum(), (tokens * (starts + ends)).sum() / 2], np.float64)
+        self._products = KEPT * self._products + np.outer(facts, facts)
+        self._sums = KEPT * self._sums + facts * seconds
+
+    def seconds(self, start: int, end: int) -> float | None:
+        """Seconds to compute positions `start` to `end` (exclusive); None before the first step that says something."""
+        if not self._products[0, 0]:
+            return None
+        tokens = end - start
+        a, b = np.linalg.lstsq(self._products, self._sums, rcond=1e-9)[0]
+        if a <= 0.0 or b < 0.0:  # the steps so far do not tell the two apart
+            a, b = self._sums[0] / self._products[0, 0], 0.0
+        return float(tokens * (a + b * (start + end) / 2))

@@ -1,0 +1,265 @@
+"""Stores: prefixes that the pool has and a tier lacks, written while the engine goes on.
+
+Knows sequences, blocks, tiers and numbers of steps; knows nothing of queues or files.
+
+A sequence is offered when its prompt is computed and when its request leaves. Sequences are stored in that order, in
+chunks, one at a time: the head of a prefix before its tail.
+
+Fences. The blocks of a chunk are held until the tiers have them, so that nobody overwrites them. The chunk begins when
+every step that was planned when it was chosen is settled: such a step may still fill one of its blocks. A chunk that
+takes too long is cancelled. While requests run, stores take a fifth of the time, so that steps keep memory and disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache import NULL_BLOCK, KVCacheManager, TokenSequence
+from foreword.engine.tiering.block_memory import BlockMemory, BlocksOfParts, Part
+from foreword.tiers.ticket import Outcome, Ticket
+from foreword.tiers.tier import EXACT, BlockKeys, BlockRun, BoolArray, Tier, joined_keys
+
+CHUNK_BYTES = 32 << 20
+MOST_OFFERS = 512
+"""Sequences that wait to be stored; the oldest are dropped beyond that."""
+PATIENCE_S = 10.0
+"""A chunk that a tier does not write within this time is given up."""
+REST_FACTOR = 4.0
+"""While requests run, a rest follows each chunk, so many times as long as the chunk took."""
+DAY_S = 86_400
+
+
+@dataclass(slots=True)
+class StoreCounts:
+    """What stores did so far."""
+
+    num_chunks: int = 0
+    num_bytes: int = 0
+    num_dropped_offers: int = 0
+    """Sequences that waited too long, or that came when the day's bytes were written."""
+    blocks_by_outcome: Counter[str] = field(default_factory=Counter)
+
+
+class Offer(NamedTuple):
+    """A sequence whose first `num_tokens` tokens are computed, or are being computed by steps that are planned."""
+
+    sequence: TokenSequence
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Blocks on their way to the tiers."""
+
+    offer: Offer
+    parts: list[Part]
+    missing: list[tuple[Tier, BoolArray]]
+    """For each tier that lacks some of the blocks: which, [blocks]."""
+    num_planned: int
+    """Steps planned when it was chosen."""
+    num_bytes: int
+    tickets: list[Ticket] = field(default_factory=list)
+    started: float = 0.0
+
+
+class Stores:
+    """What is offered, and the chunk under way. The engine's thread calls it."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        memory: BlockMemory,
+        manager: KVCacheManager,
+        namespace: bytes,
+        *,
+        max_bytes_per_day: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tiers, self._memory, self._manager, self._namespace = tiers, memory, manager, namespace
+        self._max_bytes_per_day, self._clock = max_bytes_per_day, clock
+        self._offers: deque[Offer] = deque()
+        self._chunk: _Chunk | None = None
+        self._rest_until = 0.0
+        self._day_began, self._bytes_today = clock(), 0
+        self.counts = StoreCounts()
+
+    def __len__(self) -> int:
+        """Sequences that are not stored yet."""
+        return len(self._offers) + (self._chunk is not None)
+
+    @property
+    def bytes_today(self) -> int:
+        """Bytes stored since the day of `max_bytes_per_day` began."""
+        return self._bytes_today
+
+    def offer(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """Store the blocks that these tokens fill, some time."""
+        if num_tokens < self._manager.block_size:
+            return
+        self._offers.append(Offer(sequence, num_tokens))
+        if len(self._offers) > MOST_OFFERS:
+            self._offers.popleft()
+            self.counts.num_dropped_offers += 1
+
+    def go_on(self, num_planned: int, num_settled: int, *, is_busy: bool) -> None:
+        """Finish, begin or choose the next chunk, without waiting. `is_busy`: requests run, so leave them time."""
+        chunk = self._chunk
+        if chunk is not None and chunk.tickets:
+            if not all(ticket.done for ticket in chunk.tickets):
+                if self._clock() - chunk.started > PATIENCE_S:
+                    self.cancel()
+                return
+            self._finish(chunk, is_busy=is_busy)
+            chunk = None
+        if chunk is None and self._offers and not (is_busy and self._clock() < self._rest_until):
+            chunk = self._chunk = self._choose(num_planned)
+        if chunk is not None and chunk.num_planned <= num_settled:
+            self._begin(chunk)
+
+    def cancel(self) -> None:
+        """Give up the chunk under way, with its sequence, and release its blocks."""
+        if self._chunk is not None:
+            for ticket in self._chunk.tickets:
+                ticket.cancel()
+            self._release(self._chunk)
+
+    def forget_offers(self) -> None:
+        """Store nothing of what was offered so far."""
+        self.cancel()
+        self._offers.clear()
+
+    # ------------------------------------------------------------------ chunks
+
+    def _choose(self, num_planned: int) -> _Chunk | None:
+        """Hold the next blocks that a tier lacks; sequences that have none are done with."""
+        while self._offers:
+            offer = self._offers.popleft()
+            chunk = self._chunk_of(offer, num_planned)
+            if chunk is None:
+                continue
+            if not self._may_write(chunk.num_bytes):
+                self.counts.num_dropped_offers += 1
+                continue
+            for part in chunk.parts:
+                self._manager.hold_blocks(part.block_ids)
+            return chunk
+        return None
+
+    def _chunk_of(self, offer: Offer, num_planned: int) -> _Chunk | None:
+        """The first blocks of a sequence that are cached and that a tier lacks; None if there are none."""
+        parts, keys = self._cached(offer)
+        if not parts:
+            return None
+        names = joined_keys(keys)
+        missing = [(tier, ~tier.lookup(names)) for tier in self._tiers]
+        wanted = np.logical_or.reduce([lacks for _, lacks in missing])
+        if not wanted.any():
+            return None
+        chosen: list[npt.NDArray[np.int64]] = []
+        num_bytes, at = 0, 0
+        for part in parts:
+            size, own = self._memory.payload_bytes(part.group_id), wanted[at : at + len(part.numbers)]
+            places = np.flatnonzero(own)[: max(at == 0, (CHUNK_BYTES - num_bytes) // size)]
+            chosen.append(places)
+            num_bytes += len(places) * size
+            at += len(part.numbers)
+        starts = np.cumsum([0, *(len(part.numbers) for part in parts)])[:-1]
+        flat = np.concatenate([places + start for places, start in zip(chosen, starts, strict=True)])
+        return _Chunk(
+            offer,
+            [
+                Part(part.group_id, part.numbers[own], part.block_ids[own])
+                for part, own in zip(parts, chosen, strict=True)
+            ],
+            [(tier, lacks[flat]) for tier, lacks in missing if lacks[flat].any()],
+            num_planned,
+            num_bytes,
+        )
+
+    def _cached(self, offer: Offer) -> tuple[list[Part], list[BlockKeys]]:
+        """The cached blocks of an offered sequence, by group, and their names."""
+        parts, names = [], []
+        tables, all_keys = self._manager.cached_blocks(offer.sequence), self._manager.keys_by_group(offer.sequence)
+        for group_id, (spec, table, keys) in enumerate(zip(self._manager.groups, tables, all_keys, strict=True)):
+            numbers = np.flatnonzero(table[: offer.num_tokens // spec.block_size] != NULL_BLOCK).astype(np.int32)
+            if len(numbers):
+                parts.append(Part(group_id, numbers, table[numbers]))
+                own = [keys[number] for number in numbers.tolist()]
+                names.append(BlockKeys.of_group(self._namespace, group_id, own))
+        return parts, names
+
+    def _begin(self, chunk: _Chunk) -> None:
+        """Hand the blocks to the tiers, unless a step that should have filled one has failed since."""
+        if not _places(chunk.parts).items() <= _places(self._cached(chunk.offer)[0]).items():
+            self._release(chunk)
+            return
+        chunk.started = self._clock()
+        keys = self._manager.keys_by_group(chunk.offer.sequence)
+        names = joined_keys(
+            BlockKeys.of_group(self._namespace, part.group_id, [keys[part.group_id][n] for n in part.numbers.tolist()])
+            for part in chunk.parts
+        )
+        blocks = BlocksOfParts(self._memory, chunk.parts)
+        for tier, _ in chunk.missing:
+            count = len(names)
+            run = BlockRun(
+                names,
+                blocks.payload_bytes,
+                blocks,
+                _parents(chunk.parts),
+                np.full(count, EXACT, np.uint16),
+                np.ones(count, np.float32),
+            )
+            chunk.tickets.append(tier.store(run))
+
+    def _finish(self, chunk: _Chunk, *, is_busy: bool) -> None:
+        """Count a chunk and release it. Its sequence comes again, at once, while some of its blocks get through."""
+        seconds, num_stored = self._clock() - chunk.started, 0
+        for ticket in chunk.tickets:
+            self.counts.blocks_by_outcome.update(ticket.report.by_reason())
+            num_stored += int(np.isin(ticket.report.outcomes, (Outcome.DONE, Outcome.PRESENT)).sum())
+        self.counts.num_chunks += 1
+        if num_stored:
+            self.counts.num_bytes += chunk.num_bytes
+            self._bytes_today += chunk.num_bytes
+            self._offers.appendleft(chunk.offer)
+        if is_busy:
+            self._rest_until = self._clock() + REST_FACTOR * seconds
+        self._release(chunk)
+
+    def _release(self, chunk: _Chunk) -> None:
+        for part in reversed(chunk.parts):
+            self._manager.release_blocks(part.block_ids)
+        self._chunk = None
+
+    def _may_write(self, num_bytes: int) -> bool:
+        if self._clock() - self._day_began > DAY_S:
+            self._day_began, self._bytes_today = self._clock(), 0
+        return self._max_bytes_per_day is None or self._bytes_today + num_bytes <= self._max_bytes_per_day
+
+
+def _places(parts: Sequence[Part]) -> dict[tuple[int, int], int]:
+    """Group and number of each block, and its place in the pool."""
+    return {
+        (part.group_id, number): block_id
+        for part in parts
+        for number, block_id in zip(part.numbers.tolist(), part.block_ids.tolist(), strict=True)
+    }
+
+
+def _parents(parts: Sequence[Part]) -> npt.NDArray[np.int32]:
+    """For each block its predecessor's place among all, [blocks]; -1 if it is not among them."""
+    parents, start = [], 0
+    for part in parts:
+        own = np.arange(start - 1, start - 1 + len(part.numbers), dtype=np.int32)
+        own[np.flatnonzero(np.diff(part.numbers, prepend=-9) != 1)] = -1
+        parents.append(own)
+        start += len(part.numbers)
+    return np.concatenate(parents)
