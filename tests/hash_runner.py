@@ -19,7 +19,7 @@ import numpy.typing as npt
 from foreword.batch import Batch, BatchEntry, BatchResult, Int64Array
 from foreword.cache import CacheLedger, EventLog, EvictionPolicy, KVCacheManager, PinnedPolicy, make_index, make_policy
 from foreword.config import SchedulerConfig
-from foreword.engine import BlockKeys, Engine, ModelLimits, Prompt
+from foreword.engine import BlockKeys, Engine, ModelLimits, Prompt, TierDirector
 from foreword.engine.scheduler import Scheduler
 from foreword.request import SamplingParams
 
@@ -182,6 +182,7 @@ class HashEngine:
         keys: BlockKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
         deduplicate: bool = False,
+        tiers: Callable[[KVCacheManager, HashRunner], TierDirector] | None = None,
         **scheduler_options: object,
     ) -> HashEngine:
         policy: EvictionPolicy = make_policy(eviction_policy, num_blocks)
@@ -201,7 +202,8 @@ class HashEngine:
         runner = HashRunner(num_blocks, block_size, vocab_size)
         config = SchedulerConfig(**scheduler_options)  # type: ignore[arg-type]
         limits = ModelLimits(vocab_size, max_model_len)
-        engine = Engine(manager, config, runner, limits, keys=keys)
+        director = None if tiers is None else tiers(manager, runner)
+        engine = Engine(manager, config, runner, limits, keys=keys, tiers=director)
         engine.clock = clock
         return cls(engine, runner)
 

@@ -1,0 +1,325 @@
+"""Loads and stores between a pool and a tier: what waits, what goes on, what is counted, and the fences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foreword.cache import KVCacheManager
+from foreword.engine import Engine, TierDirector
+from foreword.engine.tiering.step_cost import StepCost
+from foreword.request import SamplingParams
+from foreword.tiers.disk import DiskTier
+from foreword.tiers.ticket import Outcome
+from foreword.tiers.tier import Tier
+from hash_runner import HashEngine, HashRunner, expected_answer
+from late_runner import LateRunner
+from late_tier import HashMemory, LateTier
+
+NAMESPACE = b"an own namespace"
+PROMPT = list(range(40))
+
+
+def world_on(tier: Tier, **options: object) -> HashEngine:
+    """A new engine above a tier that outlives it."""
+
+    def make(manager: KVCacheManager, runner: HashRunner) -> TierDirector:
+        return TierDirector([tier], HashMemory(runner), manager, NAMESPACE)
+
+    return HashEngine.build(tiers=make, **options)  # type: ignore[arg-type]
+
+
+def fill(tier: LateTier, prompt: list[int] = PROMPT, **options: object) -> None:
+    """Let an engine that ends compute a prompt and store it."""
+    world = world_on(tier, **options)
+    world.add("first", prompt, SamplingParams(max_tokens=1, seed=1))
+    while world.engine.has_unfinished_requests() or world.engine.store_on():
+        world.engine.step()
+        tier.finish()
+    assert len(tier.content) >= len(prompt) // 4
+    assert world.manager.get_num_free_blocks() == world.manager.num_blocks, "a block leaked"
+
+
+def answer(prompt: list[int], seed: int, max_tokens: int) -> list[int]:
+    params = SamplingParams(max_tokens=max_tokens, seed=seed)
+    return expected_answer(prompt, params, seed=seed, vocab_size=50, max_model_len=512)[0]
+
+
+def output(world: HashEngine, request_id: str, prompt: list[int] = PROMPT, max_tokens: int = 5, seed: int = 1):  # type: ignore[no-untyped-def]
+    from foreword.engine import Prompt
+
+    params = SamplingParams(max_tokens=max_tokens, seed=seed)
+    return world.engine.add_request(request_id, Prompt(np.array(prompt, np.int32)), params)
+
+
+def test_another_engine_hits_what_the_first_stored() -> None:
+    tier = LateTier()
+    fill(tier)
+    world = world_on(tier)
+    found = output(world, "second")
+    while not found.finished:
+        world.step()
+        tier.finish()
+    assert found.num_cached_tokens == 39, "all but the token whose logits are needed"
+    assert found.outputs[0].token_ids == answer(PROMPT, 1, 5)
+    counts = world.engine.report_tiers().tiers[0].loads
+    assert (counts.num_loads, counts.num_tokens, counts.blocks_by_outcome) == (1, 40, {"done": 10})
+
+
+def test_a_load_holds_up_nobody_else() -> None:
+    tier = LateTier()
+    fill(tier)
+    world = world_on(tier)
+    late, other = output(world, "late"), output(world, "other", [7] * 20)
+    while not other.finished:
+        world.step()
+    assert not late.finished
+    assert late.outputs[0].token_ids == []
+    assert other.outputs[0].token_ids == answer([7] * 20, 1, 5)
+    tier.finish()
+    world.drain()
+    assert late.outputs[0].token_ids == answer(PROMPT, 1, 5)
+
+
+def test_a_hundred_requests_load_their_prefix_once() -> None:
+    tier = LateTier()
+    fill(tier)
+    world = world_on(tier, num_blocks=512)
+    outputs = [output(world, str(number), [*PROMPT, number % 50, number // 50], seed=number) for number in range(100)]
+    for _ in range(3):
+        world.step()
+    assert tier.num_loads == 1
+    tier.finish()
+    world.drain()
+    assert tier.num_loads == 1
+    for number, found in enumerate(outputs):
+        assert found.outputs[0].token_ids == answer([*PROMPT, number % 50, number // 50], number, 5)
+        assert found.num_cached_tokens == 40
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.MISSING, Outcome.IO_ERROR, Outcome.TIMEOUT])
+def test_what_does_not_come_is_computed_and_not_asked_for_again(outcome: Outcome) -> None:
+    tier = LateTier()
+    fill(tier)
+    world = world_on(tier)
+    found = output(world, "second")
+    world.step()
+    [(_, ticket, _, move)] = tier.jobs
+    for index in range(4):
+        move(index)
+    ticket.finish(outcome)
+    tier.jobs.clear()
+    while not found.finished:
+        world.step()
+    assert found.num_cached_tokens == 16, "the head of the prefix that came"
+    assert found.outputs[0].token_ids == answer(PROMPT, 1, 5)
+    assert tier.num_loads == 1
+
+
+def test_a_tier_that_hangs_costs_a_stated_time() -> None:
+    tier = LateTier()
+    fill(tier)
+    world = world_on(tier)
+    found = output(world, "second")
+    while not found.finished:  # nothing ever moves the load on: its deadline ends it
+        world.step()
+    assert found.num_cached_tokens == 0
+    assert found.outputs[0].token_ids == answer(PROMPT, 1, 5)
+    assert world.engine.report_tiers().tiers[0].loads.blocks_by_outcome == {"timeout": 10}
+    assert 0.25 <= world.engine.report_tiers().tiers[0].loads.seconds
+
+
+def test_a_tier_that_lies_costs_one_load() -> None:
+    tier = LateTier()
+    tier.lies = True
+    world = world_on(tier)
+    found = output(world, "second")
+    while not found.finished:
+        world.step()
+        tier.finish()
+    assert tier.num_loads == 1
+    assert found.outputs[0].token_ids == answer(PROMPT, 1, 5)
+
+
+def test_an_aborted_request_gives_its_blocks_back_at_once() -> None:
+    tier = LateTier()
+    fill(tier)
+    world = world_on(tier)
+    output(world, "second")
+    world.step()
+    assert world.manager.get_num_free_blocks() == world.manager.num_blocks - 10
+    world.engine.abort_request("second")
+    world.engine.check_integrity()
+    assert world.manager.get_num_free_blocks() == world.manager.num_blocks
+    [(_, ticket, _, move)] = tier.jobs
+    move(0)
+    assert ticket.done
+
+
+def test_loads_take_at_most_half_of_the_pool() -> None:
+    tier = LateTier()
+    fill(tier, list(range(48)) + list(range(48)), num_blocks=64)
+    world = world_on(tier, num_blocks=32)
+    found = output(world, "second", list(range(48)) + list(range(48)), max_tokens=2)
+    world.step()
+    assert world.manager.get_num_free_blocks() == 16
+    tier.finish()
+    while not found.finished:
+        world.step()
+        tier.finish()
+    assert found.outputs[0].token_ids == answer(list(range(48)) + list(range(48)), 1, 2)
+
+
+def test_running_requests_come_before_loads() -> None:
+    """A running request that needs a block takes it from a load, not from another request."""
+    tier = LateTier()
+    fill(tier)
+    world = world_on(tier, num_blocks=20)
+    running = output(world, "running", [3] * 36, max_tokens=20)
+    world.step()
+    waiting = output(world, "waiting")
+    world.step()
+    assert tier.jobs, "the load has begun"
+    while not running.finished:
+        world.step()
+    assert world.scheduler.num_preemptions == 0
+    assert running.outputs[0].token_ids == answer([3] * 36, 1, 20)
+    world.drain()
+    assert waiting.outputs[0].token_ids == answer(PROMPT, 1, 5)
+
+
+def test_a_prefix_that_computes_faster_than_it_loads_is_computed() -> None:
+    tier = LateTier()
+    fill(tier, PROMPT * 3)
+    world = world_on(tier)
+    tier.load_s = 1e9
+    output(world, "teaches what a step costs", [9] * 80)
+    world.drain()
+    found = output(world, "second", PROMPT * 3)
+    world.drain()
+    assert (found.num_cached_tokens, tier.num_loads) == (0, 0)
+    assert world.engine.report_tiers().tiers[0].loads.num_declined == 1
+
+
+def test_a_reset_forgets_what_is_under_way_and_the_tier_keeps_what_it_has() -> None:
+    tier = LateTier()
+    fill(tier)
+    world = world_on(tier)
+    output(world, "second")
+    world.step()
+    world.engine.reset_prefix_cache()
+    world.engine.check_integrity()
+    assert world.manager.get_num_free_blocks() == world.manager.num_blocks
+    found = output(world, "third", PROMPT)
+    while not found.finished:
+        world.step()
+        tier.finish()
+    assert found.num_cached_tokens == 39
+
+
+# ---------------------------------------------------------------------- fences
+
+
+def test_no_load_takes_a_block_that_a_planned_step_may_still_write() -> None:
+    """F1: a device computes late. A request leaves, its blocks are free, and the step that writes them still comes."""
+    tier = LateTier()
+    fill(tier)
+    world = world_on(tier, num_blocks=24)
+    runner = LateRunner(world.runner)
+    engine = Engine(world.manager, world.scheduler.config, runner, world.engine.limits, tiers=world.engine._tiers)
+    world = HashEngine(engine, world.runner)
+    begun_in_flight: list[int] = []
+    load = tier.load
+
+    def watched(*args: object, **kwargs: object) -> object:
+        begun_in_flight.append(runner.num_in_flight)
+        return load(*args, **kwargs)  # type: ignore[arg-type]
+
+    tier.load = watched  # type: ignore[assignment, method-assign]
+    running = output(world, "running", [5] * 20, max_tokens=40)
+    for _ in range(5):
+        world.engine.step()
+    assert runner.num_in_flight == 1
+    found = output(world, "second")
+    while not found.finished:
+        world.engine.step()
+        tier.finish()
+    world.drain()
+    assert begun_in_flight == [0], "a load began while a step was planned"
+    assert found.num_cached_tokens == 39
+    assert found.outputs[0].token_ids == answer(PROMPT, 1, 5)
+    assert running.outputs[0].token_ids == answer([5] * 20, 1, 40)
+
+
+def test_no_block_is_stored_before_the_step_that_fills_it_is_settled() -> None:
+    """F2: the batch that computes the prompt is in flight, and its request has been offered."""
+    tier = LateTier()
+    world = world_on(tier)
+    runner = LateRunner(world.runner)
+    engine = Engine(world.manager, world.scheduler.config, runner, world.engine.limits, tiers=world.engine._tiers)
+    world = HashEngine(engine, world.runner)
+    found = output(world, "first", max_tokens=30)
+    while not found.finished:
+        world.engine.step()
+        tier.finish()
+    while world.engine.store_on():
+        tier.finish()
+    other = world_on(tier)
+    text = PROMPT + found.outputs[0].token_ids
+    again = output(other, "second", text[:68])
+    while not again.finished:
+        other.engine.step()
+        tier.finish()
+    assert again.num_cached_tokens >= 64
+    assert again.outputs[0].token_ids == answer(text[:68], 1, 5)
+
+
+def test_blocks_on_their_way_to_a_tier_are_not_given_away() -> None:
+    tier = LateTier()
+    world = world_on(tier, num_blocks=24)
+    output(world, "first", max_tokens=1)
+    world.drain()
+    while not tier.jobs:
+        world.engine.store_on()
+    for number in range(4):  # enough to overwrite the whole pool
+        output(world, f"other {number}", [10 + number] * 40, max_tokens=1)
+        world.drain()
+    tier.finish()
+    while world.engine.store_on():
+        tier.finish()
+    later = world_on(tier)
+    found = output(later, "second")
+    while not found.finished:
+        later.step()
+        tier.finish()
+    assert found.outputs[0].token_ids == answer(PROMPT, 1, 5)
+    assert found.num_cached_tokens == 39
+
+
+def test_a_real_disk_serves_the_next_engine(tmp_path: Path) -> None:
+    for start in range(2):
+        with DiskTier(tmp_path / "cache") as tier:
+            assert tier.wait_scanned(10.0)
+            world = world_on(tier)
+            found = output(world, "only")
+            while not found.finished:
+                world.step()
+            assert found.outputs[0].token_ids == answer(PROMPT, 1, 5)
+            assert found.num_cached_tokens == (39 if start else 0)
+            world.engine.close()
+
+
+def test_the_cost_of_a_step_is_found_from_steps() -> None:
+    cost = StepCost()
+    assert cost.seconds(0, 100) is None
+    cost.note_step(np.array([0]), np.array([8]), 9.0)
+    assert cost.seconds(0, 100) is None, "a small step says little"
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        starts = rng.integers(0, 4000, 2)
+        ends = starts + rng.integers(64, 512, 2)
+        tokens = ends - starts
+        cost.note_step(starts, ends, float((tokens * (2e-4 + 1e-8 * (starts + ends) / 2)).sum()))
+    assert cost.seconds(1000, 3000) == pytest.approx(2000 * (2e-4 + 1e-8 * 2000))
