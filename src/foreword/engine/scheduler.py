@@ -123,6 +123,7 @@ class Scheduler:
             return None
         if self._tiers.wants_pause:
             return None
+        self._tiers.go_on(is_busy=True)
         self._running.expect(before)
         rows, starts, ends = self._plan_running(self.config.max_num_batched_tokens)
         if not self.manager.has_blocks_for(rows, ends):

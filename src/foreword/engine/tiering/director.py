@@ -131,7 +131,7 @@ class TierDirector:
 
     def yield_blocks(self) -> bool:
         """Blocks are short: give back those that loads and stores hold; False if they hold none."""
-        held = len(self._loads) + len(self._stores) > 0
+        held = len(self._loads) > 0 or self._stores.holds_blocks
         self._loads.cancel_all()
         self._stores.cancel()
         return held

@@ -51,6 +51,8 @@ class LoadCounts:
     seconds: float = 0.0
     saved_s: float = 0.0
     """By estimate: seconds to compute what was loaded, less the seconds that the loads took."""
+    num_cancelled: int = 0
+    """Loads that were given up: nobody waited for them any more, or running requests needed their blocks."""
     num_declined: int = 0
     """Prefixes that were computed though the tier had them, because loading would not have been faster."""
     num_regretted: int = 0
@@ -147,8 +149,7 @@ class Loads:
         if load is not None:
             load.waiting.remove(request)
             if not load.waiting:
-                load.ticket.cancel()
-                self._end(load)
+                self._cancel(load)
 
     # ------------------------------------------------------------------- loads
 
@@ -169,10 +170,9 @@ class Loads:
     def cancel_all(self) -> None:
         """Give up all loads and release their blocks. Their requests compute."""
         for load in self._loads.copy():
-            load.ticket.cancel()
             for request in load.waiting:
                 request.loads.may_ask = False
-            self._end(load)
+            self._cancel(load)
 
     def _plan(self, sequence: TokenSequence, hit: PrefixHit) -> _Plan | None:
         """The load that makes the longest hit, if any is faster than computing."""
@@ -274,6 +274,11 @@ class Loads:
                 request.loads.spans.append((load.tier.name, load.start, end))
             else:
                 request.loads.may_ask = False
+
+    def _cancel(self, load: Load) -> None:
+        load.ticket.cancel()
+        self.counts[load.tier.name].num_cancelled += 1
+        self._end(load)
 
     def _end(self, load: Load) -> None:
         """Release the load's blocks and its requests."""

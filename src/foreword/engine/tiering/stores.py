@@ -95,6 +95,11 @@ class Stores:
         return len(self._offers) + (self._chunk is not None)
 
     @property
+    def holds_blocks(self) -> bool:
+        """Whether a chunk is under way."""
+        return self._chunk is not None
+
+    @property
     def bytes_today(self) -> int:
         """Bytes stored since the day of `max_bytes_per_day` began."""
         return self._bytes_today
