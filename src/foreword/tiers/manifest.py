@@ -12,12 +12,12 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
-from foreword import __version__
 from foreword.tiers.files import FileLayer, close_quietly, read_fully, write_fully
 from foreword.tiers.identity import CacheIdentity
 
@@ -34,7 +34,7 @@ def manifest_facts(identity: CacheIdentity, model_name: str, block_size: int) ->
         **identity.description(),
         "model_name": model_name,
         "block_size": block_size,
-        "foreword_version": __version__,
+        "foreword_version": version("foreword"),
     }
 
 
@@ -52,7 +52,7 @@ def write_manifest(files: FileLayer, root: Path, home: Path, namespace: bytes, f
 
     It is written in `home`, the caller's own folder, whose files go when its process is dead. Raises OSError.
     """
-    path = root / f"{namespace.hex()}.json"
+    path = manifest_path(root, namespace)
     content = {**json.loads(_canonical(facts)), "namespace": namespace.hex()}
     with contextlib.suppress(OSError, ValueError):
         if _read(files, path) == content:
@@ -68,6 +68,11 @@ def write_manifest(files: FileLayer, root: Path, home: Path, namespace: bytes, f
     finally:
         files.close(fd)
     files.rename(unfinished, path)
+
+
+def manifest_path(root: Path, namespace: bytes) -> Path:
+    """Where the manifest of a namespace lies."""
+    return root / f"{namespace.hex()}.json"
 
 
 def read_manifests(files: FileLayer, root: Path) -> Manifests:
