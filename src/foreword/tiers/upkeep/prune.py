@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foreword.config.sizes import format_bytes, parse_bytes
-from foreword.tiers.directory import VERSION
+from foreword.tiers.directory import VERSION, segments_in
 from foreword.tiers.files import RealFiles
 from foreword.tiers.manifest import manifest_path
 from foreword.tiers.upkeep.selection import Choice, Content, Wish, choose, contents_of, parse_age
@@ -107,12 +107,11 @@ def _tidy(found: Survey, contents: list[Content], deletion: Deletion, *, unsound
     deleted = {content.segment for content, _ in deletion.deleted}
     kept = [content for content in contents if content.segment not in deleted]
     for home in found.homes:
-        if home.is_live or any(content.segment.home == home for content in kept):
-            continue
         with contextlib.suppress(OSError):  # what is no file of the cache stays, and so does its folder
-            for name in files.list_folder(home.path):
-                files.unlink(home.path / name)
-            files.remove_folder(home.path)
+            if not home.is_live and not segments_in(files, home.path):
+                for name in files.list_folder(home.path):
+                    files.unlink(home.path / name)
+                files.remove_folder(home.path)
     if unsound_too:
         for path in list(found.manifests.unsound):
             if _removed(files.unlink, path, deletion):

@@ -100,9 +100,7 @@ def choose(found: Survey, contents: list[Content], wish: Wish, cipher: Cipher | 
         segment, own = content.segment, set(content.blocks)
         verdict = damaged.get(segment.path)
         if verdict and verdict.findings:
-            choice.reasons[segment] = (
-                f"{counted_damage(verdict.num_damaged)}, {verdict.num_sound:,} sound blocks go too"
-            )
+            choice.reasons[segment] = f"damage; {verdict.num_sound:,} of its blocks are sound and go too"
         elif own and own <= unwanted:
             choice.reasons[segment] = "other namespaces" if wish.kept_model else "its namespace"
         elif wish.older_than_s is not None and now_s - content.written_s > wish.older_than_s:

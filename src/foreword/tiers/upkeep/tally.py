@@ -62,7 +62,8 @@ class Tally:
     @property
     def kind(self) -> str:
         """Whether blocks of other arithmetic lie here too."""
-        return {True: "exact", False: "shared"}.get(self.facts.get("exact", UNKNOWN), UNKNOWN)
+        exact = self.facts.get("exact")
+        return "exact" if exact is True else "shared" if exact is False else UNKNOWN
 
     @property
     def num_tokens(self) -> int | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from foreword.config.sizes import format_bytes
 from foreword.tiers.cipher import NO_CIPHER_ID, AesGcm, Cipher, block_name, read_secret
-from foreword.tiers.files import RealFiles, close_quietly
+from foreword.tiers.files import FileLayer, RealFiles, close_quietly
 from foreword.tiers.run_format import PAGE, RunHeader, padded
 from foreword.tiers.segments import Damage, read_block, scan_runs
 from foreword.tiers.upkeep.survey import SegmentFile, Survey, survey
@@ -112,13 +112,12 @@ def verify_segment(found: Survey, segment: SegmentFile, cipher: Cipher | None, a
         return verdict
     last, end = Verdict(), 0
     try:
+        reader = _RunReader(files, fd, name, cipher, uncached=_can_leave_cache(files, fd))
         size = files.fstat(fd).st_size
-        for part in scan_runs(files, fd, 0, size, uncached=False):
-            # Only the last part of a segment can be unfinished, so all others are judged when the next one is found.
+        for part in scan_runs(files, fd, 0, size, uncached=reader.uncached):
+            # Only the last part of a segment can be unfinished, so each is judged when the next one is found.
             verdict.add(last)
-            last = (
-                _damaged_header(name, part) if isinstance(part, Damage) else _verify_run(found, fd, name, part, cipher)
-            )
+            last = reader.verify(part)
             before, end = end, min(size, part.end if isinstance(part, Damage) else part.offset + part.run_bytes)
             verdict.num_bytes += end - before
             advance(end - before)
@@ -133,44 +132,61 @@ def verify_segment(found: Survey, segment: SegmentFile, cipher: Cipher | None, a
     return verdict
 
 
-def _damaged_header(name: str, damage: Damage) -> Verdict:
-    length = damage.end - damage.offset
-    reason = f"no sound header in {counted(length, 'byte')}; the blocks there are not known"
-    return Verdict(findings=[Finding(name, damage.offset, None, reason)])
+def _can_leave_cache(files: FileLayer, fd: int) -> bool:
+    """Whether a file can be read without filling the page cache, which a server beside us needs."""
+    try:
+        files.read(fd, memoryview(bytearray(PAGE)), 0, uncached=True)
+    except OSError:
+        return False
+    return True
 
 
-def _verify_run(found: Survey, fd: int, name: str, header: RunHeader, cipher: Cipher | None) -> Verdict:
-    verdict = Verdict()
-    longest = padded(int(header.entries["stored_bytes"].max()))
-    buffer, payload = memoryview(bytearray(longest)), memoryview(bytearray(longest))
-    is_encrypted = header.cipher_id != NO_CIPHER_ID
-    can_open = cipher is not None and cipher.cipher_id == header.cipher_id
-    for index, entry in enumerate(header.entries):
-        stored_bytes = int(entry["stored_bytes"])
-        out = buffer[: padded(stored_bytes)]
-        reason = None
+class _RunReader:
+    """Reads the runs of one open segment."""
+
+    def __init__(self, files: FileLayer, fd: int, name: str, cipher: Cipher | None, *, uncached: bool) -> None:
+        self._files, self._fd, self._name, self._cipher = files, fd, name, cipher
+        self.uncached = uncached
+
+    def verify(self, part: RunHeader | Damage) -> Verdict:
+        """Read all blocks of a run."""
+        verdict = Verdict()
+        if isinstance(part, Damage):
+            reason = f"no sound header in {counted(part.end - part.offset, 'byte')}; the blocks there are not known"
+            verdict.findings.append(Finding(self._name, part.offset, None, reason))
+            return verdict
+        longest = padded(int(part.entries["stored_bytes"].max()))
+        stored, payload = memoryview(bytearray(longest)), memoryview(bytearray(longest))
+        for index, entry in enumerate(part.entries):
+            reason = self._fault(part, index, stored[: padded(int(entry["stored_bytes"]))], payload)
+            if reason is None:
+                verdict.num_sound += 1
+                verdict.num_sealed += part.cipher_id != NO_CIPHER_ID and not self._opens(part)
+            else:
+                verdict.num_damaged += 1
+                where = part.offset + int(entry["page"]) * PAGE
+                verdict.findings.append(Finding(self._name, where, entry["key"].tobytes().hex(), reason))
+        return verdict
+
+    def _opens(self, header: RunHeader) -> bool:
+        return self._cipher is not None and self._cipher.cipher_id == header.cipher_id
+
+    def _fault(self, header: RunHeader, index: int, stored: memoryview, payload: memoryview) -> str | None:
+        """What is wrong with a block."""
         try:
-            is_sound = read_block(found.files, fd, header, index, out, uncached=False)
+            is_sound = read_block(self._files, self._fd, header, index, stored, uncached=self.uncached)
         except OSError as error:
-            reason = f"the block cannot be read: {error.strerror}"
-        else:
-            if is_sound is None:
-                reason = "the file ends before the block does"
-            elif not is_sound:
-                reason = "the checksum differs"
-            elif is_encrypted and can_open and cipher is not None:
-                sealed_as = block_name(header.namespace, int(entry["group"]), entry["key"].tobytes())
-                if cipher.open(sealed_as, out[:stored_bytes], payload) is None:
-                    reason = "the block does not decrypt"
-            elif is_encrypted:
-                verdict.num_sealed += 1
-        if reason is None:
-            verdict.num_sound += 1
-        else:
-            verdict.num_damaged += 1
-            where = header.offset + int(entry["page"]) * PAGE
-            verdict.findings.append(Finding(name, where, entry["key"].tobytes().hex(), reason))
-    return verdict
+            return f"the block cannot be read: {error.strerror}"
+        if is_sound is None:
+            return "the file ends before the block does"
+        if not is_sound:
+            return "the checksum differs"
+        if self._cipher is not None and self._opens(header):
+            entry = header.entries[index]
+            name = block_name(header.namespace, int(entry["group"]), entry["key"].tobytes())
+            if self._cipher.open(name, stored[: int(entry["stored_bytes"])], payload) is None:
+                return "the block does not decrypt"
+        return None
 
 
 def _print(found: Survey, total: Verdict, args: argparse.Namespace) -> None:
