@@ -158,14 +158,14 @@ class _RunReader:
         longest = padded(int(part.entries["stored_bytes"].max()))
         stored, payload = memoryview(bytearray(longest)), memoryview(bytearray(longest))
         for index, entry in enumerate(part.entries):
-            reason = self._fault(part, index, stored[: padded(int(entry["stored_bytes"]))], payload)
-            if reason is None:
+            fault = self._fault(part, index, stored[: padded(int(entry["stored_bytes"]))], payload)
+            if fault is None:
                 verdict.num_sound += 1
                 verdict.num_sealed += part.cipher_id != NO_CIPHER_ID and not self._opens(part)
             else:
                 verdict.num_damaged += 1
                 where = part.offset + int(entry["page"]) * PAGE
-                verdict.findings.append(Finding(self._name, where, entry["key"].tobytes().hex(), reason))
+                verdict.findings.append(Finding(self._name, where, entry["key"].tobytes().hex(), fault))
         return verdict
 
     def _opens(self, header: RunHeader) -> bool:
