@@ -257,14 +257,18 @@ def test_verify_shows_progress_at_a_terminal_and_removes_it(tmp_path, cache, mon
     fill(tmp_path, count=3)
     ours, theirs = os.openpty()
     monkeypatch.setattr(table, "REDRAW_S", 0.0)
-    with os.fdopen(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
+    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
         assert cache("verify").returncode == 0
-        shown = os.read(ours, 10_000).decode()
+        terminal.write("end")
+        terminal.flush()
+        shown = ""
+        while not shown.endswith("end"):
+            shown += os.read(ours, 10_000).decode()
     os.close(ours)
     assert "verifying  33% of 60 KiB" in shown
     assert "verifying 100% of 60 KiB" in shown
-    assert shown.endswith("\r\x1b[K")
+    assert shown.endswith("\r\x1b[Kend")
 
 
 def encrypt(tmp_path) -> Path:
@@ -413,8 +417,12 @@ def test_a_second_process_that_lives_is_seen_is_spared_and_stores_on(tmp_path, c
         assert (result.returncode, "blocks sound" in result.stdout) == (0, True), result.stdout
         files = segment_files(tmp_path)
         assert len(files) > 1
-        # Quiet for a minute: then only the last one may be written.
-        for path in files[:-1]:
+        # A segment that has just been written may be written on, whatever its number.
+        for path in files:
+            os.utime(path)
+        assert "deleted 0 segments" in cache("prune", "--all").stdout
+        # After a minute only the last one may.
+        for path in files:
             os.utime(path, (0, time.time() - 2 * survey_module.QUIET_S))
         result = cache("prune", "--all")
         assert segment_files(tmp_path) == files[-1:]
@@ -427,6 +435,27 @@ def test_a_second_process_that_lives_is_seen_is_spared_and_stores_on(tmp_path, c
         kill(child)
     with opened(tmp_path) as tier:
         assert load(tier, keys_of(range(4 * last - 16, 4 * last))).num_done == 16
+
+
+def test_a_live_process_without_blocks_keeps_its_folder_and_its_manifest(tmp_path, cache):
+    with opened(tmp_path) as tier:
+        tier.describe(NAMESPACE, FACTS)
+        before = sorted(tmp_path.rglob("*"))
+        assert cache("prune", "--all").returncode == 0
+        assert sorted(tmp_path.rglob("*")) == before
+        assert "Qwen/Qwen2-0.5B" in cache("list").stdout
+    assert cache("prune", "--all").returncode == 0
+    assert cache("list").stdout == "the cache is empty\n"
+
+
+def test_nobody_takes_over_a_dead_folder_while_prune_holds_the_directory(tmp_path):
+    fill(tmp_path)
+    with survey_module.held(FILES, tmp_path) as found, opened(tmp_path) as tier:
+        assert len(list((tmp_path / "v1").glob("?" * 32))) == 2
+        assert [segment.path for segment in found.segments] == segment_files(tmp_path)
+        assert not tier.lookup(keys_of([0])).any()
+    with opened(tmp_path) as tier:
+        assert tier.lookup(keys_of([0, 1])).all()
 
 
 def test_prune_waits_for_whoever_tidies_and_then_says_so(tmp_path, cache, monkeypatch):

@@ -1,12 +1,11 @@
 """A survey of a cache directory: processes, segment files, manifests and free space.
 
 Knows the directory's layout and who lives; `foreword.tiers.segments` knows what a segment holds. It takes no part in
-the cache: it makes nothing, and it holds a dead process's lock only for a moment, or for as long as `held` lasts.
+the cache, and makes nothing but the lock file of `held`.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Iterator
@@ -110,35 +109,30 @@ class Survey:
 
 def survey(files: FileLayer, path: Path) -> Survey:
     """Look at a cache directory. Raises ConfigError if it is none, or is not safe or readable."""
-    with _locks(files, path) as locks:
-        return _survey(files, _checked(files, path), locks)
+    try:
+        return _survey(files, _checked(files, path))
+    except OSError as error:
+        raise unusable(path, error) from error
 
 
 @contextmanager
 def held(files: FileLayer, path: Path) -> Iterator[Survey]:
     """Look at a cache directory while nobody takes over a dead process's folder. Raises ConfigError."""
-    with _locks(files, path) as locks:
+    janitor = -1
+    try:
         checked = _checked(files, path)
-        locks.append(files.open_lock(checked / VERSION / JANITOR_NAME))
+        janitor = files.open_lock(checked / VERSION / JANITOR_NAME)
         give_up = time.monotonic() + JANITOR_PATIENCE_S
-        while not files.try_lock(locks[0]):
+        while not files.try_lock(janitor):
             if time.monotonic() > give_up:
                 raise ConfigError(f"another process is tidying {str(path)!r}; run the command again in a moment")
             time.sleep(0.02)
-        yield _survey(files, checked, locks)
-
-
-@contextmanager
-def _locks(files: FileLayer, path: Path) -> Iterator[list[int]]:
-    """A list of descriptors, which are closed at the end. Makes errors of the system errors of the directory."""
-    locks: list[int] = []
-    try:
-        yield locks
+        yield _survey(files, checked)
     except OSError as error:
         raise unusable(path, error) from error
     finally:
-        for lock in locks:
-            close_quietly(files, lock)
+        if janitor >= 0:
+            close_quietly(files, janitor)
 
 
 def _checked(files: FileLayer, path: Path) -> Path:
@@ -155,14 +149,13 @@ def _checked(files: FileLayer, path: Path) -> Path:
     return real
 
 
-def _survey(files: FileLayer, path: Path, locks: list[int]) -> Survey:
-    """Look at everything. `locks` gets the locks of dead processes' folders, which are then ours."""
+def _survey(files: FileLayer, path: Path) -> Survey:
     root = path / VERSION
     found = Survey(files, path, files.space(path), read_manifests(files, root))
     for folder in homes_in(files, root):
         try:
             check_private(folder, files.stat(folder))
-            home = _home(files, folder, locks)
+            home = _home(files, folder)
             paths = segments_in(files, folder)
         except ConfigError as error:  # a link, perhaps, to a folder that is not the cache's
             found.unreadable[folder] = str(error)
@@ -186,18 +179,17 @@ def _survey(files: FileLayer, path: Path, locks: list[int]) -> Survey:
     return found
 
 
-def _home(files: FileLayer, folder: Path, locks: list[int]) -> Home:
+def _home(files: FileLayer, folder: Path) -> Home:
     try:
         lock = files.open_for_reading(folder / LOCK_NAME)
-    except OSError as error:
-        # Without a lock nobody lives there; if the lock cannot be tried, somebody may.
-        return Home(folder, error.errno != errno.ENOENT, None)
-    if files.try_lock(lock):
-        locks.append(lock)
+    except FileNotFoundError:
         return Home(folder, False, None)
-    status = files.fstat(lock)
-    close_quietly(files, lock)
-    return Home(folder, True, _holder(status))
+    try:
+        # Whoever looks for a dead process's folder at this moment makes a new one.
+        is_live = not files.try_lock(lock)
+        return Home(folder, is_live, _holder(files.fstat(lock)) if is_live else None)
+    finally:
+        close_quietly(files, lock)
 
 
 def _holder(status: os.stat_result) -> int | None:
