@@ -1,7 +1,7 @@
-"""The command line: foreword generate | serve | demo | bench | replay.
+"""The command line: foreword generate | serve | demo | bench | replay | cache.
 
 Knows arguments, the terminal and exit codes; other modules do the work. Logging is configured only here. Exit codes: 0
-done, 1 a check of `demo` or `bench` failed, 2 a user's mistake, 130 interrupted.
+done, 1 a check of `demo` or `bench` failed or `cache` found damage, 2 a user's mistake, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -90,6 +90,15 @@ class _LateParser(argparse.ArgumentParser):
         return super().parse_known_args(None if args is None else with_hyphens(args), namespace)
 
 
+CACHE_ACTIONS = (
+    ("stats", "stats", "blocks, bytes, free space, and the processes that use the directory"),
+    ("list", "listing", "whose blocks lie there: model, arithmetic, size and age of each namespace"),
+    ("verify", "verify", "read every block and recompute every checksum"),
+    ("prune", "prune", "delete segments that are old, damaged, of other models, or too many"),
+)
+"""Name, module and help of each action on a cache directory."""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="foreword", description="LLM inference with automatic prefix caching.", allow_abbrev=False
@@ -119,6 +128,11 @@ def _parser() -> argparse.ArgumentParser:
         "replay", help="what caches of other sizes and policies would find in recorded traffic"
     )
     replay.later = _arguments_of("foreword.replay.command")
+
+    cache = commands.add_parser("cache", help="what lies in a cache directory, whether it is sound, and what can go")
+    actions = cache.add_subparsers(title="actions", required=True, metavar="ACTION")
+    for name, module, text in CACHE_ACTIONS:
+        actions.add_parser(name, help=text).later = _arguments_of(f"foreword.tiers.upkeep.{module}")
     return parser
 
 

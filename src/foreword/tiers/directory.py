@@ -62,17 +62,11 @@ class CacheDirectory:
 
     def other_homes(self) -> list[Path]:
         """Folders of other processes, dead or alive. Raises OSError."""
-        names = sorted(self._files.list_folder(self.root))
-        return [self.root / name for name in names if _is_home(name) and self.root / name != self.home]
+        return [home for home in homes_in(self._files, self.root) if home != self.home]
 
     def segments_of(self, home: Path) -> list[Path]:
         """The segment files in a folder, oldest first; empty if the folder is gone. Raises OSError."""
-        try:
-            names = self._files.list_folder(home)
-        except FileNotFoundError:
-            return []
-        numbered = [(number, name) for name in names if (number := segment_number(name)) is not None]
-        return [home / name for _, name in sorted(numbered)]
+        return segments_in(self._files, home)
 
     def adopt(self) -> int:
         """Move the segments of dead processes into our folder; returns their number. Errors are logged.
@@ -104,12 +98,7 @@ class CacheDirectory:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._make_private(self.path)
             status = self._files.stat(self.path)
-        self._check_ours(self.path, status)
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ConfigError(
-                f"the cache directory {str(self.path)!r} has mode {stat.S_IMODE(status.st_mode):04o}, so other users "
-                f"could put blocks into it; run `chmod go-w {self.path}`, or give another directory"
-            )
+        check_top(self.path, status)
         if self._files.space(self.path).is_read_only:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -118,32 +107,17 @@ class CacheDirectory:
         try:
             self._files.make_folder(path)
         except FileExistsError:
-            status = self._files.stat(path)
-            self._check_ours(path, status)
-            if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise ConfigError(
-                    f"the folder {str(path)!r} of the cache has mode {stat.S_IMODE(status.st_mode):04o}, but it must "
-                    f"be private; run `chmod 700 {path}`"
-                ) from None
-
-    def _check_ours(self, path: Path, status: os.stat_result) -> None:
-        if not stat.S_ISDIR(status.st_mode):
-            raise ConfigError(f"the cache directory {str(path)!r} is not a directory; give another path")
-        if status.st_uid != os.geteuid():
-            raise ConfigError(
-                f"the cache directory {str(path)!r} belongs to user {status.st_uid}, and this process runs as user "
-                f"{os.geteuid()}; give a directory of its own"
-            )
+            check_private(path, self._files.stat(path))
 
     def _take_home(self) -> Path:
         """A dead process's folder, or a new one; its lock is ours."""
         janitor = self._files.open_lock(self.root / JANITOR_NAME)
         try:
             if self._files.try_lock(janitor):
-                for name in sorted(self._files.list_folder(self.root)):
-                    if _is_home(name) and (lock := self._lock_of_dead(self.root / name)) is not None:
+                for home in homes_in(self._files, self.root):
+                    if (lock := self._lock_of_dead(home)) is not None:
                         self._lock_fds.append(lock)
-                        return self.root / name
+                        return home
         finally:
             self._files.close(janitor)
         return self._new_home()
@@ -193,6 +167,51 @@ class CacheDirectory:
             self._files.close(lock)
         logger.info("took over %d segments of a process that has ended", moved)
         return moved
+
+
+def homes_in(files: FileLayer, root: Path) -> list[Path]:
+    """The folders of processes, dead or alive, in a cache's inner folder. Raises OSError."""
+    return [root / name for name in sorted(files.list_folder(root)) if _is_home(name)]
+
+
+def segments_in(files: FileLayer, home: Path) -> list[Path]:
+    """The segment files in a folder, oldest first; empty if the folder is gone. Raises OSError."""
+    try:
+        names = files.list_folder(home)
+    except FileNotFoundError:
+        return []
+    numbered = [(number, name) for name in names if (number := segment_number(name)) is not None]
+    return [home / name for _, name in sorted(numbered)]
+
+
+def check_top(path: Path, status: os.stat_result) -> None:
+    """Raise ConfigError unless a cache directory is ours and nobody else can write it."""
+    _check_ours(path, status)
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"the cache directory {str(path)!r} has mode {stat.S_IMODE(status.st_mode):04o}, so other users "
+            f"could put blocks into it; run `chmod go-w {path}`, or give another directory"
+        )
+
+
+def check_private(path: Path, status: os.stat_result) -> None:
+    """Raise ConfigError unless a folder of a cache is ours and nobody else can enter it."""
+    _check_ours(path, status)
+    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(
+            f"the folder {str(path)!r} of the cache has mode {stat.S_IMODE(status.st_mode):04o}, but it must "
+            f"be private; run `chmod 700 {path}`"
+        )
+
+
+def _check_ours(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"the cache directory {str(path)!r} is not a directory; give another path")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"the cache directory {str(path)!r} belongs to user {status.st_uid}, and this process runs as user "
+            f"{os.geteuid()}; give a directory of its own"
+        )
 
 
 def unusable(path: Path, error: OSError) -> ConfigError:

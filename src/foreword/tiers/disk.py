@@ -26,6 +26,7 @@ from foreword.tiers.directory import CacheDirectory, unusable
 from foreword.tiers.disk_state import DiskOptions, DiskState
 from foreword.tiers.files import FileLayer, RealFiles, can_leave_cache, close_quietly, physical_bytes
 from foreword.tiers.loader import Loader
+from foreword.tiers.manifest import Facts, write_manifest
 from foreword.tiers.scanner import Scanner
 from foreword.tiers.segment_index import SegmentIndex
 from foreword.tiers.segments import SegmentTable
@@ -135,6 +136,17 @@ class DiskTier:
         A restart that scans headers finds them again: this is for blocks that are of no use, not for erasing.
         """
         self._state.index.forget(keys)
+
+    def describe(self, namespace: bytes, facts: Facts) -> None:
+        """Write down whose blocks a namespace holds, for `foreword cache list`; `manifest_facts` gives the facts.
+
+        Writes a small file, so it is for the moment when a tier has been opened. A failure is logged.
+        """
+        directory = self._state.directory
+        try:
+            write_manifest(self._state.files, directory.root, directory.home, namespace, facts)
+        except OSError as error:
+            logger.warning("the manifest of namespace %s cannot be written: %s", namespace.hex(), error)
 
     def wait_scanned(self, timeout_s: float | None = None) -> bool:
         """Wait until what was here when the tier was opened can be looked up; True if it can."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from foreword.tiers.cipher import block_name
 from foreword.tiers.disk_state import DiskState
 from foreword.tiers.eviction import Keepers
-from foreword.tiers.files import close_quietly, read_fully, write_fully
+from foreword.tiers.files import close_quietly, write_fully
 from foreword.tiers.run_format import (
     ENTRY,
     MAX_RUN_BYTES,
@@ -27,7 +27,7 @@ from foreword.tiers.run_format import (
     header_bytes_of,
     padded,
 )
-from foreword.tiers.segments import Segment, new_blocks
+from foreword.tiers.segments import Segment, new_blocks, read_block
 from foreword.tiers.space import SpaceBook
 from foreword.tiers.ticket import Ticket
 from foreword.tiers.tier import BlockRun
@@ -110,7 +110,7 @@ class SegmentWriter:
 
     def copy(self, fd: int, keepers: Keepers) -> int:
         """Copy blocks from an open segment as they are, once they are verified; returns the number copied."""
-        header, copied = keepers.header, 0
+        files, header, copied = self._state.files, keepers.header, 0
         lengths = header.entries["stored_bytes"].astype(np.int64)
         position = {index: at for at, index in enumerate(keepers.chosen.tolist())}
         for part in self.split(lengths, keepers.chosen):
@@ -122,12 +122,7 @@ class SegmentWriter:
                 entry = header.entries[index]
                 end = begin + padded(int(entry["stored_bytes"]))
                 out = self._staging[begin:end]
-                where = header.offset + int(entry["page"]) * PAGE
-                count = read_fully(self._state.files, fd, out.data, where, uncached=self._state.leaves_cache)
-                checksum = block_checksum(
-                    header.namespace, int(entry["group"]), entry["key"].tobytes(), int(entry["stored_bytes"]), out.data
-                )
-                if count < len(out) or checksum != entry["checksum"].tobytes():
+                if not read_block(files, fd, header, index, out.data, uncached=self._state.leaves_cache):
                     continue
                 entries[len(kept)] = entry
                 entries[len(kept)]["page"] = begin // PAGE

@@ -21,7 +21,16 @@ import numpy.typing as npt
 
 from foreword.tiers.block_places import NewBlocks
 from foreword.tiers.files import FileLayer, read_fully
-from foreword.tiers.run_format import MAGIC, MAX_HEADER_BYTES, PAGE, RunHeader, decode_header, header_length
+from foreword.tiers.run_format import (
+    MAGIC,
+    MAX_HEADER_BYTES,
+    PAGE,
+    RunHeader,
+    block_checksum,
+    decode_header,
+    header_length,
+    padded,
+)
 from foreword.tiers.tier import BlockKeys
 
 SUFFIX = ".fwseg"
@@ -167,6 +176,22 @@ def scan_runs(files: FileLayer, fd: int, begin: int, end: int, *, uncached: bool
             continue
         yield header
         offset += header.run_bytes
+
+
+def read_block(
+    files: FileLayer, fd: int, header: RunHeader, index: int, out: memoryview, *, uncached: bool
+) -> bool | None:
+    """Read a block as it is stored, with its padding, into `out`, and verify it: None if the file ends before it does.
+
+    `out` has the block's padded length. Raises OSError.
+    """
+    entry = header.entries[index]
+    stored_bytes = int(entry["stored_bytes"])
+    assert len(out) == padded(stored_bytes)
+    if read_fully(files, fd, out, header.offset + int(entry["page"]) * PAGE, uncached=uncached) < len(out):
+        return None
+    name = header.namespace, int(entry["group"]), entry["key"].tobytes()
+    return block_checksum(*name, stored_bytes, out) == bytes(entry["checksum"])
 
 
 def _read_header(files: FileLayer, fd: int, offset: int, buffer: memoryview, *, uncached: bool) -> RunHeader | None:

@@ -1,0 +1,120 @@
+"""Manifests: small files that say of which model and arithmetic the blocks of a namespace are.
+
+Knows names, JSON and checksums; knows nothing of blocks. They are for people: no block is served or refused because of
+what a manifest says. One that is torn, changed or of another namespace is ignored.
+
+    CACHE_DIR/v1/<namespace, 32 hex>.json     {"checksum": xxh3-128 of the rest, "namespace": ..., facts}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from foreword.tiers.files import FileLayer, close_quietly, read_fully, write_fully
+from foreword.tiers.identity import CacheIdentity
+
+_NAME = re.compile(r"[0-9a-f]{32}\.json")
+MAX_BYTES = 1 << 20
+UNFINISHED_NAME = "manifest.new"
+
+Facts = Mapping[str, Any]
+
+
+def manifest_facts(identity: CacheIdentity, model_name: str, block_size: int) -> dict[str, Any]:
+    """What a manifest is to say. `model_name`: as the user gave it; `block_size`: tokens of a block."""
+    return {
+        **identity.description(),
+        "model_name": model_name,
+        "block_size": block_size,
+        "foreword_version": version("foreword"),
+    }
+
+
+class Manifests(NamedTuple):
+    """The manifests of a cache directory."""
+
+    facts: dict[bytes, Facts]
+    """By namespace, of those that are sound."""
+    unsound: dict[Path, str]
+    """Why, of the others."""
+
+
+def write_manifest(files: FileLayer, root: Path, home: Path, namespace: bytes, facts: Facts) -> None:
+    """Write the manifest of a namespace into `root`, unless it is there already; it replaces an old one at once.
+
+    It is written in `home`, the caller's own folder, whose files go when its process is dead. Raises OSError.
+    """
+    path = manifest_path(root, namespace)
+    content = {**json.loads(_canonical(facts)), "namespace": namespace.hex()}
+    with contextlib.suppress(OSError, ValueError):
+        if _read(files, path) == content:
+            return
+    unfinished = home / UNFINISHED_NAME
+    with contextlib.suppress(FileNotFoundError):
+        files.unlink(unfinished)
+    fd = files.create(unfinished)
+    try:
+        text = json.dumps({"checksum": _checksum(content), **content}, indent=1).encode() + b"\n"
+        write_fully(files, fd, memoryview(text), 0, uncached=False)
+        files.sync(fd)
+    finally:
+        files.close(fd)
+    files.rename(unfinished, path)
+
+
+def manifest_path(root: Path, namespace: bytes) -> Path:
+    """Where the manifest of a namespace lies."""
+    return root / f"{namespace.hex()}.json"
+
+
+def read_manifests(files: FileLayer, root: Path) -> Manifests:
+    """All manifests in a cache's inner folder. Raises OSError if the folder cannot be listed."""
+    found = Manifests({}, {})
+    for name in sorted(files.list_folder(root)):
+        if not _NAME.fullmatch(name):
+            continue
+        try:
+            found.facts[bytes.fromhex(name.removesuffix(".json"))] = _read(files, root / name)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            found.unsound[root / name] = f"the manifest cannot be read: {error.strerror}"
+        except ValueError as error:
+            found.unsound[root / name] = str(error)
+    return found
+
+
+def _read(files: FileLayer, path: Path) -> dict[str, Any]:
+    """The facts in a manifest. Raises OSError, or ValueError with the reason if it is not sound."""
+    fd = files.open_for_reading(path)
+    try:
+        content = bytearray(min(MAX_BYTES, files.fstat(fd).st_size))
+        count = read_fully(files, fd, memoryview(content), 0, uncached=False)
+    finally:
+        close_quietly(files, fd)
+    try:
+        facts = json.loads(content[:count])
+        checksum = facts.pop("checksum")
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError("the manifest is torn or no manifest") from error
+    if checksum != _checksum(facts):
+        raise ValueError("the manifest's checksum differs")
+    if facts.get("namespace") != path.stem:
+        raise ValueError("the manifest is that of another namespace")
+    return dict(facts)
+
+
+def _checksum(facts: Facts) -> str:
+    return xxhash.xxh3_128_hexdigest(_canonical(facts))
+
+
+def _canonical(facts: Facts) -> bytes:
+    return json.dumps(facts, sort_keys=True, separators=(",", ":"), default=str).encode()

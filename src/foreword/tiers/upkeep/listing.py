@@ -1,0 +1,54 @@
+"""`foreword cache list DIR`: whose blocks a cache directory holds, a row for each namespace.
+
+Knows the terminal; tallies and manifests know the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from foreword.config.sizes import format_bytes
+from foreword.tiers.files import RealFiles
+from foreword.tiers.upkeep.stats import print_unreadable
+from foreword.tiers.upkeep.survey import survey
+from foreword.tiers.upkeep.table import print_table
+from foreword.tiers.upkeep.tally import Tally, moment, tallies
+
+HEADS = "NAMESPACE MODEL ARITHMETIC SHARING BLOCKS TOKENS PAYLOADS PINNED OLDEST NEWEST".split()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `foreword cache list`."""
+    parser.add_argument("directory", metavar="DIR", type=Path, help="the cache's directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON line, with all that manifests say")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table; returns the exit code."""
+    found = survey(RealFiles(), args.directory)
+    listed = tallies(found)
+    if args.json:
+        print(json.dumps({"namespaces": [{**tally.as_json(), "manifest": tally.facts or None} for tally in listed]}))
+    elif listed:
+        print_table([HEADS, *map(_row, listed)], right="    rrrr")
+    else:
+        print("the cache is empty")
+    print_unreadable(found)
+    return 0
+
+
+def _row(tally: Tally) -> list[str]:
+    return [
+        tally.namespace.hex()[:8],
+        tally.model,
+        tally.arithmetic,
+        tally.kind,
+        f"{tally.num_blocks:,}",
+        "-" if tally.num_tokens is None else f"{tally.num_tokens:,}",
+        format_bytes(tally.payload_bytes),
+        f"{tally.num_pinned:,}",
+        moment(tally.oldest_s),
+        moment(tally.newest_s),
+    ]

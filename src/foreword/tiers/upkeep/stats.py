@@ -1,0 +1,116 @@
+"""`foreword cache stats DIR`: what a cache directory holds, and who holds it.
+
+Knows the terminal; survey and tallies know the directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from foreword.config.sizes import format_bytes
+from foreword.tiers.disk_state import DiskOptions
+from foreword.tiers.files import RealFiles
+from foreword.tiers.upkeep.survey import Survey, survey
+from foreword.tiers.upkeep.table import counted, print_table
+from foreword.tiers.upkeep.tally import Tally, tallies
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `foreword cache stats`."""
+    parser.add_argument("directory", metavar="DIR", type=Path, help="the cache's directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON line instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the statistics; returns the exit code."""
+    found = survey(RealFiles(), args.directory)
+    listed = tallies(found)
+    if args.json:
+        print(json.dumps(_as_json(found, listed)))
+    else:
+        _print(found, listed)
+    print_unreadable(found)
+    return 0
+
+
+def print_unreadable(found: Survey) -> None:
+    """Say on standard error which files were left out."""
+    for path, reason in {**found.manifests.unsound, **found.unreadable}.items():
+        print(f"foreword: {found.name(path)}: {reason}", file=sys.stderr)
+
+
+def _as_json(found: Survey, listed: list[Tally]) -> dict[str, Any]:
+    defaults = _default_options(found)
+    return {
+        "directory": str(found.path),
+        "num_blocks": sum(tally.num_blocks for tally in listed),
+        "num_segments": len(found.segments),
+        "payload_bytes": sum(tally.payload_bytes for tally in listed),
+        "physical_bytes": found.physical_bytes,
+        "default_budget_bytes": defaults.budget_bytes,
+        "default_min_free_bytes": defaults.min_free_bytes,
+        "free_bytes": found.space.free_bytes,
+        "total_bytes": found.space.total_bytes,
+        "processes": [
+            {"folder": home.path.name, "is_live": home.is_live, "process_id": home.process_id} for home in found.homes
+        ],
+        "bytes_by_day": dict(sorted(_by_day(listed).items())),
+        "namespaces": [tally.as_json() for tally in listed],
+        "unreadable": {found.name(path): reason for path, reason in found.unreadable.items()},
+    }
+
+
+def _print(found: Survey, listed: list[Tally]) -> None:
+    defaults = _default_options(found)
+    live = [home.owner for home in found.homes if home.is_live]
+    num_blocks = sum(tally.num_blocks for tally in listed)
+    rows = [
+        ("directory", str(found.path)),
+        ("blocks", f"{counted(num_blocks, 'block')} in {counted(len(found.segments), 'segment')}"),
+        ("payloads", format_bytes(sum(tally.payload_bytes for tally in listed))),
+        ("on disk", format_bytes(found.physical_bytes)),
+        ("budget", f"{format_bytes(defaults.budget_bytes or 0)} if a process starts now and names none"),
+        (
+            "free",
+            f"{format_bytes(found.space.free_bytes)} of {format_bytes(found.space.total_bytes)}; "
+            f"the cache leaves {format_bytes(defaults.min_free_bytes or 0)} free",
+        ),
+        ("in use by", ", ".join(live) or "no process"),
+    ]
+    print_table(rows)
+    if not num_blocks:
+        return
+    print()
+    heads = ("NAMESPACE", "MODEL", "GROUP", "BLOCKS", "PAYLOADS")
+    groups = [
+        (
+            tally.namespace.hex()[:8],
+            tally.model,
+            str(group_id),
+            f"{group.num_blocks:,}",
+            format_bytes(group.payload_bytes),
+        )
+        for tally in listed
+        for group_id, group in sorted(tally.groups.items())
+    ]
+    print_table([heads, *groups], right="  rrr")
+    print()
+    days = [(date, format_bytes(num_bytes)) for date, num_bytes in sorted(_by_day(listed).items())]
+    print_table([("WRITTEN (UTC)", "PAYLOADS"), *days], right=" r")
+
+
+def _default_options(found: Survey) -> DiskOptions:
+    """Budget and floor of a process that is started now. Those of live processes are not written down."""
+    return DiskOptions().completed(found.space.total_bytes, found.space.free_bytes, found.physical_bytes)
+
+
+def _by_day(listed: list[Tally]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for tally in listed:
+        total.update(tally.bytes_by_day)
+    return total
