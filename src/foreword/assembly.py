@@ -40,6 +40,7 @@ from foreword.text import TextStream, Tokenizer
 from foreword.tiers.disk import DiskTier
 from foreword.tiers.disk_state import DiskOptions
 from foreword.tiers.identity import CacheIdentity
+from foreword.tiers.manifest import manifest_facts
 from foreword.tiers.tier import Tier
 
 if TYPE_CHECKING:
@@ -93,6 +94,10 @@ def assemble(config: EngineConfig) -> Assembled:
         identity = identify(config, model, weights.hex(), prompt.digest())
         del prompt
         engine = build_engine(config, model, tokenizer, identity, tiers)
+        for tier in tiers:
+            if isinstance(tier, DiskTier):
+                facts = manifest_facts(identity, config.model.model, engine.manager.block_size)
+                tier.describe(identity.namespace, facts)
         undo.pop_all()
     return Assembled(engine, tokenizer, plan_layout(config, model), identity, inexactness, model.kernel.explain)
 

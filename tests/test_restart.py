@@ -1,0 +1,212 @@
+"""A cache that outlives the process: the same bits from memory, from disk and from nothing, for every kind of layer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from foreword import LLM, SamplingParams
+from foreword.errors import ConfigError
+from foreword.request import RequestOutput
+from live_server import ServerProcess
+from tiny_models import TinyModels, random_tokens
+
+PARAMS = SamplingParams(max_tokens=8, temperature=0.7, seed=11, logprobs=3, ignore_eos=True)
+KINDS = {
+    "qwen2": "full attention",
+    "mistral": "a window in every layer",
+    "gemma3_text": "windows, and full attention",
+    "llama4_text": "chunks, and full attention",
+    "mamba2": "recurrent",
+    "qwen3_next": "recurrent, and full attention",
+    "falcon_h1": "both in every layer",
+}
+PROMPT = random_tokens(np.random.default_rng(5), 700)
+
+
+def open_llm(folder: Path, **options: Any) -> LLM:
+    return LLM(str(folder), **{"kv_cache_memory_bytes": 1 << 23, "self_check": False, **options})
+
+
+def generate(llm: LLM, prompt: list[int] = PROMPT) -> RequestOutput:
+    return llm.generate({"prompt_token_ids": prompt}, PARAMS)[0]
+
+
+def bits(output: RequestOutput) -> list[Any]:
+    """Tokens and log probabilities of an answer, all digits."""
+    [answer] = output.outputs
+    assert answer.logprobs is not None
+    return [answer.token_ids, [{token: one.logprob for token, one in at.items()} for at in answer.logprobs]]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_restart_keeps_hits_and_bits(tiny_models: TinyModels, tmp_path: Path, name: str, dtype: str) -> None:
+    """Disk, memory and computing give the same tokens and the same log probabilities."""
+    folder = tiny_models.folder(name)
+    with open_llm(folder, dtype=dtype) as llm:
+        computed = generate(llm)
+        from_memory = generate(llm)
+    with open_llm(folder, dtype=dtype, cache_dir=tmp_path / "cache") as llm:
+        first = generate(llm)
+    with open_llm(folder, dtype=dtype, cache_dir=tmp_path / "cache") as llm:
+        from_disk = generate(llm)
+        loads = llm.engine.report_tiers().tiers[0].loads
+        llm.engine.check_integrity()
+    assert first.num_cached_tokens == computed.num_cached_tokens == 0
+    assert from_disk.num_cached_tokens > 600
+    assert from_disk.num_cached_tokens <= from_memory.num_cached_tokens
+    assert from_disk.num_cached_tokens > from_memory.num_cached_tokens - 16, "whole blocks, all of them"
+    assert loads.num_loads == 1
+    assert bits(from_disk) == bits(from_memory) == bits(first) == bits(computed)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_what_the_pool_has_lost_comes_back_from_disk(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """The cache is larger than the pool."""
+    rng = np.random.default_rng(0)
+    prompts = [random_tokens(rng, 400) for _ in range(6)]
+    with open_llm(tiny_models.folder("qwen2"), num_gpu_blocks_override=64, cache_dir=tmp_path / "cache") as llm:
+        before = [bits(generate(llm, prompt)) for prompt in prompts]
+        while llm.engine.store_on():
+            time.sleep(0.001)
+        again = [generate(llm, prompt) for prompt in prompts]
+        assert [bits(output) for output in again] == before
+        assert [output.num_cached_tokens for output in again] == [
+            399 if n == 5 else 400 - 400 % 16 for n in range(6)
+        ] or (min(output.num_cached_tokens for output in again) >= 384)
+        llm.engine.check_integrity()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_another_model_or_arithmetic_finds_nothing(tiny_models: TinyModels, tmp_path: Path) -> None:
+    with open_llm(tiny_models.folder("qwen2"), dtype="float32", cache_dir=tmp_path / "cache") as llm:
+        generate(llm)
+    for options in ({"dtype": "bfloat16"}, {"dtype": "float32", "key_salt": "other"}):
+        with open_llm(tiny_models.folder("qwen2"), cache_dir=tmp_path / "cache", **options) as llm:
+            assert generate(llm).num_cached_tokens == 0
+    with open_llm(tiny_models.folder("llama"), dtype="float32", cache_dir=tmp_path / "cache") as llm:
+        assert generate(llm).num_cached_tokens == 0
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_flipped_byte_on_disk_is_computed_again(tiny_models: TinyModels, tmp_path: Path) -> None:
+    with open_llm(tiny_models.folder("qwen2"), cache_dir=tmp_path / "cache") as llm:
+        before = bits(generate(llm))
+    [segment] = (tmp_path / "cache").rglob("*.fwseg")
+    content = bytearray(segment.read_bytes())
+    content[len(content) // 2] ^= 4
+    segment.write_bytes(content)
+    with open_llm(tiny_models.folder("qwen2"), cache_dir=tmp_path / "cache") as llm:
+        output = generate(llm)
+        assert bits(output) == before
+        assert 0 < output.num_cached_tokens < 600, "the head of the prefix"
+        assert llm.engine.report_tiers().tiers[0].loads.blocks_by_outcome["corrupt"] == 1
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_script_that_never_closes_its_llm_still_stores(tiny_models: TinyModels, tmp_path: Path) -> None:
+    script = (
+        "import sys; from foreword import LLM, SamplingParams\n"
+        "llm = LLM(sys.argv[1], cache_dir=sys.argv[2], kv_cache_memory_bytes=1 << 23, self_check=False)\n"
+        "output = llm.generate({'prompt_token_ids': list(range(3, 203))}, SamplingParams(max_tokens=2))[0]\n"
+        "print(output.num_cached_tokens)\n"
+    )
+    found = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", script, str(tiny_models.folder("qwen2")), str(tmp_path / "cache")],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=120,
+            ).stdout
+        )
+        for _ in range(2)
+    ]
+    assert found == [0, 192]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_is_killed_remembers(tmp_path: Path, how: signal.Signals) -> None:
+    """What a user does: serve, ask, kill, serve, ask. SIGKILL leaves what was stored while the server idled."""
+    answers = []
+    for _ in range(2):
+        with ServerProcess("--cache-dir", str(tmp_path / "cache")) as server:
+            body = {"messages": [{"role": "user", "content": "word " * 300}], "max_tokens": 4, "temperature": 0}
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).raise_for_status().json()
+            answers.append(answer)
+            if how == signal.SIGKILL:
+                _wait_until_stored(tmp_path / "cache")
+            os.kill(server.pid, how)
+            server.wait()
+    first, second = (answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers)
+    assert first == 0
+    assert second > 250
+    assert answers[0]["choices"][0]["message"]["content"] == answers[1]["choices"][0]["message"]["content"]
+
+
+def _wait_until_stored(folder: Path) -> None:
+    """Wait until the bytes on disk do not grow any more."""
+    sizes = [-1]
+    deadline = time.monotonic() + 20
+    while sizes[-1] <= 0 or len(sizes) < 5 or len(set(sizes[-5:])) > 1:
+        assert time.monotonic() < deadline, "nothing is stored"
+        time.sleep(0.1)
+        sizes.append(sum(path.stat().st_blocks for path in folder.rglob("*.fwseg")))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_files_are_for_their_user_alone_and_say_whose_they_are(tiny_models: TinyModels, tmp_path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        with open_llm(tiny_models.folder("qwen2"), cache_dir=tmp_path / "cache") as llm:
+            generate(llm)
+    finally:
+        os.umask(mask)
+    for path in (tmp_path / "cache").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    run = [sys.executable, "-m", "foreword.cli", "cache", "list", str(tmp_path / "cache"), "--json"]
+    listed = json.loads(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
+    assert str(tiny_models.folder("qwen2")) in json.dumps(listed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_prefix_caching": False}, "prefix caching is off"),
+        ({"hash_function": "xxhash"}, "others can forge"),
+        ({"cache_disk_bytes": 1}, "budget_bytes=1"),
+        ({"cache_key_file": "missing"}, "missing"),
+    ],
+)
+def test_options_that_do_not_fit(
+    tiny_models: TinyModels, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_llm(tiny_models.folder("qwen2"), cache_dir=tmp_path / "cache", **options)
+
+
+@pytest.mark.parametrize("name", ["cache_disk_bytes", "cache_key_file"])
+def test_options_without_a_folder(tiny_models: TinyModels, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=.*give cache_dir too"):
+        open_llm(tiny_models.folder("qwen2"), **{name: 1 << 30 if name.endswith("bytes") else "secret"})
+
+
+def test_a_file_in_place_of_the_folder(tiny_models: TinyModels, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file"):
+        open_llm(tiny_models.folder("qwen2"), cache_dir=tmp_path / "file")
