@@ -21,7 +21,8 @@ from foreword.tiers.store_state import StoreOptions
 from foreword.tiers.valkey_store import ValkeyTier
 from tiers.block_world import WAIT_S
 
-OPTIONS = StoreOptions(io_timeout_s=0.2, window_bytes=64 << 10)
+OPTIONS = StoreOptions(io_timeout_s=10.0, first_pause_s=0.05, longest_pause_s=0.2, window_bytes=64 << 10)
+"""Of a server that answers; the machine may be slow."""
 
 
 def binaries() -> dict[str, Path]:

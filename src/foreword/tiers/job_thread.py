@@ -41,6 +41,7 @@ class JobThread(Generic[Job]):
         self._queue: deque[tuple[Job, int]] = deque()
         self._wake = threading.Condition()
         self._amount = 0
+        self._is_woken = False
         self._closes_at: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -55,6 +56,7 @@ class JobThread(Generic[Job]):
     def wake(self) -> None:
         """Let it call `idle` soon."""
         with self._wake:
+            self._is_woken = True
             self._wake.notify()
 
     def add(self, job: Job, amount: int) -> None:
@@ -87,11 +89,12 @@ class JobThread(Generic[Job]):
             job.ticket.cancel()
 
     def _run(self) -> None:
-        pause_s: float | None = None
+        pause_s: float | None = 0.0
         while True:
             with self._wake:
-                if not self._queue and self._closes_at is None:
+                if not self._queue and self._closes_at is None and not self._is_woken:
                     self._wake.wait(pause_s)
+                self._is_woken = False
                 if self._closes_at is not None and (not self._queue or time.monotonic() >= self._closes_at):
                     return
                 job, amount = self._queue.popleft() if self._queue else (None, 0)

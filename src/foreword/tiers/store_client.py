@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from foreword.errors import ConfigError
 
 SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
-UNUSABLE = ("LOADING", "NOAUTH", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "MOVED", "ASK", "TRYAGAIN")
+UNUSABLE = ("LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN")
 """Errors after which the next command would fail as well."""
 LINE_BYTES = 16 << 10
 SHORTEST_WAIT_S = 0.001

@@ -124,7 +124,8 @@ class StoreLoader:
         if outcome == Outcome.CORRUPT:
             logger.warning("the store holds a damaged or foreign value under %s; it is deleted", server_key(name))
             load.bad.append(name)
-        self._state.view.refuse([name])
+        if outcome != Outcome.IO_ERROR:
+            self._state.view.refuse([name])
         ticket.settle(index, outcome)
 
     def _delete(self, names: list[bytes]) -> None:

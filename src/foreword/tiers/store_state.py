@@ -37,7 +37,10 @@ class StoreOptions:
     io_timeout_s: float = 0.5
     """The longest wait for the server to go on, within a job's deadline; also for connecting."""
     max_failures: int = 3
-    """Failures in a row after which the server is left alone for 1 to 30 seconds."""
+    """Failures in a row after which the server is left alone."""
+    first_pause_s: float = 1.0
+    longest_pause_s: float = 30.0
+    """For how long it is left alone; each try that fails doubles the pause."""
     present_s: float = 30.0
     """For how long a block counts as present after the server had it."""
     absent_s: float = 5.0

@@ -57,7 +57,8 @@ class ValkeyTier:
         options.check()
         server = StoreServer(url, options.io_timeout_s)
         secret = None if options.mac_key_file is None else read_secret(options.mac_key_file)
-        breaker, room = CircuitBreaker(options.max_failures), CircuitBreaker(1)
+        pauses = options.first_pause_s, options.longest_pause_s
+        breaker, room = CircuitBreaker(options.max_failures, *pauses), CircuitBreaker(1, *pauses)
         state = StoreState(options, server, ValueFormat(secret), StoreView(options.max_known), breaker, room)
         self._state = state
         self._asker, self._loader, self._writer = StoreAsker(state), StoreLoader(state), StoreWriter(state)
