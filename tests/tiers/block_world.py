@@ -55,6 +55,13 @@ def store(tier: Tier, keys: BlockKeys, num_bytes: int = BLOCK_BYTES) -> Report:
     return ticket.report
 
 
+def probe(tier: Tier, keys: BlockKeys) -> Report:
+    """Wait for what the tier has."""
+    ticket = tier.probe(keys, deadline_s=WAIT_S)
+    assert ticket.wait(WAIT_S), "a probe hangs"
+    return ticket.report
+
+
 def load(tier: Tier, keys: BlockKeys, num_bytes: int = BLOCK_BYTES) -> Report:
     """Load blocks, and check that every block that is DONE is what was stored, and no other memory has changed."""
     out = np.full((len(keys), num_bytes), 0xA5, np.uint8)

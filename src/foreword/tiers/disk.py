@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -31,7 +30,7 @@ from foreword.tiers.scanner import Scanner
 from foreword.tiers.segment_index import SegmentIndex
 from foreword.tiers.segments import SegmentTable
 from foreword.tiers.storer import Storer
-from foreword.tiers.ticket import Ticket
+from foreword.tiers.ticket import Outcome, Ticket
 from foreword.tiers.tier import BlockKeys, BlockRun, BlockSink, BoolArray, DoneCallback, TierStats
 
 logger = logging.getLogger(__name__)
@@ -110,6 +109,16 @@ class DiskTier:
         self._state.count(num_looked_up=len(keys), num_found=int(np.count_nonzero(found)))
         return found
 
+    def probe(self, keys: BlockKeys, *, deadline_s: float = 0.05, on_done: DoneCallback | None = None) -> Ticket:
+        """Which blocks are here, at once; see `Tier.probe`."""
+        ticket = Ticket(len(keys), deadline_s=deadline_s, on_done=on_done)
+        if not self._is_closed:
+            here = self._state.index.contains(keys, self._state.clock.now_s())
+            ticket.settle(np.flatnonzero(here), Outcome.PRESENT)
+            ticket.settle(np.flatnonzero(~here), Outcome.MISSING)
+        ticket.finish(Outcome.CANCELLED)
+        return ticket
+
     def load(
         self,
         keys: BlockKeys,
@@ -166,12 +175,7 @@ class DiskTier:
     def stats(self) -> TierStats:
         """What happened so far; see `Tier.stats`."""
         state, space = self._state, self._storer.space
-        with state.stats_lock:
-            stats = replace(
-                state.stats,
-                not_loaded=dict(state.stats.not_loaded),
-                not_stored=dict(state.stats.not_stored),
-            )
+        stats = state.copy_of_stats()
         stats.num_blocks = len(state.index)
         stats.stored_bytes, stats.shared_bytes = space.own_bytes, space.used_bytes
         stats.budget_bytes = space.budget_bytes

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from foreword.tiers.directory import CacheDirectory
 from foreword.tiers.files import FileLayer
 from foreword.tiers.segment_index import SegmentIndex
 from foreword.tiers.segments import Segment, SegmentTable
-from foreword.tiers.ticket import FORGOTTEN, Outcome
-from foreword.tiers.tier import TierStats
+from foreword.tiers.ticket import FORGOTTEN
+from foreword.tiers.tier_counts import TierCounts
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ class DiskOptions:
 
 
 @dataclass(slots=True)
-class DiskState:
+class DiskState(TierCounts):
     """Parts that loads, stores, scans and eviction of one disk tier share."""
 
     options: DiskOptions
@@ -102,23 +101,7 @@ class DiskState:
     cipher: Cipher
     leaves_cache: bool
     """The kernel knows RWF_DONTCACHE, so reads and writes leave the page cache alone."""
-    stats: TierStats = field(default_factory=TierStats)
-    stats_lock: threading.Lock = field(default_factory=threading.Lock)
     closing: threading.Event = field(default_factory=threading.Event)
-
-    def count(self, **amounts: int) -> None:
-        """Add to counts of `stats`."""
-        with self.stats_lock:
-            for name, amount in amounts.items():
-                setattr(self.stats, name, getattr(self.stats, name) + amount)
-
-    def count_load(self, outcomes: npt.NDArray[np.uint8]) -> None:
-        """Count what a load did not give."""
-        self._count_rest(self.stats.not_loaded, outcomes)
-
-    def count_store(self, outcomes: npt.NDArray[np.uint8]) -> None:
-        """Count what a store dropped."""
-        self._count_rest(self.stats.not_stored, outcomes)
 
     def lose_segment(self, segment: Segment) -> None:
         """Forget a segment whose file is gone, with its blocks."""
@@ -129,13 +112,6 @@ class DiskState:
         """Forget the blocks of a segment that was lost or evicted while they were being indexed."""
         if self.table.get(segment.id) is None:
             self.index.forget_segment(segment.id)
-
-    def _count_rest(self, counts: dict[str, int], outcomes: npt.NDArray[np.uint8]) -> None:
-        with self.stats_lock:
-            for value, count in Counter(outcomes.tolist()).items():
-                if value not in (Outcome.DONE, Outcome.PRESENT):
-                    name = Outcome(value).name.lower()
-                    counts[name] = counts.get(name, 0) + count
 
 
 def is_forgotten(outcomes: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:

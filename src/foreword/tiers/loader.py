@@ -20,19 +20,13 @@ import numpy.typing as npt
 from foreword.tiers.block_places import Places
 from foreword.tiers.cipher import block_name
 from foreword.tiers.disk_state import DiskState, is_forgotten
+from foreword.tiers.load_rate import LoadRate
 from foreword.tiers.read_ahead import Content, Piece, ReadAhead
 from foreword.tiers.run_format import PAGE, block_checksum, padded
 from foreword.tiers.ticket import Outcome, Ticket
 from foreword.tiers.tier import BlockKeys, BlockSink, DoneCallback
 
 logger = logging.getLogger(__name__)
-
-RATE_MEMORY = 0.8
-"""Weight of the old rate when a new load is measured."""
-RATE_MIN_BYTES = 1 << 20
-"""Of loads that are measured."""
-FIRST_GUESS_BYTES_PER_S = 500e6
-LATENCY_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +51,7 @@ class Loader:
         self._queue: deque[Load] = deque()
         self._wake = threading.Condition()
         self._queued_bytes = 0
-        self._rate = 0.0
+        self._rate = LoadRate()
         self._reader = ReadAhead(state)
         self._opened = np.empty(0, np.uint8)
         """A decrypted payload."""
@@ -74,11 +68,11 @@ class Loader:
     @property
     def bytes_per_s(self) -> float:
         """Of recent loads; 0 before the first."""
-        return self._rate
+        return self._rate.bytes_per_s
 
     def estimate_s(self, num_bytes: int) -> float:
         """Seconds until a load that is asked for now would end."""
-        return LATENCY_S + (self._queued_bytes + num_bytes) / (self._rate or FIRST_GUESS_BYTES_PER_S)
+        return self._rate.estimate_s(self._queued_bytes + num_bytes)
 
     def add(
         self,
@@ -156,7 +150,7 @@ class Loader:
             self._state.index.touch(places.select(loaded), self._state.clock.now_s())
             num_bytes = int(load.payload_bytes[loaded].sum())
             self._state.count(num_loaded=len(loaded), loaded_bytes=num_bytes)
-            self._measure(num_bytes, time.monotonic() - began)
+            self._rate.measure(num_bytes, time.monotonic() - began)
         load.ticket.finish(Outcome.CANCELLED)
 
     def _deliver(self, load: Load, piece: Piece, places: Places, content: Content) -> None:
@@ -186,8 +180,3 @@ class Loader:
         if len(self._opened) < num_bytes:
             self._opened = np.empty(num_bytes, np.uint8)
         return self._opened.data
-
-    def _measure(self, num_bytes: int, seconds: float) -> None:
-        if num_bytes >= RATE_MIN_BYTES and seconds > 0:
-            rate = num_bytes / seconds
-            self._rate = rate if not self._rate else RATE_MEMORY * self._rate + (1 - RATE_MEMORY) * rate

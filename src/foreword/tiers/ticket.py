@@ -31,7 +31,7 @@ class Outcome(enum.IntEnum):
     DONE = 0
     """The block is loaded, or stored."""
     PRESENT = 1
-    """Not stored again: it is here already."""
+    """A probe found it; or it was not stored again because it is here already."""
     MISSING = 2
     """Not here, or its file is gone or too short."""
     CORRUPT = 3

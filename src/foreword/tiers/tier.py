@@ -172,6 +172,9 @@ class TierStats:
     queued_store_bytes: int = 0
     is_scanned: bool = True
     """Everything that was here when the tier was opened can be looked up."""
+    breaker: str = "closed"
+    """`open` while a server that failed is left alone, `half-open` during the next try."""
+    num_breaker_trips: int = 0
 
 
 DoneCallback = Callable[[Ticket], None]
@@ -188,10 +191,19 @@ class Tier(Protocol):
     """For statistics: `disk`, `store`, `host`."""
 
     def lookup(self, keys: BlockKeys) -> BoolArray:
-        """Which blocks are here, [blocks]. Reads memory only, and changes nothing but counts.
+        """Which blocks are known to be here, [blocks]. Reads memory only.
 
         True means that a load is worth a try. The answer ages at once: the tier may evict or lose the block before it
-        is loaded. A block whose load failed is not found again until it is stored again.
+        is loaded. A block whose load failed is not found again until it is stored again. A tier that others write to
+        asks in the background for blocks that it does not know; see `probe`.
+        """
+        ...
+
+    def probe(self, keys: BlockKeys, *, deadline_s: float = 0.05, on_done: DoneCallback | None = None) -> Ticket:
+        """Find out which blocks are here. At most `deadline_s` seconds later the ticket is done, mostly at once.
+
+        The ticket's report has PRESENT or MISSING for each block, or why there is no answer: IO_ERROR, TIMEOUT,
+        CANCELLED or QUEUE_FULL. `lookup` finds the blocks that are PRESENT.
         """
         ...
 

@@ -1,0 +1,237 @@
+"""Connections to a Valkey or Redis server: commands go out in pipelines, replies come into one buffer.
+
+Knows URLs, the package valkey and the protocol RESP2; knows nothing of blocks. The package connects, authenticates, and
+encodes commands. Replies are read here, from its socket into memory that is reused (four times as fast as its parser),
+each with a time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from foreword.errors import ConfigError
+
+SCHEMES = ("valkey", "valkeys", "redis", "rediss", "unix")
+UNUSABLE = ("LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN")
+"""Errors after which the next command would fail as well."""
+LINE_BYTES = 16 << 10
+SHORTEST_WAIT_S = 0.001
+
+Command = Sequence[bytes | str | int | memoryview]
+
+
+class ServerGoneError(Exception):
+    """The server does not answer, or not as it should. `is_deadline`: not before the caller's own deadline."""
+
+    def __init__(self, message: str, *, is_deadline: bool = False) -> None:
+        super().__init__(message)
+        self.is_deadline = is_deadline
+
+
+class ServerRefusedError(ServerGoneError):
+    """The server answers, but not this user, database or command."""
+
+
+class Refusal(str):
+    """An error that the server sent as a reply to one command."""
+
+    @property
+    def code(self) -> str:
+        """The first word: `OOM`, `NOPERM`, `WRONGTYPE`, ..."""
+        return self.split(" ", 1)[0]
+
+
+Reply = int | str | memoryview | Refusal | None
+
+
+class StoreServer:
+    """A server by its URL. Raises ConfigError for URLs that cannot be meant, and without the package valkey."""
+
+    def __init__(self, url: str, io_timeout_s: float) -> None:
+        self.shown_url = _without_secrets(url)
+        self.io_timeout_s = io_timeout_s
+        try:
+            self._valkey: Any = importlib.import_module("valkey")
+        except ImportError as error:
+            raise ConfigError(
+                f"the store {self.shown_url!r} needs the package valkey, which is not installed; "
+                "run `pip install 'foreword[store]'`"
+            ) from error
+        options: dict[str, object] = {
+            "socket_timeout": io_timeout_s,
+            "socket_connect_timeout": io_timeout_s,
+            "lib_name": None,  # saves two round trips, and a permission
+            "lib_version": None,
+        }
+        try:
+            parts = urlsplit(url)
+            if parts.scheme not in SCHEMES or (parts.scheme == "unix" and not parts.path):
+                raise ValueError
+            if parts.scheme != "unix" and not re.fullmatch(r"/?\d*", parts.path):
+                raise ValueError
+            if parts.scheme in ("valkeys", "rediss"):
+                options["ssl_check_hostname"] = True
+            self._pool = self._valkey.ConnectionPool.from_url(url, **options)
+            self._pool.make_connection()
+        except Exception:  # its message may quote the password
+            raise ConfigError(
+                f"the store's URL {self.shown_url!r} cannot be understood; give valkey://HOST:PORT/DATABASE, "
+                "valkeys://... for TLS, or unix:///PATH/OF/SOCKET, and write special characters of a password as %XX"
+            ) from None
+
+    def link(self) -> Link:
+        """A connection of its own for one thread; it connects when it is first used."""
+        return Link(self._pool.make_connection(), self._valkey.exceptions, self.io_timeout_s)
+
+
+class Link:
+    """One connection of one thread."""
+
+    def __init__(self, connection: Any, errors: Any, io_timeout_s: float) -> None:
+        self._connection, self._errors = connection, errors
+        self._io_timeout_s = io_timeout_s
+        self._deadline: float | None = None
+        self._num_awaited = 0
+        self.num_replies = 0
+        """Since the session began."""
+        self._line = bytearray(LINE_BYTES)
+        self._begin = self._end = 0
+        """Bytes of `_line` that are received and not used yet."""
+        self._body = bytearray(LINE_BYTES)
+
+    @contextlib.contextmanager
+    def session(self, deadline: float | None = None) -> Iterator[Self]:
+        """Commands and replies until that moment of `time.monotonic`. Replies that nobody has read end the connection.
+
+        Raises ServerGoneError.
+        """
+        self._deadline = deadline
+        self.num_replies = self._num_awaited = 0
+        try:
+            self._connect()
+            yield self
+        except BaseException:
+            self.close()
+            raise
+        if self._num_awaited:
+            self.close()
+
+    def close(self) -> None:
+        """Any thread may call it; a thread that waits for a reply gets ServerGoneError."""
+        self._connection.disconnect()
+
+    def send(self, commands: Sequence[Command]) -> None:
+        """Send commands; each has one reply. Memory may change when this returns."""
+        with self._translated():
+            self._limit()
+            self._connection.send_packed_command(self._connection.pack_commands(commands), check_health=False)
+            self._num_awaited += len(commands)
+
+    def reply(self) -> Reply:
+        """The next reply; a memoryview is valid until the next call."""
+        with self._translated():
+            reply = self._read()
+        self._num_awaited -= 1
+        self.num_replies += 1
+        if isinstance(reply, Refusal) and reply.code in UNUSABLE:
+            raise ServerGoneError(reply)
+        return reply
+
+    def number(self) -> int:
+        """The next reply, which must be a number. Raises ServerRefusedError."""
+        reply = self.reply()
+        if not isinstance(reply, int):
+            raise ServerRefusedError(str(reply))
+        return reply
+
+    def _connect(self) -> None:
+        with self._translated():
+            if self._connection._sock is not None:
+                with contextlib.suppress(self._errors.ValkeyError, OSError):
+                    if not self._connection.can_read():
+                        return
+                self._connection.disconnect()  # closed by the server, or out of step
+            self._begin = self._end = 0
+            self._connection.connect()
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Errors of the package and of sockets as ServerGoneError."""
+        try:
+            yield
+        except (self._errors.AuthenticationError, self._errors.ResponseError) as error:
+            raise ServerRefusedError(str(error)) from error
+        except (self._errors.TimeoutError, TimeoutError) as error:
+            late = self._deadline is not None and time.monotonic() >= self._deadline - SHORTEST_WAIT_S
+            raise ServerGoneError("it does not answer in time", is_deadline=late) from error
+        except (self._errors.ValkeyError, OSError, ValueError) as error:
+            raise ServerGoneError(str(error)) from error
+
+    # ------------------------------------------------------------------------------ replies
+
+    def _limit(self) -> socket.socket:
+        """The socket, whose next call may take until the limit."""
+        sock: socket.socket | None = self._connection._sock
+        if sock is None:
+            raise OSError("the connection is closed")
+        limit = self._io_timeout_s
+        if self._deadline is not None:
+            limit = max(SHORTEST_WAIT_S, min(limit, self._deadline - time.monotonic()))
+        sock.settimeout(limit)
+        return sock
+
+    def _read(self) -> Reply:
+        line = self._read_line()
+        kind, rest = line[:1], line[1:]
+        if kind == b":":
+            return int(rest)
+        if kind == b"$":
+            return None if rest == b"-1" else self._read_body(int(rest))
+        if kind in b"+-":
+            text = rest.decode(errors="replace")
+            return text if kind == b"+" else Refusal(text)
+        raise OSError(f"{kind!r} begins no reply of a Valkey or Redis server")
+
+    def _read_line(self) -> bytes:
+        while (at := self._line.find(b"\r\n", self._begin, self._end)) < 0:
+            if self._begin:
+                self._line[: self._end - self._begin] = self._line[self._begin : self._end]
+                self._begin, self._end = 0, self._end - self._begin
+            self._end += self._receive(memoryview(self._line)[self._end :])
+        line = bytes(self._line[self._begin : at])
+        self._begin = at + 2
+        return line
+
+    def _read_body(self, num_bytes: int) -> memoryview:
+        """The bytes of a bulk string; what was received with its first line is copied, the rest is received in place.
+
+        `num_bytes` is at most what the command asked for.
+        """
+        needed = num_bytes + 2
+        if len(self._body) < needed:
+            self._body = bytearray(needed)
+        body = memoryview(self._body)
+        got = min(needed, self._end - self._begin)
+        body[:got] = memoryview(self._line)[self._begin : self._begin + got]
+        self._begin += got
+        while got < needed:
+            got += self._receive(body[got:needed])
+        return body[:num_bytes]
+
+    def _receive(self, into: memoryview) -> int:
+        received = self._limit().recv_into(into) if len(into) else 0
+        if not received:
+            raise OSError("the server has closed the connection")
+        return received
+
+
+def _without_secrets(url: str) -> str:
+    """A URL as people may see it."""
+    return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r"//.*@", "//***@", url))
