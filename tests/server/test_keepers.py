@@ -86,7 +86,7 @@ def hostile(number: int) -> tuple[str, dict[str, object]]:
             text = {"format": {"type": "json_schema", "name": "f", "schema": {"description": words * 50}}}
             return "/v1/responses", {"input": "x", "max_output_tokens": 1, "text": text}
         case 2:
-            return "/v1/responses", {"input": words, "instructions": words * 2, "max_output_tokens": 1}
+            return "/v1/responses", {"input": words[:400], "instructions": words[:800], "max_output_tokens": 1}
         case 3:
             metadata = {f"{n}{chance.getrandbits(40)}": words[:512] for n in range(16)}
             return "/v1/responses", {"input": "x", "max_output_tokens": 1, "metadata": metadata}
@@ -94,18 +94,18 @@ def hostile(number: int) -> tuple[str, dict[str, object]]:
             return "/v1/responses", {"input": "x", "metadata": {"a": words * 1000}}
         case 5:
             return "/v1/chat/completions", {
-                "messages": [{"role": "user", "content": words}],
+                "messages": [{"role": "user", "content": words[:400]}],
                 "max_tokens": 1,
                 "prompt_cache_key": words * 100,
             }
         case 6:
-            return "/v1/completions", {"prompt": [chance.choices(range(2000), k=500)], "max_tokens": 1, "logprobs": 20}
+            return "/v1/completions", {"prompt": [chance.choices(range(2000), k=200)], "max_tokens": 1, "logprobs": 20}
         case _:
-            return "/v1/completions", {"prompt": words, "max_tokens": 1, "cache_salt": str(number), "user": words[:500]}
+            return "/v1/completions", {"prompt": words[:400], "max_tokens": 1, "cache_salt": str(number), "user": words[:500]}
 
 
 @pytest.mark.slow
-def test_ten_thousand_hostile_requests_leave_less_than_300_mb_behind():
+def test_three_thousand_hostile_requests_leave_less_than_200_mb_behind():
     with ServerProcess() as server, httpx.Client(base_url=server.url, timeout=300) as client:
 
         def memory() -> int:
@@ -119,9 +119,9 @@ def test_ten_thousand_hostile_requests_leave_less_than_300_mb_behind():
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(send, range(-64, 0)))  # what is imported, compiled and allocated once
             before = memory()
-            statuses = list(pool.map(send, range(10_000)))
+            statuses = list(pool.map(send, range(3_000)))
         assert max(statuses) < 500
-        assert statuses.count(200) > 5_000
-        assert memory() - before < 300 * MB, f"{(memory() - before) / MB:.0f} MB"
+        assert statuses.count(200) > 1_500
+        assert memory() - before < 200 * MB, f"{(memory() - before) / MB:.0f} MB"
         kept = re.findall(r'foreword_kept_bytes{.*what="(\w+)"} (\S+)', client.get("/metrics").text)
         assert sum(float(num_bytes) for _, num_bytes in kept) < 256 * MB
