@@ -33,15 +33,15 @@ from pathlib import Path
 
 import numpy as np
 
-from foreword.tiers.block_places import NewBlocks
 from foreword.tiers.clock import Clock
-from foreword.tiers.disk import DiskTier
-from foreword.tiers.disk_state import DiskOptions
-from foreword.tiers.files import RWF_DONTCACHE, RealFiles
-from foreword.tiers.index_snapshot import read_snapshot, write_snapshot
-from foreword.tiers.run_format import ENTRY, NO_CIPHER, PAGE, RunHeader, encode_header, header_bytes_of
-from foreword.tiers.segment_index import SegmentIndex
-from foreword.tiers.segments import Segment
+from foreword.tiers.disk.block_places import NewBlocks
+from foreword.tiers.disk.disk_tier import DiskTier
+from foreword.tiers.disk.files import RWF_DONTCACHE, RealFiles
+from foreword.tiers.disk.index_snapshot import read_snapshot, write_snapshot
+from foreword.tiers.disk.run_format import ENTRY, NO_CIPHER, PAGE, RunHeader, encode_header, header_bytes_of
+from foreword.tiers.disk.segment_index import SegmentIndex
+from foreword.tiers.disk.segments import Segment
+from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import BlockKeys, BlockRun, Buffers
 
@@ -279,7 +279,7 @@ def index_figures(folder: Path, rounds: int) -> dict[str, float]:
 
 def flips(folder: Path, num_flips: int) -> dict[str, int]:
     """Flip random bits of payloads and load them; flip random bits of headers and snapshots and scan and read them."""
-    from foreword.tiers.segments import Damage, scan_runs
+    from foreword.tiers.disk.segments import Damage, scan_runs
 
     rng, py_rng = np.random.default_rng(2), random.Random(2)
     count, size = 64, 8000

@@ -37,10 +37,10 @@ from foreword.model.cpu.head_start import head_start
 from foreword.model.loading_log import LoadingLog
 from foreword.request import SamplingParams
 from foreword.text import TextStream, Tokenizer
-from foreword.tiers.disk import DiskTier
-from foreword.tiers.disk_state import DiskOptions
+from foreword.tiers.disk.disk_tier import DiskTier
+from foreword.tiers.disk.manifest import manifest_facts
+from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.identity import CacheIdentity
-from foreword.tiers.manifest import manifest_facts
 from foreword.tiers.tier import Tier
 
 if TYPE_CHECKING:

@@ -101,7 +101,12 @@ def hostile(number: int) -> tuple[str, dict[str, object]]:
         case 6:
             return "/v1/completions", {"prompt": [chance.choices(range(2000), k=200)], "max_tokens": 1, "logprobs": 20}
         case _:
-            return "/v1/completions", {"prompt": words[:400], "max_tokens": 1, "cache_salt": str(number), "user": words[:500]}
+            return "/v1/completions", {
+                "prompt": words[:400],
+                "max_tokens": 1,
+                "cache_salt": str(number),
+                "user": words[:500],
+            }
 
 
 @pytest.mark.slow

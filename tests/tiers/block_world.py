@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from foreword.tiers.disk import DiskTier
-from foreword.tiers.disk_state import DiskOptions
+from foreword.tiers.disk.disk_tier import DiskTier
+from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.ticket import Outcome, Report
 from foreword.tiers.tier import BlockKeys, BlockRun, Buffers, Tier
 

@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from foreword.tiers.files import RealFiles
+from foreword.tiers.disk.files import RealFiles
 
 CALLS = (
     "make_folder list_folder stat fstat create open_for_reading open_lock try_lock close read write sync truncate "

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from foreword.tiers.store_state import StoreOptions
-from foreword.tiers.valkey_store import ValkeyTier
+from foreword.tiers.store.state import StoreOptions
+from foreword.tiers.store.valkey_tier import ValkeyTier
 from tiers.block_world import WAIT_S
 
 OPTIONS = StoreOptions(io_timeout_s=10.0, first_pause_s=0.05, longest_pause_s=0.2, window_bytes=64 << 10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from foreword.tiers.disk_state import DiskOptions
+from foreword.tiers.disk.state import DiskOptions
 from tiers.block_world import keys_of, load, opened, store
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from foreword.errors import ConfigError
-from foreword.tiers.block_places import NewBlocks, Places
 from foreword.tiers.cipher import AesGcm, PlainText, block_name, read_secret
-from foreword.tiers.disk import DiskTier
-from foreword.tiers.run_format import PAGE, block_checksum
+from foreword.tiers.disk.block_places import NewBlocks, Places
+from foreword.tiers.disk.disk_tier import DiskTier
+from foreword.tiers.disk.run_format import PAGE, block_checksum
 from foreword.tiers.tier import BlockKeys
 from tiers.block_world import (
     NAMESPACE,

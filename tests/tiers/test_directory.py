@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from foreword.errors import ConfigError
-from foreword.tiers.directory import CacheDirectory
-from foreword.tiers.files import RealFiles, Space
+from foreword.tiers.disk.directory import CacheDirectory
+from foreword.tiers.disk.files import RealFiles, Space
 
 FILES = RealFiles()
 

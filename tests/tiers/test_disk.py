@@ -12,9 +12,9 @@ import pytest
 
 from foreword.errors import ConfigError
 from foreword.tiers.clock import Clock
-from foreword.tiers.disk import DiskTier
-from foreword.tiers.disk_state import DiskOptions
-from foreword.tiers.files import RealFiles, Space
+from foreword.tiers.disk.disk_tier import DiskTier
+from foreword.tiers.disk.files import RealFiles, Space
+from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.tier import EXACT, PINNED, BlockRun
 from tiers.block_world import (
     BLOCK_BYTES,

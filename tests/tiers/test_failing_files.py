@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from foreword.errors import ConfigError
-from foreword.tiers.disk_state import DiskOptions
+from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.tier import Buffers
 from tiers.block_world import BLOCK_BYTES, WAIT_S, keys_of, load, opened, run_of, segment_files, store
 from tiers.faulty_files import FailingFiles, HangingFiles, SmallDisk

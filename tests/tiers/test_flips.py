@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from foreword.tiers.files import RealFiles
-from foreword.tiers.run_format import PAGE, RunHeader, block_checksum, padded
-from foreword.tiers.segments import Damage, scan_runs
+from foreword.tiers.disk.files import RealFiles
+from foreword.tiers.disk.run_format import PAGE, RunHeader, block_checksum, padded
+from foreword.tiers.disk.segments import Damage, scan_runs
 from foreword.tiers.tier import Buffers
 from tiers.block_world import BLOCK_BYTES, WAIT_S, keys_of, load, opened, segment_files, store
 

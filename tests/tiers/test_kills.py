@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from foreword.tiers.disk_state import DiskOptions
+from foreword.tiers.disk.state import DiskOptions
 from tiers.block_world import keys_of, load, opened, store, until
 
 TESTS = Path(__file__).parents[1]

@@ -6,9 +6,9 @@ import json
 import stat
 from pathlib import Path
 
-from foreword.tiers.files import RealFiles
+from foreword.tiers.disk.files import RealFiles
+from foreword.tiers.disk.manifest import MAX_BYTES, manifest_facts, manifest_path, read_manifests
 from foreword.tiers.identity import CacheIdentity
-from foreword.tiers.manifest import MAX_BYTES, manifest_facts, manifest_path, read_manifests
 from tiers.block_world import NAMESPACE, OTHER_NAMESPACE, opened
 
 FILES = RealFiles()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from foreword.tiers.store_value import HEADER_BYTES, ValueFormat, names_of, server_key
+from foreword.tiers.store.value import HEADER_BYTES, ValueFormat, names_of, server_key
 from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import EXACT
 from tiers.block_world import keys_of, payloads_of

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from foreword.tiers.disk_state import DiskOptions
+from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.ticket import Outcome
 from tiers.block_world import OPTIONS, keys_of, load, opened, store, until
 from tiers.faulty_files import Change, RecordingFiles

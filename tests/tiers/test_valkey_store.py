@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from foreword.errors import ConfigError
-from foreword.tiers.store_client import StoreServer
-from foreword.tiers.store_state import StoreOptions
-from foreword.tiers.store_value import HEADER_BYTES, names_of, server_key
+from foreword.tiers.store.client import StoreServer
+from foreword.tiers.store.state import StoreOptions
+from foreword.tiers.store.valkey_tier import ValkeyTier
+from foreword.tiers.store.value import HEADER_BYTES, names_of, server_key
 from foreword.tiers.ticket import Outcome, Ticket
 from foreword.tiers.tier import BlockKeys, BlockRun, Buffers
-from foreword.tiers.valkey_store import ValkeyTier
 from tiers.block_world import BLOCK_BYTES, WAIT_S, keys_of, load, payloads_of, probe, run_of, store, until
 from tiers.store_world import OPTIONS, Server, binaries
 

@@ -11,7 +11,7 @@ from foreword.cache import KVCacheManager
 from foreword.engine import Engine, Prompt, TierDirector
 from foreword.engine.tiering.step_cost import StepCost
 from foreword.request import RequestOutput, SamplingParams
-from foreword.tiers.disk import DiskTier
+from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import Tier
 from hash_runner import HashEngine, HashRunner, expected_answer

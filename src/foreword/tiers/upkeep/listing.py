@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from foreword.config.sizes import format_bytes
-from foreword.tiers.files import RealFiles
+from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.upkeep.stats import print_unreadable
 from foreword.tiers.upkeep.survey import survey
 from foreword.tiers.upkeep.table import print_table

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foreword.config.sizes import format_bytes, parse_bytes
-from foreword.tiers.directory import VERSION, segments_in
-from foreword.tiers.files import RealFiles
-from foreword.tiers.manifest import manifest_path
+from foreword.tiers.disk.directory import VERSION, segments_in
+from foreword.tiers.disk.files import RealFiles
+from foreword.tiers.disk.manifest import manifest_path
 from foreword.tiers.upkeep.selection import Choice, Content, Wish, choose, contents_of, parse_age
 from foreword.tiers.upkeep.stats import print_unreadable
 from foreword.tiers.upkeep.survey import Survey, held

@@ -14,7 +14,7 @@ from fractions import Fraction
 from foreword.config.sizes import format_bytes
 from foreword.errors import ConfigError
 from foreword.tiers.cipher import Cipher
-from foreword.tiers.segments import Damage
+from foreword.tiers.disk.segments import Damage
 from foreword.tiers.upkeep.survey import SegmentFile, Survey
 from foreword.tiers.upkeep.tally import whole_blocks
 from foreword.tiers.upkeep.verify import verdicts

@@ -1,7 +1,7 @@
 """A survey of a cache directory: processes, segment files, manifests and free space.
 
-Knows the directory's layout and who lives; `foreword.tiers.segments` knows what a segment holds. It takes no part in
-the cache, and makes nothing but the lock file of `held`.
+Knows the directory's layout and who lives; `foreword.tiers.disk.segments` knows what a segment holds. It takes no part
+in the cache, and makes nothing but the lock file of `held`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foreword.errors import ConfigError
-from foreword.tiers.directory import (
+from foreword.tiers.disk.directory import (
     JANITOR_NAME,
     LOCK_NAME,
     SNAPSHOT_NAME,
@@ -25,10 +25,10 @@ from foreword.tiers.directory import (
     segments_in,
     unusable,
 )
-from foreword.tiers.files import FileLayer, Space, close_quietly, physical_bytes
-from foreword.tiers.manifest import Manifests, read_manifests
-from foreword.tiers.run_format import RunHeader
-from foreword.tiers.segments import Damage, scan_runs
+from foreword.tiers.disk.files import FileLayer, Space, close_quietly, physical_bytes
+from foreword.tiers.disk.manifest import Manifests, read_manifests
+from foreword.tiers.disk.run_format import RunHeader
+from foreword.tiers.disk.segments import Damage, scan_runs
 
 QUIET_S = 60.0
 """After which a segment of a live process that is not its last one counts as sealed."""

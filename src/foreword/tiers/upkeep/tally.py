@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.tiers.cipher import NO_CIPHER_ID
-from foreword.tiers.manifest import Facts
-from foreword.tiers.run_format import PAGE, RunHeader
-from foreword.tiers.segments import Damage
+from foreword.tiers.disk.manifest import Facts
+from foreword.tiers.disk.run_format import PAGE, RunHeader
+from foreword.tiers.disk.segments import Damage
 from foreword.tiers.tier import PINNED
 from foreword.tiers.upkeep.survey import Survey
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from foreword.config.sizes import format_bytes
 from foreword.tiers.cipher import NO_CIPHER_ID, AesGcm, Cipher, block_name, read_secret
-from foreword.tiers.files import FileLayer, RealFiles, close_quietly
-from foreword.tiers.run_format import PAGE, RunHeader, padded
-from foreword.tiers.segments import Damage, read_block, scan_runs
+from foreword.tiers.disk.files import FileLayer, RealFiles, close_quietly
+from foreword.tiers.disk.run_format import PAGE, RunHeader, padded
+from foreword.tiers.disk.segments import Damage, read_block, scan_runs
 from foreword.tiers.upkeep.survey import SegmentFile, Survey, survey
 from foreword.tiers.upkeep.table import ProgressLine, counted
 

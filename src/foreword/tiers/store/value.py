@@ -17,7 +17,7 @@ import struct
 
 import numpy as np
 
-from foreword.tiers.run_format import block_checksum
+from foreword.tiers.disk.run_format import block_checksum
 from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import KEY_BYTES, NAMESPACE_BYTES, BlockKeys
 

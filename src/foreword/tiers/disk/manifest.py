@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from foreword.tiers.files import FileLayer, close_quietly, read_fully, write_fully
+from foreword.tiers.disk.files import FileLayer, close_quietly, read_fully, write_fully
 from foreword.tiers.identity import CacheIdentity
 
 _NAME = re.compile(r"[0-9a-f]{32}\.json")

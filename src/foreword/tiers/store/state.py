@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foreword.errors import ConfigError
-from foreword.tiers.circuit_breaker import CircuitBreaker
-from foreword.tiers.store_client import Link, Refusal, ServerGoneError, StoreServer
-from foreword.tiers.store_value import ValueFormat
-from foreword.tiers.store_view import StoreView
+from foreword.tiers.store.circuit_breaker import CircuitBreaker
+from foreword.tiers.store.client import Link, Refusal, ServerGoneError, StoreServer
+from foreword.tiers.store.value import ValueFormat
+from foreword.tiers.store.view import StoreView
 from foreword.tiers.tier_counts import TierCounts
 
 logger = logging.getLogger(__name__)

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from foreword.tiers.directory import SNAPSHOT_NAME
-from foreword.tiers.disk_state import DiskState
-from foreword.tiers.eviction import Evictor
-from foreword.tiers.index_snapshot import snapshot_bytes, write_snapshot
-from foreword.tiers.segment_writer import SegmentWriter
-from foreword.tiers.space import SpaceBook
+from foreword.tiers.disk.directory import SNAPSHOT_NAME
+from foreword.tiers.disk.eviction import Evictor
+from foreword.tiers.disk.index_snapshot import snapshot_bytes, write_snapshot
+from foreword.tiers.disk.segment_writer import SegmentWriter
+from foreword.tiers.disk.space import SpaceBook
+from foreword.tiers.disk.state import DiskState
 from foreword.tiers.ticket import Outcome, Ticket
 from foreword.tiers.tier import BlockRun, DoneCallback
 

@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from foreword.tiers.block_places import COLUMNS
 from foreword.tiers.clock import EPOCH, LATEST, Clock
-from foreword.tiers.files import FileLayer, read_fully, write_fully
-from foreword.tiers.run_format import PAGE, padded
-from foreword.tiers.segment_index import SegmentIndex
-from foreword.tiers.segments import Segment
+from foreword.tiers.disk.block_places import COLUMNS
+from foreword.tiers.disk.files import FileLayer, read_fully, write_fully
+from foreword.tiers.disk.run_format import PAGE, padded
+from foreword.tiers.disk.segment_index import SegmentIndex
+from foreword.tiers.disk.segments import Segment
 
 MAGIC = b"FWIDX\0\0\1"
 _HEAD = struct.Struct("<8sQ")

@@ -12,9 +12,9 @@ import numpy as np
 
 from foreword.errors import ConfigError
 from foreword.tiers.job_thread import JobThread
-from foreword.tiers.store_client import Link, ServerGoneError, ServerRefusedError
-from foreword.tiers.store_state import StoreState
-from foreword.tiers.store_value import server_key
+from foreword.tiers.store.client import Link, ServerGoneError, ServerRefusedError
+from foreword.tiers.store.state import StoreState
+from foreword.tiers.store.value import server_key
 from foreword.tiers.ticket import Outcome, Ticket
 from foreword.tiers.tier import BoolArray, DoneCallback
 

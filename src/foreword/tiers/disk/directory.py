@@ -22,8 +22,8 @@ import uuid
 from pathlib import Path
 
 from foreword.errors import ConfigError
-from foreword.tiers.files import FileLayer
-from foreword.tiers.segments import segment_number
+from foreword.tiers.disk.files import FileLayer
+from foreword.tiers.disk.segments import segment_number
 
 logger = logging.getLogger(__name__)
 

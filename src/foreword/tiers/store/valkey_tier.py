@@ -27,14 +27,14 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.tiers.cipher import read_secret
-from foreword.tiers.circuit_breaker import CircuitBreaker
-from foreword.tiers.store_ask import StoreAsker
-from foreword.tiers.store_client import StoreServer
-from foreword.tiers.store_load import StoreLoader
-from foreword.tiers.store_state import StoreOptions, StoreState
-from foreword.tiers.store_value import ValueFormat, names_of
-from foreword.tiers.store_view import StoreView
-from foreword.tiers.store_write import StoreWriter
+from foreword.tiers.store.ask import StoreAsker
+from foreword.tiers.store.circuit_breaker import CircuitBreaker
+from foreword.tiers.store.client import StoreServer
+from foreword.tiers.store.load import StoreLoader
+from foreword.tiers.store.state import StoreOptions, StoreState
+from foreword.tiers.store.value import ValueFormat, names_of
+from foreword.tiers.store.view import StoreView
+from foreword.tiers.store.write import StoreWriter
 from foreword.tiers.ticket import Ticket
 from foreword.tiers.tier import BlockKeys, BlockRun, BlockSink, BoolArray, DoneCallback, TierStats
 

@@ -10,10 +10,10 @@ one run each.
 
 from __future__ import annotations
 
-from foreword.tiers.directory import SNAPSHOT_NAME
-from foreword.tiers.disk_state import DiskState
-from foreword.tiers.files import physical_bytes
-from foreword.tiers.segments import Segment
+from foreword.tiers.disk.directory import SNAPSHOT_NAME
+from foreword.tiers.disk.files import physical_bytes
+from foreword.tiers.disk.segments import Segment
+from foreword.tiers.disk.state import DiskState
 
 
 class SpaceBook:

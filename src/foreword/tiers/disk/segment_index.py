@@ -21,7 +21,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from foreword.tiers.block_places import COLUMNS, NewBlocks, Places, RowArray, heads_of
+from foreword.tiers.disk.block_places import COLUMNS, NewBlocks, Places, RowArray, heads_of
 from foreword.tiers.tier import PINNED, BlockKeys, BoolArray
 
 ROW_GROWTH = 1.125

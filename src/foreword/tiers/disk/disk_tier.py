@@ -21,15 +21,15 @@ import numpy.typing as npt
 
 from foreword.tiers.cipher import AesGcm, Cipher, PlainText, read_secret
 from foreword.tiers.clock import Clock
-from foreword.tiers.directory import CacheDirectory, unusable
-from foreword.tiers.disk_state import DiskOptions, DiskState
-from foreword.tiers.files import FileLayer, RealFiles, can_leave_cache, close_quietly, physical_bytes
-from foreword.tiers.loader import Loader
-from foreword.tiers.manifest import Facts, write_manifest
-from foreword.tiers.scanner import Scanner
-from foreword.tiers.segment_index import SegmentIndex
-from foreword.tiers.segments import SegmentTable
-from foreword.tiers.storer import Storer
+from foreword.tiers.disk.directory import CacheDirectory, unusable
+from foreword.tiers.disk.files import FileLayer, RealFiles, can_leave_cache, close_quietly, physical_bytes
+from foreword.tiers.disk.loader import Loader
+from foreword.tiers.disk.manifest import Facts, write_manifest
+from foreword.tiers.disk.scanner import Scanner
+from foreword.tiers.disk.segment_index import SegmentIndex
+from foreword.tiers.disk.segments import SegmentTable
+from foreword.tiers.disk.state import DiskOptions, DiskState
+from foreword.tiers.disk.storer import Storer
 from foreword.tiers.ticket import Outcome, Ticket
 from foreword.tiers.tier import BlockKeys, BlockRun, BlockSink, BoolArray, DoneCallback, TierStats
 

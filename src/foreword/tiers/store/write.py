@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreword.tiers.job_thread import JobThread
-from foreword.tiers.store_ask import exist
-from foreword.tiers.store_client import Link, Refusal, ServerGoneError
-from foreword.tiers.store_state import StoreState
-from foreword.tiers.store_value import HEADER_BYTES, server_key
+from foreword.tiers.store.ask import exist
+from foreword.tiers.store.client import Link, Refusal, ServerGoneError
+from foreword.tiers.store.state import StoreState
+from foreword.tiers.store.value import HEADER_BYTES, server_key
 from foreword.tiers.ticket import Outcome, Ticket
 from foreword.tiers.tier import BlockRun, DoneCallback
 

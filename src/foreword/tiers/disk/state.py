@@ -16,10 +16,10 @@ import numpy.typing as npt
 from foreword.errors import ConfigError
 from foreword.tiers.cipher import Cipher
 from foreword.tiers.clock import Clock
-from foreword.tiers.directory import CacheDirectory
-from foreword.tiers.files import FileLayer
-from foreword.tiers.segment_index import SegmentIndex
-from foreword.tiers.segments import Segment, SegmentTable
+from foreword.tiers.disk.directory import CacheDirectory
+from foreword.tiers.disk.files import FileLayer
+from foreword.tiers.disk.segment_index import SegmentIndex
+from foreword.tiers.disk.segments import Segment, SegmentTable
 from foreword.tiers.ticket import FORGOTTEN
 from foreword.tiers.tier_counts import TierCounts
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from foreword.tiers.block_places import Places
-from foreword.tiers.disk_state import DiskState
-from foreword.tiers.files import close_quietly
-from foreword.tiers.run_format import RunHeader
-from foreword.tiers.segments import Damage, Segment, scan_runs
+from foreword.tiers.disk.block_places import Places
+from foreword.tiers.disk.files import close_quietly
+from foreword.tiers.disk.run_format import RunHeader
+from foreword.tiers.disk.segments import Damage, Segment, scan_runs
+from foreword.tiers.disk.state import DiskState
 from foreword.tiers.tier import PINNED
 
 logger = logging.getLogger(__name__)

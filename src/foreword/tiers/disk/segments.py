@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from foreword.tiers.block_places import NewBlocks
-from foreword.tiers.files import FileLayer, read_fully
-from foreword.tiers.run_format import (
+from foreword.tiers.disk.block_places import NewBlocks
+from foreword.tiers.disk.files import FileLayer, read_fully
+from foreword.tiers.disk.run_format import (
     MAGIC,
     MAX_HEADER_BYTES,
     PAGE,

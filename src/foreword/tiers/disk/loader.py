@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from foreword.tiers.block_places import Places
 from foreword.tiers.cipher import block_name
-from foreword.tiers.disk_state import DiskState, is_forgotten
+from foreword.tiers.disk.block_places import Places
+from foreword.tiers.disk.read_ahead import Content, Piece, ReadAhead
+from foreword.tiers.disk.run_format import PAGE, block_checksum, padded
+from foreword.tiers.disk.state import DiskState, is_forgotten
 from foreword.tiers.load_rate import LoadRate
-from foreword.tiers.read_ahead import Content, Piece, ReadAhead
-from foreword.tiers.run_format import PAGE, block_checksum, padded
 from foreword.tiers.ticket import Outcome, Ticket
 from foreword.tiers.tier import BlockKeys, BlockSink, DoneCallback
 

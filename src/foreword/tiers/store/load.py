@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from foreword.tiers.job_thread import JobThread
 from foreword.tiers.load_rate import LoadRate
-from foreword.tiers.store_client import Link, Refusal, Reply, ServerGoneError
-from foreword.tiers.store_state import StoreState
-from foreword.tiers.store_value import HEADER_BYTES, server_key
+from foreword.tiers.store.client import Link, Refusal, Reply, ServerGoneError
+from foreword.tiers.store.state import StoreState
+from foreword.tiers.store.value import HEADER_BYTES, server_key
 from foreword.tiers.ticket import FORGOTTEN, Outcome, Ticket
 from foreword.tiers.tier import BlockSink, DoneCallback
 

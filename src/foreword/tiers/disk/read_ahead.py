@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from foreword.tiers.block_places import Places
-from foreword.tiers.disk_state import DiskState
-from foreword.tiers.files import close_quietly, read_fully
-from foreword.tiers.run_format import PAGE, padded
+from foreword.tiers.disk.block_places import Places
+from foreword.tiers.disk.files import close_quietly, read_fully
+from foreword.tiers.disk.run_format import PAGE, padded
+from foreword.tiers.disk.state import DiskState
 from foreword.tiers.ticket import Outcome
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.tiers.cipher import block_name
-from foreword.tiers.disk_state import DiskState
-from foreword.tiers.eviction import Keepers
-from foreword.tiers.files import close_quietly, write_fully
-from foreword.tiers.run_format import (
+from foreword.tiers.disk.eviction import Keepers
+from foreword.tiers.disk.files import close_quietly, write_fully
+from foreword.tiers.disk.run_format import (
     ENTRY,
     MAX_RUN_BYTES,
     PAGE,
@@ -27,8 +26,9 @@ from foreword.tiers.run_format import (
     header_bytes_of,
     padded,
 )
-from foreword.tiers.segments import Segment, new_blocks, read_block
-from foreword.tiers.space import SpaceBook
+from foreword.tiers.disk.segments import Segment, new_blocks, read_block
+from foreword.tiers.disk.space import SpaceBook
+from foreword.tiers.disk.state import DiskState
 from foreword.tiers.ticket import Ticket
 from foreword.tiers.tier import BlockRun
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from foreword.tiers.directory import SNAPSHOT_NAME
-from foreword.tiers.disk_state import DiskState
-from foreword.tiers.files import close_quietly, physical_bytes
-from foreword.tiers.index_snapshot import read_snapshot
-from foreword.tiers.run_format import ENTRY, PAGE, RunHeader
-from foreword.tiers.segments import Damage, Segment, new_blocks, scan_runs
+from foreword.tiers.disk.directory import SNAPSHOT_NAME
+from foreword.tiers.disk.files import close_quietly, physical_bytes
+from foreword.tiers.disk.index_snapshot import read_snapshot
+from foreword.tiers.disk.run_format import ENTRY, PAGE, RunHeader
+from foreword.tiers.disk.segments import Damage, Segment, new_blocks, scan_runs
+from foreword.tiers.disk.state import DiskState
 from foreword.tiers.tier import BlockKeys
 
 logger = logging.getLogger(__name__)

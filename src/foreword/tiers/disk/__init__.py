@@ -1,0 +1,1 @@
+"""The disk tier: blocks in append-only segment files that outlive the process."""
