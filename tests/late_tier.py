@@ -46,9 +46,23 @@ class LateTier:
         """It claims to have everything."""
         self.is_eager = False
         """It stores at once."""
+        self.is_far = False
+        """It says only when it works what it has."""
 
     def lookup(self, keys: BlockKeys) -> BoolArray:
         return np.array([self.lies or name in self.content for name in names(keys)], bool)
+
+    def probe(self, keys: BlockKeys, *, deadline_s: float = 0.05, on_done: DoneCallback | None = None) -> Ticket:
+        ticket, listed = Ticket(len(keys), deadline_s=deadline_s, on_done=on_done), names(keys)
+
+        def look(index: int) -> None:
+            ticket.settle(index, Outcome.PRESENT if listed[index] in self.content else Outcome.MISSING)
+
+        if self.is_far:
+            self.jobs.append(("probe", ticket, keys, look))
+        else:
+            ticket.finish(Outcome.PRESENT)
+        return ticket
 
     def load(
         self,

@@ -20,6 +20,7 @@ from foreword import LLM, SamplingParams
 from foreword.errors import ConfigError
 from foreword.request import RequestOutput
 from live_server import ServerProcess
+from tiers.store_world import shared_server
 from tiny_models import TinyModels, random_tokens
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.7, seed=11, logprobs=3, ignore_eos=True)
@@ -210,3 +211,40 @@ def test_a_file_in_place_of_the_folder(tiny_models: TinyModels, tmp_path: Path) 
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file"):
         open_llm(tiny_models.folder("qwen2"), cache_dir=tmp_path / "file")
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next"])
+def test_a_store_shares_prefixes_among_machines(tiny_models: TinyModels, tmp_path: Path, name: str) -> None:
+    """Two engines and a real server; the second has never seen the prompt."""
+    server = shared_server()
+    server.client().flushall()
+    folder = tiny_models.folder(name)
+    with open_llm(folder) as llm:
+        computed = bits(generate(llm))
+    with open_llm(folder, cache_store=server.url) as one, open_llm(folder, cache_store=server.url) as other:
+        assert bits(generate(one)) == computed
+        while one.engine.store_on():
+            time.sleep(0.001)
+        found = generate(other)
+        assert found.num_cached_tokens > 600
+        assert bits(found) == computed
+        assert other.engine.report_tiers().tiers[0].loads.num_loads == 1
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_store_that_hangs_costs_a_stated_time_and_no_bit(tiny_models: TinyModels) -> None:
+    """SIGSTOP: the first answer comes as if there were no store, later by the wait for what the store has."""
+    server = shared_server()
+    server.client().flushall()
+    folder = tiny_models.folder("qwen2")
+    with open_llm(folder) as llm:
+        computed = bits(generate(llm))
+    with open_llm(folder, cache_store=server.url) as llm:
+        server.stop()
+        try:
+            found = generate(llm)
+        finally:
+            server.go_on()
+        assert found.num_cached_tokens == 0
+        assert bits(found) == computed

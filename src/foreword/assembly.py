@@ -41,6 +41,8 @@ from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.disk.manifest import manifest_facts
 from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.identity import CacheIdentity
+from foreword.tiers.store.state import StoreOptions
+from foreword.tiers.store.valkey_tier import ValkeyTier
 from foreword.tiers.tier import Tier
 
 if TYPE_CHECKING:
@@ -166,21 +168,33 @@ def identify(config: EngineConfig, model: LoadedModel, weights: str | None, prob
 def open_tiers(config: EngineConfig) -> list[Tier]:
     """What lies below the pool, the nearest first. Raises ConfigError for what cannot be used."""
     options, cache = config.tiers, config.cache
-    if options.cache_dir is None:
+    if options.cache_dir is None and options.cache_store is None:
         return []
+    name = "cache_store" if options.cache_dir is None else "cache_dir"  # without its value, which may hold a password
     if not cache.enable_prefix_caching:
         raise ConfigError(
-            f"cache_dir={options.cache_dir!r} keeps cached prefixes, and prefix caching is off; leave it out, or leave "
-            "enable_prefix_caching on"
+            f"{name} keeps cached prefixes, and prefix caching is off; leave it out, or leave enable_prefix_caching on"
         )
     if not cache.hash_function.startswith("sha256"):
         raise ConfigError(
             f"hash_function={cache.hash_function!r} makes keys that others can forge, and such keys must not name "
-            "blocks that outlive the process; use sha256, or leave cache_dir out"
+            f"blocks that outlive the process; use sha256, or leave {name} out"
         )
-    key_file = None if options.cache_key_file is None else Path(options.cache_key_file).expanduser()
-    disk = DiskOptions(budget_bytes=options.cache_disk_bytes, key_file=key_file)
-    return [DiskTier(Path(options.cache_dir).expanduser(), disk)]
+    tiers: list[Tier] = []
+    with ExitStack() as undo:
+        if options.cache_dir is not None:
+            disk = DiskOptions(budget_bytes=options.cache_disk_bytes, key_file=_path(options.cache_key_file))
+            tiers.append(DiskTier(Path(options.cache_dir).expanduser(), disk))
+            undo.callback(tiers[0].close, 0.0)
+        if options.cache_store is not None:
+            store = StoreOptions(ttl_s=options.cache_store_ttl_s, mac_key_file=_path(options.cache_store_key_file))
+            tiers.append(ValkeyTier(options.cache_store, store))
+        undo.pop_all()
+    return tiers
+
+
+def _path(name: str | None) -> Path | None:
+    return None if name is None else Path(name).expanduser()
 
 
 def build_engine(

@@ -69,8 +69,8 @@ def test_a_call_that_fails_from_some_moment_on_leaves_a_tier_that_answers(tmp_pa
 
 
 def test_a_full_disk_makes_the_tier_drop_blocks_give_back_a_segment_and_go_on_later(tmp_path, monkeypatch):
-    monkeypatch.setattr("foreword.tiers.storer.FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr("foreword.tiers.storer.LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr("foreword.tiers.disk.storer.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("foreword.tiers.disk.storer.LONGEST_PAUSE_S", 0.0)
     with opened(tmp_path, SMALL, files=SmallDisk(300_000)) as tier:
         outcomes: dict[str, int] = {}
         for number in range(60):

@@ -169,6 +169,14 @@ class TierConfig:
     cache_key_file: str | None = None
     """File with a secret of 32 bytes or more, with which cached prefixes are encrypted on disk. None: they are not, and
     whoever can read the folder can learn what prompts said."""
+    cache_store: str | None = None
+    """Valkey or Redis server that shares cached prefixes among machines, such as valkey://HOST:6379; valkeys:// is TLS.
+    None: nothing is shared. Needs `pip install foreword[store]`."""
+    cache_store_ttl_s: float = 86_400.0
+    """Seconds after which the server forgets a cached prefix."""
+    cache_store_key_file: str | None = None
+    """File with a secret of 32 bytes or more that signs what is stored in the server. None: it is not signed, and
+    whoever can write to the server can change answers."""
     cache_daily_write_bytes: int | None = None
     """Most bytes to write below the KV memory in a day, to spare a disk. None: no limit."""
 
@@ -178,6 +186,12 @@ class TierConfig:
         for name in ("cache_disk_bytes", "cache_key_file"):
             if getattr(self, name) is not None and self.cache_dir is None:
                 raise ConfigError(f"{name}={getattr(self, name)!r} needs a folder for the cache; give cache_dir too")
+        if self.cache_store_key_file is not None and self.cache_store is None:
+            raise ConfigError(
+                f"cache_store_key_file={self.cache_store_key_file!r} signs what a server holds; give cache_store too"
+            )
+        if not 0.0 < self.cache_store_ttl_s < 1e9:
+            raise ConfigError(f"cache_store_ttl_s={self.cache_store_ttl_s} is no time to keep; use seconds above 0")
 
 
 @dataclass(frozen=True, slots=True)

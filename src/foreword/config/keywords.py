@@ -59,6 +59,9 @@ class TierKeywords(TypedDict, total=False):
     cache_dir: str | os.PathLike[str] | None
     cache_disk_bytes: int | str | None
     cache_key_file: str | os.PathLike[str] | None
+    cache_store: str | None
+    cache_store_ttl_s: float
+    cache_store_key_file: str | os.PathLike[str] | None
     cache_daily_write_bytes: int | str | None
 
 

@@ -79,6 +79,7 @@ class Scheduler:
             request.state_positions = self.states.of_prompt(request.sequence, request.message_ends)
         self._wait(request)
         self._requests[request.request_id] = request
+        self._tiers.arrive(request)
 
     def _wait(self, request: Request) -> None:
         """Put a request at its place in the queue."""

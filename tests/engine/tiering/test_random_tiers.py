@@ -32,6 +32,7 @@ class TieredDriver(Driver):
             return TierDirector([self.tier], HashMemory(runner), manager, self.namespace + bytes([manager.block_size]))
 
         self.tier.lies = bool(self.rng.random() < 0.1)
+        self.tier.is_far = bool(self.rng.random() < 0.3)
         return {"tiers": make}
 
     @property

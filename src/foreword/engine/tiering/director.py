@@ -109,8 +109,13 @@ class TierDirector:
 
     # ---------------------------------------------------------------- requests
 
+    def arrive(self, request: Request) -> None:
+        """A request arrives: ask the tiers what they have of its prefix, so that they answer before its turn."""
+        if self._tiers:
+            self._loads.arrive(request)
+
     def still_waits(self, request: Request) -> bool:
-        """Whether a load that the request waits for is under way."""
+        """Whether the request waits for a load, or for a tier's answer, that is under way."""
         return self._loads.still_waits(request)
 
     def must_wait(self, request: Request, hit: PrefixHit, *, may_begin: bool) -> bool:

@@ -2,11 +2,12 @@
 
 Knows waiting requests, hits, tiers and seconds; knows nothing of budgets, running requests or files.
 
-    waiting -> (a tier has more of its prefix than the pool, and loading beats computing) -> loading -> waiting -> hit
+    arrived -> asking -> waiting -> (a tier has more than the pool, and loading beats computing) -> loading -> waiting
 
-A request that waits for a load holds up nobody: those after it are admitted. A load fills blocks that no lookup finds;
-when it is done, the blocks that arrived are indexed, and the request is looked up again like any other. What did not
-arrive is computed. Requests that lack the same block wait for one load.
+When a request arrives, the tiers are asked what they have of its prefix. One far away may take a while to answer; the
+request waits for that, but not for long. A request that waits holds up nobody: those after it are admitted. A load
+fills blocks that no lookup finds. When it is done, the blocks that arrived are indexed, and the request is looked up
+again like any other. What did not arrive is computed. Requests that lack the same block wait for one load.
 
 Fences. A load takes blocks only while no step is planned, because a step may still write to the blocks that were free
 before it. It holds the part of the prefix that is in the pool, and at most half of the pool. It has a deadline. When a
@@ -106,6 +107,8 @@ class Loads:
         self._tiers, self._memory, self._manager, self._namespace, self._cost = tiers, memory, manager, namespace, cost
         self._loads: list[Load] = []
         self._load_of: dict[Request, Load] = {}
+        self._asked: dict[Request, list[Ticket]] = {}
+        """Requests that wait for tiers to say what they have."""
         self._owner_of: dict[BlockHash, Load] = {}
         self.arrived = threading.Event()
         """Set by every load that ends by itself."""
@@ -114,13 +117,36 @@ class Loads:
         self.counts = {tier.name: LoadCounts() for tier in tiers}
 
     def __len__(self) -> int:
-        return len(self._loads)
+        """Loads under way, and requests that wait for answers."""
+        return len(self._loads) + len(self._asked)
 
     # ---------------------------------------------------------------- requests
 
+    def arrive(self, request: Request) -> None:
+        """Ask the tiers what they have of a new request's prefix."""
+        if request.skips_cache:
+            return
+        names = [
+            BlockKeys.of_group(self._namespace, group_id, keys)
+            for group_id, keys in enumerate(self._manager.keys_by_group(request.sequence))
+        ]
+        if any(len(own) for own in names):
+            keys = joined_keys(names)
+            tickets = [tier.probe(keys, on_done=self._note_arrival) for tier in self._tiers]
+            if not all(ticket.done for ticket in tickets):
+                self._asked[request] = tickets
+
     def still_waits(self, request: Request) -> bool:
-        """Whether a load that the request waits for is under way."""
+        """Whether the request waits for a load, or for a tier's answer."""
+        tickets = self._asked.get(request)
+        if tickets is not None:
+            if not all(ticket.done for ticket in tickets):
+                return True
+            del self._asked[request]
         return request in self._load_of
+
+    def _note_arrival(self, _: Ticket) -> None:
+        self.arrived.set()
 
     def must_wait(self, request: Request, hit: PrefixHit, *, may_begin: bool) -> bool:
         """Whether the request should wait for a load of what `hit` lacks. Begins one if `may_begin`."""
@@ -145,6 +171,7 @@ class Loads:
 
     def leave(self, request: Request) -> None:
         """Forget a request that has left; a load that nobody waits for is cancelled."""
+        self._asked.pop(request, None)
         load = self._load_of.pop(request, None)
         if load is not None:
             load.waiting.remove(request)
@@ -168,7 +195,8 @@ class Loads:
         return any(load.ticket.done for load in self._loads)
 
     def cancel_all(self) -> None:
-        """Give up all loads and release their blocks. Their requests compute."""
+        """Give up all loads and release their blocks; wait for no answers. The requests compute."""
+        self._asked.clear()
         for load in self._loads.copy():
             for request in load.waiting:
                 request.loads.may_ask = False
@@ -239,7 +267,7 @@ class Loads:
             blocks.payload_bytes,
             blocks,
             deadline_s=max(SHORTEST_DEADLINE_S, DEADLINE_FACTOR * plan.load_s),
-            on_done=lambda _: self.arrived.set(),
+            on_done=self._note_arrival,
         )
         size = manager.block_size
         chain = sequence.block_hashes()[hit.num_shared_tokens // size : plan.num_tokens // size]
@@ -295,7 +323,9 @@ class Loads:
 
     def check_integrity(self, waiting: Iterable[Request]) -> None:
         """Raise AssertionError if somebody waits who is not queued, or for a load that is not under way."""
-        assert set(self._load_of) <= set(waiting), "a request that is not queued waits for a load"
+        assert self._load_of.keys() | self._asked.keys() <= set(waiting), (
+            "a request that is not queued waits for a load"
+        )
         assert all(load in self._loads for load in self._load_of.values()), "a request waits for a load that has ended"
         assert set(self._owner_of.values()) <= set(self._loads), "a key is kept for a load that has ended"
 
