@@ -10,6 +10,9 @@ medians are reported: this disk's rate changes by a third from minute to minute.
 The index's figures are for 10^6 blocks: a snapshot's, read and inserted, and a scan of the headers of as many blocks in
 runs of 40. For the scan the files are sparse: headers lie where they would lie, payloads are holes.
 
+`tiers_engine.py` has what an engine sees: first tokens from memory, disk and a Valkey server, and steps beside loads and
+stores.
+
 `--kills` kills that number of processes while they store; `--flips` flips that number of random bits of segments,
 headers and snapshots and loads what they hit. The last line is JSON.
 """
@@ -44,6 +47,7 @@ from foreword.tiers.disk.segments import Segment
 from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import BlockKeys, BlockRun, Buffers
+from tiers_engine import engine_figures
 
 NAMESPACE = b"benchmark tiers."
 BLOCK_BYTES = 196_608
@@ -400,6 +404,10 @@ TARGETS: dict[str, tuple[str, float]] = {
     "index_bytes_a_block": ("<=", 80),
     "lookup_50k_ms": ("<=", 2),
     "wrong_blocks": ("<=", 0),
+    "disk_hit_over_ram_hit_ms": ("<=", 50),
+    "store_hit_over_ram_hit_ms": ("<=", 80),
+    "step_p99_ratio_loading": ("<=", 1.10),
+    "step_p99_ratio_storing": ("<=", 1.05),
 }
 
 
@@ -410,6 +418,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--flips", type=int, default=100_000)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--engine", choices=("full", "quick", "none"), default="full", help="figures of an engine")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=args.path))
@@ -420,6 +429,8 @@ def main() -> None:
             **flips(folder / "flips", args.flips),
             **kills(folder / "kills", args.kills),
         }
+        if args.engine != "none":
+            figures.update(engine_figures(folder / "engine", quick=args.engine == "quick"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     figures["wrong_blocks"] = figures["wrong_after_flips"] + figures["wrong_after_kills"]

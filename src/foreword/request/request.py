@@ -104,7 +104,7 @@ class Loaded:
     """A tier's name, and the span of tokens by which hits grew."""
 
     def tokens_by_tier(self, num_cached_tokens: int) -> dict[str, int]:
-        """Of a hit of so many tokens, how many each tier gave."""
+        """The number of tokens of a hit of `num_cached_tokens` that each tier gave."""
         found: dict[str, int] = {}
         for name, start, end in self.spans:
             found[name] = found.get(name, 0) + max(0, min(end, num_cached_tokens) - start)

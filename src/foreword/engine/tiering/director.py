@@ -98,7 +98,7 @@ class TierDirector:
         self._num_planned += 1
 
     def note_settled(self, entries: Entries, seconds: float | None) -> None:
-        """The oldest planned step was committed after so many seconds (None: not known), or has failed."""
+        """The oldest planned step was committed after `seconds` (None: not known), or has failed."""
         self._num_settled = min(self._num_planned, self._num_settled + 1)
         if seconds is not None and self._tiers:
             self._cost.note_step(entries.starts, entries.ends, seconds)

