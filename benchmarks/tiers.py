@@ -10,7 +10,7 @@ medians are reported: this disk's rate changes by a third from minute to minute.
 The index's figures are for 10^6 blocks: a snapshot's, read and inserted, and a scan of the headers of as many blocks in
 runs of 40. For the scan the files are sparse: headers lie where they would lie, payloads are holes.
 
-`tiers_engine.py` has what an engine sees: first tokens from memory, disk and a Valkey server, and steps beside loads and
+`tiers_engine.py` has what an engine sees: first tokens from memory, disk and a Valkey server, steps beside loads and
 stores.
 
 `--kills` kills that number of processes while they store; `--flips` flips that number of random bits of segments,
