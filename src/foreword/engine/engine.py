@@ -229,6 +229,11 @@ class Engine:
         """
         return self._tiers.go_on(is_busy=self.has_unfinished_requests())
 
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """What lies below the pool, the nearest first."""
+        return self._tiers.names
+
     def report_tiers(self) -> TiersReport:
         """What was loaded and stored so far, and what the tiers hold."""
         return self._tiers.report()

@@ -104,11 +104,14 @@ class Loaded:
     """A tier's name, and the span of tokens by which hits grew."""
 
     def tokens_by_tier(self, num_cached_tokens: int) -> dict[str, int]:
-        """Of a hit of so many tokens, how many each tier gave."""
-        found: dict[str, int] = {}
-        for name, start, end in self.spans:
-            found[name] = found.get(name, 0) + max(0, min(end, num_cached_tokens) - start)
-        return found
+        """Tokens of a hit by the tier that gave them, and `memory` for the rest; without zeros."""
+        found, at = {"memory": num_cached_tokens}, num_cached_tokens
+        for name, start, end in reversed(self.spans):  # what was evicted and loaded again counts once
+            num_tokens = max(0, min(end, at) - start)
+            found["memory"] -= num_tokens
+            found[name] = found.get(name, 0) + num_tokens
+            at = min(at, start)
+        return {name: num_tokens for name, num_tokens in found.items() if num_tokens}
 
 
 class Request:
@@ -182,6 +185,8 @@ class Request:
         """Number of its tokens computed after the planned step; set only if layers are recurrent."""
         self.num_cached_tokens = 0
         """Prompt tokens that were hit at the first admission."""
+        self.cached_tokens_by_tier: dict[str, int] = {}
+        """Those tokens by the place they came from; see `RequestOutput`."""
         self.explanation: LookupExplanation | None = None
         """Result of the lookup at its first admission; None if the cache keeps no ledger."""
         self.num_preemptions = 0
@@ -254,6 +259,8 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     """Prompt tokens that the first continuation found in the cache."""
+    cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
+    """Those tokens by the place they came from: `memory`, or the tier that they were loaded from. It has no zeros."""
     explanation: LookupExplanation | None = None
     """Result of the first continuation's lookup: how much was found, and why the rest was not."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -11,6 +11,7 @@ from foreword.cache import KVCacheManager
 from foreword.engine import Engine, Prompt, TierDirector
 from foreword.engine.tiering.step_cost import StepCost
 from foreword.request import RequestOutput, SamplingParams
+from foreword.request.request import Loaded
 from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import Tier
@@ -70,6 +71,32 @@ def test_another_engine_hits_what_the_first_stored() -> None:
     assert found.outputs[0].token_ids == answer(PROMPT, 1, 5)
     counts = world.engine.report_tiers().tiers[0].loads
     assert (counts.num_loads, counts.num_tokens, counts.blocks_by_outcome) == (1, 40, {"done": 10})
+
+
+def test_an_output_says_which_tier_its_cached_tokens_came_from() -> None:
+    tier = LateTier()
+    fill(tier)
+    world = world_on(tier)
+    head = output(world, "head", PROMPT[:16], max_tokens=1)
+    while not head.finished:
+        world.step()
+        tier.finish()
+    whole = output(world, "whole")
+    while not whole.finished:
+        world.step()
+        tier.finish()
+    again = output(world, "again")
+    world.drain()
+    assert head.cached_tokens_by_tier == {"late": 15}, "the last token is computed"
+    assert whole.cached_tokens_by_tier == {"memory": 16, "late": 23}
+    assert again.cached_tokens_by_tier == {"memory": 39}
+
+
+def test_tokens_that_were_loaded_twice_count_once() -> None:
+    loaded = Loaded(spans=[("disk", 16, 64), ("store", 32, 96)])
+    assert loaded.tokens_by_tier(80) == {"memory": 16, "disk": 16, "store": 48}
+    assert loaded.tokens_by_tier(24) == {"memory": 16, "disk": 8}
+    assert loaded.tokens_by_tier(0) == Loaded().tokens_by_tier(0) == {}
 
 
 def test_a_load_holds_up_nobody_else() -> None:

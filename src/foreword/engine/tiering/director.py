@@ -72,6 +72,11 @@ class TierDirector:
         """The director of an engine that has nothing below the pool."""
         return cls((), NoMemory(), manager, bytes(NAMESPACE_BYTES))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tiers, the nearest first."""
+        return tuple(tier.name for tier in self._tiers)
+
     # ------------------------------------------------------------------- steps
 
     def before_step(self) -> None:
@@ -98,7 +103,7 @@ class TierDirector:
         self._num_planned += 1
 
     def note_settled(self, entries: Entries, seconds: float | None) -> None:
-        """The oldest planned step was committed after so many seconds (None: not known), or has failed."""
+        """The oldest planned step was committed after `seconds` (None: not known), or has failed."""
         self._num_settled = min(self._num_planned, self._num_settled + 1)
         if seconds is not None and self._tiers:
             self._cost.note_step(entries.starts, entries.ends, seconds)

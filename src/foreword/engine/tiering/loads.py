@@ -38,7 +38,7 @@ WORTH = 0.8
 LEAST_GAIN_S = 0.002
 SHORTEST_DEADLINE_S = 0.25
 DEADLINE_FACTOR = 3.0
-"""A load may take so many times what the tier estimates."""
+"""A load may take this many times what the tier estimates."""
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ MOST_OFFERS = 512
 PATIENCE_S = 10.0
 """A chunk that a tier does not write within this time is given up."""
 REST_FACTOR = 4.0
-"""While requests run, a rest follows each chunk, so many times as long as the chunk took."""
+"""While requests run, a rest follows each chunk, this many times as long as the chunk took."""
 DAY_S = 86_400
 
 
