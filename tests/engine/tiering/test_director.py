@@ -99,6 +99,19 @@ def test_tokens_that_were_loaded_twice_count_once() -> None:
     assert loaded.tokens_by_tier(0) == Loaded().tokens_by_tier(0) == {}
 
 
+def test_a_snapshot_of_tiers_does_not_change_with_later_loads() -> None:
+    tier = LateTier()
+    fill(tier)
+    world = world_on(tier)
+    found, before = output(world, "second"), world.engine.snapshot().tiers
+    while not found.finished:
+        world.step()
+        tier.finish()
+    [now] = world.engine.snapshot().tiers.tiers
+    assert (before.tiers[0].loads.num_loads, now.loads.num_loads) == (0, 1)
+    assert (before.tiers[0].loads.blocks_by_outcome, now.loads.blocks_by_outcome) == ({}, {"done": 10})
+
+
 def test_a_load_holds_up_nobody_else() -> None:
     tier = LateTier()
     fill(tier)

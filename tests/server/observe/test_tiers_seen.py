@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.server.options import ServerConfig
-from live_server import FALCON, ServerThread, embedded_llm, post
+from live_server import FALCON, ServerThread, embedded_llm, post, wait_until
 
+REPOSITORY = Path(__file__).parents[3]
 PROMPT = "".join(f"The code of the amber falcon {number} is 4821.\n" for number in range(20))
 
 
@@ -68,3 +71,61 @@ def test_usage_without_tiers_is_what_it_was() -> None:
 def test_usage_says_that_another_arithmetic_may_have_computed_the_cache(tmp_path: Path) -> None:
     with serving(tmp_path / "cache", cache_exact=False) as server:
         assert details(complete(server))["cache_exact"] is False
+
+
+# --------------------------------------------------------------------- metrics
+
+
+def samples(server: ServerThread) -> dict[tuple[str, str, str], float]:
+    """(name, tier, outcome) -> value, of all metrics about tiers."""
+    text = httpx.get(f"{server.url}/metrics").raise_for_status().text
+    return {
+        (sample.name, sample.labels.get("tier", ""), sample.labels.get("outcome", "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("foreword_tier_")
+    }
+
+
+def test_metrics_of_tiers_are_what_the_engine_counted(tmp_path: Path) -> None:
+    with serving(tmp_path / "cache") as server:
+        complete(server)
+    with serving(tmp_path / "cache") as server:
+        usage = details(complete(server))
+        complete(server, prompt="another" + PROMPT)
+        wait_until(lambda: not server.ask(lambda engine: engine.store_on()))
+        found, report = samples(server), server.ask(lambda engine: engine.report_tiers())
+    [disk] = report.tiers
+    block_bytes = disk.loads.num_bytes // disk.loads.blocks_by_outcome["done"]
+    expected = {
+        "blocks": disk.stats.num_blocks,
+        "bytes": disk.stats.shared_bytes,
+        "budget_bytes": disk.stats.budget_bytes,
+        "breaker_open": 0,
+        "seconds_saved": disk.loads.saved_s,
+        "loads_total": 1,
+        "loaded_tokens_total": usage["cached_tokens"],
+        "loaded_bytes_total": usage["cached_tokens"] // 16 * block_bytes,
+        "load_seconds_total": disk.loads.seconds,
+        "declined_total": disk.loads.num_declined,
+        "regretted_total": disk.loads.num_regretted,
+        "cancelled_total": 0,
+        "lookups_total": disk.stats.num_looked_up,
+        "found_total": disk.stats.num_found,
+        "written_bytes_total": disk.stats.written_bytes,
+    }
+    assert {name: found[f"foreword_tier_{name}", "disk", ""] for name in expected} == expected
+    assert min(expected[name] for name in ("blocks", "bytes", "written_bytes_total", "load_seconds_total")) > 0
+    assert found["foreword_tier_load_blocks_total", "disk", "done"] == disk.loads.blocks_by_outcome["done"] > 0
+    assert found["foreword_tier_load_blocks_total", "disk", "corrupt"] == 0
+    assert found["foreword_tier_store_blocks_total", "disk", "done"] == disk.stats.num_written > 0
+    assert found["foreword_tier_written_bytes_today", "", ""] == report.bytes_today > 0
+    assert found["foreword_tier_store_queue", "", ""] == report.num_waiting_stores == 0
+    documented = set(re.findall(r"`(tier_\w+)`", (REPOSITORY / "docs" / "server.md").read_text()))
+    assert {f"foreword_{name}" for name in documented} == {name for name, _, _ in found}
+
+
+def test_without_tiers_there_are_no_metrics_of_them() -> None:
+    with serving(None) as server:
+        complete(server)
+        assert samples(server) == {}

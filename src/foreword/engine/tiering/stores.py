@@ -102,7 +102,7 @@ class Stores:
     @property
     def bytes_today(self) -> int:
         """Bytes stored since the day of `max_bytes_per_day` began."""
-        return self._bytes_today
+        return 0 if self._clock() - self._day_began > DAY_S else self._bytes_today
 
     def offer(self, sequence: TokenSequence, num_tokens: int) -> None:
         """Store the blocks that these tokens fill, some time."""
