@@ -267,7 +267,7 @@ class Scheduler:
             request.metrics.first_scheduled_time = time.monotonic()
             num_cached = request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
             request.cached_tokens_by_tier = request.loads.tokens_by_tier(num_cached)
-            request.explanation = self.manager.explanation_of(request.request_id)
+            request.explain(self.manager.explanation_of(request.request_id))
         self._coalescing.begin(request, hit, end)
 
     # ------------------------------------------------------------------ commit

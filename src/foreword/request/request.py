@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache import LookupExplanation, TokenSequence
+from foreword.cache import LoadFailure, LookupExplanation, TokenSequence
 from foreword.request.sampling_params import SamplingParams as SamplingParams
 from foreword.request.sampling_params import TokenConstraint as TokenConstraint
 from foreword.request.token_limits import BoolArray, TokenLimits
@@ -102,6 +102,8 @@ class Loaded:
     """Whether they are asked for what the pool lacks of its prefix."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """A tier's name, and the span of tokens by which hits grew."""
+    failure: LoadFailure | None = None
+    """Why the last wait was in vain, if it was."""
 
     def tokens_by_tier(self, num_cached_tokens: int) -> dict[str, int]:
         """Tokens of a hit by the tier that gave them, and `memory` for the rest; without zeros."""
@@ -223,6 +225,14 @@ class Request:
             self.has_run_dry = True
             found = limits.only_end()
         return found
+
+    def explain(self, lookup: LookupExplanation | None) -> None:
+        """Note the result of the lookup that admitted it, and what tiers gave."""
+        self.explanation = lookup
+        if lookup is not None and (self.loads.spans or self.loads.failure):
+            loaded = {name: count for name, count in self.cached_tokens_by_tier.items() if name != "memory"}
+            failure = None if lookup.reason is None else self.loads.failure
+            self.explanation = replace(lookup, loaded_tokens=loaded, load_failure=failure)
 
     @property
     def skips_cache(self) -> bool:

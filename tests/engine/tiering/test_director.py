@@ -143,8 +143,16 @@ def test_a_hundred_requests_load_their_prefix_once() -> None:
         assert found.num_cached_tokens == 40
 
 
-@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.MISSING, Outcome.IO_ERROR, Outcome.TIMEOUT])
-def test_what_does_not_come_is_computed_and_not_asked_for_again(outcome: Outcome) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "why"),
+    [
+        (Outcome.CORRUPT, "tier corrupt"),
+        (Outcome.MISSING, "never seen"),
+        (Outcome.IO_ERROR, "tier error"),
+        (Outcome.TIMEOUT, "tier slow"),
+    ],
+)
+def test_what_does_not_come_is_computed_and_not_asked_for_again(outcome: Outcome, why: str) -> None:
     tier = LateTier()
     fill(tier)
     world = world_on(tier)
@@ -158,6 +166,7 @@ def test_what_does_not_come_is_computed_and_not_asked_for_again(outcome: Outcome
     while not found.finished:
         world.step()
     assert found.num_cached_tokens == 16, "the head of the prefix that came"
+    assert str(found.explanation) == f"16 of 40 tokens found, 16 of them from late; {why}"
     assert found.outputs[0].token_ids == answer(PROMPT, 1, 5)
     assert tier.num_loads == 1
 
@@ -173,6 +182,17 @@ def test_a_tier_that_hangs_costs_a_stated_time() -> None:
     assert found.outputs[0].token_ids == answer(PROMPT, 1, 5)
     assert world.engine.report_tiers().tiers[0].loads.blocks_by_outcome == {"timeout": 10}
     assert world.engine.report_tiers().tiers[0].loads.seconds >= 0.25
+
+
+def test_a_tier_that_does_not_say_what_it_has_is_named_in_the_explanation() -> None:
+    tier = LateTier()
+    tier.is_far = True
+    world = world_on(tier)
+    found = output(world, "first")
+    while not found.finished:  # nothing ever answers the probe: its deadline ends it
+        world.step()
+    assert tier.num_loads == 0
+    assert str(found.explanation) == "0 of 40 tokens found; tier slow"
 
 
 def test_a_tier_that_lies_costs_one_load() -> None:

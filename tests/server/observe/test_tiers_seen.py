@@ -129,3 +129,28 @@ def test_without_tiers_there_are_no_metrics_of_them() -> None:
     with serving(None) as server:
         complete(server)
         assert samples(server) == {}
+
+
+# ---------------------------------------------------------------- explanations
+
+
+def test_a_report_says_what_was_loaded_and_why_no_more_was(tmp_path: Path) -> None:
+    extra = {"foreword": {"cache": True}}
+    with serving(tmp_path / "cache") as server:
+        cold = complete(server, **extra)["foreword"]["cache"]
+    with serving(tmp_path / "cache") as server:
+        whole = complete(server, **extra)["foreword"]["cache"]
+    [segment] = (tmp_path / "cache").rglob("*.fwseg")
+    content = bytearray(segment.read_bytes())
+    content[len(content) // 2] ^= 4
+    segment.write_bytes(content)
+    with serving(tmp_path / "cache") as server:
+        damaged = complete(server, **extra)["foreword"]["cache"]
+    assert "loaded_tokens" not in cold
+    assert "load_failure" not in cold
+    assert whole["loaded_tokens"] == {"disk": whole["hit_tokens"]}
+    assert "load_failure" not in whole
+    assert 0 < damaged["hit_tokens"] < whole["hit_tokens"]
+    assert damaged["loaded_tokens"] == {"disk": damaged["hit_tokens"]}
+    assert (damaged["reason"], damaged["load_failure"]) == ("never_seen", "tier_corrupt")
+    assert damaged["in_words"] == "what a tier below the pool had of it was damaged"
