@@ -39,6 +39,7 @@ from foreword.cache.eviction.free_queue import FreeKVCacheBlockQueue as FreeKVCa
 from foreword.cache.eviction.pins import PinnedPolicy as PinnedPolicy
 from foreword.cache.eviction.policies import PriorityPolicy as PriorityPolicy
 from foreword.cache.eviction.policy import EvictionPolicy as EvictionPolicy
+from foreword.cache.explain import LoadFailure as LoadFailure
 from foreword.cache.explain import LookupExplanation as LookupExplanation
 from foreword.cache.groups.checkpoints import StateCheckpoints as StateCheckpoints
 from foreword.cache.groups.choose import KVCacheCoordinatorNoPrefixCache as KVCacheCoordinatorNoPrefixCache

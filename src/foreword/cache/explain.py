@@ -6,8 +6,9 @@ docs/concepts/cache.md says what to do about each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from foreword.cache.account.ledger import Eviction, MissReason
 from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit
@@ -27,6 +28,17 @@ COMPUTED_ELSEWHERE_IF_AT_ALL = (
 """Reasons that say that no block has the missing key: another request may be computing that block right now."""
 
 
+class LoadFailure(enum.StrEnum):
+    """Why a tier below the pool did not give what a request waited for."""
+
+    TIER_SLOW = "tier_slow"
+    """It did not answer in time."""
+    TIER_CORRUPT = "tier_corrupt"
+    """What it had was damaged."""
+    TIER_ERROR = "tier_error"
+    """The system below it reported an error."""
+
+
 @dataclass(frozen=True, slots=True)
 class LookupExplanation:
     """The result of one lookup, and the reason why it found no more."""
@@ -42,14 +54,21 @@ class LookupExplanation:
     """Where the tokens differ from all cached ones. None if they do not differ, or if the index cannot tell."""
     num_ghost_tokens: int = 0
     """Tokens right after the hit that a pool with twice the blocks would still have held."""
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of the hit that were loaded while the request waited, by tier."""
+    load_failure: LoadFailure | None = None
+    """Why the request waited for a tier in vain, if it did."""
 
     @property
     def num_missed_tokens(self) -> int:
         return self.num_tokens - self.num_hit_tokens
 
     def __str__(self) -> str:
-        parts = [f"{self.num_hit_tokens} of {self.num_tokens} tokens found"]
-        if self.reason is not None:
+        loaded = [f"{num_tokens} of them from {name}" for name, num_tokens in self.loaded_tokens.items()]
+        parts = [", ".join([f"{self.num_hit_tokens} of {self.num_tokens} tokens found", *loaded])]
+        if self.load_failure is not None:
+            parts.append(self.load_failure.value.replace("_", " "))
+        if self.reason is not None and (self.load_failure is None or self.reason is not MissReason.NEVER_SEEN):
             parts.append(self.reason.value.replace("_", " "))
         if self.eviction is not None:
             parts[-1] += f" ({self.eviction.cause}, with {self.eviction.pool_usage:.0%} of the blocks in use)"

@@ -8,7 +8,7 @@ from foreword.engine.engine import Engine
 from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
 from foreword.engine.simulated import SimulatedScheduler
 from foreword.engine.snapshot import Snapshot
-from foreword.engine.tiering.director import TierDirector
+from foreword.engine.tiering.director import TierDirector, TierReport, TiersReport
 
 __all__ = [
     "BlockKeys",
@@ -20,4 +20,6 @@ __all__ = [
     "Snapshot",
     "TextTools",
     "TierDirector",
+    "TierReport",
+    "TiersReport",
 ]

@@ -229,6 +229,11 @@ class Engine:
         """
         return self._tiers.go_on(is_busy=self.has_unfinished_requests())
 
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """What lies below the pool, the nearest first."""
+        return self._tiers.names
+
     def report_tiers(self) -> TiersReport:
         """What was loaded and stored so far, and what the tiers hold."""
         return self._tiers.report()
@@ -275,7 +280,7 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """Statistics, states of blocks and lengths of queues, as they are now."""
-        return Snapshot.of(self.scheduler, self._counted_before, self.num_computed_tokens)
+        return Snapshot.of(self.scheduler, self._counted_before, self.num_computed_tokens, self.report_tiers())
 
     @property
     def state_interval(self) -> int | None:

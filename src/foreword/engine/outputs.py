@@ -148,7 +148,7 @@ class Outputs:
     def _describe_prompt(self, group: _Group) -> None:
         """Copy the result of the first continuation's admission, and the prompt's log probabilities."""
         first, output = group.answers[0].request, group.output
-        output.num_cached_tokens = first.num_cached_tokens
+        output.num_cached_tokens, output.cached_tokens_by_tier = first.num_cached_tokens, first.cached_tokens_by_tier
         output.explanation = first.explanation
         if first.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *first.prompt_logprobs]

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import BlockState, EvictionCause, PrefixCacheStats
+from foreword.engine.tiering.director import TiersReport
 
 if TYPE_CHECKING:
     from foreword.engine.scheduler import Scheduler
@@ -55,11 +56,15 @@ class Snapshot:
     num_preemptions: int
     num_computed_tokens: int
     """Tokens that went through the model since the engine started."""
+    tiers: TiersReport
+    """Loads, stores and what the tiers hold; of no tiers if nothing lies below the pool."""
     taken: float = field(default_factory=time.monotonic)
     """Seconds of the monotonic clock."""
 
     @classmethod
-    def of(cls, scheduler: Scheduler, before: PrefixCacheStats, num_computed_tokens: int) -> Snapshot:
+    def of(
+        cls, scheduler: Scheduler, before: PrefixCacheStats, num_computed_tokens: int, tiers: TiersReport
+    ) -> Snapshot:
         """The present moment. `before` are the counters up to the last reset."""
         manager = scheduler.manager
         return cls(
@@ -79,6 +84,7 @@ class Snapshot:
             num_waiting=scheduler.num_waiting,
             num_preemptions=scheduler.num_preemptions,
             num_computed_tokens=num_computed_tokens,
+            tiers=tiers,
         )
 
     @property

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache import LookupExplanation, TokenSequence
+from foreword.cache import LoadFailure, LookupExplanation, TokenSequence
 from foreword.request.sampling_params import SamplingParams as SamplingParams
 from foreword.request.sampling_params import TokenConstraint as TokenConstraint
 from foreword.request.token_limits import BoolArray, TokenLimits
@@ -102,13 +102,18 @@ class Loaded:
     """Whether they are asked for what the pool lacks of its prefix."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """A tier's name, and the span of tokens by which hits grew."""
+    failure: LoadFailure | None = None
+    """Why the last wait was in vain, if it was."""
 
     def tokens_by_tier(self, num_cached_tokens: int) -> dict[str, int]:
-        """The number of tokens of a hit of `num_cached_tokens` that each tier gave."""
-        found: dict[str, int] = {}
-        for name, start, end in self.spans:
-            found[name] = found.get(name, 0) + max(0, min(end, num_cached_tokens) - start)
-        return found
+        """Tokens of a hit by the tier that gave them, and `memory` for the rest; without zeros."""
+        found, at = {"memory": num_cached_tokens}, num_cached_tokens
+        for name, start, end in reversed(self.spans):  # what was evicted and loaded again counts once
+            num_tokens = max(0, min(end, at) - start)
+            found["memory"] -= num_tokens
+            found[name] = found.get(name, 0) + num_tokens
+            at = min(at, start)
+        return {name: num_tokens for name, num_tokens in found.items() if num_tokens}
 
 
 class Request:
@@ -182,6 +187,8 @@ class Request:
         """Number of its tokens computed after the planned step; set only if layers are recurrent."""
         self.num_cached_tokens = 0
         """Prompt tokens that were hit at the first admission."""
+        self.cached_tokens_by_tier: dict[str, int] = {}
+        """Those tokens by the place they came from; see `RequestOutput`."""
         self.explanation: LookupExplanation | None = None
         """Result of the lookup at its first admission; None if the cache keeps no ledger."""
         self.num_preemptions = 0
@@ -219,6 +226,14 @@ class Request:
             found = limits.only_end()
         return found
 
+    def explain(self, lookup: LookupExplanation | None) -> None:
+        """Note the result of the lookup that admitted it, and what tiers gave."""
+        self.explanation = lookup
+        if lookup is not None and (self.loads.spans or self.loads.failure):
+            loaded = {name: count for name, count in self.cached_tokens_by_tier.items() if name != "memory"}
+            failure = None if lookup.reason is None else self.loads.failure
+            self.explanation = replace(lookup, loaded_tokens=loaded, load_failure=failure)
+
     @property
     def skips_cache(self) -> bool:
         """Whether it must not read the cache; prompt logprobs need the logits of every prompt position."""
@@ -254,6 +269,8 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     """Prompt tokens that the first continuation found in the cache."""
+    cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
+    """Those tokens by the place they came from: `memory`, or the tier that they were loaded from. It has no zeros."""
     explanation: LookupExplanation | None = None
     """Result of the first continuation's lookup: how much was found, and why the rest was not."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -11,6 +11,7 @@ from foreword.cache import KVCacheManager
 from foreword.engine import Engine, Prompt, TierDirector
 from foreword.engine.tiering.step_cost import StepCost
 from foreword.request import RequestOutput, SamplingParams
+from foreword.request.request import Loaded
 from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import Tier
@@ -72,6 +73,45 @@ def test_another_engine_hits_what_the_first_stored() -> None:
     assert (counts.num_loads, counts.num_tokens, counts.blocks_by_outcome) == (1, 40, {"done": 10})
 
 
+def test_an_output_says_which_tier_its_cached_tokens_came_from() -> None:
+    tier = LateTier()
+    fill(tier)
+    world = world_on(tier)
+    head = output(world, "head", PROMPT[:16], max_tokens=1)
+    while not head.finished:
+        world.step()
+        tier.finish()
+    whole = output(world, "whole")
+    while not whole.finished:
+        world.step()
+        tier.finish()
+    again = output(world, "again")
+    world.drain()
+    assert head.cached_tokens_by_tier == {"late": 15}, "the last token is computed"
+    assert whole.cached_tokens_by_tier == {"memory": 16, "late": 23}
+    assert again.cached_tokens_by_tier == {"memory": 39}
+
+
+def test_tokens_that_were_loaded_twice_count_once() -> None:
+    loaded = Loaded(spans=[("disk", 16, 64), ("store", 32, 96)])
+    assert loaded.tokens_by_tier(80) == {"memory": 16, "disk": 16, "store": 48}
+    assert loaded.tokens_by_tier(24) == {"memory": 16, "disk": 8}
+    assert loaded.tokens_by_tier(0) == Loaded().tokens_by_tier(0) == {}
+
+
+def test_a_snapshot_of_tiers_does_not_change_with_later_loads() -> None:
+    tier = LateTier()
+    fill(tier)
+    world = world_on(tier)
+    found, before = output(world, "second"), world.engine.snapshot().tiers
+    while not found.finished:
+        world.step()
+        tier.finish()
+    [now] = world.engine.snapshot().tiers.tiers
+    assert (before.tiers[0].loads.num_loads, now.loads.num_loads) == (0, 1)
+    assert (before.tiers[0].loads.blocks_by_outcome, now.loads.blocks_by_outcome) == ({}, {"done": 10})
+
+
 def test_a_load_holds_up_nobody_else() -> None:
     tier = LateTier()
     fill(tier)
@@ -103,8 +143,16 @@ def test_a_hundred_requests_load_their_prefix_once() -> None:
         assert found.num_cached_tokens == 40
 
 
-@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.MISSING, Outcome.IO_ERROR, Outcome.TIMEOUT])
-def test_what_does_not_come_is_computed_and_not_asked_for_again(outcome: Outcome) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "why"),
+    [
+        (Outcome.CORRUPT, "tier corrupt"),
+        (Outcome.MISSING, "never seen"),
+        (Outcome.IO_ERROR, "tier error"),
+        (Outcome.TIMEOUT, "tier slow"),
+    ],
+)
+def test_what_does_not_come_is_computed_and_not_asked_for_again(outcome: Outcome, why: str) -> None:
     tier = LateTier()
     fill(tier)
     world = world_on(tier)
@@ -118,6 +166,7 @@ def test_what_does_not_come_is_computed_and_not_asked_for_again(outcome: Outcome
     while not found.finished:
         world.step()
     assert found.num_cached_tokens == 16, "the head of the prefix that came"
+    assert str(found.explanation) == f"16 of 40 tokens found, 16 of them from late; {why}"
     assert found.outputs[0].token_ids == answer(PROMPT, 1, 5)
     assert tier.num_loads == 1
 
@@ -133,6 +182,17 @@ def test_a_tier_that_hangs_costs_a_stated_time() -> None:
     assert found.outputs[0].token_ids == answer(PROMPT, 1, 5)
     assert world.engine.report_tiers().tiers[0].loads.blocks_by_outcome == {"timeout": 10}
     assert world.engine.report_tiers().tiers[0].loads.seconds >= 0.25
+
+
+def test_a_tier_that_does_not_say_what_it_has_is_named_in_the_explanation() -> None:
+    tier = LateTier()
+    tier.is_far = True
+    world = world_on(tier)
+    found = output(world, "first")
+    while not found.finished:  # nothing ever answers the probe: its deadline ends it
+        world.step()
+    assert tier.num_loads == 0
+    assert str(found.explanation) == "0 of 40 tokens found; tier slow"
 
 
 def test_a_tier_that_lies_costs_one_load() -> None:

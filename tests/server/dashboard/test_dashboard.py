@@ -5,8 +5,10 @@ Screenshots go to build/dashboard, where continuous integration collects them.
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +16,18 @@ import httpx
 import numpy as np
 import pytest
 
-from foreword.cache import BlockState
+from foreword.cache import BlockState, LoadFailure, LookupExplanation, MissReason
 from foreword.cache.index.tree_view import MAX_SHOWN_TOKENS
+from foreword.engine import TierReport, TiersReport
+from foreword.engine.tiering.loads import LoadCounts
+from foreword.engine.tiering.stores import StoreCounts
 from foreword.server.dashboard import drawings
 from foreword.server.dashboard.page import RATE_S, tokens_per_second
 from foreword.server.dashboard.pinning import prompt_of_prefix
+from foreword.server.dashboard.tier_rows import tier_rows
 from foreword.server.options import ServerConfig
 from foreword.server.records import RequestRecord
+from foreword.tiers.tier import TierStats
 from live_server import ServerProcess, ServerThread, embedded_llm, post
 
 BUILD = Path(__file__).parents[3] / "build" / "dashboard"
@@ -100,6 +107,25 @@ def test_before_the_first_request_the_page_shows_the_model_and_how_to_send_one(b
         ask(server.url, "What is it?")
         page.get_by_test_id("hit-rate").wait_for(state="visible")
         assert not page.get_by_test_id("waiting").is_visible()
+        page.context.close()
+
+
+@needs_browser
+def test_a_tier_has_a_row_that_says_what_it_holds_and_loaded(browser, tmp_path):
+    options = ("--cache-dir", str(tmp_path / "cache"))
+    with ServerProcess(*options) as server:
+        ask(server.url, "What is the first code?")
+        server.terminate()
+        assert server.wait() == 0
+    with ServerProcess(*options) as server:
+        page = open_dashboard(browser, server.url)
+        assert "0 tokens" in page.get_by_test_id("tiers").inner_text()
+        ask(server.url, "What is the first code?")
+        page.get_by_test_id("tiers").get_by_text(re.compile(r"^[1-9]\d* tokens$")).wait_for()
+        shown = page.get_by_test_id("tiers").inner_text()
+        assert all(word in shown for word in ("disk", "GiB", "works", "stored today"))
+        BUILD.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=BUILD / "tiers-desktop-light.png", full_page=True)
         page.context.close()
 
 
@@ -288,6 +314,22 @@ def test_a_pool_of_any_size_becomes_a_map():
         drawn = drawings.pool_map(states)
         assert "data:image/png;base64," in drawn
         assert len(drawn) < 20_000
+
+
+def test_the_row_of_a_tier_shows_loads_in_vain_and_a_server_that_is_left_alone():
+    loads = LoadCounts(num_loads=3, saved_s=-0.25, num_declined=2, blocks_by_outcome=Counter(corrupt=4))
+    tier = TierReport("store", TierStats(num_blocks=7, budget_bytes=1 << 30, breaker="open"), loads)
+    drawn = tier_rows(TiersReport((tier,), StoreCounts(), 0, 5, 0))
+    for words in ("<b>store</b>", "<b>7</b>", "-250 ms", "2 declined, 4 blocks damaged", "left alone", "5 sequences"):
+        assert words in drawn
+
+
+def test_a_request_that_waited_for_a_tier_in_vain_says_so():
+    made = record(20, 5)
+    made.explanation = LookupExplanation(20, 5, MissReason.NEVER_SEEN, load_failure=LoadFailure.TIER_SLOW)
+    assert "did not answer in time" in drawings.request_rows([made], None, with_tenants=False)
+    made.explanation = LookupExplanation(20, 5, MissReason.NEVER_SEEN)
+    assert "new text" in drawings.request_rows([made], None, with_tenants=False)
 
 
 def test_charts_hold_empty_and_extreme_values():

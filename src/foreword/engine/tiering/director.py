@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 from foreword.batch import Entries
@@ -71,6 +72,11 @@ class TierDirector:
     def of_none(cls, manager: KVCacheManager) -> TierDirector:
         """The director of an engine that has nothing below the pool."""
         return cls((), NoMemory(), manager, bytes(NAMESPACE_BYTES))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tiers, the nearest first."""
+        return tuple(tier.name for tier in self._tiers)
 
     # ------------------------------------------------------------------- steps
 
@@ -163,10 +169,10 @@ class TierDirector:
             tier.close(max(0.0, until - time.monotonic()))
 
     def report(self) -> TiersReport:
-        """What happened so far, and what the tiers hold."""
+        """What happened so far, and what the tiers hold: a copy."""
         return TiersReport(
-            tuple(TierReport(tier.name, tier.stats(), self._loads.counts[tier.name]) for tier in self._tiers),
-            self._stores.counts,
+            tuple(TierReport(tier.name, tier.stats(), deepcopy(self._loads.counts[tier.name])) for tier in self._tiers),
+            deepcopy(self._stores.counts),
             self._stores.bytes_today,
             len(self._stores),
             len(self._loads),

@@ -24,11 +24,20 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache import BlockHash, BlockIds, KVCacheManager, PrefixHit, TokenSequence, elsewhere, in_pool
+from foreword.cache import (
+    BlockHash,
+    BlockIds,
+    KVCacheManager,
+    LoadFailure,
+    PrefixHit,
+    TokenSequence,
+    elsewhere,
+    in_pool,
+)
 from foreword.engine.tiering.block_memory import BlockMemory, BlocksOfParts, Part
 from foreword.engine.tiering.step_cost import StepCost
 from foreword.request import Request
-from foreword.tiers.ticket import Outcome, Ticket
+from foreword.tiers.ticket import Outcome, Report, Ticket
 from foreword.tiers.tier import BlockKeys, Tier, joined_keys
 
 PIECE_BYTES = 256 << 20
@@ -38,7 +47,13 @@ WORTH = 0.8
 LEAST_GAIN_S = 0.002
 SHORTEST_DEADLINE_S = 0.25
 DEADLINE_FACTOR = 3.0
-"""A load may take this number of times what the tier estimates."""
+"""A load may take this many times what the tier estimates."""
+
+_FAILURES: dict[int, LoadFailure] = {
+    Outcome.TIMEOUT: LoadFailure.TIER_SLOW,
+    Outcome.CORRUPT: LoadFailure.TIER_CORRUPT,
+    Outcome.IO_ERROR: LoadFailure.TIER_ERROR,
+}
 
 
 @dataclass(slots=True)
@@ -143,6 +158,7 @@ class Loads:
             if not all(ticket.done for ticket in tickets):
                 return True
             del self._asked[request]
+            request.loads.failure = next(filter(None, (_failure(ticket.report) for ticket in tickets)), None)
         return request in self._load_of
 
     def _note_arrival(self, _: Ticket) -> None:
@@ -297,7 +313,9 @@ class Loads:
         if load.compute_s is not None:
             counts.saved_s += load.compute_s * (end > load.start) - report.seconds
             counts.num_regretted += report.seconds > load.compute_s
+        failure = _failure(report)
         for request in load.waiting:
+            request.loads.failure = failure
             if end > load.start:
                 request.loads.spans.append((load.tier.name, load.start, end))
             else:
@@ -328,6 +346,11 @@ class Loads:
         )
         assert all(load in self._loads for load in self._load_of.values()), "a request waits for a load that has ended"
         assert set(self._owner_of.values()) <= set(self._loads), "a key is kept for a load that has ended"
+
+
+def _failure(report: Report) -> LoadFailure | None:
+    """What the first block that failed says about the tier."""
+    return next((_FAILURES[outcome] for outcome in report.outcomes.tolist() if outcome in _FAILURES), None)
 
 
 def _runs(numbers: BlockIds, chosen: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:

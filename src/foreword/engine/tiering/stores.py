@@ -32,7 +32,7 @@ MOST_OFFERS = 512
 PATIENCE_S = 10.0
 """A chunk that a tier does not write within this time is given up."""
 REST_FACTOR = 4.0
-"""While requests run, a rest follows each chunk, this number of times as long as the chunk took."""
+"""While requests run, a rest follows each chunk, this many times as long as the chunk took."""
 DAY_S = 86_400
 
 
@@ -102,7 +102,7 @@ class Stores:
     @property
     def bytes_today(self) -> int:
         """Bytes stored since the day of `max_bytes_per_day` began."""
-        return self._bytes_today
+        return 0 if self._clock() - self._day_began > DAY_S else self._bytes_today
 
     def offer(self, sequence: TokenSequence, num_tokens: int) -> None:
         """Store the blocks that these tokens fill, some time."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import BlockState, EvictionCause, MissReason
-from foreword.server.observe.explanations import IN_WORDS, text_of
+from foreword.server.observe.explanations import IN_WORDS, LOAD_FAILURES_IN_WORDS, text_of
 from foreword.server.observe.metrics import mostly_found
 from foreword.server.records import RequestRecord
 from foreword.text import Tokenizer
@@ -248,6 +248,9 @@ def why(record: RequestRecord, tokenizer: Tokenizer | None) -> str:
     explanation = record.explanation
     if explanation is None or explanation.reason is None:
         return ""
+    if explanation.load_failure is not None:
+        words = escape(LOAD_FAILURES_IN_WORDS[explanation.load_failure])
+        return f'<div class="why"><span class="chip">{words}</span></div>'
     is_new = explanation.reason in NEW_TEXT
     name = "new text" if is_new else str(explanation.reason).replace("_", " ")
     story = f'<span class="chip {explanation.reason}">{name}</span>'

@@ -25,6 +25,7 @@ from foreword.server.dashboard.memory_curve import memory_curve
 from foreword.server.dashboard.model_card import model_card
 from foreword.server.dashboard.prefixes import Prefixes
 from foreword.server.dashboard.style import ICON, STYLE
+from foreword.server.dashboard.tier_rows import tier_rows
 from foreword.server.observe.metrics import mostly_found
 from foreword.server.records import RequestRecord
 from foreword.server.service import Service
@@ -115,6 +116,10 @@ class View:
                     'flat data-testid="reset"'
                 ).classes("danger")
             self._reasons = self._chart("Computed prompt tokens, and why", "span5", test_id="reasons")
+            self._tiers = None
+            if self._service.llm.engine.tier_names:
+                with _card("Below the pool", "span12"):
+                    self._tiers = _Html(test_id="tiers")
             self._more = self._chart("What would more memory bring", "span12", test_id="more-memory")
             self._latest = self._chart("Latest requests", "span12", test_id="latest")
             for change in self._service.template_changes:
@@ -173,6 +178,8 @@ class View:
             part.set_visibility(has_traffic)
         self._model.show(model_card(service, look.num_blocks))
         self._pool.show(draw.pool_map(look.block_states))
+        if self._tiers is not None:
+            self._tiers.show(tier_rows(look.tiers))
         if not has_traffic:
             return
         lately = [record for record in records if now - (record.finished_time or now) < window_s]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache import Divergence, LookupExplanation, MissReason, common_length
+from foreword.cache import Divergence, LoadFailure, LookupExplanation, MissReason, common_length
 from foreword.server.records import RequestRecord
 from foreword.text import Tokenizer
 
@@ -36,10 +36,25 @@ IN_WORDS = {
     MissReason.IN_FLIGHT: "another request was computing it at that moment",
 }
 
+LOAD_FAILURES_IN_WORDS = {
+    LoadFailure.TIER_SLOW: "a tier below the pool did not answer in time",
+    LoadFailure.TIER_CORRUPT: "what a tier below the pool had of it was damaged",
+    LoadFailure.TIER_ERROR: "a tier below the pool reported an error",
+}
+
 
 def told_to_client(reason: MissReason | None) -> MissReason | None:
     """The reason as a client may see it, without facts about others."""
     return MissReason.NEVER_SEEN if reason is MissReason.SALT_DIFFERS else reason
+
+
+def in_words(explanation: LookupExplanation) -> str | None:
+    """Why the rest was missed; None if nothing was."""
+    reason = told_to_client(explanation.reason)
+    if reason is None:
+        return None
+    failure = explanation.load_failure
+    return IN_WORDS[reason] if failure is None else LOAD_FAILURES_IN_WORDS[failure]
 
 
 def cache_report(
@@ -64,12 +79,15 @@ def cache_report(
         divergence is None or (not divergence.theirs and similar.position >= divergence.position)
     ):
         divergence = similar
+    loaded, failure = dict(explanation.loaded_tokens), explanation.load_failure
     return {
         "prompt_tokens": explanation.num_tokens,
         "hit_tokens": explanation.num_hit_tokens,
+        **({"loaded_tokens": loaded} if loaded else {}),
+        **({"load_failure": str(failure)} if failure is not None else {}),
         "computed_tokens": explanation.num_missed_tokens,
         "reason": None if reason is None else str(reason),
-        "in_words": None if reason is None else IN_WORDS[reason],
+        "in_words": in_words(explanation),
         "evicted": None
         if eviction is None
         else {"cause": str(eviction.cause), "seconds_ago": round(max(0.0, time.monotonic() - eviction.time), 3)},

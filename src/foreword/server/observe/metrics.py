@@ -16,8 +16,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from foreword.cache import BlockState, EvictionCause, MissReason
-from foreword.engine import Snapshot
+from foreword.engine import Snapshot, TiersReport
 from foreword.server.listeners import ListenerHealth
+from foreword.server.observe import tier_numbers
 from foreword.server.observe.insight import Insight
 from foreword.server.records import Records, RequestRecord
 
@@ -113,6 +114,7 @@ class _EngineCollector(Collector):
         yield from self._requests_and_queue(look)
         yield from self._prefix_cache(look)
         yield from self._pool(look)
+        yield from self._tiers(look.tiers)
         yield from self._tenants(self._records)
         yield from self._of_listeners()
 
@@ -156,6 +158,31 @@ class _EngineCollector(Collector):
         states = {state.name.lower(): look.num_in_state(state) for state in BlockState}
         yield self._gauges("kv_cache_blocks", "Blocks by state.", "state", states)
         yield self._gauge("kv_cache_tail_blocks", "Cached blocks that are only partly filled.", look.num_tails)
+
+    def _tiers(self, report: TiersReport) -> Iterator[Metric]:
+        """Nothing if nothing lies below the pool."""
+        tiers = report.tiers
+        if not tiers:
+            return
+        for number in tier_numbers.GAUGES:
+            values = {tier.name: number.read(tier) for tier in tiers}
+            yield self._gauges(f"tier_{number.name}", number.meaning, "tier", values)
+        for number in tier_numbers.COUNTERS:
+            values = {tier.name: number.read(tier) for tier in tiers}
+            yield self._counters(f"tier_{number.name}", number.meaning, "tier", values)
+        for by_outcome in tier_numbers.OUTCOMES:
+            name, labels = f"foreword_tier_{by_outcome.name}", ("model_name", "tier", "outcome")
+            family = CounterMetricFamily(name, by_outcome.meaning, labels=labels)
+            for tier in tiers:
+                zeros = {outcome.name.lower(): 0 for outcome in by_outcome.outcomes}
+                for outcome, count in {**zeros, **by_outcome.read(tier)}.items():
+                    family.add_metric((self._model, tier.name, outcome), count)
+            yield family
+        yield self._gauge("tier_store_queue", "Sequences that wait to be stored.", report.num_waiting_stores)
+        yield self._counter(
+            "tier_dropped_sequences", "Sequences that were not stored.", report.stores.num_dropped_offers
+        )
+        yield self._gauge("tier_written_bytes_today", "Bytes stored since the day began.", report.bytes_today)
 
     def _tenants(self, records: Records) -> Iterator[Metric]:
         tenants = records.tenants()

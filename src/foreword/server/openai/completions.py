@@ -153,7 +153,7 @@ class _Answer(ABC):
     def whole(self, deltas: Sequence[Delta]) -> Chunk:
         """The body of an answer that is not streamed."""
         choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
-        last = {"usage": form.usage(self.answer.outputs), **self._extras.of(self.answer)}
+        last = {"usage": form.usage(self.answer.outputs, self._service.llm), **self._extras.of(self.answer)}
         return self._frame(self.object_name, choices) | last
 
     async def events(self) -> AsyncIterator[list[Event]]:
@@ -169,7 +169,7 @@ class _Answer(ABC):
             yield [(None, {**self._frame(self.chunk_name, [choice]), **empty}) for choice in choices]
         extras = self._extras.of(self.answer)
         if with_usage or extras:
-            last = {"usage": form.usage(self.answer.outputs)} if with_usage else {}
+            last = {"usage": form.usage(self.answer.outputs, self._service.llm)} if with_usage else {}
             yield [(None, {**self._frame(self.chunk_name, []), **last, **extras})]
 
     def _choices_of(self, deltas: Sequence[Delta]) -> list[Chunk]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from foreword.llm import LLM
 from foreword.request import RequestOutput, TokenLogprobs
 from foreword.server.answer_stream import Delta
 from foreword.text import Tokenizer
@@ -27,28 +28,37 @@ def num_bytes(deltas: Sequence[Delta], num_top: int) -> int:
     return sum(len(delta.token_ids) * bytes_per_token(None if delta.logprobs is None else num_top) for delta in deltas)
 
 
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def usage(outputs: Sequence[RequestOutput], llm: LLM) -> dict[str, Any]:
     """`usage` of chat and completions, over all prompts of a call."""
     prompt, cached, completion = _num_tokens(outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0, **_from_tiers(outputs, llm)},
         "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
     }
 
 
-def response_usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def response_usage(outputs: Sequence[RequestOutput], llm: LLM) -> dict[str, Any]:
     """`usage` of responses."""
     prompt, cached, completion = _num_tokens(outputs)
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0, **_from_tiers(outputs, llm)},
         "output_tokens": completion,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + completion,
     }
+
+
+def _from_tiers(outputs: Sequence[RequestOutput], llm: LLM) -> dict[str, Any]:
+    """Where cached tokens came from, and whether another arithmetic may have computed them; empty without tiers."""
+    names = llm.engine.tier_names
+    if not names:
+        return {}
+    found = {name: sum(output.cached_tokens_by_tier.get(name, 0) for output in outputs) for name in ("memory", *names)}
+    return {"cached_tokens_by_tier": found} | ({} if llm.config.cache.cache_exact else {"cache_exact": False})
 
 
 def _num_tokens(outputs: Sequence[RequestOutput]) -> tuple[int, int, int]:

@@ -128,7 +128,7 @@ class _ResponseAnswer:
         response = self._response(
             status,
             output=[self._item(status, [self._part(text, logprobs)])],
-            usage=form.response_usage(self.answer.outputs),
+            usage=form.response_usage(self.answer.outputs, self._service.llm),
             incomplete_details=None if status == "completed" else {"reason": _why_incomplete(finish_reason)},
             completed_at=int(time.time()),
             **self._extras.of(self.answer),
