@@ -18,7 +18,7 @@ from foreword import LLM, SamplingParams
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.request import RequestOutput
 from foreword.tiers.disk.files import RealFiles
-from foreword.tiers.prefix_file.manifest import DIGEST_BYTES, ImportReport, UnsoundFileError
+from foreword.tiers.prefix_file.manifest import DIGEST_BYTES, ImportReport, UnsoundFileError, why_foreign
 from foreword.tiers.prefix_file.read import PrefixFile
 from tiny_models import TinyModels, random_tokens
 
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 PARAMS = SamplingParams(max_tokens=8, temperature=0.7, seed=11, logprobs=3, ignore_eos=True)
 IDS = random_tokens(np.random.default_rng(5), 300)
 PROMPT = {"prompt_token_ids": IDS}
+SHORT = {"prompt_token_ids": IDS[:40]}
 
 
 def open_llm(folder: Path, **options: Any) -> LLM:
@@ -44,38 +45,25 @@ def bits(output: RequestOutput) -> list[Any]:
     return [answer.token_ids, [{token: one.logprob for token, one in at.items()} for at in answer.logprobs]]
 
 
-def exported(folder: Path, path: Path, **how: Any) -> Path:
-    """A file of the first tokens of the prompt, few enough that it is small."""
-    options = {name: how.pop(name) for name in list(how) if name not in ("with_text", "num_tokens", "cache_salt")}
-    num_tokens, salt = how.pop("num_tokens", 40), how.pop("cache_salt", None)
-    prompt = {"prompt_token_ids": IDS[:num_tokens], **({"cache_salt": salt} if salt else {})}
-    with open_llm(folder, **options) as llm:
-        llm.export_prefix(prompt, path, **how)
-    return path
-
-
 # ------------------------------------------------------------------------------ round trips
 
 
-@pytest.mark.parametrize("to_disk", [True, False], ids=["to disk", "to memory"])
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next"])
-def test_an_imported_prefix_hits_with_the_same_bits(
-    tiny_models: TinyModels, tmp_path: Path, name: str, to_disk: bool
-) -> None:
-    folder, path = tiny_models.folder(name), tmp_path / "manual.fwkv"
+def test_an_imported_prefix_hits_with_the_same_bits(tiny_models: TinyModels, tmp_path: Path, name: str) -> None:
+    """From disk, to which the blocks need no token ids, and from memory, to which they do."""
+    folder, files = tiny_models.folder(name), (tmp_path / "plain.fwkv", tmp_path / "text.fwkv")
     with open_llm(folder) as llm:
-        report = llm.export_prefix(PROMPT, path, with_text=not to_disk)
+        reports = [llm.export_prefix(PROMPT, path, with_text=path == files[1]) for path in files]
         expected = generate(llm)
         llm.engine.check_integrity()
-    assert report.tokens > 250
-    assert report.bytes == path.stat().st_size
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with open_llm(folder, **({"cache_dir": tmp_path / "cache"} if to_disk else {})) as llm:
-        assert llm.import_prefixes(path) == ImportReport(report.blocks, report.tokens)
-        found = generate(llm)
-        llm.engine.check_integrity()
-        assert llm.import_prefixes(path) == ImportReport(report.blocks, report.tokens), "again"
-        llm.engine.check_integrity()
-    assert found.num_cached_tokens >= report.tokens - 1
-    assert bits(found) == bits(expected)
-    assert list(tmp_path.glob(".*")) == [], "nothing unfinished is left"
+    assert reports[0].tokens == reports[1].tokens > 250
+    assert reports[0].bytes == files[0].stat().st_size
+    for options, path in (({"cache_dir": tmp_path / "cache"}, files[0]), ({}, files[1])):
+        with open_llm(folder, **options) as llm:
+            taken = ImportReport(reports[0].blocks, reports[0].tokens)
+            assert llm.import_prefixes(path) == taken
+            assert llm.import_prefixes(path) == taken, "again, though there is nothing to do"
+            found = generate(llm)
+            llm.engine.check_integrity()
+        assert found.num_cached_tokens >= reports[0].tokens
+        assert bits(found) == bits(expected)

@@ -38,6 +38,7 @@ class PrefixFiles:
         Raises InvalidRequestError if none is cached, ConfigError for a path that cannot be written.
         """
         manager = self._manager
+        manager.begin_step()  # what earlier steps filled counts as filled
         num_tokens = manager.get_computed_blocks(sequence).num_shared_tokens
         num_tokens -= num_tokens % manager.block_size  # an index may match to the token, but blocks have keys if full
         parts = cached_parts(manager, sequence, sequence.num_prompt_tokens)
@@ -89,7 +90,9 @@ class PrefixFiles:
         return places
 
     def _adopt(self, found: PrefixFile, sequence: TokenSequence, places: list[dict[int, Place]]) -> ImportReport:
-        manager, cached = self._manager, self._manager.cached_blocks(sequence)
+        manager = self._manager
+        manager.begin_step()
+        cached = manager.cached_blocks(sequence)
         wanted = [
             np.array([number for number in sorted(own) if table[number] == NULL_BLOCK], np.int32)
             for own, table in zip(places, cached, strict=True)
@@ -118,6 +121,7 @@ class PrefixFiles:
             for part in reversed(parts):
                 manager.release_blocks(part.block_ids)
             manager.release_blocks(held)
+        manager.begin_step()
         tables = manager.cached_blocks(sequence)
         num_here = sum(table[number] != NULL_BLOCK for own, table in zip(places, tables, strict=True) for number in own)
         return ImportReport(int(num_here), found.facts["num_tokens"] if num_here == found.num_blocks else 0)
