@@ -32,6 +32,7 @@ from foreword.tiers.prefix_file.manifest import (
     why_foreign,
 )
 from foreword.tiers.prefix_file.read import PrefixFile
+from tiers.store_world import shared_server
 from tiny_models import TinyModels, random_tokens
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -96,6 +97,33 @@ def test_a_pool_that_has_the_head_takes_the_rest(tiny_models: TinyModels, tmp_pa
         llm.engine.check_integrity()
     assert found.num_cached_tokens >= report.tokens
     assert bits(found) == expected
+
+
+def test_a_store_takes_a_file_for_all_machines(tiny_models: TinyModels, tmp_path: Path) -> None:
+    server, folder, path = shared_server(), tiny_models.folder("qwen2"), tmp_path / "manual.fwkv"
+    server.client().flushall()
+    with open_llm(folder) as llm:
+        report = llm.export_prefix(PROMPT, path)
+        expected = bits(generate(llm))
+    with open_llm(folder, cache_store=server.url) as one, open_llm(folder, cache_store=server.url) as other:
+        assert one.import_prefixes(path) == ImportReport(report.blocks, report.tokens)
+        found = generate(other)
+    assert found.num_cached_tokens >= report.tokens
+    assert bits(found) == expected
+
+
+def test_running_requests_go_on_meanwhile(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "manual.fwkv"
+    alone = bits(generate(llm))
+    llm.reset_prefix_cache()
+    running = llm.add_request({"prompt_token_ids": IDS}, PARAMS)
+    for _ in range(3):
+        llm.engine.step()
+    report = llm.export_prefix(SHORT, path, with_text=True)
+    assert llm.import_prefixes(path) == ImportReport(report.blocks, report.tokens)
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+    assert bits(running) == alone
 
 
 # ------------------------------------------------------------------------------ what a file is
@@ -310,6 +338,8 @@ def test_token_ids_that_are_not_those_of_the_blocks_are_refused(llm: LLM, tmp_pa
         ({"num_blocks": 3}, "2 blocks instead of 3"),
         ({"run_bytes": 4096}, "ends at byte"),
         ({"layout": 7}, "says nothing of layout"),
+        ({"token_ids": [-1]}, "no prompt has"),
+        ({"cache_salt": 5}, "no prompt has"),
     ],
 )
 def test_a_manifest_that_contradicts_its_file_is_refused(

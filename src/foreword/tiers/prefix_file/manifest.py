@@ -46,6 +46,8 @@ _REQUIRED: Mapping[str, type] = {
     "run_bytes": int,
 }
 """What every manifest says. `keys`: a digest of the hash function and the root; `run_bytes`: of all runs."""
+OF_THE_NAMESPACE = (*list(_REQUIRED)[:8], "arithmetic", "foreword_version")
+"""Facts that are the same in all files of a namespace."""
 
 
 class UnsoundFileError(Exception):
@@ -110,10 +112,17 @@ def decode_manifest(pages: bytes) -> dict[str, Any]:
         raise UnsoundFileError(f"{whose} is no JSON object") from error
     if wrong:
         raise UnsoundFileError(f"{whose} says nothing of {', '.join(wrong)}")
+    if not _is_prompt(facts.get("token_ids", []), facts.get("cache_salt")):
+        raise UnsoundFileError(f"{whose} has token ids or a salt that no prompt has")
     own = CacheIdentity(facts["model_id"], facts["arithmetic_id"], facts["layout"], facts["exact"])
     if own.namespace.hex() != facts["namespace"]:
         raise UnsoundFileError(f"{whose} contradicts itself: its namespace is not that of its model and arithmetic")
     return dict(facts)
+
+
+def _is_prompt(token_ids: Any, salt: Any) -> bool:
+    is_salt = salt is None or isinstance(salt, str)
+    return is_salt and isinstance(token_ids, list) and all(type(one) is int and 0 <= one < 1 << 31 for one in token_ids)
 
 
 def why_foreign(facts: Facts, identity: CacheIdentity, model_name: str) -> str | None:

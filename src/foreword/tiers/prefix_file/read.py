@@ -170,9 +170,12 @@ def store_prefix_file(found: PrefixFile, tier: Tier) -> ImportReport:
     outcomes: Counter[str] = Counter()
     for run in found.block_runs():
         ticket = tier.store(run)
-        if not ticket.wait(PATIENCE_S):
+        in_time = ticket.wait(PATIENCE_S)
+        if not in_time:
             ticket.cancel()
         outcomes.update(ticket.report.by_reason())
+        if not in_time:
+            break
     num_stored = outcomes[Outcome.DONE.name.lower()] + outcomes[Outcome.PRESENT.name.lower()]
     if num_stored == 0:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in outcomes.items())

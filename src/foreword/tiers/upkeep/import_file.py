@@ -12,15 +12,13 @@ from pathlib import Path
 from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.disk.state import DiskOptions
-from foreword.tiers.prefix_file.manifest import UnsoundFileError
+from foreword.tiers.prefix_file.manifest import OF_THE_NAMESPACE, UnsoundFileError
 from foreword.tiers.prefix_file.read import PrefixFile, store_prefix_file
 from foreword.tiers.upkeep.table import counted
 
 NO_BUDGET_BYTES = 1 << 60
 """An import evicts nothing for a budget; a process with a smaller one does when it opens the directory."""
 FLUSH_S = 60.0
-ABOUT_THE_FILE = ("token_ids", "cache_salt", "keys", "num_tokens", "num_blocks", "run_bytes")
-"""Facts that the manifest of a namespace does not repeat."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
                 facts, namespace = found.facts, bytes.fromhex(found.facts["namespace"])
                 report = store_prefix_file(found, tier)
                 if report.blocks:
-                    tier.describe(namespace, {key: facts[key] for key in facts if key not in ABOUT_THE_FILE})
+                    tier.describe(namespace, {name: facts[name] for name in OF_THE_NAMESPACE if name in facts})
             finally:
                 tier.close(FLUSH_S)
     except UnsoundFileError as error:
