@@ -99,6 +99,35 @@ def test_a_pool_that_has_the_head_takes_the_rest(tiny_models: TinyModels, tmp_pa
     assert bits(found) == expected
 
 
+def test_what_is_here_already_is_not_evicted_for_the_rest(tiny_models: TinyModels, tmp_path: Path) -> None:
+    folder, path = tiny_models.folder("qwen2"), tmp_path / "manual.fwkv"
+    with open_llm(folder) as llm:
+        report = llm.export_prefix(PROMPT, path, with_text=True)
+    with open_llm(folder, num_gpu_blocks_override=20) as llm:
+        once = SamplingParams(max_tokens=1)
+        llm.generate(SHORT, once)
+        llm.generate({"prompt_token_ids": IDS[::-1][:240]}, once)
+        assert llm.engine.num_cached_tokens(llm._prompt(SHORT)) >= 32, "the blocks that would go first"
+        assert llm.import_prefixes(path) == ImportReport(report.blocks, report.tokens)
+        assert llm.engine.num_cached_tokens(llm._prompt(PROMPT)) >= report.tokens
+        llm.engine.check_integrity()
+
+
+def test_an_encrypted_directory_takes_a_file(tiny_models: TinyModels, tmp_path: Path) -> None:
+    folder, path, key = tiny_models.folder("qwen2"), tmp_path / "manual.fwkv", tmp_path / "key"
+    key.write_bytes(b"0123456789abcdef0123456789abcdef")
+    key.chmod(0o600)
+    with open_llm(folder) as llm:
+        report = llm.export_prefix(PROMPT, path)
+        expected = bits(generate(llm))
+    cache = tmp_path / "cache"
+    assert main(["cache", "import", str(cache), str(path), "--key-file", str(key)]) == 0
+    with open_llm(folder, cache_dir=cache, cache_key_file=str(key)) as llm:
+        found = generate(llm)
+    assert found.num_cached_tokens >= report.tokens
+    assert bits(found) == expected
+
+
 def test_a_store_takes_a_file_for_all_machines(tiny_models: TinyModels, tmp_path: Path) -> None:
     server, folder, path = shared_server(), tiny_models.folder("qwen2"), tmp_path / "manual.fwkv"
     server.client().flushall()
