@@ -95,6 +95,7 @@ CACHE_ACTIONS = (
     ("list", "listing", "whose blocks lie there: model, arithmetic, size and age of each namespace"),
     ("verify", "verify", "read every block and recompute every checksum"),
     ("prune", "prune", "delete segments that are old, damaged, of other models, or too many"),
+    ("import", "import_file", "take the blocks of a prefix file into a directory, without loading a model"),
 )
 """Name, module and help of each action on a cache directory."""
 
@@ -133,6 +134,8 @@ def _parser() -> argparse.ArgumentParser:
     actions = cache.add_subparsers(title="actions", required=True, metavar="ACTION")
     for name, module, text in CACHE_ACTIONS:
         actions.add_parser(name, help=text).later = _arguments_of(f"foreword.tiers.upkeep.{module}")
+    export = actions.add_parser("export", help="compute a prompt and write its cached blocks to a prefix file")
+    export.later = _add_export_arguments
     return parser
 
 
@@ -176,6 +179,20 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_to(parser)
     parser.usage = "%(prog)s MODEL --prompt TEXT [OPTIONS]"
     parser.set_defaults(run=_generate, flags=flags)
+
+
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("given_model", metavar="MODEL", help="folder or hub id of a Hugging Face causal LM")
+    parser.add_argument("file", metavar="FILE", type=Path, help="file to write, such as manual.fwkv")
+    parser.add_argument("--prompt", action="append", default=[], help="text to compute")
+    parser.add_argument("--prompt-file", type=Path, action="append", default=[], help="file whose text to compute")
+    parser.add_argument("--prompt-token-ids", action="append", default=[], metavar="IDS", help="such as 5,17,9")
+    parser.add_argument("--with-text", action="store_true", help="write the prompt's token ids into the file too")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+    flags = Flags({"engine": engine_options(), "logging": options_of(LogConfig)}, ENGINE_OPTIONS)
+    flags.add_to(parser)
+    parser.usage = "%(prog)s MODEL --prompt-file TEXT FILE [OPTIONS]"
+    parser.set_defaults(run=_export, flags=flags, chat=False)
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -244,6 +261,19 @@ def _generate(args: argparse.Namespace, options: dict[str, Any]) -> int:
             for output in outputs:
                 _print_explanation(llm, output)
             print(f"foreword: {llm.explain_attention()}", file=sys.stderr)
+    return 0
+
+
+def _export(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    model, prompts = _model(args, options), _prompts(args)
+    if len(prompts) != 1:
+        raise InvalidRequestError(f"{len(prompts)} prompts are given, and a file holds one; give one")
+    from foreword.tiers.prefix_file.manifest import check_target
+
+    check_target(args.file.expanduser(), overwrite=args.overwrite)  # before minutes of loading
+    with _load(model or args.given_model, options) as llm:
+        report = llm.export_prefix(prompts[0], args.file, with_text=args.with_text, overwrite=args.overwrite)
+    print(f"wrote {args.file}: {report.tokens:,} tokens in {report.blocks:,} blocks, {report.bytes:,} bytes")
     return 0
 
 

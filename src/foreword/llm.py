@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -26,6 +27,8 @@ from foreword.errors import ChatTemplateError, ConfigError, EngineError, Invalid
 from foreword.request import RequestOutput, SamplingParams
 from foreword.text import Tokenizer
 from foreword.text.conversation import ChatKeywords, template_inputs
+from foreword.tiers.disk.manifest import manifest_facts
+from foreword.tiers.prefix_file.manifest import ExportReport, ImportReport, check_shareable, check_target
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -320,14 +323,49 @@ class LLM:
             )
         checked, engine = self._prompt(prompt), self.engine
         engine.pin_prefix(checked, ttl_s)  # bad times are refused before anything is computed
-        length = len(checked.token_ids)
-        if engine.num_cached_tokens(checked) < min(length - 1, length - length % self.layout.block_size):
-            self._run([checked], SamplingParams(max_tokens=1, temperature=0.0), show_progress=False)
+        self._compute(checked)
         return engine.pin_prefix(checked, ttl_s)
 
     def unpin_prefix(self, prompt: PromptInput) -> None:
         """Let a prompt's cached blocks be evicted like all others, even if another prompt's pin keeps them too."""
         self.engine.unpin_prefix(self._prompt(prompt))
+
+    def export_prefix(
+        self, prompt: PromptInput, path: str | Path, *, with_text: bool = False, overwrite: bool = False
+    ) -> ExportReport:
+        """Write a prompt's cached blocks to a file for another cache of this model; compute them first if necessary.
+
+        The file has whole blocks only, and neither text nor token ids. `with_text` adds the token ids, and the salt if
+        there is one; then an LLM without `cache_dir` can import it. Whoever has the model may still learn the text
+        from the KV. Raises InvalidRequestError for an impossible prompt, ConfigError for a path that cannot be written.
+        """
+        check_shareable(self.config.cache)
+        target, checked = Path(path).expanduser(), self._prompt(prompt)
+        check_target(target, overwrite=overwrite)
+        least, length = self.layout.hit_granularity, len(checked.token_ids)
+        if length < least:
+            raise InvalidRequestError(
+                f"the prompt has {length} tokens, and a file holds whole blocks of {least}; give a longer prompt"
+            )
+        self._compute(checked)
+        facts = manifest_facts(self.cache_identity, self.config.model.model, self.layout.block_size)
+        return self.engine.export_prefix(checked, target, facts, with_text=with_text, overwrite=overwrite)
+
+    def import_prefixes(self, path: str | Path) -> ImportReport:
+        """Take the blocks of a file of `export_prefix`, if it is sound and of this model and arithmetic.
+
+        With `cache_dir` or `cache_store` the blocks go there, and the next request loads them; otherwise they go into
+        memory, for which the file must have token ids (`with_text`). A file that is refused changes nothing, and
+        `rejected` says why. Raises ConfigError for a path that cannot be read, or if the blocks can go nowhere.
+        """
+        check_shareable(self.config.cache)
+        return self.engine.import_prefixes(Path(path), self.cache_identity, self.config.model.model)
+
+    def _compute(self, prompt: Prompt) -> None:
+        """Compute a prompt unless its whole blocks are cached."""
+        length = len(prompt.token_ids)
+        if self.engine.num_cached_tokens(prompt) < min(length - 1, length - length % self.layout.block_size):
+            self._run([prompt], SamplingParams(max_tokens=1, temperature=0.0), show_progress=False)
 
     # ------------------------------------------------------------------- close
 

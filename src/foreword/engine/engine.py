@@ -22,10 +22,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
 
 from foreword.batch import Batch
-from foreword.cache import KVCacheManager, LookupExplanation, NumberedEvent, PrefixCacheStats, PrefixNode
+from foreword.cache import (
+    ExtraKeys,
+    KVCacheManager,
+    LookupExplanation,
+    NumberedEvent,
+    PrefixCacheStats,
+    PrefixNode,
+    TokenSequence,
+)
 from foreword.config import SchedulerConfig
 from foreword.engine.intake import Intake, continuation_ids
 from foreword.engine.outputs import Outputs
@@ -36,6 +47,10 @@ from foreword.engine.snapshot import Snapshot
 from foreword.engine.tiering.director import TierDirector, TiersReport
 from foreword.errors import ConfigError, EngineError, InvalidRequestError
 from foreword.request import Request, RequestOutput, SamplingParams
+from foreword.tiers.disk.files import RealFiles
+from foreword.tiers.identity import CacheIdentity
+from foreword.tiers.prefix_file.manifest import ExportReport, Facts, ImportReport, UnsoundFileError, why_foreign
+from foreword.tiers.prefix_file.read import PrefixFile
 
 
 class Engine:
@@ -62,7 +77,9 @@ class Engine:
         self._launcher = runner if isinstance(runner, LaunchingRunner) else None
         self._outputs = Outputs(None if text is None else text.open_stream, self.scheduler.finish)
         step = config.max_num_batched_tokens
-        self._intake = Intake(manager, limits, text, keys or BlockKeys(), max_step_tokens=step, seed=seed)
+        keys = keys or BlockKeys()
+        self._keys_digest = keys.digest()
+        self._intake = Intake(manager, limits, text, keys, max_step_tokens=step, seed=seed)
         self.clock: Callable[[], float] = time.monotonic
         """The time at which pins end, in seconds."""
         self._in_flight: deque[tuple[Batch, PendingStep, float]] = deque()
@@ -237,6 +254,47 @@ class Engine:
     def report_tiers(self) -> TiersReport:
         """What was loaded and stored so far, and what the tiers hold."""
         return self._tiers.report()
+
+    def export_prefix(
+        self, prompt: Prompt, path: Path, facts: Facts, *, with_text: bool = False, overwrite: bool = False
+    ) -> ExportReport:
+        """Write the cached blocks of a prompt to a file that another engine can import.
+
+        `facts`: those of `manifest_facts`. `with_text` adds the prompt's token ids and salt. Requests wait meanwhile.
+        Raises InvalidRequestError if no block is cached, ConfigError for a path that cannot be written.
+        """
+        self._outputs.collect(self._settle())
+        told: dict[str, Any] = {**facts, "keys": self._keys_digest}
+        sequence = self._intake.sequence("", prompt)
+        if with_text:
+            told |= {"token_ids": prompt.token_ids.tolist(), "cache_salt": prompt.extra_keys.salt}
+        return self._tiers.prefix_files.export_to(path, sequence, told, overwrite=overwrite)
+
+    def import_prefixes(self, path: Path, identity: CacheIdentity, model_name: str) -> ImportReport:
+        """Take the blocks of a file, if it is sound and of that identity: into the first tier, or else into the pool.
+
+        Requests wait meanwhile. Raises ConfigError for a path that cannot be read, or if there is no tier and the file
+        has no token ids.
+        """
+        self._outputs.collect(self._settle())
+        try:
+            with PrefixFile(RealFiles(), path) as found:
+                reason = why_foreign(found.facts, identity, model_name)
+                if reason is None and found.facts["keys"] != self._keys_digest:
+                    reason = "made with another key_salt or hash_function; give those of its maker"
+                if reason is not None:
+                    return ImportReport(rejected=reason)
+                return self._tiers.prefix_files.take(found, self._sequence_in(found.facts))
+        except (UnsoundFileError, OSError) as error:
+            return ImportReport(rejected=str(error))
+
+    def _sequence_in(self, facts: Facts) -> TokenSequence | None:
+        """The sequence whose token ids a file has; None if it has none."""
+        token_ids = facts.get("token_ids")
+        if token_ids is None:
+            return None
+        keys = ExtraKeys(salt=facts.get("cache_salt"))
+        return self._intake.sequence("", Prompt(np.array(token_ids, np.int32), extra_keys=keys))
 
     def close(self, flush_s: float = 5.0) -> None:
         """End all requests, and store what is left to store for at most `flush_s` seconds. Nothing works afterwards."""

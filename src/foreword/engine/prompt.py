@@ -5,6 +5,7 @@ Knows token ids and names of settings; knows nothing of how requests run.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,10 @@ class BlockKeys:
     hash_fn: HashFunction = sha256
     root: BlockHash = field(default_factory=chain_root)
     """Stands for the model; `chain_root` makes it."""
+
+    def digest(self) -> str:
+        """What caches must agree on to have the same keys, in hexadecimal digits."""
+        return hashlib.sha256(self.hash_fn.name.encode() + b"\n" + self.root).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from foreword.batch import Entries
 from foreword.cache import KVCacheManager, PrefixHit
 from foreword.engine.tiering.block_memory import BlockMemory, NoMemory
 from foreword.engine.tiering.loads import LoadCounts, Loads
+from foreword.engine.tiering.prefix_files import PrefixFiles
 from foreword.engine.tiering.step_cost import StepCost
 from foreword.engine.tiering.stores import StoreCounts, Stores
 from foreword.request import Request
@@ -66,6 +67,8 @@ class TierDirector:
         self._cost = StepCost()
         self._loads = Loads(self._tiers, memory, manager, namespace, self._cost)
         self._stores = Stores(self._tiers, memory, manager, namespace, max_bytes_per_day=max_bytes_per_day)
+        self.prefix_files = PrefixFiles(self._tiers, memory, manager, namespace)
+        """Exports and imports."""
         self._num_planned = self._num_settled = 0
 
     @classmethod

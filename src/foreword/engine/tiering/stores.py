@@ -159,10 +159,10 @@ class Stores:
 
     def _chunk_of(self, offer: Offer, num_planned: int) -> _Chunk | None:
         """The first blocks of a sequence that are cached and that a tier lacks; None if there are none."""
-        parts, keys = self._cached(offer)
+        parts = cached_parts(self._manager, offer.sequence, offer.num_tokens)
         if not parts:
             return None
-        names = joined_keys(keys)
+        names = names_of(self._manager, self._namespace, offer.sequence, parts)
         missing = [(tier, ~tier.lookup(names)) for tier in self._tiers]
         wanted = np.logical_or.reduce([lacks for _, lacks in missing])
         if not wanted.any():
@@ -188,41 +188,15 @@ class Stores:
             num_bytes,
         )
 
-    def _cached(self, offer: Offer) -> tuple[list[Part], list[BlockKeys]]:
-        """The cached blocks of an offered sequence, by group, and their names."""
-        parts, names = [], []
-        tables, all_keys = self._manager.cached_blocks(offer.sequence), self._manager.keys_by_group(offer.sequence)
-        for group_id, (spec, table, keys) in enumerate(zip(self._manager.groups, tables, all_keys, strict=True)):
-            numbers = np.flatnonzero(table[: offer.num_tokens // spec.block_size] != NULL_BLOCK).astype(np.int32)
-            if len(numbers):
-                parts.append(Part(group_id, numbers, table[numbers]))
-                own = [keys[number] for number in numbers.tolist()]
-                names.append(BlockKeys.of_group(self._namespace, group_id, own))
-        return parts, names
-
     def _begin(self, chunk: _Chunk) -> None:
         """Hand the blocks to the tiers, unless a step that should have filled one has failed since."""
-        if not _places(chunk.parts).items() <= _places(self._cached(chunk.offer)[0]).items():
+        sequence, num_tokens = chunk.offer
+        if not _places(chunk.parts).items() <= _places(cached_parts(self._manager, sequence, num_tokens)).items():
             self._release(chunk)
             return
         chunk.started = self._clock()
-        keys = self._manager.keys_by_group(chunk.offer.sequence)
-        names = joined_keys(
-            BlockKeys.of_group(self._namespace, part.group_id, [keys[part.group_id][n] for n in part.numbers.tolist()])
-            for part in chunk.parts
-        )
-        blocks = BlocksOfParts(self._memory, chunk.parts)
-        for tier, _ in chunk.missing:
-            count = len(names)
-            run = BlockRun(
-                names,
-                blocks.payload_bytes,
-                blocks,
-                _parents(chunk.parts),
-                np.full(count, EXACT, np.uint16),
-                np.ones(count, np.float32),
-            )
-            chunk.tickets.append(tier.store(run))
+        run = run_of(self._manager, self._memory, self._namespace, sequence, chunk.parts)
+        chunk.tickets += [tier.store(run) for tier, _ in chunk.missing]
 
     def _finish(self, chunk: _Chunk, *, is_busy: bool) -> None:
         """Count a chunk and release it. Its sequence comes again, at once, while some of its blocks get through."""
@@ -248,6 +222,36 @@ class Stores:
         if self._clock() - self._day_began > DAY_S:
             self._day_began, self._bytes_today = self._clock(), 0
         return self._max_bytes_per_day is None or self._bytes_today + num_bytes <= self._max_bytes_per_day
+
+
+def cached_parts(manager: KVCacheManager, sequence: TokenSequence, num_tokens: int) -> list[Part]:
+    """The cached blocks that the first `num_tokens` tokens fill, by group; groups without any are left out."""
+    parts = []
+    tables, all_keys = manager.cached_blocks(sequence), manager.keys_by_group(sequence)
+    for group_id, (spec, table, keys) in enumerate(zip(manager.groups, tables, all_keys, strict=True)):
+        most = min(len(keys), num_tokens // spec.block_size)
+        numbers = np.flatnonzero(table[:most] != NULL_BLOCK).astype(np.int32)
+        if len(numbers):
+            parts.append(Part(group_id, numbers, table[numbers]))
+    return parts
+
+
+def names_of(manager: KVCacheManager, namespace: bytes, sequence: TokenSequence, parts: Sequence[Part]) -> BlockKeys:
+    """The names of a sequence's blocks in `parts`, of which there is at least one."""
+    keys = manager.keys_by_group(sequence)
+    return joined_keys(
+        BlockKeys.of_group(namespace, part.group_id, [keys[part.group_id][n] for n in part.numbers.tolist()])
+        for part in parts
+    )
+
+
+def run_of(
+    manager: KVCacheManager, memory: BlockMemory, namespace: bytes, sequence: TokenSequence, parts: list[Part]
+) -> BlockRun:
+    """A sequence's blocks in `parts` as a run that can be stored; it reads the pool when they are."""
+    names, blocks = names_of(manager, namespace, sequence, parts), BlocksOfParts(memory, parts)
+    flags, values = np.full(len(names), EXACT, np.uint16), np.ones(len(names), np.float32)
+    return BlockRun(names, blocks.payload_bytes, blocks, _parents(parts), flags, values)
 
 
 def _places(parts: Sequence[Part]) -> dict[tuple[int, int], int]:

@@ -16,16 +16,8 @@ import numpy.typing as npt
 from foreword.tiers.cipher import block_name
 from foreword.tiers.disk.eviction import Keepers
 from foreword.tiers.disk.files import close_quietly, write_fully
-from foreword.tiers.disk.run_format import (
-    ENTRY,
-    MAX_RUN_BYTES,
-    PAGE,
-    RunHeader,
-    block_checksum,
-    encode_header,
-    header_bytes_of,
-    padded,
-)
+from foreword.tiers.disk.run_buffer import RunBuffer, split_run
+from foreword.tiers.disk.run_format import PAGE, RunHeader
 from foreword.tiers.disk.segments import Segment, new_blocks, read_block
 from foreword.tiers.disk.space import SpaceBook
 from foreword.tiers.disk.state import DiskState
@@ -41,100 +33,49 @@ class SegmentWriter:
     def __init__(self, state: DiskState, space: SpaceBook) -> None:
         self._state = state
         self._space = space
-        self._staging = np.zeros(MAX_RUN_BYTES, np.uint8)
+        self._buffer = RunBuffer()
         self._open: Segment | None = None
         self._fd = -1
         self._sequence = 0
-
-    def split(self, stored_bytes: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-        """The chosen blocks of a run as parts that are written at once, each of at most `MAX_RUN_BYTES`."""
-        parts: list[list[int]] = [[]]
-        total = 0
-        for index in chosen.tolist():
-            size = padded(int(stored_bytes[index]))
-            part = parts[-1]
-            if part and header_bytes_of(len(part) + 1) + total + size > MAX_RUN_BYTES:
-                parts.append([])
-                total = 0
-            parts[-1].append(index)
-            total += size
-        return [np.array(part, np.int64) for part in parts if part]
-
-    def run_bytes(self, stored_bytes: npt.NDArray[np.int64]) -> int:
-        """Bytes of a run of blocks with these stored lengths."""
-        return header_bytes_of(len(stored_bytes)) + sum(padded(size) for size in stored_bytes.tolist())
 
     def append(self, run: BlockRun, part: npt.NDArray[np.int64], ticket: Ticket) -> npt.NDArray[np.int64]:
         """Write a part of a run, and index its blocks. Returns the indices in the run of those that are stored.
 
         Blocks whose source failed or whose ticket ended are left out. Raises OSError; then nothing is indexed.
         """
-        state = self._state
+        state, buffer = self._state, self._buffer
         stored = (run.payload_bytes[part] + state.cipher.overhead_bytes).astype(np.int64)
-        begin = header_bytes_of(len(part))
-        self._reserve(self.run_bytes(stored))
-        entries = np.zeros(len(part), ENTRY)
-        kept: dict[int, int] = {}  # index in the run: index in what is written
+        buffer.begin(stored)
         for index, stored_bytes in zip(part.tolist(), stored.tolist(), strict=True):
-            end = begin + padded(stored_bytes)
-            place = self._staging.data[begin : begin + stored_bytes]
-            if not self._gather(run, index, ticket, place):
-                continue
-            self._staging[begin + stored_bytes : end] = 0
-            key, group_id = run.keys.keys[index].tobytes(), int(run.keys.group_ids[index])
-            checksum = block_checksum(run.keys.namespace, group_id, key, stored_bytes, self._staging[begin:end].data)
-            entries[len(kept)] = (
-                run.keys.keys[index],
-                np.frombuffer(checksum, np.uint8),
-                kept.get(int(run.parents[index]), -1),
-                group_id,
-                run.flags[index],
-                stored_bytes,
-                begin // PAGE,
-                run.values[index],
-                0,
-            )
-            kept[index] = len(kept)
-            begin = end
-        if not kept:
-            return np.zeros(0, np.int64)
-        stored_indices = np.array(list(kept), np.int64)
+            if self._gather(run, index, ticket, buffer.place(stored_bytes)[:stored_bytes]):
+                buffer.add(run, index, stored_bytes)
+        kept = buffer.kept
+        if not len(kept):
+            return kept
         created = state.clock.wall_s()
         expires = 0 if run.ttl_s is None else created + max(1, int(run.ttl_s))
-        segment, offset = self._write(entries[: len(kept)], len(part), begin, run.keys.namespace, created, expires)
-        keys = run.keys.select(stored_indices)
+        segment, header = self._write(run.keys.namespace, created, expires)
         moments = state.clock.expiry_of(created, expires), state.clock.now_s()
-        state.index.insert(new_blocks(entries[: len(kept)], keys, segment.id, offset, *moments))
+        state.index.insert(new_blocks(header.entries, run.keys.select(kept), segment.id, header.offset, *moments))
         state.drop_if_lost(segment)
-        return stored_indices
+        return kept
 
     def copy(self, fd: int, keepers: Keepers) -> int:
         """Copy blocks from an open segment as they are, once they are verified; returns the number copied."""
-        files, header, copied = self._state.files, keepers.header, 0
+        files, header, buffer, copied = self._state.files, keepers.header, self._buffer, 0
         lengths = header.entries["stored_bytes"].astype(np.int64)
         position = {index: at for at, index in enumerate(keepers.chosen.tolist())}
-        for part in self.split(lengths, keepers.chosen):
-            self._reserve(self.run_bytes(lengths[part]))
-            begin = header_bytes_of(len(part))
-            entries = header.entries[part].copy()
-            kept: list[int] = []
+        for part in split_run(lengths, keepers.chosen):
+            buffer.begin(lengths[part])
             for index in part.tolist():
-                entry = header.entries[index]
-                end = begin + padded(int(entry["stored_bytes"]))
-                out = self._staging[begin:end]
-                if not read_block(files, fd, header, index, out.data, uncached=self._state.leaves_cache):
-                    continue
-                entries[len(kept)] = entry
-                entries[len(kept)]["page"] = begin // PAGE
-                entries[len(kept)]["parent"] = -1
-                kept.append(index)
-                begin = end
-            if kept:
-                segment, offset = self._write(
-                    entries[: len(kept)], len(part), begin, header.namespace, header.created_s, header.expires_s
-                )
-                pages = (offset // PAGE + entries["page"][: len(kept)]).astype(np.uint32)
-                moved = keepers.places.select(np.array([position[index] for index in kept]))
+                out = buffer.place(int(lengths[index]))
+                if read_block(files, fd, header, index, out, uncached=self._state.leaves_cache):
+                    buffer.copy(header, index)
+            kept = buffer.kept
+            if len(kept):
+                segment, written = self._write(header.namespace, header.created_s, header.expires_s)
+                pages = (written.offset // PAGE + written.entries["page"]).astype(np.uint32)
+                moved = keepers.places.select(np.array([position[index] for index in kept.tolist()]))
                 copied += self._state.index.move(moved, segment.id, pages)
                 self._state.drop_if_lost(segment)
         return copied
@@ -168,41 +109,15 @@ class SegmentWriter:
         cipher.seal(block_name(run.keys.namespace, group_id, key), payload, out)
         return True
 
-    def _reserve(self, num_bytes: int) -> None:
-        if len(self._staging) < num_bytes:  # one block is longer than a run usually is
-            self._staging = np.zeros(num_bytes, np.uint8)
-
-    def _write(
-        self,
-        entries: npt.NDArray[np.void],
-        num_planned: int,
-        end: int,
-        namespace: bytes,
-        created_s: int,
-        expires_s: int,
-    ) -> tuple[Segment, int]:
-        """Write the run that fills the buffer up to `end`; its header has room for `num_planned` blocks."""
+    def _write(self, namespace: bytes, created_s: int, expires_s: int) -> tuple[Segment, RunHeader]:
+        """Write the run in the buffer."""
         state = self._state
-        segment = self._segment_for(end)
+        segment = self._segment_for(self._buffer.num_bytes)
         offset = segment.num_bytes
-        # Blocks that were left out leave a gap in the header's room, which must have the length that its count says.
-        skipped = header_bytes_of(num_planned) - header_bytes_of(len(entries))
-        entries["page"] -= skipped // PAGE
         self._sequence += 1
-        header = RunHeader(
-            header_bytes_of(len(entries)),
-            end - skipped,
-            self._sequence,
-            namespace,
-            state.cipher.cipher_id,
-            created_s,
-            expires_s,
-            offset,
-            entries,
-        )
-        self._staging[skipped : skipped + header.header_bytes] = np.frombuffer(encode_header(header), np.uint8)
+        cipher_id, moments = state.cipher.cipher_id, {"created_s": created_s, "expires_s": expires_s}
+        header, data = self._buffer.finish(self._sequence, namespace, cipher_id, offset, **moments)
         try:
-            data = self._staging.data[skipped:end]
             write_fully(state.files, self._fd, data, offset, uncached=state.leaves_cache)
         except OSError:
             self._abandon(offset)
@@ -216,7 +131,7 @@ class SegmentWriter:
             raise
         except OSError:
             segment.physical_bytes = segment.num_bytes
-        return segment, offset
+        return segment, header
 
     def _segment_for(self, num_bytes: int) -> Segment:
         """The open segment if the run fits into it, otherwise a new one."""

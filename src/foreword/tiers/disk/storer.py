@@ -22,6 +22,7 @@ import numpy.typing as npt
 from foreword.tiers.disk.directory import SNAPSHOT_NAME
 from foreword.tiers.disk.eviction import Evictor
 from foreword.tiers.disk.index_snapshot import snapshot_bytes, write_snapshot
+from foreword.tiers.disk.run_buffer import run_bytes_of, split_run
 from foreword.tiers.disk.segment_writer import SegmentWriter
 from foreword.tiers.disk.space import SpaceBook
 from foreword.tiers.disk.state import DiskState
@@ -168,10 +169,10 @@ class Storer:
         if time.monotonic() < self._paused_until:
             return
         stored = run.payload_bytes + self._state.cipher.overhead_bytes
-        for part in self._writer.split(stored, np.flatnonzero(~present)):
+        for part in split_run(stored, np.flatnonzero(~present)):
             if ticket.done:
                 return
-            if not self._make_room(self._writer.run_bytes(stored[part])):
+            if not self._make_room(run_bytes_of(stored[part])):
                 return
             written = self._writer.append(run, part, ticket)
             ticket.settle(written, Outcome.DONE)

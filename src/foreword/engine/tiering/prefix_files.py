@@ -1,0 +1,142 @@
+"""Exports and imports of prefixes: the pool's blocks to a file, and a file's blocks to a tier or to the pool.
+
+Knows sequences, blocks and prefix files; knows nothing of requests. The engine's thread calls it, while no step is in
+flight: then every block that a lookup finds is filled, and none that is taken is written by somebody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from foreword.cache import NULL_BLOCK, BlockIds, KVCacheManager, TokenSequence
+from foreword.engine.tiering.block_memory import BlockMemory, BlocksOfParts, Part
+from foreword.engine.tiering.stores import cached_parts, run_of
+from foreword.errors import ConfigError, InvalidRequestError
+from foreword.tiers.disk.files import RealFiles
+from foreword.tiers.disk.run_format import RunHeader
+from foreword.tiers.prefix_file.manifest import ExportReport, Facts, ImportReport
+from foreword.tiers.prefix_file.read import PrefixFile, store_prefix_file
+from foreword.tiers.prefix_file.write import write_prefix_file
+from foreword.tiers.tier import Tier
+
+Place = tuple[RunHeader, int]
+"""A block in a file."""
+
+
+class PrefixFiles:
+    """Exports and imports of one engine."""
+
+    def __init__(self, tiers: Sequence[Tier], memory: BlockMemory, manager: KVCacheManager, namespace: bytes) -> None:
+        self._tiers, self._memory, self._manager, self._namespace = tiers, memory, manager, namespace
+
+    def export_to(self, path: Path, sequence: TokenSequence, facts: Facts, *, overwrite: bool) -> ExportReport:
+        """Write the cached blocks of a sequence to a file.
+
+        Raises InvalidRequestError if none is cached, ConfigError for a path that cannot be written.
+        """
+        manager = self._manager
+        manager.begin_step()  # what earlier steps filled counts as filled
+        num_tokens = manager.get_computed_blocks(sequence).num_shared_tokens
+        num_tokens -= num_tokens % manager.block_size  # an index may match to the token, but blocks have keys if full
+        parts = cached_parts(manager, sequence, sequence.num_prompt_tokens)
+        if not parts or not num_tokens:
+            raise InvalidRequestError(
+                f"no block of the prompt's {sequence.num_prompt_tokens} tokens is cached; give the cache more memory "
+                "(kv_cache_memory_bytes), or a prompt that fills a block of every group of layers"
+            )
+        run = run_of(manager, self._memory, self._namespace, sequence, parts)
+        with_size = {**facts, "num_tokens": num_tokens}
+        for part in parts:
+            manager.hold_blocks(part.block_ids)
+        try:
+            num_bytes = write_prefix_file(RealFiles(), path, with_size, run, overwrite=overwrite)
+        finally:
+            for part in reversed(parts):
+                manager.release_blocks(part.block_ids)
+        return ExportReport(num_tokens, len(run.keys), num_bytes)
+
+    def take(self, found: PrefixFile, sequence: TokenSequence | None) -> ImportReport:
+        """Take the blocks of a file: into the first tier, or into the pool if there is none.
+
+        `sequence`: of the tokens in the file, None if it has none. Raises ConfigError if the blocks can go nowhere,
+        OSError if the file changes meanwhile; then nothing has changed.
+        """
+        if self._tiers:
+            return store_prefix_file(found, self._tiers[0])
+        if sequence is None:
+            raise ConfigError(
+                f"path={str(found.path)!r} holds no token ids, so its blocks can only go to a tier, and there is none; "
+                "open the LLM with cache_dir, or export with with_text=True (--with-text)"
+            )
+        places = self._places(found, sequence)
+        if places is None:
+            return ImportReport(rejected="its token ids do not give the keys and sizes of its blocks")
+        return self._adopt(found, sequence, places)
+
+    def _places(self, found: PrefixFile, sequence: TokenSequence) -> list[dict[int, Place]] | None:
+        """For each group, the blocks of the file by their number in the sequence; None if one does not fit."""
+        numbers = [{key: number for number, key in enumerate(keys)} for keys in self._manager.keys_by_group(sequence)]
+        places: list[dict[int, Place]] = [{} for _ in numbers]
+        for header in found.runs:
+            for index, entry in enumerate(header.entries):
+                group_id = int(entry["group"])
+                number = numbers[group_id].get(entry["key"].tobytes()) if group_id < len(numbers) else None
+                if number is None or entry["stored_bytes"] != self._memory.payload_bytes(group_id):
+                    return None
+                places[group_id][number] = header, index
+        return places
+
+    def _adopt(self, found: PrefixFile, sequence: TokenSequence, places: list[dict[int, Place]]) -> ImportReport:
+        manager = self._manager
+        manager.begin_step()
+        cached = manager.cached_blocks(sequence)
+        wanted = [
+            np.array([number for number in sorted(own) if table[number] == NULL_BLOCK], np.int32)
+            for own, table in zip(places, cached, strict=True)
+        ]
+        counts = [len(numbers) for numbers in wanted]
+        held = _blocks_of(cached)
+        manager.hold_blocks(held)  # or else taking blocks could evict what is here
+        taken = manager.take_blocks(sum(counts))
+        if taken is None:
+            manager.release_blocks(held)
+            return ImportReport(
+                rejected=f"its {sum(counts)} blocks do not fit into the {manager.get_num_free_blocks()} free blocks of "
+                "the pool; raise kv_cache_memory_bytes, or open the LLM with cache_dir"
+            )
+        pieces = np.split(taken, np.cumsum(counts)[:-1])
+        parts = [
+            Part(group_id, numbers, own) for group_id, (numbers, own) in enumerate(zip(wanted, pieces, strict=True))
+        ]
+        try:
+            self._fill(found, parts, places)
+            for part in parts:
+                for own in np.split(np.arange(len(part.numbers)), np.flatnonzero(np.diff(part.numbers) != 1) + 1):
+                    if len(own):
+                        manager.adopt(part.group_id, sequence, int(part.numbers[own[0]]), part.block_ids[own])
+        finally:
+            for part in reversed(parts):
+                manager.release_blocks(part.block_ids)
+            manager.release_blocks(held)
+        manager.begin_step()
+        tables = manager.cached_blocks(sequence)
+        num_here = sum(table[number] != NULL_BLOCK for own, table in zip(places, tables, strict=True) for number in own)
+        return ImportReport(int(num_here), found.facts["num_tokens"] if num_here == found.num_blocks else 0)
+
+    def _fill(self, found: PrefixFile, parts: list[Part], places: list[dict[int, Place]]) -> None:
+        blocks = BlocksOfParts(self._memory, parts)
+        sources = [places[part.group_id][number] for part in parts for number in part.numbers.tolist()]
+        for at, (header, index) in enumerate(sources):
+            payload = memoryview(bytearray(int(blocks.payload_bytes[at])))
+            found.read(header, index, payload)
+            blocks.put(at, payload)
+
+
+def _blocks_of(tables: Sequence[BlockIds]) -> BlockIds:
+    """The distinct blocks in these tables."""
+    entries = np.concatenate(tables)
+    found: BlockIds = np.unique(entries[entries != NULL_BLOCK])
+    return found
