@@ -37,7 +37,7 @@ test-fast: $(INSTALLED_DEV) ## the tests that are neither slow nor bound to a GP
 
 test-slow: $(INSTALLED_DEV) ## the slow tests; those that measure times last, one by one
 	@status=0; set -x; \
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not alone and not gpu" || status=1; \
+	$(BIN)/python -m pytest $(PARALLEL) --durations=15 -m "slow and not alone and not gpu" || status=1; \
 	$(BIN)/python -m pytest -m "slow and alone and not gpu" || status=1; \
 	exit $$status
 
