@@ -70,8 +70,23 @@ def test_a_restart_keeps_hits_and_bits(tiny_models: TinyModels, tmp_path: Path, 
     assert from_disk.num_cached_tokens > 600
     assert from_disk.num_cached_tokens <= from_memory.num_cached_tokens
     assert from_disk.num_cached_tokens > from_memory.num_cached_tokens - 16, "whole blocks, all of them"
-    assert loads.num_loads == 1
+    assert (loads.num_loads, loads.num_tokens) == (1, from_disk.num_cached_tokens // 16 * 16)
+    assert sum(from_disk.cached_tokens_by_tier.values()) == from_disk.num_cached_tokens
+    assert from_disk.cached_tokens_by_tier["disk"] >= from_disk.num_cached_tokens - 16
     assert bits(from_disk) == bits(from_memory) == bits(first) == bits(computed)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_states_of_the_last_step_are_stored_too(tiny_models: TinyModels, tmp_path: Path, name: str) -> None:
+    """A request that ends with the step that computes its prompt."""
+    found = []
+    for _ in range(2):
+        with open_llm(tiny_models.folder(name), cache_dir=tmp_path / "cache") as llm:
+            [output] = llm.generate({"prompt_token_ids": PROMPT[:300]}, SamplingParams(max_tokens=1))
+            found.append(output.num_cached_tokens)
+    assert found[0] == 0
+    assert found[1] >= 256
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -191,6 +206,7 @@ def test_files_are_for_their_user_alone_and_say_whose_they_are(tiny_models: Tiny
         ({"enable_prefix_caching": False}, "prefix caching is off"),
         ({"hash_function": "xxhash"}, "others can forge"),
         ({"cache_disk_bytes": 1}, "budget_bytes=1"),
+        ({"cache_host_bytes": 1 << 30}, "raise kv_cache_memory_bytes"),
         ({"cache_key_file": "missing"}, "missing"),
     ],
 )

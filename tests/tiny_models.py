@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from foreword.assembly import make_runner
 from foreword.cache import FullAttentionSpec, KVCacheManager
 from foreword.config import Dtype, ModelConfig, SchedulerConfig
-from foreword.engine import Engine, ModelLimits, Prompt
+from foreword.engine import Engine, ModelLimits, Prompt, TierDirector
 from foreword.model.gpu.runner import RunnerLimits
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel, load_model
@@ -364,6 +364,7 @@ def build_engine(
     holds_tokens: int | None = None,
     enable_prefix_caching: bool = True,
     runner_class: Callable[[LoadedModel, KVStorage], ModelRunner] | None = None,
+    make_tiers: Callable[[KVCacheManager, KVStorage], TierDirector] | None = None,
     **scheduler_options: Any,
 ) -> Engine:
     """An engine over `num_blocks` blocks for each group of layers, put together as `LLM` does it.
@@ -398,7 +399,8 @@ def build_engine(
     limits = ModelLimits(model.vocab_size, held, frozenset(model.eos_token_ids))
     steps = RunnerLimits(held, config.max_num_seqs)
     runner = runner_class(model, storage) if runner_class else make_runner(model, storage, steps)
-    return Engine(manager, config, runner, limits)
+    tiers = None if make_tiers is None else make_tiers(manager, storage)
+    return Engine(manager, config, runner, limits, tiers=tiers)
 
 
 def longest_hit(engine: Engine, num_computed: int, length: int) -> int:

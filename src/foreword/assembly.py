@@ -29,7 +29,7 @@ from foreword.cache import (
     make_index,
     make_policy,
 )
-from foreword.config import CacheConfig, EngineConfig, Environment, ModelConfig
+from foreword.config import CacheConfig, EngineConfig, Environment, ModelConfig, TierConfig
 from foreword.engine import BlockKeys, Engine, ModelLimits, TextTools, TierDirector
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
 from foreword.model.checkpoint.weights_digest import WeightsDigest
@@ -40,6 +40,7 @@ from foreword.text import TextStream, Tokenizer
 from foreword.tiers.disk.disk_tier import DiskTier
 from foreword.tiers.disk.manifest import manifest_facts
 from foreword.tiers.disk.state import DiskOptions
+from foreword.tiers.host.host_tier import HostTier
 from foreword.tiers.identity import CacheIdentity
 from foreword.tiers.store.state import StoreOptions
 from foreword.tiers.store.valkey_tier import ValkeyTier
@@ -47,6 +48,7 @@ from foreword.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from foreword.grammar import Grammars
+    from foreword.model.block_bytes import BlockBytes
     from foreword.model.gpu.runner import RunnerLimits
     from foreword.model.layout import CacheLayout
     from foreword.model.loader import LoadedModel
@@ -168,9 +170,15 @@ def identify(config: EngineConfig, model: LoadedModel, weights: str | None, prob
 def open_tiers(config: EngineConfig) -> list[Tier]:
     """What lies below the pool, the nearest first. Raises ConfigError for what cannot be used."""
     options, cache = config.tiers, config.cache
-    if options.cache_dir is None and options.cache_store is None:
+    if options.cache_host_bytes is not None and config.model.device == "cpu":
+        raise ConfigError(
+            f"cache_host_bytes={options.cache_host_bytes} is memory below a GPU's; on a CPU the pool is this machine's "
+            "memory already: raise kv_cache_memory_bytes"
+        )
+    given = (name for name in ("cache_host_bytes", "cache_dir", "cache_store") if getattr(options, name) is not None)
+    name = next(given, None)  # without its value, which may hold a password
+    if name is None:
         return []
-    name = "cache_store" if options.cache_dir is None else "cache_dir"  # without its value, which may hold a password
     if not cache.enable_prefix_caching:
         raise ConfigError(
             f"{name} keeps cached prefixes, and prefix caching is off; leave it out, or leave enable_prefix_caching on"
@@ -191,6 +199,16 @@ def open_tiers(config: EngineConfig) -> list[Tier]:
             tiers.append(ValkeyTier(options.cache_store, store))
         undo.pop_all()
     return tiers
+
+
+def _host_tier(options: TierConfig, model: LoadedModel, memory: BlockBytes, num_groups: int) -> list[Tier]:
+    """Pinned memory of this machine, below a GPU's pool; empty if none is asked for."""
+    if options.cache_host_bytes is None:
+        return []
+    from foreword.model.gpu.device import CudaDevice
+
+    buffer = CudaDevice(model.device).host_buffer(options.cache_host_bytes).numpy()
+    return [HostTier(buffer, max(memory.payload_bytes(group_id) for group_id in range(num_groups)))]
 
 
 def _path(name: str | None) -> Path | None:
@@ -258,6 +276,8 @@ def build_engine(
     runner = make_runner(model, storage, RunnerLimits.of(config, limits.max_model_len + num_sinks))
     if config.cache.sink_token_ids:
         runner.fill_sinks(_sink_tokens(config, model.vocab_size), manager.sink_block_ids())
+    memory = BlockBytes(storage)
+    host = _host_tier(config.tiers, model, memory, len(layout.groups))
     return Engine(
         manager,
         config.scheduler,
@@ -266,8 +286,8 @@ def build_engine(
         text=TextTools(open_text_stream, tokenizer.spellings) if tokenizer else None,
         keys=_block_keys(config, identity),
         tiers=TierDirector(
-            tiers,
-            BlockBytes(storage),
+            [*host, *tiers],
+            memory,
             manager,
             identity.namespace,
             max_bytes_per_day=config.tiers.cache_daily_write_bytes,

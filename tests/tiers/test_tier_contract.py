@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from foreword.tiers.host.host_tier import HostTier
 from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import BlockKeys, BlockRun, Buffers, Tier, joined_keys
 from tiers.block_world import (
@@ -26,7 +27,12 @@ from tiers.block_world import (
 )
 from tiers.store_world import opened_store
 
-TIERS: dict[str, Callable[[Path], Tier]] = {"disk": opened, "store": opened_store}
+
+def opened_host(_: Path) -> HostTier:
+    return HostTier(np.zeros(256 * BLOCK_BYTES, np.uint8), BLOCK_BYTES)
+
+
+TIERS: dict[str, Callable[[Path], Tier]] = {"disk": opened, "host": opened_host, "store": opened_store}
 
 
 @pytest.fixture(params=sorted(TIERS))

@@ -161,6 +161,8 @@ class CacheConfig:
 class TierConfig:
     """What lies below the KV memory, and outlives the process."""
 
+    cache_host_bytes: int | None = None
+    """Bytes of this machine's memory for cached prefixes that a GPU's memory has no room for. None: none."""
     cache_dir: str | None = None
     """Folder in which cached prefixes outlive the process; it is made if it is not there, for you alone to read, and
     several processes may share it. None: cached prefixes end with the process."""
@@ -181,7 +183,7 @@ class TierConfig:
     """Most bytes to write below the KV memory in a day, to spare a disk. None: no limit."""
 
     def __post_init__(self) -> None:
-        for name in ("cache_disk_bytes", "cache_daily_write_bytes"):
+        for name in ("cache_host_bytes", "cache_disk_bytes", "cache_daily_write_bytes"):
             _at_least(name, getattr(self, name), 1)
         for name in ("cache_disk_bytes", "cache_key_file"):
             if getattr(self, name) is not None and self.cache_dir is None:

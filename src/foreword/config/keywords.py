@@ -56,6 +56,7 @@ class CacheKeywords(TypedDict, total=False):
 class TierKeywords(TypedDict, total=False):
     """Fields of `foreword.config.engine.TierConfig`."""
 
+    cache_host_bytes: int | str | None
     cache_dir: str | os.PathLike[str] | None
     cache_disk_bytes: int | str | None
     cache_key_file: str | os.PathLike[str] | None

@@ -264,6 +264,10 @@ class KVCacheCoordinator(ABC):
         """Note that this step fills these blocks (a copy), number `first` and on of a prefix."""
         self._note_indexed_each(block_ids, np.arange(first, first + len(block_ids), dtype=np.int32))
 
+    def _note_adopted(self, block_ids: BlockIds, first: int) -> None:
+        """Note that these blocks, number `first` and on of a prefix, were filled from elsewhere: no step fills them."""
+        self.pool.note_cached(block_ids, np.arange(first, first + len(block_ids), dtype=np.int32))
+
     def _note_indexed_each(self, block_ids: BlockIds, depths: BlockIds) -> None:
         """Note that this step fills these blocks (a copy), number `depths` of their prefixes."""
         self.pool.note_cached(block_ids, depths)

@@ -6,7 +6,7 @@ Knows groups, keys and rows of tables; knows nothing of request ids, statistics 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 import numpy as np
 
@@ -149,7 +149,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         return found
 
     def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
-        self._insert(group_id, sequence, range(first, first + len(block_ids)), block_ids)
+        self._insert(group_id, sequence, range(first, first + len(block_ids)), block_ids, self._note_adopted)
         return True
 
     def cache_blocks(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
@@ -159,14 +159,21 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             if not numbers:
                 continue
             block_ids = manager.tables.row(row)[numbers.start : numbers.stop].copy()
-            self._insert(group_id, sequence, numbers, block_ids)
+            self._insert(group_id, sequence, numbers, block_ids, self._note_indexed)
             manager.set_indexed(row, numbers.stop)
 
-    def _insert(self, group_id: int, sequence: TokenSequence, numbers: range, block_ids: BlockIds) -> None:
+    def _insert(
+        self,
+        group_id: int,
+        sequence: TokenSequence,
+        numbers: range,
+        block_ids: BlockIds,
+        note: Callable[[BlockIds, int], None],
+    ) -> None:
         """Index blocks as the group's blocks with these numbers, and report them."""
         keys = self._keys(group_id, sequence, numbers.start, numbers.stop)
         self._index.insert(group_id, keys, block_ids)
-        self._note_indexed(block_ids, numbers.start)
+        note(block_ids, numbers.start)
         if self.pool.wants_keys:
             own = [BlockHash(make_block_hash_with_group_id(key, group_id)) for key in keys]
             self.pool.note_keys(block_ids, own)

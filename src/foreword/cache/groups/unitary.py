@@ -102,7 +102,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     def adopt(self, group_id: int, sequence: TokenSequence, first: int, block_ids: BlockIds) -> bool:
         if len(self._index.match(sequence).block_ids) != first or not self._index.insert(sequence, first, block_ids):
             return False
-        self._note_indexed(block_ids, first)
+        self._note_adopted(block_ids, first)
         self._report(sequence, first, block_ids)
         return True
 

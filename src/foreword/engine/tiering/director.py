@@ -63,7 +63,7 @@ class TierDirector:
         max_bytes_per_day: int | None = None,
     ) -> None:
         """`tiers`: the nearest first; of two that have as much of a prefix, the first one serves it."""
-        self._tiers = tuple(tiers)
+        self._tiers, self._manager = tuple(tiers), manager
         self._cost = StepCost()
         self._loads = Loads(self._tiers, memory, manager, namespace, self._cost)
         self._stores = Stores(self._tiers, memory, manager, namespace, max_bytes_per_day=max_bytes_per_day)
@@ -90,6 +90,8 @@ class TierDirector:
 
     def go_on(self, *, is_busy: bool) -> bool:
         """Move stores on; True if there is more to store. `is_busy`: requests run."""
+        if len(self._stores) and self._num_planned == self._num_settled:
+            self._manager.begin_step()  # so that recurrent states of the last step count as computed
         self._stores.go_on(self._num_planned, self._num_settled, is_busy=is_busy)
         return len(self._stores) > 0
 

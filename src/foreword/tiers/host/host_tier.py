@@ -1,0 +1,259 @@
+"""The host tier: blocks in one piece of this machine's memory, for a pool that lies on a GPU.
+
+Knows places of equal size in a buffer, and which block lies in each; knows nothing of devices. The caller gives the
+buffer: pinned memory, from which a GPU reads at the full rate of its bus. One thread copies.
+
+    buffer   | place 0 | place 1 | place 2 | ...       a block lies at the beginning of its place
+    index      name -> place, least recently used first; when no place is free, the first one without a pin goes
+
+Memory does not lie like a disk, but a bit may flip in it: every block has a checksum, which is verified on each load.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from foreword.errors import ConfigError
+from foreword.tiers.job_thread import JobThread
+from foreword.tiers.load_rate import LoadRate
+from foreword.tiers.ticket import FORGOTTEN, Outcome, Ticket
+from foreword.tiers.tier import PINNED, BlockKeys, BlockRun, BlockSink, BoolArray, DoneCallback, TierStats
+from foreword.tiers.tier_counts import TierCounts
+
+MAX_QUEUED_BYTES = 1 << 30
+PATIENCE_S = 5.0
+Name = bytes
+"""Namespace, group and key of a block."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """A block in the buffer."""
+
+    number: int
+    num_bytes: int
+    checksum: bytes
+    is_pinned: bool
+    expires: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A load or a store under way."""
+
+    names: list[Name]
+    payload_bytes: list[int]
+    ticket: Ticket
+    sink: BlockSink | None = None
+    run: BlockRun | None = None
+
+
+class HostTier:
+    """Blocks in memory; a `Tier`. Raises ConfigError for a buffer that holds no block."""
+
+    name = "host"
+
+    def __init__(self, buffer: npt.NDArray[np.uint8], place_bytes: int) -> None:
+        """`buffer`: [bytes], which nobody else uses; `place_bytes`: of the largest block."""
+        num_places = len(buffer) // place_bytes
+        if not num_places:
+            raise ConfigError(f"cache_host_bytes={len(buffer)} holds no block of {place_bytes} bytes; give it more")
+        self._places = buffer[: num_places * place_bytes].reshape(num_places, place_bytes)
+        self._free = list(range(num_places))[::-1]
+        self._index: OrderedDict[Name, _Place] = OrderedDict()
+        self._lock = threading.Lock()
+        """Of index and free places; nobody asks for a ticket while holding it. The thread copies without it: only that
+        thread gives places away, so what it reads is not overwritten.
+        """
+        self._counts = TierCounts()
+        self._rate = LoadRate()
+        self._is_closed = False
+        self._thread: JobThread[_Job] = JobThread("foreword-host", self._work, MAX_QUEUED_BYTES)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close(PATIENCE_S)
+
+    def lookup(self, keys: BlockKeys) -> BoolArray:
+        """Which blocks are here, [blocks]; see `Tier.lookup`."""
+        found = self._contains(_names(keys))
+        self._counts.count(num_looked_up=len(keys), num_found=int(np.count_nonzero(found)))
+        return found
+
+    def probe(self, keys: BlockKeys, *, deadline_s: float = 0.05, on_done: DoneCallback | None = None) -> Ticket:
+        """Which blocks are here, at once; see `Tier.probe`."""
+        ticket = Ticket(len(keys), deadline_s=deadline_s, on_done=on_done)
+        if self._is_closed:
+            ticket.cancel()
+            return ticket
+        found = self._contains(_names(keys))
+        ticket.settle(np.flatnonzero(found), Outcome.PRESENT)
+        ticket.finish(Outcome.MISSING)
+        return ticket
+
+    def load(
+        self,
+        keys: BlockKeys,
+        payload_bytes: npt.NDArray[np.int64],
+        sink: BlockSink,
+        *,
+        deadline_s: float,
+        on_done: DoneCallback | None = None,
+    ) -> Ticket:
+        """Begin to load blocks into `sink`; see `Tier.load`."""
+        names = _names(keys)
+
+        def before_done(outcomes: npt.NDArray[np.uint8]) -> None:
+            self._forget(names[at] for at in np.flatnonzero(np.isin(outcomes, FORGOTTEN)))
+            self._counts.count_load(outcomes)
+
+        ticket = Ticket(len(keys), deadline_s=deadline_s, before_done=before_done, on_done=on_done)
+        self._thread.add(_Job(names, payload_bytes.tolist(), ticket, sink=sink), int(payload_bytes.sum()))
+        return ticket
+
+    def estimate_load_s(self, num_bytes: int) -> float:
+        """Seconds until a load of that size would end; see `Tier.estimate_load_s`."""
+        return self._rate.estimate_s(self._thread.amount + num_bytes)
+
+    def store(self, run: BlockRun, *, on_done: DoneCallback | None = None) -> Ticket:
+        """Begin to store a run; see `Tier.store`."""
+        ticket = Ticket(len(run.keys), before_done=self._counts.count_store, on_done=on_done)
+        job = _Job(_names(run.keys), run.payload_bytes.tolist(), ticket, run=run)
+        self._thread.add(job, int(run.payload_bytes.sum()))
+        return ticket
+
+    def forget(self, keys: BlockKeys) -> None:
+        """Blocks that `lookup` must not find again; their places are free."""
+        self._forget(_names(keys))
+
+    def close(self, flush_s: float) -> None:
+        """Store what is queued for at most `flush_s` seconds, and forget everything; see `Tier.close`."""
+        self._thread.stop_after(flush_s)
+        self._thread.join(flush_s + PATIENCE_S)
+        self._is_closed = True
+        self._forget(list(self._index))
+
+    def stats(self) -> TierStats:
+        """What happened so far; see `Tier.stats`."""
+        stats = self._counts.copy_of_stats()
+        stats.num_blocks, place_bytes = len(self._index), self._places.shape[1]
+        stats.stored_bytes = stats.shared_bytes = stats.num_blocks * place_bytes
+        stats.budget_bytes = self._places.size
+        stats.load_bytes_per_s = self._rate.bytes_per_s
+        stats.queued_load_bytes = self._thread.amount
+        return stats
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every place is free or holds one block."""
+        with self._lock:
+            used = [place.number for place in self._index.values()]
+            assert sorted(used + self._free) == list(range(len(self._places))), "a place is lost, or used twice"
+
+    # ------------------------------------------------------------------------------ the copying thread
+
+    def _work(self, job: _Job) -> None:
+        began, num_bytes = time.monotonic(), 0
+        for index in range(len(job.names)):
+            if job.ticket.done:
+                break
+            num_bytes += self._store(job, index) if job.run is not None else self._load(job, index)
+        if job.sink is not None:
+            self._rate.measure(num_bytes, time.monotonic() - began)
+        job.ticket.finish(Outcome.CANCELLED)
+
+    def _load(self, job: _Job, index: int) -> int:
+        """Verify a block and hand it over; its bytes."""
+        ticket, sink, size = job.ticket, job.sink, job.payload_bytes[index]
+        assert sink is not None
+        with self._lock:
+            place = self._find(job.names[index])
+            if place is not None and place.num_bytes == size:
+                self._index.move_to_end(job.names[index])
+        if place is None or place.num_bytes != size:
+            ticket.settle(index, Outcome.MISSING)
+            return 0
+        payload = self._places[place.number, :size]
+        if xxhash.xxh3_128_digest(payload.data) != place.checksum:
+            ticket.settle(index, Outcome.CORRUPT)
+            return 0
+        if not ticket.transfer(index, lambda: sink.put(index, payload.data.toreadonly())):
+            return 0
+        ticket.settle(index, Outcome.DONE)
+        self._counts.count(num_loaded=1, loaded_bytes=size)
+        return size
+
+    def _store(self, job: _Job, index: int) -> int:
+        """Copy a block into a place; its bytes."""
+        ticket, run, size, name = job.ticket, job.run, job.payload_bytes[index], job.names[index]
+        assert run is not None
+        if size > self._places.shape[1]:
+            ticket.settle(index, Outcome.NO_ROOM)
+            return 0
+        with self._lock:
+            is_here = self._find(name) is not None
+            number = -1 if is_here else self._take_place()
+        if is_here:
+            ticket.settle(index, Outcome.PRESENT)
+            return 0
+        out = self._places[number, :size]
+        if not ticket.transfer(index, lambda: run.source.take(index, out.data)):
+            with self._lock:
+                self._free.append(number)
+            return 0
+        expires = np.inf if run.ttl_s is None else time.monotonic() + run.ttl_s
+        checksum, is_pinned = xxhash.xxh3_128_digest(out.data), bool(run.flags[index] & PINNED)
+        with self._lock:
+            replaced = self._index.pop(name, None)  # an expired one
+            if replaced is not None:
+                self._free.append(replaced.number)
+            self._index[name] = _Place(number, size, checksum, is_pinned, expires)
+        ticket.settle(index, Outcome.DONE)
+        self._counts.count(num_written=1, written_bytes=size)
+        return size
+
+    # ------------------------------------------------------------------------------ places
+
+    def _take_place(self) -> int:
+        """A free place, or that of the least recently used block; pinned ones go last. The lock is held."""
+        if not self._free:
+            victim = next((name for name, place in self._index.items() if not place.is_pinned), None)
+            if victim is None:
+                victim = next(iter(self._index))
+            self._free.append(self._index.pop(victim).number)
+            self._counts.count(num_evicted=1)
+        return self._free.pop()
+
+    def _find(self, name: Name) -> _Place | None:
+        """A block that is here and has not expired. The lock is held."""
+        place = self._index.get(name)
+        return place if place is not None and time.monotonic() < place.expires else None
+
+    def _contains(self, names: list[Name]) -> BoolArray:
+        with self._lock:
+            return np.array([self._find(name) is not None for name in names], bool)
+
+    def _forget(self, names: Iterator[Name] | list[Name]) -> None:
+        with self._lock:
+            for name in names:
+                place = self._index.pop(name, None)
+                if place is not None:
+                    self._free.append(place.number)
+
+
+def _names(keys: BlockKeys) -> list[Name]:
+    """Namespace, group and key of each block, joined."""
+    groups = keys.group_ids.astype("<u2").tobytes()
+    joined = keys.keys.tobytes()
+    return [keys.namespace + groups[2 * at : 2 * at + 2] + joined[32 * at : 32 * at + 32] for at in range(len(keys))]
