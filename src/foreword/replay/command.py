@@ -20,8 +20,9 @@ from foreword.errors import ConfigError
 from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity, parse_with_unit, read_model_config
 from foreword.replay.lines import PromptEncoder
 from foreword.replay.picture import check_format, write_picture
-from foreword.replay.report import as_json, capacity_name, print_report, table_of
+from foreword.replay.report import as_json, capacity_name, gigabytes, print_report, table_of
 from foreword.replay.simulator import OPTIMUM, ReplayResult, Simulation
+from foreword.replay.tiers import ADMISSIONS, TierOption, replay_tiers
 from foreword.replay.timing import Routing, StepCost, TimingOptions, simulate_time
 from foreword.replay.trace import TraceReader
 
@@ -61,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--picture", type=Path, action="append", default=[], metavar="FILE", help="write .svg, .png or .html"
     )
+    parser.add_argument(
+        "--tier",
+        metavar="NAME=SIZE,RATE",
+        help="what a tier below each capacity would give, by what is stored in it, such as disk=50GB,1.6GB/s",
+    )
     time = parser.add_argument_group("simulated time", "given --flops, requests are served as they arrive")
     time.add_argument(
         "--flops", type=float, metavar="FLOP/s", help="what a replica reaches, such as 4e14; needs --model"
@@ -87,6 +93,9 @@ def run(args: argparse.Namespace) -> int:
     simulation = Simulation(_names(args.policy, "policy", DEFAULT_POLICIES), (), sampling_rate=args.sample)
     _capacities(args.capacity, 1, bytes_per_token)
     cost = _step_cost(args)
+    tier = None if args.tier is None else TierOption.parse(args.tier)
+    if tier is not None:
+        tier.capacity(1, bytes_per_token)
     reader = TraceReader(
         args.trace,
         block_tokens=args.block_tokens,
@@ -98,13 +107,15 @@ def run(args: argparse.Namespace) -> int:
         result = _replay(args, reader, simulation, bytes_per_token, console)
         _tell_malformed(reader, console)
         print_report(result, console, args.trace.name, bytes_per_token)
+        tiers = [] if tier is None else _replay_tier(tier, reader, result, bytes_per_token, console)
         timing = _simulate_time(args, reader, result, cost, console) if cost is not None else {}
         for file in args.picture:
             write_picture(result, file, args.trace.name, bytes_per_token)
             console.print(f"wrote {file}", markup=False)
         if args.json:
             report = as_json(result, bytes_per_token)
-            print(json.dumps({**report, "timing": timing, "malformed_lines": reader.num_malformed}), flush=True)
+            report = {**report, "tiers": tiers, "timing": timing, "malformed_lines": reader.num_malformed}
+            print(json.dumps(report), flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:  # files that a user names have errors of their own
@@ -130,6 +141,36 @@ def _step_cost(args: argparse.Namespace) -> StepCost | None:
     )
     TimingOptions(1, cost, args.replicas, args.routing)
     return cost
+
+
+def _replay_tier(
+    tier: TierOption, reader: TraceReader, result: ReplayResult, bytes_per_token: int | None, console: Console
+) -> list[dict[str, Any]]:
+    """A table of what a tier below each capacity finds, and the same as JSON values."""
+    with _progress(reader, tier.name, console):
+        below = tier.capacity(result.block_tokens, bytes_per_token)
+        found = replay_tiers(reader, list(result.capacities), below, result.block_tokens)
+    block_bytes = result.block_tokens * bytes_per_token if bytes_per_token is not None else None
+    console.print(f"\nWith {tier.name} of {capacity_name(tier.size)} below the memory (LRU)", style="bold")
+    sizes = [] if block_bytes is None else ["written GB", "loaded GB"]
+    seconds = [] if block_bytes is None or tier.bytes_per_s is None else ["loading s"]
+    table = table_of("capacity", "stored", "in memory", f"from {tier.name}", "written", *sizes, *seconds)
+    rows: list[dict[str, Any]] = []
+    for number, one in enumerate(found):
+        name = result.capacities[number // len(ADMISSIONS)].name
+        shares = [f"{one.share(count):.4f}" for count in (one.memory_hits, one.tier_hits, one.num_written)]
+        row: dict[str, Any] = {**asdict(one), "capacity": name, "tier": tier.name}
+        cells = [name if number % len(ADMISSIONS) == 0 else "", one.admission, *shares]
+        if block_bytes is not None:
+            row["written_bytes"], row["loaded_bytes"] = one.num_written * block_bytes, one.tier_hits * block_bytes
+            cells += [gigabytes(row["written_bytes"]), gigabytes(row["loaded_bytes"])]
+            if tier.bytes_per_s is not None:
+                row["load_s"] = row["loaded_bytes"] / tier.bytes_per_s
+                cells.append(f"{row['load_s']:,.1f}")
+        table.add_row(*cells)
+        rows.append(row)
+    console.print(table)
+    return rows
 
 
 def _simulate_time(

@@ -1,0 +1,135 @@
+"""What a tier below the memory would give, and what is worth storing in it: two levels of LRU over recorded requests.
+
+Knows prefix keys, two capacities and rules of admission; knows nothing of bytes on disk. A request finds the blocks
+before its first one that neither level has. What it computes goes to memory and, where the rule admits it, to the tier:
+
+    all       every block is stored
+    twice     a block is stored when it is computed for the second time: traffic that never returns is never written
+    room      every block while the tier has room, then as `twice`: a restart keeps everything of a young tier
+    heads     the first blocks of each prompt are stored, which prompts share most often
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from foreword.errors import ConfigError
+from foreword.replay.capacity import Capacity, parse_capacity, parse_with_unit
+from foreword.replay.trace import RecordedRequest
+
+ADMISSIONS = ("all", "twice", "room", "heads")
+HEAD_TOKENS = 4096
+"""Of a prompt, which `heads` stores."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierOption:
+    """A tier that a user asks about."""
+
+    name: str
+    size: str
+    """As a user wrote it: blocks, or bytes."""
+    bytes_per_s: float | None
+    """Rate of loads; None: not known."""
+
+    @classmethod
+    def parse(cls, text: str) -> TierOption:
+        """`disk=50GB,1.6GB/s`, `disk=50GB` or `disk=100000`. Raises ConfigError."""
+        found = re.fullmatch(r"\s*([A-Za-z]\w*)\s*=\s*([^,]+?)\s*(?:,\s*([^,]+?)\s*/\s*s\s*)?", text)
+        if found is None:
+            raise ConfigError(f"--tier {text!r} is no tier; write NAME=SIZE or NAME=SIZE,RATE: disk=50GB,1.6GB/s")
+        name, size, rate = found.groups()
+        return cls(name, size, None if rate is None else float(parse_with_unit(rate)))
+
+    def capacity(self, block_tokens: int, kv_bytes_per_token: int | None) -> Capacity:
+        """Its size in blocks of the trace. Raises ConfigError."""
+        return parse_capacity(self.size, block_tokens, kv_bytes_per_token)
+
+
+@dataclass(slots=True)
+class TierReplay:
+    """What requests found with a memory of `memory_blocks`, a tier of `tier_blocks`, and one rule of admission."""
+
+    memory_blocks: int
+    tier_blocks: int
+    admission: str
+    num_blocks: int = 0
+    """Blocks of all prompts."""
+    memory_hits: int = 0
+    tier_hits: int = 0
+    """Blocks that were loaded."""
+    num_written: int = 0
+    """Blocks that were stored."""
+
+    def share(self, num_blocks: int) -> float:
+        """A number of blocks as a share of all prompts' blocks."""
+        return num_blocks / max(1, self.num_blocks)
+
+
+class TwoLevels:
+    """A memory over a tier, both least recently used first out."""
+
+    def __init__(self, memory_blocks: int, tier_blocks: int, admission: str, block_tokens: int) -> None:
+        self.result = TierReplay(memory_blocks, tier_blocks, admission)
+        self._head_blocks = max(1, HEAD_TOKENS // block_tokens)
+        self._memory: OrderedDict[int, None] = OrderedDict()
+        self._tier: OrderedDict[int, None] = OrderedDict()
+        self._computed: set[int] = set()
+
+    def admit(self, keys: list[int]) -> None:
+        """Serve a request whose prompt has these blocks."""
+        result, memory, tier = self.result, self._memory, self._tier
+        result.num_blocks += len(keys)
+        found = 0
+        for key in keys:
+            if key in memory:
+                result.memory_hits += 1
+            elif key in tier:
+                result.tier_hits += 1
+            else:
+                break
+            found += 1
+        for number, key in enumerate(keys):
+            memory[key] = None
+            memory.move_to_end(key)
+            if key in tier:
+                tier.move_to_end(key)
+            elif number >= found:  # blocks found in memory alone were not admitted when they were computed
+                self._store(number, key)
+        for level, most in ((memory, result.memory_blocks), (tier, result.tier_blocks)):
+            while len(level) > most:
+                level.popitem(last=False)
+
+    def _store(self, number: int, key: int) -> None:
+        """Store a block that was computed, if the rule admits it."""
+        match self.result.admission:
+            case "twice" | "room" as rule:
+                has_room = rule == "room" and len(self._tier) < self.result.tier_blocks
+                admitted = has_room or key in self._computed
+                self._computed.add(key)
+            case "heads":
+                admitted = number < self._head_blocks
+            case _:
+                admitted = True
+        if admitted:
+            self._tier[key] = None
+            self.result.num_written += 1
+
+
+def replay_tiers(
+    requests: Iterable[RecordedRequest], memories: list[Capacity], tier: Capacity, block_tokens: int
+) -> list[TierReplay]:
+    """Replay requests, in one pass, for each memory and each rule of admission."""
+    levels = [
+        TwoLevels(memory.num_blocks, tier.num_blocks, admission, block_tokens)
+        for memory in memories
+        for admission in ADMISSIONS
+    ]
+    for request in requests:
+        keys = request.keys.tolist()
+        for level in levels:
+            level.admit(keys)
+    return [level.result for level in levels]
