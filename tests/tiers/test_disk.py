@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -426,3 +427,25 @@ def test_a_load_into_the_memory_of_the_caller_comes_in_order(tmp_path):
         ticket = tier.load(keys_of(range(50)), np.full(50, BLOCK_BYTES), Order(), deadline_s=WAIT_S)
         assert ticket.wait(WAIT_S)
     assert seen == list(range(50))
+
+
+def test_a_segment_that_grows_though_it_is_not_the_last_is_scanned_again(tmp_path):
+    """A live process may have taken over segments of a dead one whose numbers are higher than that of its open one."""
+    options = replace(OPTIONS, rescan_s=0.02)
+    with DiskTier(tmp_path / "cache", options) as writer:
+        assert writer.wait_scanned(WAIT_S)
+        store(writer, keys_of(range(3)))
+        home = writer._state.directory.home
+        [segment] = home.glob("*.fwseg")
+        (home / "000099-00000001.fwseg").write_bytes(b"")
+        (home / "000099-00000001.fwseg").chmod(0o600)
+        with DiskTier(tmp_path / "cache", options) as reader:
+            assert reader.wait_scanned(WAIT_S)
+            assert reader.lookup(keys_of(range(3))).all()
+            store(writer, keys_of(range(3, 6)))
+            assert [path for path in home.glob("*.fwseg") if path.stat().st_size] == [segment]
+            deadline = time.monotonic() + WAIT_S
+            while not reader.lookup(keys_of(range(3, 6))).all():
+                assert time.monotonic() < deadline, "what was written later is never found"
+                time.sleep(0.01)
+            assert load(reader, keys_of(range(6))).num_done == 6

@@ -93,7 +93,8 @@ class Scanner:
         for path in directory.segments_of(directory.home):
             if not state.table.knows(path):
                 state.table.add(path, is_own=True)
-        # The last segment of another process may still be written.
+        # The last segment of another process may still be written. So may another one, if the process has taken over
+        # segments of a dead one whose numbers are higher: what has grown is scanned again.
         others = {path for home in directory.other_homes() for path in directory.segments_of(home)[:-1]}
         for segment in state.table.all():
             # Before anything is scanned: a block that is known at a place that is gone would hide where it lies now.
@@ -101,6 +102,10 @@ class Scanner:
                 state.lose_segment(segment)
         for path in sorted(others):
             state.table.add(path, is_own=False)
+        for segment in state.table.all():
+            if not segment.is_own and segment.is_scanned:
+                size = self._measure(segment)
+                segment.is_scanned = size is None or size // PAGE * PAGE <= segment.num_bytes
         for segment in sorted(state.table.all(), key=lambda segment: not segment.is_own):
             if not segment.is_scanned and not state.closing.is_set():
                 self._scan(segment)
