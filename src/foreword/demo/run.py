@@ -72,10 +72,10 @@ def _run_workloads(console: Console) -> list[WorkloadReport]:
 
 
 def _run_timings() -> list[TimingReport]:
-    from foreword.model.checkpoint.random_weights import DEMO_SHAPE, save_random_model
+    from foreword.model.checkpoint.random_weights import DEMO_SHAPE, fast_dtype, save_random_model
 
     with tempfile.TemporaryDirectory(prefix="foreword-demo-") as folder:
-        save_random_model(Path(folder), DEMO_SHAPE)
+        save_random_model(Path(folder), DEMO_SHAPE, dtype=fast_dtype())
         cached = LLM(folder, kv_cache_memory_bytes=TIMED_KV_BYTES)
         uncached = LLM(folder, enable_prefix_caching=False, self_check=False, kv_cache_memory_bytes=TIMED_KV_BYTES)
         with cached, uncached:
