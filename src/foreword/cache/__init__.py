@@ -20,7 +20,7 @@ from foreword.cache.account.ledger import (
     MissReason as MissReason,
 )
 from foreword.cache.account.stats import CachingMetrics as CachingMetrics, PrefixCacheStats as PrefixCacheStats
-from foreword.cache.block_ids import NULL_BLOCK as NULL_BLOCK, BlockIds as BlockIds
+from foreword.cache.block_ids import NO_BLOCKS as NO_BLOCKS, NULL_BLOCK as NULL_BLOCK, BlockIds as BlockIds
 from foreword.cache.blocks.block_allocator import (
     PrefixCachingBlock as PrefixCachingBlock,
     PrefixCachingBlockAllocator as PrefixCachingBlockAllocator,

@@ -10,6 +10,7 @@ import pytest
 from foreword.cache import KVCacheManager
 from foreword.engine import Engine, Prompt, TierDirector
 from foreword.engine.tiering.step_cost import StepCost
+from foreword.errors import ConfigError
 from foreword.request import RequestOutput, SamplingParams
 from foreword.request.request import Loaded
 from foreword.tiers.disk.disk_tier import DiskTier
@@ -281,6 +282,17 @@ def test_a_reset_forgets_what_is_under_way_and_the_tier_keeps_what_it_has() -> N
         world.step()
         tier.finish()
     assert found.num_cached_tokens == 39
+
+
+def test_an_engine_without_the_memory_of_its_pool_says_what_to_give_it(tmp_path: Path) -> None:
+    world = HashEngine.build()
+    output(world, "first")
+    world.drain()
+    with pytest.raises(ConfigError, match="give Engine a TierDirector with the memory of its pool"):
+        world.engine.export_prefix(prompt_of(PROMPT), tmp_path / "file", {})
+    world.engine.check_integrity()
+    assert world.manager.get_num_free_blocks() == world.manager.num_blocks, "a block leaked"
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---------------------------------------------------------------------- fences

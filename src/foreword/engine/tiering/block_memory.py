@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from foreword.cache import BlockIds
+from foreword.errors import ConfigError
 
 
 class BlockMemory(Protocol):
@@ -25,17 +26,20 @@ class BlockMemory(Protocol):
         """Copy a block."""
 
 
-class NoMemory:
-    """The memory of a pool below which there is nothing; nobody calls it."""
+class UnknownMemory:
+    """The memory of an engine that was not told where its blocks' bytes are. Raises ConfigError when it is asked."""
 
     def payload_bytes(self, group_id: int) -> int:
-        raise NotImplementedError
+        raise ConfigError(
+            f"this engine does not know the bytes of group {group_id}'s blocks, so it can export, import and load none; "
+            "give Engine a TierDirector with the memory of its pool"
+        )
 
     def write(self, group_id: int, block_id: int, payload: memoryview) -> None:
-        raise NotImplementedError
+        self.payload_bytes(group_id)
 
     def read(self, group_id: int, block_id: int, out: memoryview) -> None:
-        raise NotImplementedError
+        self.payload_bytes(group_id)
 
 
 class Part(NamedTuple):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from foreword.batch import Entries
 from foreword.cache import KVCacheManager, PrefixHit
-from foreword.engine.tiering.block_memory import BlockMemory, NoMemory
+from foreword.engine.tiering.block_memory import BlockMemory, UnknownMemory
 from foreword.engine.tiering.loads import LoadCounts, Loads
 from foreword.engine.tiering.prefix_files import PrefixFiles
 from foreword.engine.tiering.step_cost import StepCost
@@ -74,7 +74,7 @@ class TierDirector:
     @classmethod
     def of_none(cls, manager: KVCacheManager) -> TierDirector:
         """The director of an engine that has nothing below the pool."""
-        return cls((), NoMemory(), manager, bytes(NAMESPACE_BYTES))
+        return cls((), UnknownMemory(), manager, bytes(NAMESPACE_BYTES))
 
     @property
     def names(self) -> tuple[str, ...]:

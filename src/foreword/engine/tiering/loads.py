@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import (
+    NO_BLOCKS,
     BlockHash,
     BlockIds,
     KVCacheManager,
@@ -234,12 +235,12 @@ class Loads:
         if not any(found):
             return None
         tables = manager.find_hit_with(sequence, found)
-        parts = [Part(group_id, elsewhere(table), elsewhere(table)) for group_id, table in enumerate(tables)]
+        parts = [Part(group_id, elsewhere(table), NO_BLOCKS) for group_id, table in enumerate(tables)]
         most_blocks = manager.num_blocks // 2
         num_tokens = len(tables[0]) * manager.groups[0].block_size
         if one_group:
             most = min(PIECE_BYTES // self._memory.payload_bytes(0), most_blocks - first)
-            parts = [Part(0, parts[0].numbers[: max(0, most)], parts[0].block_ids)]
+            parts = [Part(0, parts[0].numbers[: max(0, most)], NO_BLOCKS)]
             num_tokens = (first + len(parts[0].numbers)) * manager.block_size
         num_blocks = sum(len(part.numbers) for part in parts)
         if num_tokens <= hit.num_tokens or not num_blocks or len(in_pool(tables)) + num_blocks > most_blocks:
