@@ -102,6 +102,8 @@ class Loaded:
     """Whether they are asked for what the pool lacks of its prefix."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """A tier's name, and the span of tokens by which hits grew."""
+    no_room_at: int = -1
+    """The number of loads that had ended when there was last no room for one."""
     failure: LoadFailure | None = None
     """Why the last wait was in vain, if it was."""
 

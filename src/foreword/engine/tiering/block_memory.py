@@ -31,7 +31,7 @@ class UnknownMemory:
 
     def payload_bytes(self, group_id: int) -> int:
         raise ConfigError(
-            f"this engine does not know the bytes of group {group_id}'s blocks, so it can export, import and load none; "
+            f"this engine does not know the bytes of group {group_id}'s blocks, so it exports, imports and loads none; "
             "give Engine a TierDirector with the memory of its pool"
         )
 

@@ -122,6 +122,7 @@ class Loads:
     ) -> None:
         self._tiers, self._memory, self._manager, self._namespace, self._cost = tiers, memory, manager, namespace, cost
         self._loads: list[Load] = []
+        self._num_ended = 0
         self._load_of: dict[Request, Load] = {}
         self._asked: dict[Request, list[Ticket]] = {}
         """Requests that wait for tiers to say what they have."""
@@ -172,6 +173,8 @@ class Loads:
         keys, number = request.sequence.block_hashes(), hit.num_shared_tokens // self._manager.block_size
         load = self._owner_of.get(keys[number]) if number < len(keys) else None
         if load is None:
+            if request.loads.no_room_at == self._num_ended and self._loads:
+                return True  # no load has ended since there was no room
             plan = self._plan(request.sequence, hit)
             if plan is None:
                 request.loads.may_ask = False
@@ -181,6 +184,7 @@ class Loads:
                 return True
             load = self._begin(request.sequence, hit, plan)
             if load is None:
+                request.loads.no_room_at = self._num_ended
                 return bool(self._loads)  # blocks are short, and loads that have deadlines hold some
         load.waiting.append(request)
         self._load_of[request] = load
@@ -330,6 +334,7 @@ class Loads:
     def _end(self, load: Load) -> None:
         """Release the load's blocks and its requests."""
         self._loads.remove(load)
+        self._num_ended += 1
         for key in load.keys:
             if self._owner_of.get(key) is load:
                 del self._owner_of[key]

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from foreword.cache import NULL_BLOCK, KVCacheManager, TokenSequence
 from foreword.engine.tiering.block_memory import BlockMemory, BlocksOfParts, Part
 from foreword.tiers.ticket import Outcome, Ticket
-from foreword.tiers.tier import EXACT, BlockKeys, BlockRun, BoolArray, Tier, joined_keys
+from foreword.tiers.tier import EXACT, BlockKeys, BlockRun, Tier, joined_keys
 
 CHUNK_BYTES = 32 << 20
 MOST_OFFERS = 512
@@ -60,11 +60,15 @@ class _Chunk:
 
     offer: Offer
     parts: list[Part]
-    missing: list[tuple[Tier, BoolArray]]
-    """For each tier that lacks some of the blocks: which, [blocks]."""
+    tiers: list[Tier]
+    """Those that lack some of the blocks."""
+    is_last: bool
+    """Whether the tiers lack no further blocks of the sequence."""
     num_planned: int
     """Steps planned when it was chosen."""
     num_bytes: int
+    payload_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """[blocks]"""
     tickets: list[Ticket] = field(default_factory=list)
     started: float = 0.0
 
@@ -123,10 +127,14 @@ class Stores:
                 return
             self._finish(chunk, is_busy=is_busy)
             chunk = None
+        is_new = chunk is None
         if chunk is None and self._offers and not (is_busy and self._clock() < self._rest_until):
             chunk = self._chunk = self._choose(num_planned)
         if chunk is not None and chunk.num_planned <= num_settled:
-            self._begin(chunk)
+            if is_new or self._is_still_cached(chunk):
+                self._begin(chunk)
+            else:
+                self._release(chunk)
 
     def cancel(self) -> None:
         """Give up the chunk under way, with its sequence, and release its blocks."""
@@ -183,31 +191,36 @@ class Stores:
                 Part(part.group_id, part.numbers[own], part.block_ids[own])
                 for part, own in zip(parts, chosen, strict=True)
             ],
-            [(tier, lacks[flat]) for tier, lacks in missing if lacks[flat].any()],
+            [tier for tier, lacks in missing if lacks[flat].any()],
+            len(flat) == np.count_nonzero(wanted),
             num_planned,
             num_bytes,
         )
 
+    def _is_still_cached(self, chunk: _Chunk) -> bool:
+        """Whether no step that should have filled one of the blocks has failed since the chunk was chosen."""
+        now = cached_parts(self._manager, *chunk.offer)
+        return _places(chunk.parts).items() <= _places(now).items()
+
     def _begin(self, chunk: _Chunk) -> None:
-        """Hand the blocks to the tiers, unless a step that should have filled one has failed since."""
-        sequence, num_tokens = chunk.offer
-        if not _places(chunk.parts).items() <= _places(cached_parts(self._manager, sequence, num_tokens)).items():
-            self._release(chunk)
-            return
+        """Hand the blocks to the tiers."""
         chunk.started = self._clock()
-        run = run_of(self._manager, self._memory, self._namespace, sequence, chunk.parts)
-        chunk.tickets += [tier.store(run) for tier, _ in chunk.missing]
+        run = run_of(self._manager, self._memory, self._namespace, chunk.offer.sequence, chunk.parts)
+        chunk.payload_bytes = run.payload_bytes
+        chunk.tickets += [tier.store(run) for tier in chunk.tiers]
 
     def _finish(self, chunk: _Chunk, *, is_busy: bool) -> None:
-        """Count a chunk and release it. Its sequence comes again, at once, while some of its blocks get through."""
-        seconds, num_stored = self._clock() - chunk.started, 0
+        """Count a chunk and release it. If its sequence has more, that comes next, while something gets through."""
+        seconds, gets_through = self._clock() - chunk.started, False
         for ticket in chunk.tickets:
+            outcomes = ticket.report.outcomes
             self.counts.blocks_by_outcome.update(ticket.report.by_reason())
-            num_stored += int(np.isin(ticket.report.outcomes, (Outcome.DONE, Outcome.PRESENT)).sum())
+            num_bytes = int(chunk.payload_bytes[outcomes == Outcome.DONE].sum())
+            self.counts.num_bytes += num_bytes
+            self._bytes_today += num_bytes
+            gets_through |= bool(np.isin(outcomes, (Outcome.DONE, Outcome.PRESENT)).any())
         self.counts.num_chunks += 1
-        if num_stored:
-            self.counts.num_bytes += chunk.num_bytes
-            self._bytes_today += chunk.num_bytes
+        if gets_through and not chunk.is_last:
             self._offers.appendleft(chunk.offer)
         if is_busy:
             self._rest_until = self._clock() + REST_FACTOR * seconds
