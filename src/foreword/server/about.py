@@ -14,7 +14,7 @@ from foreword import __version__
 from foreword.server.api_errors import bad_request, unknown_model
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import read_prompt
-from foreword.server.dialect import DetokenizeRequest, TokenizeRequest
+from foreword.server.dialects.openai.fields import DetokenizeRequest, TokenizeRequest
 from foreword.server.http import Authorized, json_response, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.service import Service

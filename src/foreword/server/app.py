@@ -23,7 +23,9 @@ from foreword.errors import ForewordError
 from foreword.llm import LLM
 from foreword.server import about, cache_api
 from foreword.server.api_errors import APIError
-from foreword.server.dialect import (
+from foreword.server.dialects.openai import completions as openai
+from foreword.server.dialects.openai import responses
+from foreword.server.dialects.openai.fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -33,8 +35,6 @@ from foreword.server.dialect import (
 )
 from foreword.server.http import error_response
 from foreword.server.intake import document_bodies, explain_invalid
-from foreword.server.openai import completions as openai
-from foreword.server.openai import responses
 from foreword.server.options import ServerConfig
 from foreword.server.service import Service
 

@@ -18,7 +18,14 @@ from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.body_limits import MAX_DEPTH
 from foreword.server.bodies.json_scan import parse_json, scan_json
-from foreword.server.dialect import ChatMessage, ChatRequest, ExplainRequest, InputMessage, TokenizeRequest, Tool
+from foreword.server.dialects.openai.fields import (
+    ChatMessage,
+    ChatRequest,
+    ExplainRequest,
+    InputMessage,
+    TokenizeRequest,
+    Tool,
+)
 from foreword.server.intake import with_body
 from foreword.server.service import Caller, Ending, Service
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.json_scan import JsonSize
-from foreword.server.dialect import CompletionRequest, DetokenizeRequest, ExplainRequest
+from foreword.server.dialects.openai.fields import CompletionRequest, DetokenizeRequest, ExplainRequest
 
 MAX_DEPTH = 128
 MAX_FIELDS = 256

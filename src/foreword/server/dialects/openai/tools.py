@@ -21,7 +21,7 @@ from typing import Any
 
 from foreword.server.api_errors import bad_request
 from foreword.server.calls import tools_for_template
-from foreword.server.dialect import ChatRequest, NamedToolChoice, Tool
+from foreword.server.dialects.openai.fields import ChatRequest, NamedToolChoice, Tool
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 MAX_FORCED_CALLS = 16

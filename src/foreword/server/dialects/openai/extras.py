@@ -12,8 +12,8 @@ from fastapi import Request
 
 from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import AnswerStream
+from foreword.server.dialects.openai.diagnostics import comparison_response_id, diagnose
 from foreword.server.observe.explanations import cache_report
-from foreword.server.openai.diagnostics import comparison_response_id, diagnose
 from foreword.server.records import RequestRecord
 from foreword.server.service import Service
 

@@ -30,13 +30,13 @@ from foreword.server.calls import (
     sampling_params,
     template_inputs,
 )
-from foreword.server.dialect import ChatRequest, CompletionRequest
+from foreword.server.dialects.openai import format as form
+from foreword.server.dialects.openai.extras import Extras
+from foreword.server.dialects.openai.fields import ChatRequest, CompletionRequest
+from foreword.server.dialects.openai.structured import structured_outputs
+from foreword.server.dialects.openai.tools import ToolCall, ToolCallReader, ToolUse
 from foreword.server.http import Authorized, Event, respond, service_of
 from foreword.server.intake import body_of, takes, with_body
-from foreword.server.openai import format as form
-from foreword.server.openai.extras import Extras
-from foreword.server.openai.structured import structured_outputs
-from foreword.server.openai.tools import ToolCall, ToolCallReader, ToolUse
 from foreword.server.service import Service, digests, new_id
 
 router = APIRouter(tags=["openai"])

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from foreword.llm import LLM
-from foreword.server.dialect import ChatRequest
-from foreword.server.openai.tools import ToolCall, ToolCallReader, ToolUse
+from foreword.server.dialects.openai.fields import ChatRequest
+from foreword.server.dialects.openai.tools import ToolCall, ToolCallReader, ToolUse
 from foreword.server.options import ServerConfig
 from live_server import MODEL, ServerThread, client, post
 from tiny_models import CHAT_TEMPLATE, RECIPES, TOOL_TEMPLATE, save_model, save_tokenizer

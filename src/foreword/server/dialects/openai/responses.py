@@ -20,13 +20,13 @@ from foreword.server.api_errors import bad_request
 from foreword.server.bodies.json_pieces import to_long_json
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import Limits, caller_of, check_call, plain_messages, sampling_params, template_inputs
-from foreword.server.dialect import JsonSchema, ResponseFormat, ResponsesRequest, TextOptions
+from foreword.server.dialects.openai import format as form
+from foreword.server.dialects.openai.extras import Extras
+from foreword.server.dialects.openai.fields import JsonSchema, ResponseFormat, ResponsesRequest, TextOptions
+from foreword.server.dialects.openai.structured import structured_outputs
 from foreword.server.http import Authorized, Event, json_response, respond, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.kept_responses import PIECE_DEPTH, KeptResponses, Messages
-from foreword.server.openai import format as form
-from foreword.server.openai.extras import Extras
-from foreword.server.openai.structured import structured_outputs
 from foreword.server.service import Service, digests, new_id
 
 router = APIRouter(tags=["openai"])

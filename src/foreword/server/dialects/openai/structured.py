@@ -10,7 +10,7 @@ from typing import Any
 
 from foreword.request import StructuredOutputsParams
 from foreword.server.api_errors import bad_request
-from foreword.server.dialect import ResponseFormat, StructuredOutputs
+from foreword.server.dialects.openai.fields import ResponseFormat, StructuredOutputs
 
 GUIDED = ("json", "regex", "choice", "grammar")
 
