@@ -234,7 +234,7 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
     with contextlib.ExitStack() as stack:
         if model is None:
             model = str(stack.enter_context(embedded_model()))
-            server_options.setdefault("served_model_name", "foreword-demo")
+            server_options.setdefault("served_model_name", ("foreword-demo",))
             options.setdefault("kv_cache_memory_bytes", EMBEDDED_KV_BYTES)
         config = ServerConfig(**server_options)
         check_address(config.host, config.port)

@@ -11,13 +11,12 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from foreword import __version__
-from foreword.server.api_errors import bad_request, unknown_model
+from foreword.server.api_errors import bad_request
 from foreword.server.bodies.off_loop import off_loop
-from foreword.server.calls import read_prompt
 from foreword.server.dialects.openai.fields import DetokenizeRequest, TokenizeRequest
-from foreword.server.http import Authorized, json_response, service_of
+from foreword.server.dialects.openai.messages import read_prompt
+from foreword.server.http import Authorized, dialect_of, json_response, service_of
 from foreword.server.intake import body_of, takes, with_body
-from foreword.server.service import Service
 
 router = APIRouter()
 
@@ -51,19 +50,16 @@ async def version() -> Response:
     return json_response({"version": __version__})
 
 
-@router.get("/v1/models", tags=["openai"])
+@router.get("/v1/models", tags=["server"])
 async def models(request: Request, tenant: Authorized) -> Response:
-    """The models that the server serves: one."""
-    return json_response({"object": "list", "data": [_model(service_of(request))]})
+    """The names under which the server serves its model."""
+    return json_response(dialect_of(request).models(service_of(request), request.query_params))
 
 
-@router.get("/v1/models/{model:path}", tags=["openai"])
+@router.get("/v1/models/{model:path}", tags=["server"])
 async def model(model: str, request: Request, tenant: Authorized) -> Response:
-    """One model."""
-    service = service_of(request)
-    if model != service.model_name:
-        raise unknown_model(model)
-    return json_response(_model(service))
+    """One of these names."""
+    return json_response(dialect_of(request).model(service_of(request), model))
 
 
 @router.post("/tokenize", tags=["tokens"], openapi_extra=takes(TokenizeRequest))
@@ -96,13 +92,3 @@ async def detokenize(
         raise bad_request(f"token {largest} is out of range; ids are 0 to {size - 1}", param="tokens")
     text = await with_body(request, lambda: service.tokenizer.decode(body.tokens))
     return json_response({"prompt": text})
-
-
-def _model(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.model_name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "foreword",
-        "max_model_len": service.max_model_len,
-    }

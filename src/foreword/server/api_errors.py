@@ -1,11 +1,9 @@
-"""Errors that clients see, with OpenAI's status codes, types and bodies.
+"""Errors that clients see, with OpenAI's status codes and types; other dialects translate them.
 
 Knows HTTP status codes and our error tree; knows nothing of FastAPI.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from foreword.errors import CacheBusyError, EngineError, ForewordError, InvalidRequestError, PromptTooLongError
 
@@ -29,10 +27,6 @@ class APIError(ForewordError):
         self.param = param
         self.code = code
         self.headers = headers
-
-    def body(self) -> dict[str, Any]:
-        """`{"error": {"message", "type", "param", "code"}}`."""
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> APIError:

@@ -1,7 +1,8 @@
-"""The FastAPI app: all endpoints, limits on incoming requests, and errors in OpenAI's form.
+"""The FastAPI app: all endpoints, limits on incoming requests, and errors in the caller's dialect.
 
-Knows every part of the server. The path of a request: app -> openai or responses (reads the fields) -> service (checks
-the tenant, picks the namespace) -> engine_thread (runs it) -> openai/format (writes the answer) -> http (sends it).
+Knows every part of the server. The path of a request: app (chooses the dialect) -> an endpoint in dialects/ (reads the
+fields) -> service (checks the tenant, picks the namespace) -> engine_thread (runs it) -> the dialect's writer (writes
+the answer) -> http (sends it).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -23,24 +25,17 @@ from foreword.errors import ForewordError
 from foreword.llm import LLM
 from foreword.server import about, cache_api
 from foreword.server.api_errors import APIError
-from foreword.server.dialects.openai import completions as openai
-from foreword.server.dialects.openai import responses
-from foreword.server.dialects.openai.fields import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ExplainRequest,
-    ResponsesRequest,
-    TokenizeRequest,
-)
+from foreword.server.bodies.fields import Body
+from foreword.server.dialects.openai.fields import DetokenizeRequest, ExplainRequest, TokenizeRequest
+from foreword.server.dialects.registry import DIALECTS, choose
 from foreword.server.http import error_response
 from foreword.server.intake import document_bodies, explain_invalid
 from foreword.server.options import ServerConfig
-from foreword.server.service import Service
+from foreword.server.service import Service, new_id
 
 logger = logging.getLogger(__name__)
 
-BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest, ExplainRequest)
+OWN_BODIES: tuple[type[Body], ...] = (TokenizeRequest, DetokenizeRequest, ExplainRequest)
 
 
 def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
@@ -64,11 +59,12 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
     app = _App(title="foreword", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.proxy_path = config.root_path
     app.state.service = service
-    app.include_router(openai.router)
-    app.include_router(responses.router)
+    for dialect in DIALECTS:
+        for router in dialect.routers:
+            app.include_router(router)
     app.include_router(about.router)
     app.include_router(cache_api.router)
-    document_bodies(app, BODIES)
+    document_bodies(app, [*OWN_BODIES, *(body for dialect in DIALECTS for body in dialect.bodies)])
     _add_error_handlers(app)
     if config.allowed_origins:
         app.add_middleware(
@@ -79,7 +75,7 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
 
 
 class _App(FastAPI):
-    """An app that a proxy may show under a path of its own."""
+    """An app that a proxy may show under a path of its own; it chooses each call's dialect."""
 
     proxy_path = ""
 
@@ -88,7 +84,24 @@ class _App(FastAPI):
             scope["root_path"] = self.proxy_path
             if not f"{scope['path']}/".startswith(f"{self.proxy_path}/"):  # the proxy stripped it
                 scope["path"] = self.proxy_path + scope["path"]
+        if scope["type"] == "http":
+            send = self._choose_dialect(scope, send)
         await super().__call__(scope, receive, send)
+
+    def _choose_dialect(self, scope: Scope, send: Send) -> Send:
+        """Note the call's dialect and a new id in its scope; the returned function sends the id with the answer."""
+        dialect, path = choose(scope["path"].removeprefix(self.proxy_path), Headers(scope=scope))
+        scope["path"] = self.proxy_path + path
+        request_id = new_id("req_")
+        scope["state"] = {**scope.get("state", {}), "dialect": dialect, "request_id": request_id}
+
+        async def with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["request-id"] = headers["x-request-id"] = request_id
+            await send(message)
+
+        return with_id
 
 
 # --------------------------------------------------------------------- errors
@@ -96,15 +109,15 @@ class _App(FastAPI):
 
 def _add_error_handlers(app: FastAPI) -> None:
     async def ours(request: Request, error: Exception) -> Response:
-        return error_response(error)
+        return error_response(request, error)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(explain_invalid(error.errors()))
+        return error_response(request, explain_invalid(error.errors()))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return error_response(_explain_http(request, error))
+        return error_response(request, _explain_http(request, error))
 
     app.add_exception_handler(ForewordError, ours)
     app.add_exception_handler(RequestValidationError, invalid)

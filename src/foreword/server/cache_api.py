@@ -17,8 +17,8 @@ from foreword.engine import Snapshot
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.off_loop import off_loop
-from foreword.server.calls import read_prompt
 from foreword.server.dialects.openai.fields import ExplainRequest
+from foreword.server.dialects.openai.messages import read_prompt
 from foreword.server.http import Authorized, json_response, service_of
 from foreword.server.intake import body_of, takes
 from foreword.server.observe.explanations import cache_report, most_similar, text_of

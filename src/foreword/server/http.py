@@ -18,10 +18,11 @@ from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import APIError, from_error, timed_out
 from foreword.server.bodies.json_pieces import to_json, to_long_json
 from foreword.server.bodies.off_loop import off_loop
+from foreword.server.dialects.dialect import Dialect, Event
 from foreword.server.service import Service
 
-Event = tuple[str | None, dict[str, Any] | str]
-"""Name (or None) and data of a server-sent event. Long data is JSON text already, written off the event loop."""
+PING_INTERVAL_S = 10.0
+"""Seconds without an event after which a stream sends its dialect's ping. Some clients give up after 300."""
 
 
 class AnswerWriter(Protocol):
@@ -47,6 +48,18 @@ def service_of(request: Request) -> Service:
     return service
 
 
+def dialect_of(request: Request) -> Dialect:
+    """The dialect of a call; the app chose it before it routed the call."""
+    dialect: Dialect = request.state.dialect
+    return dialect
+
+
+def request_id_of(request: Request) -> str:
+    """The id that the answer's `request-id` header has."""
+    request_id: str = request.state.request_id
+    return request_id
+
+
 async def authorized(request: Request) -> Tenant:
     """The tenant of a request. Raises APIError 401."""
     return service_of(request).authorize(request.headers)
@@ -61,17 +74,17 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
     return Response(to_json(body), status, headers, "application/json")
 
 
-def error_response(error: Exception) -> Response:
-    """The answer to an exception, in OpenAI's form."""
-    answer = from_error(error)
-    return json_response(answer.body(), answer.status, answer.headers)
+def error_response(request: Request, error: Exception) -> Response:
+    """The answer to an exception, in the caller's dialect."""
+    answer = dialect_of(request).error(from_error(error), request_id_of(request))
+    return json_response(answer.body, answer.status, dict(answer.headers))
 
 
 async def respond(request: Request, writer: AnswerWriter) -> Response:
     """Answer with the engine's result; if the client leaves before the end, its requests are aborted."""
     answer, limit_s = writer.answer, service_of(request).config.request_timeout_s
     if not answer.whole:
-        return _EventStream(answer, _server_sent(writer), limit_s)
+        return _EventStream(request, writer, limit_s)
     try:
         async with asyncio.timeout(limit_s):
             deltas = await _unless_disconnected(request, _collect(answer))
@@ -110,16 +123,33 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _server_sent(writer: AnswerWriter) -> AsyncIterator[bytes]:
+async def _server_sent(request: Request, writer: AnswerWriter) -> AsyncIterator[bytes]:
+    dialect = dialect_of(request)
     try:
-        async for events in writer.events():
-            yield "".join(_written(name, data) for name, data in events).encode()
+        async for events in _pinged(writer.events(), dialect.ping):
+            yield events if isinstance(events, bytes) else "".join(map(_written, events)).encode()
     except APIError as error:
-        yield _written(None, error.body()).encode()
-    yield b"data: [DONE]\n\n"
+        yield _written(dialect.error_event(error, request_id_of(request))).encode()
+    yield dialect.stream_end
 
 
-def _written(name: str | None, data: Any) -> str:
+async def _pinged(events: AsyncIterator[list[Event]], ping: bytes | None) -> AsyncIterator[list[Event] | bytes]:
+    """The events, and pings for as long as none comes."""
+    while True:
+        coming = asyncio.ensure_future(anext(events))
+        try:
+            while not (await asyncio.wait((coming,), timeout=PING_INTERVAL_S))[0]:
+                if ping is not None:
+                    yield ping
+            yield await coming
+        except StopAsyncIteration:
+            return
+        finally:
+            coming.cancel()
+
+
+def _written(event: Event) -> str:
+    name, data = event
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {data if isinstance(data, str) else to_json(data)}\n\n"
 
@@ -127,11 +157,11 @@ def _written(name: str | None, data: Any) -> str:
 class _EventStream(StreamingResponse):
     """Server-sent events within a time limit; the answer is closed however the stream ends."""
 
-    def __init__(self, answer: AnswerStream, events: AsyncIterator[bytes], limit_s: float) -> None:
-        super().__init__(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
-        self._answer = answer
+    def __init__(self, request: Request, writer: AnswerWriter, limit_s: float) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(_server_sent(request, writer), media_type="text/event-stream", headers=headers)
+        self._request = request
+        self._answer = writer.answer
         self._limit_s = limit_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -140,9 +170,7 @@ class _EventStream(StreamingResponse):
                 await super().__call__(scope, receive, send)
         except TimeoutError:
             self._answer.close("timeout")
-            error = timed_out(self._limit_s)
-            await send(
-                {"type": "http.response.body", "body": _written(None, error.body()).encode(), "more_body": False}
-            )
+            event = dialect_of(self._request).error_event(timed_out(self._limit_s), request_id_of(self._request))
+            await send({"type": "http.response.body", "body": _written(event).encode(), "more_body": False})
         finally:
             self._answer.close()

@@ -14,25 +14,26 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.body_limits import BodyLimits
+from foreword.server.bodies.fields import Body
 from foreword.server.bodies.json_scan import parse_json, scan_json
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.bodies.unknown_fields import UnknownFields
 from foreword.server.http import authorized, service_of
 
-Body = TypeVar("Body", bound=BaseModel)
+AnyBody = TypeVar("AnyBody", bound=Body)
 T = TypeVar("T")
 
 
-def body_of(model: type[Body]) -> Callable[..., Awaitable[Body]]:
+def body_of(model: type[AnyBody]) -> Callable[..., Awaitable[AnyBody]]:
     """A dependency that reads the fields of a request's body. Raises APIError 401, 413, 415 or 400."""
 
-    async def read(request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> Body:
+    async def read(request: Request, tenant: Annotated[Tenant, Depends(authorized)]) -> AnyBody:
         service = service_of(request)
         limits = service.body_limits
         kind = request.headers.get("content-type", "")
@@ -72,7 +73,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 # ------------------------------------------------------------------- off the loop
 
 
-def _fields(model: type[Body], data: bytes, limits: BodyLimits, unknown_fields: UnknownFields) -> Body:
+def _fields(model: type[AnyBody], data: bytes, limits: BodyLimits, unknown_fields: UnknownFields) -> AnyBody:
     if not data.strip():
         raise bad_request("Missing required parameter: the body")
     size = scan_json(data)
@@ -110,13 +111,13 @@ def explain_invalid(errors: Sequence[Mapping[str, Any]]) -> APIError:
 # --------------------------------------------------------------- the API's document
 
 
-def takes(model: type[BaseModel]) -> dict[str, Any]:
+def takes(model: type[Body]) -> dict[str, Any]:
     """The part of /openapi.json that describes the body of an endpoint with `body_of(model)`."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def document_bodies(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
+def document_bodies(app: FastAPI, models: Sequence[type[Body]]) -> None:
     """Add the bodies to /openapi.json; FastAPI does not know them, because it does not read them."""
     without = app.openapi
 

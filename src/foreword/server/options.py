@@ -23,8 +23,8 @@ class ServerConfig:
     """Address to listen on: 127.0.0.1 for this machine only, 0.0.0.0 for other machines too."""
     port: int = 8000
     """Port to listen on; 0: any free port."""
-    served_model_name: str | None = None
-    """Name that clients give; None: the last part of the model's folder or hub id."""
+    served_model_name: tuple[str, ...] = ()
+    """Names that clients may give, the first one being the model's; none: the last part of its folder or hub id."""
     api_key: str | None = None
     """One key for everybody, or FOREWORD_API_KEY; `keys_file` has several tenants. None: the server asks for no key."""
     keys_file: Path | None = None

@@ -56,7 +56,7 @@ def check_address(host: str, port: int) -> None:
 
 def serve(llm: LLM, config: ServerConfig) -> None:
     """Serve until a signal comes. Prints the address to standard output once it is ready."""
-    name = config.served_model_name or PurePath(llm.config.model.model).name
+    name = next(iter(config.served_model_name), PurePath(llm.config.model.model).name)
     app = make_app(llm, config, name)
     if config.dashboard:
         mount_dashboard(app, app.state.service)

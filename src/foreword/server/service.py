@@ -94,6 +94,8 @@ class Service:
         self.llm = llm
         self.config = config
         self.model_name = model_name
+        self.model_names = tuple(dict.fromkeys((model_name, *config.served_model_name)))
+        """All names that clients may give."""
         self.created = int(time.time())
         self.records = Records()
         now = llm.engine.snapshot()
@@ -171,7 +173,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raises APIError 404 unless this model is served."""
-        if name is not None and name != self.model_name:
+        if name is not None and name not in self.model_names:
             raise unknown_model(name)
 
     def kept_bytes(self) -> dict[str, int]:

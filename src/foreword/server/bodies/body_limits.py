@@ -9,11 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
-
 from foreword.server.api_errors import APIError, bad_request
+from foreword.server.bodies.fields import Body
 from foreword.server.bodies.json_scan import JsonSize
-from foreword.server.dialects.openai.fields import CompletionRequest, DetokenizeRequest, ExplainRequest
 
 MAX_DEPTH = 128
 MAX_FIELDS = 256
@@ -57,15 +55,15 @@ class BodyLimits:
         """Characters of the longest text that can fit into `max_model_len` tokens."""
         return self.max_model_len * self.max_token_characters
 
-    def most_bytes(self, model: type[BaseModel]) -> int:
+    def most_bytes(self, model: type[Body]) -> int:
         """Most bytes of a body: enough for prompts of the greatest length."""
         most = BYTES_PER_CHARACTER * self.max_characters + BYTES_PER_TOKEN * self.max_model_len + NUM_OTHER_BYTES
         return min(self.max_body_bytes, most * self._num_prompts(model))
 
-    def _num_prompts(self, model: type[BaseModel]) -> int:
-        return self.max_prompts if issubclass(model, CompletionRequest) else 1
+    def _num_prompts(self, model: type[Body]) -> int:
+        return self.max_prompts if model.HOLDS == "prompts" else 1
 
-    def check_size(self, model: type[BaseModel], size: JsonSize) -> None:
+    def check_size(self, model: type[Body], size: JsonSize) -> None:
         """Raises APIError 400 if a body has too many values or nests them too deeply."""
         if size.depth > MAX_DEPTH:
             raise bad_request(
@@ -74,7 +72,7 @@ class BodyLimits:
             )
         num_containers = NUM_OTHER_VALUES + VALUES_PER_MESSAGE * self.max_model_len
         num_values = num_containers
-        if issubclass(model, (CompletionRequest, DetokenizeRequest, ExplainRequest)):
+        if model.HOLDS != "text":
             num_values += self._num_prompts(model) * self.max_model_len
         for count, most, name in (
             (size.num_values, num_values, "values"),

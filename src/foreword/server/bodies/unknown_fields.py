@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+
+from foreword.server.bodies.fields import Body
 
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED = 256
 """Most names that are logged and remembered."""
 
-Body = TypeVar("Body", bound=BaseModel)
+AnyBody = TypeVar("AnyBody", bound=Body)
 Place = tuple[int | str, ...]
 
 
@@ -31,7 +33,7 @@ class UnknownFields:
         self._logged: set[str] = set()
         self._lock = Lock()
 
-    def validate(self, model: type[Body], body: Any) -> Body:
+    def validate(self, model: type[AnyBody], body: Any) -> AnyBody:
         """Validate parsed JSON; unknown fields are removed from it if they are ignored. Raises ValidationError."""
         try:
             return model.model_validate(body)

@@ -117,7 +117,7 @@ class _OperatorsOnly:
     def _refusal(self, scope: Scope, error: APIError) -> Response:
         if error.status == 401 and "text/html" in Headers(scope=scope).get("accept", ""):
             return _form("", scope.get("root_path", ""))
-        return error_response(error)
+        return error_response(Request(scope), error)
 
 
 def _form(problem: str, root_path: str) -> Response:

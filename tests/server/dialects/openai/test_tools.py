@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from foreword.llm import LLM
-from foreword.server.dialects.openai.fields import ChatRequest
-from foreword.server.dialects.openai.tools import ToolCall, ToolCallReader, ToolUse
+from foreword.server.chats.tools import ToolCallReader, ToolChoice, ToolUse
 from foreword.server.options import ServerConfig
+from foreword.text.reply import Call
 from live_server import MODEL, ServerThread, client, post
 from tiny_models import CHAT_TEMPLATE, RECIPES, TOOL_TEMPLATE, save_model, save_tokenizer
 
@@ -236,15 +236,15 @@ def read(text: str, step: int, **options: bool) -> list[tuple[str, str] | str]:
     reader = ToolCallReader(**options)
     parts = [part for at in range(0, len(text), step) for part in reader.push(text[at : at + step])]
     parts += reader.finish()
-    assert reader.num_calls == sum(isinstance(part, ToolCall) for part in parts)
+    assert reader.num_calls == sum(isinstance(part, Call) for part in parts)
     joined: list[tuple[str, str] | str] = []
     for part in parts:
-        if isinstance(part, ToolCall):
+        if isinstance(part, Call):
             joined.append((part.name, part.arguments))
         elif joined and isinstance(joined[-1], str):
-            joined[-1] += part
+            joined[-1] += part.text
         else:
-            joined.append(part)
+            joined.append(part.text)
     return joined
 
 
@@ -285,16 +285,14 @@ def test_a_bare_call_is_the_whole_answer_and_text_if_it_is_cut_off(step):
     assert read('{"name": "f", "argu', step, bare=True) == ['{"name": "f", "argu']
 
 
-def use(template: str, **wish: object) -> ToolUse:
-    body = ChatRequest.model_validate({"messages": ASK, "tools": [WEATHER], **wish})
-    return ToolUse(body, template)
-
-
 def test_only_a_template_with_the_tags_has_free_calls_read():
+    def use(template: str, **choice: object) -> ToolUse:
+        return ToolUse([WEATHER], ToolChoice(**choice), template)
+
     assert use(TOOL_TEMPLATE).reader() is not None
-    assert use(TOOL_TEMPLATE, tool_choice="none").reader() is None
+    assert use(TOOL_TEMPLATE, mode="none").reader() is None
     assert use(UNTAGGED).reader() is None
-    assert use(UNTAGGED, tool_choice="required").reader() is not None
+    assert use(UNTAGGED, mode="required").reader() is not None
     assert use(TOOL_TEMPLATE).stop == ()
-    assert use(TOOL_TEMPLATE, parallel_tool_calls=False).stop == ("</tool_call>",)
-    assert use(TOOL_TEMPLATE).grammar() is None
+    assert use(TOOL_TEMPLATE, at_most_one=True).stop == ("</tool_call>",)
+    assert not use(TOOL_TEMPLATE).is_forced

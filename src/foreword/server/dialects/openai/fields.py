@@ -7,75 +7,42 @@ fields that do not affect the answer are accepted and ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Field
 
-MAX_TOKEN_ID = 2**31 - 1
-
-TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
-Identifier = Annotated[str, Field(max_length=64)]
-"""A string of at most 64 characters, as OpenAI allows."""
-Word = Annotated[str, Field(max_length=64)]
-"""A name of one of a few choices."""
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
-]
-TemplateInputs = Annotated[
-    dict[Annotated[str, Field(max_length=64)], bool | int | float | Annotated[str, Field(max_length=512)] | None],
-    Field(max_length=16),
-]
-"""Inputs of a chat template besides the messages, such as {"enable_thinking": false}."""
-Probability = Annotated[float, Field(ge=0, le=1)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
+from foreword.server.bodies.fields import (
+    Body,
+    Count,
+    Identifier,
+    Metadata,
+    Part,
+    Penalty,
+    Positive,
+    Probability,
+    SomeTokenIds,
+    TemplateInputs,
+    TokenId,
+    TokenIds,
+    Word,
+)
 
 
-def _read_token_ids(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Check a long list of token ids: milliseconds for a million ids, where pydantic would look at each one."""
-    if not isinstance(value, list) or not value or type(value[0]) is not int:
-        return check(value[:1] if isinstance(value, list) else value)
-    if set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_TOKEN_ID:
-        raise ValueError(f"token ids are numbers of 0 to {MAX_TOKEN_ID}")
-    return value
-
-
-TokenIds = Annotated[list[TokenId], WrapValidator(_read_token_ids)]
-SomeTokenIds = Annotated[TokenIds, Field(min_length=1)]
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-
-    UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
-
-    def asks_for_unsupported(self) -> str | None:
-        """Name of the first field that asks for an unsupported feature; None if there is none."""
-        return next((name for name in self.UNSUPPORTED if getattr(self, name) not in (None, [], {}, "none")), None)
-
-
-class _Part(BaseModel):
-    """A part of a body whose unknown fields are ignored: clients send earlier answers back as they got them."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """`stream_options`."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class ForewordOptions(_Body):
+class ForewordOptions(Body):
     """Options that OpenAI's API does not have."""
 
     cache: bool = False
     """Report in the response which part of the prompt was cached, and why not more."""
 
 
-class JsonSchema(_Body):
+class JsonSchema(Body):
     """`response_format.json_schema`."""
 
     name: str | None = None
@@ -84,7 +51,7 @@ class JsonSchema(_Body):
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """`response_format` of chat and completions."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -94,7 +61,7 @@ class ResponseFormat(_Body):
 BadWord = Annotated[str, Field(min_length=1, max_length=64)]
 
 
-class StructuredOutputs(_Body):
+class StructuredOutputs(Body):
     """vLLM's `structured_outputs`: one of these fields."""
 
     json_schema: dict[str, Any] | str | None = Field(None, alias="json")
@@ -104,7 +71,7 @@ class StructuredOutputs(_Body):
     json_object: bool | None = None
 
 
-class _Call(_Body):
+class _Call(Body):
     """Fields of every call that generates."""
 
     model: str | None = None
@@ -155,7 +122,7 @@ class _ChoicesCall(_Call):
     response_format: ResponseFormat | None = None
 
 
-class TextPart(_Part):
+class TextPart(Part):
     """A piece of a message's content. Cache breakpoints of other APIs are ignored."""
 
     type: Literal["text", "input_text", "output_text"]
@@ -165,7 +132,7 @@ class TextPart(_Part):
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class ToolFunction(_Body):
+class ToolFunction(Body):
     """`tools[].function`."""
 
     name: ToolName
@@ -174,34 +141,34 @@ class ToolFunction(_Body):
     strict: bool | None = None
 
 
-class Tool(_Body):
+class Tool(Body):
     """One of `tools`."""
 
     type: Literal["function"]
     function: ToolFunction
 
 
-class FunctionName(_Body):
+class FunctionName(Body):
     """`tool_choice.function`."""
 
     name: ToolName
 
 
-class NamedToolChoice(_Body):
+class NamedToolChoice(Body):
     """`tool_choice` that names one function."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class CalledFunction(_Part):
+class CalledFunction(Part):
     """`tool_calls[].function` in an earlier answer."""
 
     name: str
     arguments: str
 
 
-class EarlierCall(_Part):
+class EarlierCall(Part):
     """One of `tool_calls` in an earlier answer."""
 
     id: str
@@ -209,7 +176,7 @@ class EarlierCall(_Part):
     function: CalledFunction
 
 
-class ChatMessage(_Part):
+class ChatMessage(Part):
     """A message; fields of OpenAI's answers that mean nothing here are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -264,9 +231,10 @@ class CompletionRequest(_ChoicesCall):
     suffix: str | None = None
 
     UNSUPPORTED = ("suffix",)
+    HOLDS = "prompts"
 
 
-class InputMessage(_Part):
+class InputMessage(Part):
     """An item of a response's input: a message, or the output of an earlier response."""
 
     type: Literal["message"] | None = None
@@ -274,7 +242,7 @@ class InputMessage(_Part):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
-class TextFormat(_Body):
+class TextFormat(Body):
     """`text.format` of a response, whose schema is a field beside its type."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -284,14 +252,14 @@ class TextFormat(_Body):
     strict: bool | None = None
 
 
-class TextOptions(_Body):
+class TextOptions(Body):
     """`text` of a response."""
 
     format: TextFormat | None = None
     verbosity: Word | None = None
 
 
-class Reasoning(_Part):
+class Reasoning(Part):
     """`reasoning` of a response; only its effort is used."""
 
     effort: Word | None = None
@@ -322,7 +290,7 @@ class ResponsesRequest(_Call):
     UNSUPPORTED = ("tools", "conversation", "prompt")
 
 
-class _PromptOrMessages(_Body):
+class _PromptOrMessages(Body):
     """Fields of calls that ask about a text or a conversation without running it."""
 
     model: str | None = None
@@ -344,12 +312,16 @@ class TokenizeRequest(_PromptOrMessages):
 class ExplainRequest(_PromptOrMessages):
     """POST /v1/cache/explain: a text, token ids or a conversation."""
 
+    HOLDS = "tokens"
+
     prompt: str | SomeTokenIds | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """POST /detokenize."""
+
+    HOLDS = "tokens"
 
     model: str | None = None
     tokens: TokenIds

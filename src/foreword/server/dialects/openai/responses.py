@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -19,12 +20,14 @@ from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.json_pieces import to_long_json
 from foreword.server.bodies.off_loop import off_loop
-from foreword.server.calls import Limits, caller_of, check_call, plain_messages, sampling_params, template_inputs
+from foreword.server.calls import Limits, caller_of, sampling_params
+from foreword.server.dialects.dialect import Event
 from foreword.server.dialects.openai import format as form
 from foreword.server.dialects.openai.extras import Extras
 from foreword.server.dialects.openai.fields import JsonSchema, ResponseFormat, ResponsesRequest, TextOptions
+from foreword.server.dialects.openai.messages import check_call, plain_messages, template_inputs
 from foreword.server.dialects.openai.structured import structured_outputs
-from foreword.server.http import Authorized, Event, json_response, respond, service_of
+from foreword.server.http import Authorized, json_response, respond, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.kept_responses import PIECE_DEPTH, KeptResponses, Messages
 from foreword.server.service import Service, digests, new_id
@@ -57,7 +60,8 @@ async def create_response(
     inputs = template_inputs(body.reasoning.effort if body.reasoning is not None else None)
     prompt = service.fit(await service.conversation([*head, *conversation], inputs), params)
     extras = Extras(service, tenant, request, body)
-    caller = caller_of(body, request, tenant, "responses", digests(inputs))
+    caller = caller_of(body, request, tenant, "responses", cache_key=body.prompt_cache_key)
+    caller = replace(caller, template_digests=digests(inputs))
     answer = await service.start(caller, new_id("resp_"), [prompt], params, stream=bool(body.stream))
     return await respond(request, _ResponseAnswer(service, answer, body, tenant, conversation, extras))
 

@@ -1,0 +1,1 @@
+"""Chats: conversations to answer and their answers, in a form that belongs to no dialect."""

@@ -1,0 +1,64 @@
+"""Dialect: what the server asks of an API that it speaks, besides the API's own endpoints.
+
+Knows errors, headers and the ends of streams; knows no API. Several dialects share paths such as /v1/models, and a path
+that nobody knows needs an error in the caller's shape, so one dialect is chosen for each call before it is routed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fastapi import APIRouter
+
+from foreword.server.api_errors import APIError
+from foreword.server.bodies.fields import Body
+from foreword.server.service import Service
+
+Event = tuple[str | None, dict[str, Any] | str]
+"""Name (or None) and data of a server-sent event. Long data is JSON text already, written off the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """An error in the shape of an API."""
+
+    status: int
+    body: Mapping[str, Any]
+    headers: Mapping[str, str]
+
+
+class Dialect(ABC):
+    """One API. Its folder has its fields, endpoints and answers."""
+
+    name: ClassVar[str]
+    """Also the path under which all of its endpoints lie: /anthropic/v1/messages is /v1/messages."""
+    routers: ClassVar[Sequence[APIRouter]]
+    bodies: ClassVar[Sequence[type[Body]]]
+    """Models of the bodies, for /openapi.json."""
+    stream_end: ClassVar[bytes] = b""
+    """What follows the last event of a stream."""
+    ping: ClassVar[bytes | None] = None
+    """What keeps a stream alive while there is nothing to send; None if clients of this API would fail on it."""
+
+    @abstractmethod
+    def speaks(self, path: str, headers: Mapping[str, str]) -> bool:
+        """Whether a call is in this dialect, by its path and its headers."""
+
+    @abstractmethod
+    def error(self, error: APIError, request_id: str) -> ErrorAnswer:
+        """The answer to a failed call."""
+
+    @abstractmethod
+    def error_event(self, error: APIError, request_id: str) -> Event:
+        """The last event of a stream that fails."""
+
+    @abstractmethod
+    def models(self, service: Service, query: Mapping[str, str]) -> Mapping[str, Any]:
+        """The list of models."""
+
+    @abstractmethod
+    def model(self, service: Service, name: str) -> Mapping[str, Any]:
+        """One model. Raises APIError 404."""

@@ -1,0 +1,52 @@
+"""OpenAI's dialect: errors, ends of streams and models. Calls that no other dialect claims are in this one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from foreword.server.api_errors import APIError
+from foreword.server.dialects.dialect import Dialect, ErrorAnswer, Event
+from foreword.server.dialects.openai import chat, completions, responses
+from foreword.server.dialects.openai.fields import ChatRequest, CompletionRequest, ResponsesRequest
+from foreword.server.service import Service
+
+
+class OpenAI(Dialect):
+    """The API of openai's clients."""
+
+    name = "openai"
+    routers = (chat.router, completions.router, responses.router)
+    bodies = (ChatRequest, CompletionRequest, ResponsesRequest)
+    stream_end = b"data: [DONE]\n\n"
+    ping = b": the request waits\n\n"
+
+    def speaks(self, path: str, headers: Mapping[str, str]) -> bool:
+        return True
+
+    def error(self, error: APIError, request_id: str) -> ErrorAnswer:
+        return ErrorAnswer(error.status, _body(error), error.headers or {})
+
+    def error_event(self, error: APIError, request_id: str) -> Event:
+        return None, _body(error)
+
+    def models(self, service: Service, query: Mapping[str, str]) -> Mapping[str, Any]:
+        return {"object": "list", "data": [_model(service, name) for name in service.model_names]}
+
+    def model(self, service: Service, name: str) -> Mapping[str, Any]:
+        service.check_model(name)
+        return _model(service, name)
+
+
+def _body(error: APIError) -> dict[str, Any]:
+    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "foreword",
+        "max_model_len": service.max_model_len,
+    }

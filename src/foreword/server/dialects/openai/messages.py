@@ -1,0 +1,127 @@
+"""Reads OpenAI's messages and tools, and the prompts of calls that name a text or a conversation.
+
+Knows OpenAI's fields and the form that chat templates take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import Request
+
+from foreword.server.api_errors import bad_request
+from foreword.server.bodies.body_limits import MAX_DEPTH
+from foreword.server.bodies.json_scan import parse_json, scan_json
+from foreword.server.dialects.openai.fields import (
+    ChatMessage,
+    ChatRequest,
+    ExplainRequest,
+    InputMessage,
+    TokenizeRequest,
+    Tool,
+)
+from foreword.server.intake import with_body
+from foreword.server.service import Ending, Service
+
+
+def check_call(service: Service, body: Any) -> None:
+    """Refuse other models, and fields for features that this engine lacks."""
+    service.check_model(body.model)
+    unsupported = body.asks_for_unsupported()
+    if unsupported is not None:
+        raise bad_request(f"{unsupported} is not supported by this server; leave it out", param=unsupported)
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options is only allowed with stream=true", param="stream_options")
+
+
+def template_inputs(reasoning_effort: str | None, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A chat template's inputs besides the messages: only those that the client named."""
+    return {**(others or {}), **({} if reasoning_effort is None else {"reasoning_effort": reasoning_effort})}
+
+
+def ending_of(body: ChatRequest | TokenizeRequest | ExplainRequest) -> Ending:
+    """Where the prompt ends."""
+    return Ending(body.add_generation_prompt, body.continue_final_message)
+
+
+def plain_messages(messages: Sequence[ChatMessage | InputMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates know them: texts joined, OpenAI's "developer" as "system"."""
+    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _plain_message(message: ChatMessage | InputMessage, where: str) -> dict[str, Any]:
+    content = message.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    if not isinstance(message, ChatMessage):
+        return plain
+    if message.function_call or message.audio:
+        raise bad_request("function_call and audio are not supported by this server", param=where)
+    if content is None and not message.tool_calls:
+        raise bad_request(f"Missing required parameter: {where}.content", param=f"{where}.content")
+    if message.role == "tool" and message.tool_call_id is None:
+        raise bad_request(f"Missing required parameter: {where}.tool_call_id", param=f"{where}.tool_call_id")
+    plain |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": arguments_for_template(call.function.arguments, f"{where}.tool_calls[{number}]"),
+                },
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+async def read_prompt(
+    service: Service, body: TokenizeRequest | ExplainRequest, request: Request
+) -> npt.NDArray[np.int32]:
+    """The prompt in a call of an endpoint that generates nothing: a text, token ids or a conversation.
+
+    Raises APIError 400 for none or several of them, and 404 for another model.
+    """
+    service.check_model(body.model)
+
+    def read() -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
+        inputs = template_inputs(body.reasoning_effort, body.chat_template_kwargs)
+        if body.tools:
+            inputs["tools"] = plain_tools(body.tools)
+        return None if body.messages is None else plain_messages(body.messages), inputs
+
+    messages, inputs = await with_body(request, read)
+    if (body.prompt is None) == (messages is None):
+        raise bad_request("give either prompt or messages")
+    if messages is not None:
+        return await service.render_chat(messages, ending=ending_of(body), template_inputs=inputs)
+    return await service.encode(body.prompt) if isinstance(body.prompt, str) else np.array(body.prompt, np.int32)
+
+
+def plain_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
+    """Tools as chat templates take them."""
+    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools or ()]
+
+
+def arguments_for_template(arguments: str, where: str) -> Mapping[str, Any]:
+    """Arguments of an earlier call, as templates expect them. Raises APIError 400 if they are no JSON object."""
+    data = arguments.encode("utf-8", "replace") or b"{}"
+    depth = scan_json(data).depth
+    if depth > MAX_DEPTH:
+        raise bad_request(
+            f"the arguments of {where} have lists and objects {depth} deep inside each other; at most {MAX_DEPTH} are "
+            "taken, write them flatter",
+            param=where,
+        )
+    try:
+        read = parse_json(arguments or "{}")
+    except ValueError:
+        read = None
+    if not isinstance(read, dict):
+        raise bad_request(f"the arguments of {where} must be a JSON object, written as a string", param=where)
+    return read
