@@ -14,12 +14,12 @@ from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError
 from foreword.server.bodies.json_pieces import to_long_json
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 PIECE_DEPTH = 7
 """Levels of a response that are written item by item, down to the log probabilities of single positions."""
 MESSAGE_BYTES = 300
-"""Estimated bytes of a message besides its text."""
+"""Estimated bytes of a message besides its texts."""
 
 
 class KeptResponses:
@@ -64,4 +64,11 @@ class KeptResponses:
 
 
 def _num_bytes(messages: Messages, written: str) -> int:
-    return len(written) + sum(MESSAGE_BYTES + sys.getsizeof(message["content"]) for message in messages)
+    return len(written) + sum(MESSAGE_BYTES + _size(message) for message in messages)
+
+
+def _size(value: Any) -> int:
+    """Estimated bytes of the texts in a message, however deep they lie."""
+    if isinstance(value, dict | list):
+        return sum(_size(one) for one in (value.values() if isinstance(value, dict) else value))
+    return sys.getsizeof(value)

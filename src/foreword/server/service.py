@@ -202,6 +202,11 @@ class Service:
     def max_model_len(self) -> int:
         return self.llm.engine.limits.max_model_len
 
+    def max_prompt_len(self, max_tokens: int | None) -> int:
+        """Tokens of the longest prompt that leaves room for an answer of `max_tokens` (None: of one token)."""
+        most = self.max_model_len - (max_tokens or 1)
+        return max(1, most if self.config.max_prompt_tokens is None else min(most, self.config.max_prompt_tokens))
+
     async def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Token ids of a text."""
         if len(text) < LONG_TEXT:

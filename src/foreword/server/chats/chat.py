@@ -13,6 +13,7 @@ from foreword.request import SamplingParams
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.off_loop import off_loop
+from foreword.server.chats.shorten import Messages, shortened
 from foreword.server.chats.tools import Tool, ToolCallReader, ToolChoice, ToolUse
 from foreword.server.service import Caller, Ending, Service, digests
 from foreword.text.reply import Call, Part, Text
@@ -24,13 +25,15 @@ AUTO, WHOLE = ToolChoice(), Ending()
 class Chat:
     """A conversation to answer."""
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: Messages
     """As chat templates take them: `content` is one text, calls have their arguments as mappings."""
     tools: Sequence[Tool] = ()
     choice: ToolChoice = AUTO
     template_inputs: Mapping[str, Any] = field(default_factory=dict)
     """The chat template's inputs besides messages and tools, such as `{"enable_thinking": False}`."""
     ending: Ending = WHOLE
+    shortens: bool = False
+    """Whether the earliest messages are left out if the conversation is too long."""
     num_bytes: int = 0
     """Length of the body that asked; work on long ones leaves the event loop."""
 
@@ -83,7 +86,14 @@ async def start_chat(
             raise bad_request("structured outputs cannot be combined with a forced tool_choice", param="tool_choice")
         grammar = await off_loop(chat.num_bytes, use.grammar)
         params = replace(params, open_constraint=await service.compile_grammar(grammar))
-    prompt = service.fit(await service.conversation(chat.messages, inputs, chat.ending), params)
+    messages = chat.messages
+    if chat.shortens:
+
+        async def count(messages: Messages) -> int:
+            return len(await service.render_chat(messages, ending=chat.ending, template_inputs=inputs))
+
+        messages = await shortened(messages, service.max_prompt_len(params.max_tokens), count)
+    prompt = service.fit(await service.conversation(messages, inputs, chat.ending), params)
     caller = replace(caller, template_digests=await off_loop(chat.num_bytes, lambda: digests(inputs)))
     answer = await service.start(caller, response_id, [prompt], params, stream=stream)
     return ChatAnswer(answer, use)

@@ -53,7 +53,7 @@ def _chat(body: ChatRequest, num_bytes: int) -> Chat:
         _tool_choice(body),
         template_inputs(body.reasoning_effort, body.chat_template_kwargs),
         ending_of(body),
-        num_bytes,
+        num_bytes=num_bytes,
     )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from foreword.server.api_errors import APIError
 from foreword.server.dialects.dialect import Dialect, ErrorAnswer, Event
 from foreword.server.dialects.openai import chat, completions, responses
-from foreword.server.dialects.openai.fields import ChatRequest, CompletionRequest, ResponsesRequest
+from foreword.server.dialects.openai.fields import ChatRequest, CompletionRequest
+from foreword.server.dialects.openai.response_fields import ResponsesRequest
 from foreword.server.service import Service
 
 

@@ -71,7 +71,7 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-class _Call(Body):
+class AnyCall(Body):
     """Fields of every call that generates."""
 
     model: str | None = None
@@ -109,7 +109,7 @@ class _Call(Body):
     guided_grammar: str | None = None
 
 
-class _ChoicesCall(_Call):
+class _ChoicesCall(AnyCall):
     """Fields that chat and completions share."""
 
     n: Positive | None = None
@@ -184,6 +184,7 @@ class ChatMessage(Part):
     name: str | None = None
     tool_calls: Annotated[list[EarlierCall], Field(max_length=128, fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     function_call: dict[str, Any] | None = None
     audio: dict[str, Any] | None = None
 
@@ -232,62 +233,6 @@ class CompletionRequest(_ChoicesCall):
 
     UNSUPPORTED = ("suffix",)
     HOLDS = "prompts"
-
-
-class InputMessage(Part):
-    """An item of a response's input: a message, or the output of an earlier response."""
-
-    type: Literal["message"] | None = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
-
-
-class TextFormat(Body):
-    """`text.format` of a response, whose schema is a field beside its type."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class TextOptions(Body):
-    """`text` of a response."""
-
-    format: TextFormat | None = None
-    verbosity: Word | None = None
-
-
-class Reasoning(Part):
-    """`reasoning` of a response; only its effort is used."""
-
-    effort: Word | None = None
-
-
-class ResponsesRequest(_Call):
-    """POST /v1/responses."""
-
-    input: str | Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
-    instructions: str | None = None
-    max_output_tokens: Positive | None = None
-    previous_response_id: Identifier | None = None
-    store: bool | None = None
-    text: TextOptions | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: list[str] | None = None
-    stream_options: StreamOptions | None = None
-    truncation: Literal["disabled"] | None = None
-    reasoning: Reasoning | None = None
-    parallel_tool_calls: bool | None = None
-    max_tool_calls: int | None = None
-    tool_choice: Any | None = None
-    tools: list[Any] | None = None
-    background: bool | None = None
-    conversation: Any | None = None
-    prompt: dict[str, Any] | None = None
-
-    UNSUPPORTED = ("tools", "conversation", "prompt")
 
 
 class _PromptOrMessages(Body):

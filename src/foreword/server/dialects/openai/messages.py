@@ -19,7 +19,6 @@ from foreword.server.dialects.openai.fields import (
     ChatMessage,
     ChatRequest,
     ExplainRequest,
-    InputMessage,
     TokenizeRequest,
     Tool,
 )
@@ -47,24 +46,29 @@ def ending_of(body: ChatRequest | TokenizeRequest | ExplainRequest) -> Ending:
     return Ending(body.add_generation_prompt, body.continue_final_message)
 
 
-def plain_messages(messages: Sequence[ChatMessage | InputMessage]) -> list[dict[str, Any]]:
+_SAME_NAMES = ("name", "tool_call_id", "reasoning_content")
+
+
+def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as chat templates know them: texts joined, OpenAI's "developer" as "system"."""
     return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _plain_message(message: ChatMessage | InputMessage, where: str) -> dict[str, Any]:
+def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
     content = message.content
     text = content if isinstance(content, str) else "".join(part.text for part in content or ())
     plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
-    if not isinstance(message, ChatMessage):
-        return plain
     if message.function_call or message.audio:
         raise bad_request("function_call and audio are not supported by this server", param=where)
     if content is None and not message.tool_calls:
         raise bad_request(f"Missing required parameter: {where}.content", param=f"{where}.content")
     if message.role == "tool" and message.tool_call_id is None:
         raise bad_request(f"Missing required parameter: {where}.tool_call_id", param=f"{where}.tool_call_id")
-    plain |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
+    plain |= {
+        key: value
+        for key in ("name", "tool_call_id", "reasoning_content")
+        if (value := getattr(message, key)) is not None
+    }
     if message.tool_calls:
         plain["tool_calls"] = [
             {

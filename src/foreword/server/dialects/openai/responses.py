@@ -1,38 +1,45 @@
-"""/v1/responses: OpenAI's newer API, for text.
+"""/v1/responses: OpenAI's newer API.
 
-Knows the fields of responses, and the names and order of their events. Keeps a limited number of conversations for
-`previous_response_id`, each for its own tenant only.
+Knows the fields of responses. Keeps a limited number of conversations for `previous_response_id`, each for its own
+tenant only.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel, TypeAdapter
 from starlette.responses import Response
 
 from foreword.server.access.tenants import Tenant
-from foreword.server.answer_stream import AnswerStream, Delta
+from foreword.server.answer_stream import Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.json_pieces import to_long_json
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import Limits, caller_of, sampling_params
+from foreword.server.chats.chat import Chat, ChatAnswer, start_chat
 from foreword.server.dialects.dialect import Event
 from foreword.server.dialects.openai import format as form
 from foreword.server.dialects.openai.extras import Extras
-from foreword.server.dialects.openai.fields import JsonSchema, ResponseFormat, ResponsesRequest, TextOptions
-from foreword.server.dialects.openai.messages import check_call, plain_messages, template_inputs
+from foreword.server.dialects.openai.fields import JsonSchema, ResponseFormat
+from foreword.server.dialects.openai.messages import check_call, template_inputs
+from foreword.server.dialects.openai.response_fields import Item, ResponsesRequest, TextOptions
+from foreword.server.dialects.openai.response_input import continued, plain_tools, tool_choice
+from foreword.server.dialects.openai.response_output import OutputItems
 from foreword.server.dialects.openai.structured import structured_outputs
 from foreword.server.http import Authorized, json_response, respond, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.kept_responses import PIECE_DEPTH, KeptResponses, Messages
-from foreword.server.service import Service, digests, new_id
+from foreword.server.service import Service, new_id
+from foreword.text.reply import Text
 
 router = APIRouter(tags=["openai"])
+
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
 @router.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
@@ -44,25 +51,24 @@ async def create_response(
     check_call(service, body)
     if body.background:
         raise bad_request("background=true is not supported by this server; leave it out", param="background")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise bad_request(
-            "tool_choice is only allowed with tools, which /v1/responses does not take", param="tool_choice"
-        )
-    given = body.input
-    new: Messages = [{"role": "user", "content": given}] if isinstance(given, str) else []
-    new += await with_body(request, lambda: plain_messages(given)) if not isinstance(given, str) else []
     before = _kept(request).get(tenant, body.previous_response_id)[0] if body.previous_response_id is not None else []
-    conversation = [*before, *new]
+    conversation = await with_body(request, lambda: continued(before, body.input))
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    tools = plain_tools(body.tools or (), ignore_unknown=service.config.ignore_unknown_fields)
+    chat = Chat(
+        [*head, *conversation],
+        tools,
+        tool_choice(body),
+        template_inputs(body.reasoning.effort if body.reasoning is not None else None, body.chat_template_kwargs),
+        shortens=body.truncation == "auto",
+        num_bytes=request.state.num_body_bytes,
+    )
     wants_logprobs = "message.output_text.logprobs" in (body.include or []) or body.top_logprobs is not None
     limits = Limits(body.max_output_tokens, (body.top_logprobs or 0) if wants_logprobs else None)
     params = await sampling_params(service, body, limits, structured_outputs(body, _response_format(body.text)))
-    inputs = template_inputs(body.reasoning.effort if body.reasoning is not None else None)
-    prompt = service.fit(await service.conversation([*head, *conversation], inputs), params)
     extras = Extras(service, tenant, request, body)
     caller = caller_of(body, request, tenant, "responses", cache_key=body.prompt_cache_key)
-    caller = replace(caller, template_digests=digests(inputs))
-    answer = await service.start(caller, new_id("resp_"), [prompt], params, stream=bool(body.stream))
+    answer = await start_chat(service, caller, new_id("resp_"), chat, params, stream=bool(body.stream))
     return await respond(request, _ResponseAnswer(service, answer, body, tenant, conversation, extras))
 
 
@@ -104,96 +110,83 @@ class _ResponseAnswer:
     def __init__(
         self,
         service: Service,
-        answer: AnswerStream,
+        answer: ChatAnswer,
         body: ResponsesRequest,
         tenant: Tenant,
         conversation: Messages,
         extras: Extras,
     ) -> None:
-        self.answer = answer
+        self.answer = answer.stream
+        self._chat_answer = answer
         self._extras = extras
-        self._item_id = new_id("msg_")
         self._service = service
         self._body = body
         self._tenant = tenant
         self._conversation = conversation
-        self._num_events = 0
+        custom_tools = {tool.name or "" for tool in body.tools or () if tool.type == "custom"}
+        with_encrypted = "reasoning.encrypted_content" in (body.include or ())
+        self._output = OutputItems(custom_tools, with_encrypted=with_encrypted)
+        self._num_bytes = 0
+        """Estimated bytes of everything that the stream has sent."""
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         return form.num_bytes(deltas, self._body.top_logprobs or 0)
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        text = "".join(delta.text for delta in deltas)
-        logprobs = [position for delta in deltas for position in self._logprobs(delta)]
-        return self._finished(text, logprobs, deltas[-1].finish_reason)
+        for delta in deltas:
+            self._read(delta)
+        return self._finish(deltas[-1].finish_reason)[1]
 
-    def _finished(self, text: str, logprobs: list[dict[str, Any]], finish_reason: str | None) -> dict[str, Any]:
+    async def events(self) -> AsyncIterator[list[Event]]:
+        begun = self._response("in_progress")
+        yield [self._output.event(f"response.{kind}", response=begun) for kind in ("created", "in_progress")]
+        async for (delta,) in self.answer.deltas():
+            new = self.num_bytes([delta])
+            self._num_bytes += new
+            events = await off_loop(new, partial(self._read, delta))
+            if events:
+                yield events
+            if delta.finish_reason is not None:
+                yield await off_loop(self._num_bytes, partial(self._last_events, delta.finish_reason))
+
+    def _read(self, delta: Delta) -> list[Event]:
+        logprobs = self._logprobs(delta)
+        parts = self._chat_answer.read(delta).parts or ([Text("")] if logprobs else [])
+        events: list[Event] = []
+        for part in parts:
+            events += self._output.add(part, logprobs)
+            logprobs = []
+        return events
+
+    def _last_events(self, finish_reason: str | None) -> list[Event]:
+        """They repeat the whole answer three times; that may take a second, so a thread writes them."""
+        events, response = self._finish(finish_reason)
+        events.append(self._output.event(f"response.{response['status']}", response=response))
+        return [(name, to_long_json(data, PIECE_DEPTH + 1)) for name, data in events]
+
+    def _finish(self, finish_reason: str | None) -> tuple[list[Event], dict[str, Any]]:
+        """The events that end the output, and the finished response, which is kept."""
         status = "completed" if finish_reason == "stop" else "incomplete"
+        events, items = [*self._output.finish(status)], self._output.items
         response = self._response(
             status,
-            output=[self._item(status, [self._part(text, logprobs)])],
+            output=items,
             usage=form.response_usage(self.answer.outputs, self._service.llm),
             incomplete_details=None if status == "completed" else {"reason": _why_incomplete(finish_reason)},
             completed_at=int(time.time()),
             **self._extras.of(self.answer),
         )
         if self._body.store is not False:
-            said = [*self._conversation, {"role": "assistant", "content": text}]
-            self._service.kept_responses.keep(self._tenant, said, response)
-        return response
-
-    async def events(self) -> AsyncIterator[list[Event]]:
-        where: dict[str, Any] = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        yield [
-            self._event("response.created", response=self._response("in_progress")),
-            self._event("response.in_progress", response=self._response("in_progress")),
-            self._event("response.output_item.added", output_index=0, item=self._item("in_progress", [])),
-            self._event("response.content_part.added", **where, part=self._part("", [])),
-        ]
-        texts: list[str] = []
-        logprobs: list[dict[str, Any]] = []
-        finish_reason = None
-        async for (delta,) in self.answer.deltas():
-            finish_reason = delta.finish_reason
-            new = self._logprobs(delta)
-            texts.append(delta.text)
-            logprobs += new
-            if delta.text or new:
-                yield [self._event("response.output_text.delta", **where, delta=delta.text, logprobs=new)]
-        text = "".join(texts)
-        num_bytes = len(text) + len(logprobs) * form.bytes_per_token(self._body.top_logprobs or 0)
-        yield await off_loop(num_bytes, partial(self._last_events, text, logprobs, finish_reason, where))
-
-    def _last_events(
-        self, text: str, logprobs: list[dict[str, Any]], finish_reason: str | None, where: dict[str, Any]
-    ) -> list[Event]:
-        """They repeat the whole answer three times; that may take a second, so a thread writes them here."""
-        response = self._finished(text, logprobs, finish_reason)
-        item = response["output"][0]
-        events = [
-            self._event("response.output_text.done", **where, text=text, logprobs=logprobs),
-            self._event("response.content_part.done", **where, part=item["content"][0]),
-            self._event("response.output_item.done", output_index=0, item=item),
-            self._event(f"response.{response['status']}", response=response),
-        ]
-        return [(name, to_long_json(data, PIECE_DEPTH + 1)) for name, data in events]
-
-    def _event(self, kind: str, **data: Any) -> Event:
-        event = {"type": kind, "sequence_number": self._num_events, **data}
-        self._num_events += 1
-        return kind, event
+            said = [item for item in items if item["type"] == "message" or item["status"] == "completed"]
+            conversation = continued(self._conversation, _ITEMS.validate_python(said))
+            self._service.kept_responses.keep(self._tenant, conversation, response)
+        return events, response
 
     def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
         if delta.logprobs is None:
             return []
         top = self._body.top_logprobs or 0
         return form.chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, top)
-
-    def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": content}
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         body, record = self._body, self.answer.jobs[0].record
@@ -208,21 +201,25 @@ class _ResponseAnswer:
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": self._service.model_name,
+            "model": body.model or self._service.model_name,
             "output": [],
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
             "store": body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"}, **text},
-            "tool_choice": "none",
-            "tools": [],
+            "tool_choice": _dumped(body.tool_choice) or ("auto" if body.tools else "none"),
+            "tools": [_dumped(tool) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None,
             "user": body.user,
             "metadata": body.metadata or {},
             **more,
         }
+
+
+def _dumped(value: Any) -> Any:
+    return value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value

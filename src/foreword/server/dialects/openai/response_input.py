@@ -1,0 +1,151 @@
+"""Turns a response's input into a chat: items into messages, tools into functions.
+
+Knows the items of /v1/responses and the form that chat templates take. An assistant's turn is several items here
+(reasoning, a message, calls) and one message there.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foreword.server.api_errors import bad_request
+from foreword.server.chats.tools import ToolChoice
+from foreword.server.dialects.openai.messages import arguments_for_template
+from foreword.server.dialects.openai.response_fields import (
+    CallOutputItem,
+    Content,
+    CustomCallItem,
+    FunctionCallItem,
+    InputMessage,
+    Item,
+    ReasoningItem,
+    ResponsesRequest,
+    ResponseTool,
+)
+
+Message = dict[str, Any]
+
+CUSTOM_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""The arguments of the function that a custom tool is for the model."""
+
+
+def continued(conversation: Sequence[Message], given: str | Sequence[Item]) -> list[Message]:
+    """A conversation and the items that follow it. Raises APIError 400 for items that make no sense there."""
+    messages = list(conversation)
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
+    reasoning: str | None = None
+    for number, item in enumerate(given):
+        where = f"input[{number}]"
+        match item:
+            case InputMessage(role="assistant"):
+                messages.append(_assistant(_text(item.content), reasoning))
+                reasoning = None
+            case InputMessage():
+                role = "system" if item.role == "developer" else item.role
+                messages.append({"role": role, "content": _text(item.content)})
+            case FunctionCallItem() | CustomCallItem():
+                if reasoning is not None or not messages or messages[-1]["role"] != "assistant":
+                    messages.append(_assistant("", reasoning))
+                    reasoning = None
+                last = messages[-1] = {**messages[-1]}  # a kept conversation stays as it is
+                last["tool_calls"] = [*last.get("tool_calls", ()), _call(item, where)]
+                names[item.call_id] = item.name
+            case CallOutputItem():
+                if item.call_id not in names:
+                    message = f"No tool call found for the output with call_id {item.call_id[:100]!r}"
+                    raise bad_request(f"{message}; send the call before it", param=f"{where}.call_id")
+                result = {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id]}
+                messages.append({**result, "content": _text(item.output)})
+            case ReasoningItem():
+                reasoning = (reasoning or "") + _reasoning(item, where)
+            case _:
+                raise bad_request(
+                    f"Items of the type {item.type[:100]!r} are not supported by this server; leave it out",
+                    param=f"{where}.type",
+                )
+    return messages
+
+
+def _text(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _assistant(text: str, reasoning: str | None) -> Message:
+    message = {"role": "assistant", "content": text}
+    return message if reasoning is None else {**message, "reasoning_content": reasoning}
+
+
+def _call(item: FunctionCallItem | CustomCallItem, where: str) -> Message:
+    if isinstance(item, CustomCallItem):
+        arguments: Mapping[str, Any] = {"input": item.input}
+    else:
+        arguments = arguments_for_template(item.arguments, where)
+    return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
+
+
+def _reasoning(item: ReasoningItem, where: str) -> str:
+    if item.content or item.encrypted_content is None:
+        return "".join(part.text for part in item.content or item.summary or ())
+    try:
+        return base64.b64decode(item.encrypted_content, validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        message = "encrypted_content is not of this server; leave the reasoning item out"
+        raise bad_request(message, param=f"{where}.encrypted_content") from None
+
+
+# ---------------------------------------------------------------------- tools
+
+
+def plain_tools(tools: Sequence[ResponseTool], *, ignore_unknown: bool) -> list[dict[str, Any]]:
+    """Tools as chat templates take them. Raises APIError 400 for tools that the vendor itself would run."""
+    plain = []
+    for number, tool in enumerate(tools):
+        if tool.type not in ("function", "custom"):
+            if ignore_unknown:
+                continue
+            raise bad_request(
+                f"Tools of the type {tool.type[:100]!r} are not supported by this server; leave it out, or start the "
+                "server with --ignore-unknown-fields",
+                param=f"tools[{number}].type",
+            )
+        if tool.name is None:
+            raise bad_request(f"Missing required parameter: tools[{number}].name", param=f"tools[{number}].name")
+        function: dict[str, Any] = {"name": tool.name}
+        description = tool.description
+        if tool.type == "custom":
+            grammar = (tool.format or {}).get("definition")
+            description = "\n\n".join(text for text in (description, grammar) if isinstance(text, str)) or None
+        if description is not None:
+            function["description"] = description
+        parameters = CUSTOM_INPUT if tool.type == "custom" else tool.parameters
+        if parameters is not None:
+            function["parameters"] = parameters
+        plain.append({"type": "function", "function": function})
+    return plain
+
+
+def tool_choice(body: ResponsesRequest) -> ToolChoice:
+    """The calls that a response may make. Raises APIError 400 for a choice without its tools."""
+    wanted, at_most_one = body.tool_choice, body.parallel_tool_calls is False
+    if wanted is None or isinstance(wanted, str):
+        if wanted == "required" and not body.tools:
+            raise bad_request("tool_choice is only allowed with tools", param="tool_choice")
+        return ToolChoice(wanted or "auto", at_most_one=at_most_one)
+    if wanted.type == "allowed_tools":
+        names = tuple(tool.name for tool in wanted.tools or ())
+        if not names:
+            raise bad_request("allowed_tools names no tools", param="tool_choice.tools")
+        return ToolChoice(wanted.mode, names, at_most_one)
+    if wanted.name is None:
+        raise bad_request("Missing required parameter: tool_choice.name", param="tool_choice.name")
+    return ToolChoice("required", (wanted.name,), at_most_one=True)
