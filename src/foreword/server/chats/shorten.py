@@ -11,11 +11,11 @@ from typing import Any
 Messages = Sequence[Mapping[str, Any]]
 
 STRIDE = 16
-"""The number of messages left out is a multiple of it where that suffices: several turns then begin alike and hit."""
+"""Messages are left out by this many, where half of the room stays in use: several turns then begin alike and hit."""
 
 
 async def shortened(messages: Messages, most: int, count: Callable[[Messages], Awaitable[int]]) -> Messages:
-    """The conversation without so much of its beginning that it has at most `most` tokens.
+    """The conversation with at most `most` tokens: without its earliest messages if it has more.
 
     System messages at its beginning stay, a tool's result never comes without its call, and the last message always
     stays: it may be too long by itself. `count` gives the number of tokens of a conversation.
@@ -27,18 +27,18 @@ async def shortened(messages: Messages, most: int, count: Callable[[Messages], A
     if not starts:
         return messages
 
-    async def first_that_fits(choices: Sequence[int]) -> int | None:
-        low, high = 0, len(choices)
-        while low < high:
-            middle = (low + high) // 2
-            if await count([*messages[:head], *messages[choices[middle] :]]) <= most:
-                high = middle
-            else:
-                low = middle + 1
-        return choices[low] if low < len(choices) else None
-
-    even = [next(start for start in starts if start >= at) for at in range(head + STRIDE, starts[-1] + 1, STRIDE)]
-    start = await first_that_fits(even)
-    if start is None:
-        start = await first_that_fits(starts)
-    return [*messages[:head], *messages[starts[-1] if start is None else start :]]
+    low, high = 0, len(starts) - 1  # the last start is right if none fits
+    while low < high:
+        middle = (low + high) // 2
+        if await count([*messages[:head], *messages[starts[middle] :]]) <= most:
+            high = middle
+        else:
+            low = middle + 1
+    longest = [*messages[:head], *messages[starts[low] :]]
+    aligned = -(-(starts[low] - head) // STRIDE) * STRIDE + head
+    start = next((start for start in starts if start >= aligned), None)
+    if start is not None:
+        even = [*messages[:head], *messages[start:]]
+        if await count(even) >= most // 2:
+            return even
+    return longest

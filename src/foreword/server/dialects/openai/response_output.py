@@ -1,4 +1,4 @@
-"""The output of a response: its items, and the events that tell of them.
+"""The output of a response: its items, and the events that report them.
 
 Knows the names, order and fields of items and events. Whole and streamed responses are built by the same steps, so they
 are equal.
@@ -21,7 +21,7 @@ Logprobs = list[dict[str, Any]]
 
 
 class OutputItems:
-    """The items of one response while its parts arrive. Each step yields the events that tell of it."""
+    """The items of one response while its parts arrive. Each step yields the events that report it."""
 
     def __init__(self, custom_tools: Collection[str], *, with_encrypted: bool) -> None:
         """`custom_tools` are called with a text; `with_encrypted` adds reasoning in the form of stateless clients."""
