@@ -427,6 +427,23 @@ COUNTING = "{{ messages | length }} messages\n" + APPENDING
 FORGETFUL = APPENDING.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split('</think>')[-1] }}")
 
 
+CALLING = APPENDING.replace(
+    "{{ m.content }}",
+    "{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}",
+).replace("{% for m", "{% if tools %}{{ tools | tojson }}{% endif %}{% for m", 1)
+THINKING = (
+    "{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}"
+    "{% endif %}{% endfor %}"
+    + CALLING.replace(
+        "{{ m.content }}",
+        "{% if m.reasoning_content and loop.index0 > ns.asked %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{{ m.content }}",
+    )
+)
+"""Drops reasoning once the next question follows, as many families do."""
+
+
 def with_template(llm, template: str):
     llm.tokenizer._hf.chat_template = template
     return check_template(llm.tokenizer)
@@ -447,6 +464,15 @@ def test_a_template_that_changes_earlier_turns_is_found_with_the_position():
         assert forgetful.becomes.lstrip().startswith("The answer")
         assert 0 < forgetful.position < forgetful.num_tokens
         assert "turn 1" in str(forgetful)
+        last = with_template(llm, THINKING)
+        names = [change.conversation for change in last]
+        assert names == ["answers with separate reasoning", "calls of tools with reasoning"]
+        assert last[0].turn == last[1].turn == 1
+        assert last[1].was.startswith("think>")
+        assert with_template(llm, THINKING.replace("loop.index0 > ns.asked", "true")) == []
+        (growing,) = with_template(llm, CALLING.replace("{{ call", "{{ messages | length }}{{ call"))
+        assert (growing.conversation, growing.turn) == ("calls of tools", 1)
+        assert with_template(llm, CALLING) == []
         llm.tokenizer._hf.chat_template = None
         assert check_template(llm.tokenizer) == []
 
