@@ -94,6 +94,20 @@ def test_a_custom_tool_is_called_with_a_text(url):
     assert "response.output_item.done" in kinds
 
 
+def test_what_codex_sends_besides_is_taken_and_a_namespace_is_told_apart(url):
+    inside = {"type": "namespace", "name": "sky", "description": "outside", "tools": [{**WEATHER, "strict": False}]}
+    search = {"type": "web_search", "external_web_access": False}
+    extra = {"client_metadata": {"thread_id": "x"}}
+    choice = {"type": "function", "name": "sky__weather"}
+    response = call(url, tools=[inside, search], tool_choice=choice, extra_body=extra)
+    (item,) = response.output
+    assert (item.name, item.namespace) == ("weather", "sky")
+    output = {"type": "function_call_output", "call_id": item.call_id, "output": [{"type": "input_text", "text": "20"}]}
+    said = [{"role": "user", "content": ASK}, item.model_dump(), output]
+    after = call(url, input=said, tools=[inside, search], tool_choice="none", max_output_tokens=1)
+    assert after.usage.input_tokens_details.cached_tokens > response.usage.input_tokens
+
+
 def test_a_conversation_goes_on_after_a_call_and_hits(url):
     ask, long = client(url), ASK + " word" * 100
     first = call(url, input=long)
@@ -129,7 +143,7 @@ def test_reasoning_items_come_back_as_they_were_sent(url):
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]}, "input[0].call_id"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1]"}]}, "input[0]"),
-        ({"tools": [{"type": "web_search"}], "tool_choice": "auto"}, "tools[0].type"),
+        ({"tools": [{"type": "file_search"}], "tool_choice": "auto"}, "tools[0].type"),
         ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools[0].name"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.name"),

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from foreword.server.bodies.fields import Body, Identifier, Part, Positive, Word
+from foreword.server.bodies.fields import Body, Identifier, Part, Positive, TemplateInputs, Word
 from foreword.server.dialects.openai.fields import AnyCall, StreamOptions, TextPart, ToolName
 
 Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
@@ -30,6 +30,7 @@ class FunctionCallItem(Part):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -92,13 +93,14 @@ Item = Annotated[
 
 
 class ResponseTool(Part):
-    """One of `tools`: a function, or a custom tool, whose input is any text."""
+    """One of `tools`: a function, a custom tool, whose input is any text, or a namespace of functions."""
 
     type: str
     name: ToolName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     format: dict[str, Any] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=128, fail_fast=True)] | None = None
 
 
 class AllowedTool(Part):
@@ -161,6 +163,8 @@ class ResponsesRequest(AnyCall):
     background: bool | None = None
     conversation: Any | None = None
     prompt: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateInputs | None = None
+    # Accepted, without effect here.
+    client_metadata: dict[str, Any] | None = None
 
     UNSUPPORTED = ("conversation", "prompt")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from foreword.server.api_errors import bad_request
@@ -25,6 +27,8 @@ from foreword.server.dialects.openai.response_fields import (
     ResponsesRequest,
     ResponseTool,
 )
+
+logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
@@ -58,8 +62,9 @@ def continued(conversation: Sequence[Message], given: str | Sequence[Item]) -> l
                     messages.append(_assistant("", reasoning))
                     reasoning = None
                 last = messages[-1] = {**messages[-1]}  # a kept conversation stays as it is
-                last["tool_calls"] = [*last.get("tool_calls", ()), _call(item, where)]
-                names[item.call_id] = item.name
+                call = _call(item, where)
+                last["tool_calls"] = [*last.get("tool_calls", ()), call]
+                names[item.call_id] = call["function"]["name"]
             case CallOutputItem():
                 if item.call_id not in names:
                     message = f"No tool call found for the output with call_id {item.call_id[:100]!r}"
@@ -86,11 +91,12 @@ def _assistant(text: str, reasoning: str | None) -> Message:
 
 
 def _call(item: FunctionCallItem | CustomCallItem, where: str) -> Message:
+    arguments: Mapping[str, Any]
     if isinstance(item, CustomCallItem):
-        arguments: Mapping[str, Any] = {"input": item.input}
+        name, arguments = item.name, {"input": item.input}
     else:
-        arguments = arguments_for_template(item.arguments, where)
-    return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
+        name, arguments = called_name(item.name, item.namespace), arguments_for_template(item.arguments, where)
+    return {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _reasoning(item: ReasoningItem, where: str) -> str:
@@ -106,21 +112,42 @@ def _reasoning(item: ReasoningItem, where: str) -> str:
 # ---------------------------------------------------------------------- tools
 
 
-def plain_tools(tools: Sequence[ResponseTool], *, ignore_unknown: bool) -> list[dict[str, Any]]:
-    """Tools as chat templates take them. Raises APIError 400 for tools that the vendor itself would run."""
-    plain = []
+def called_name(name: str, namespace: str | None) -> str:
+    """The name under which the model knows a function: templates have no namespaces."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def all_functions(tools: Sequence[ResponseTool]) -> Iterator[tuple[str, str | None, ResponseTool]]:
+    """Place, namespace and tool of everything that can be called. Raises APIError 400 for what is not."""
     for number, tool in enumerate(tools):
+        where = f"tools[{number}]"
+        if tool.type == "namespace":
+            for inner, function in enumerate(tool.tools or ()):
+                yield f"{where}.tools[{inner}]", tool.name, function
+        elif tool.type.startswith("web_search"):
+            _warn_of(tool.type)
+        else:
+            yield where, None, tool
+
+
+@functools.cache
+def _warn_of(kind: str) -> None:
+    logger.warning("requests have a tool of the type %r, which this server cannot run; the model does not see it", kind)
+
+
+def plain_tools(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:
+    """Tools as chat templates take them. Raises APIError 400 for tools that only the vendor can run.
+
+    Agents send web searches unasked, so those alone are left out.
+    """
+    plain = []
+    for where, namespace, tool in all_functions(tools):
         if tool.type not in ("function", "custom"):
-            if ignore_unknown:
-                continue
-            raise bad_request(
-                f"Tools of the type {tool.type[:100]!r} are not supported by this server; leave it out, or start the "
-                "server with --ignore-unknown-fields",
-                param=f"tools[{number}].type",
-            )
+            message = f"Tools of the type {tool.type[:100]!r} are not supported by this server; leave it out"
+            raise bad_request(message, param=f"{where}.type")
         if tool.name is None:
-            raise bad_request(f"Missing required parameter: tools[{number}].name", param=f"tools[{number}].name")
-        function: dict[str, Any] = {"name": tool.name}
+            raise bad_request(f"Missing required parameter: {where}.name", param=f"{where}.name")
+        function: dict[str, Any] = {"name": called_name(tool.name, namespace)}
         description = tool.description
         if tool.type == "custom":
             grammar = (tool.format or {}).get("definition")

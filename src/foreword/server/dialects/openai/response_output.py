@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from foreword.server.bodies.json_scan import parse_json
@@ -20,13 +21,23 @@ Item = dict[str, Any]
 Logprobs = list[dict[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class CalledTool:
+    """A tool, as clients know it."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+    """Whether it is called with a text."""
+
+
 class OutputItems:
     """The items of one response while its parts arrive. Each step yields the events that report it."""
 
-    def __init__(self, custom_tools: Collection[str], *, with_encrypted: bool) -> None:
-        """`custom_tools` are called with a text; `with_encrypted` adds reasoning in the form of stateless clients."""
+    def __init__(self, tools: Mapping[str, CalledTool], *, with_encrypted: bool) -> None:
+        """`tools` by the names that the model calls; `with_encrypted` adds reasoning as stateless clients keep it."""
         self.items: list[Item] = []
-        self._custom_tools = custom_tools
+        self._tools = tools
         self._with_encrypted = with_encrypted
         self._num_events = 0
         self._texts: list[str] = []
@@ -99,12 +110,15 @@ class OutputItems:
         self._open, self._texts, self._logprobs = None, [], []
 
     def _call(self, call: Call) -> Iterator[Event]:
-        is_custom = call.name in self._custom_tools
+        tool = self._tools.get(call.name, CalledTool(call.name))
+        is_custom = tool.is_custom
         kind, field, written = ("function_call", "arguments", call.arguments)
         if is_custom:
             kind, field, written = ("custom_tool_call", "input", _input_of(call.arguments))
         item = {"id": new_id("ctc_" if is_custom else "fc_"), "type": kind, "status": "in_progress"}
-        item |= {"call_id": f"call_{secrets.token_hex(12)}", "name": call.name, field: ""}
+        item |= {"call_id": f"call_{secrets.token_hex(12)}", "name": tool.name, field: ""}
+        if tool.namespace is not None:
+            item["namespace"] = tool.namespace
         self.items.append(item)
         index = len(self.items) - 1
         yield self.event("response.output_item.added", output_index=index, item=dict(item))
@@ -112,7 +126,7 @@ class OutputItems:
         stem = "response.custom_tool_call_input" if is_custom else "response.function_call_arguments"
         yield self.event(f"{stem}.delta", **where, delta=written)
         item |= {field: written, "status": "completed" if call.is_complete else "incomplete"}
-        yield self.event(f"{stem}.done", **where, **{field: written}, **({} if is_custom else {"name": call.name}))
+        yield self.event(f"{stem}.done", **where, **{field: written}, **({} if is_custom else {"name": tool.name}))
         yield self.event("response.output_item.done", output_index=index, item=item)
 
 

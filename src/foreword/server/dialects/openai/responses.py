@@ -28,8 +28,14 @@ from foreword.server.dialects.openai.extras import Extras
 from foreword.server.dialects.openai.fields import JsonSchema, ResponseFormat
 from foreword.server.dialects.openai.messages import check_call, template_inputs
 from foreword.server.dialects.openai.response_fields import Item, ResponsesRequest, TextOptions
-from foreword.server.dialects.openai.response_input import continued, plain_tools, tool_choice
-from foreword.server.dialects.openai.response_output import OutputItems
+from foreword.server.dialects.openai.response_input import (
+    all_functions,
+    called_name,
+    continued,
+    plain_tools,
+    tool_choice,
+)
+from foreword.server.dialects.openai.response_output import CalledTool, OutputItems
 from foreword.server.dialects.openai.structured import structured_outputs
 from foreword.server.http import Authorized, json_response, respond, service_of
 from foreword.server.intake import body_of, takes, with_body
@@ -54,7 +60,7 @@ async def create_response(
     before = _kept(request).get(tenant, body.previous_response_id)[0] if body.previous_response_id is not None else []
     conversation = await with_body(request, lambda: continued(before, body.input))
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    tools = plain_tools(body.tools or (), ignore_unknown=service.config.ignore_unknown_fields)
+    tools = plain_tools(body.tools or ())
     chat = Chat(
         [*head, *conversation],
         tools,
@@ -123,9 +129,12 @@ class _ResponseAnswer:
         self._body = body
         self._tenant = tenant
         self._conversation = conversation
-        custom_tools = {tool.name or "" for tool in body.tools or () if tool.type == "custom"}
+        tools = {
+            called_name(tool.name or "", namespace): CalledTool(tool.name or "", namespace, tool.type == "custom")
+            for _, namespace, tool in all_functions(body.tools or ())
+        }
         with_encrypted = "reasoning.encrypted_content" in (body.include or ())
-        self._output = OutputItems(custom_tools, with_encrypted=with_encrypted)
+        self._output = OutputItems(tools, with_encrypted=with_encrypted)
         self._num_bytes = 0
         """Estimated bytes of everything that the stream has sent."""
 
