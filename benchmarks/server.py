@@ -11,6 +11,8 @@ on the machine; wall times do, and the clients of this benchmark share the serve
 works on the embedded model, which is so small that the server's share is as large as it gets; `--model` takes
 another, and `--model random` makes one of Qwen2-0.5B's shape (387M parameters; give it short `--document-words`).
 
+Last, the same warm conversations are asked in each dialect (chat, responses, Anthropic's, Gemini's), in turn.
+
     python benchmarks/server.py [--quick] [--clients 1 16 64 200] [--model FOLDER|random] [--output FILE]
 """
 
@@ -41,6 +43,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from dialects import CHAT, SPEECHES, Speech
 from foreword.demo.run import embedded_model
 
 Message = dict[str, str]
@@ -252,32 +255,35 @@ class Server:
         self.process.wait(timeout=60)
 
 
-async def run_server(server: Server, sessions: list[list[Message]], num_clients: int) -> Times:
-    """The same conversations over HTTP, streamed, by several clients."""
+async def run_server(
+    server: Server, sessions: list[list[Message]], num_clients: int, speech: Speech = CHAT, **wish: Any
+) -> Times:
+    """The same conversations over HTTP, streamed, by several clients. `wish` adds fields to the bodies."""
     times = Times()
     waiting = iter([Conversation(session) for session in sessions])
     started, cpu = time.perf_counter(), server.cpu_s()
-    await asyncio.gather(*(_client(server, waiting, times) for _ in range(num_clients)))
+    await asyncio.gather(*(_client(server, waiting, times, speech, wish) for _ in range(num_clients)))
     times.wall_s, times.cpu_s = time.perf_counter() - started, server.cpu_s() - cpu
     return times
 
 
-async def _client(server: Server, waiting: Iterator[Conversation], times: Times) -> None:
+async def _client(
+    server: Server, waiting: Iterator[Conversation], times: Times, speech: Speech, wish: dict[str, Any]
+) -> None:
     """Take one conversation after the other, over one connection."""
     reader, writer = await asyncio.open_connection(server.host, int(server.port), limit=2**22)
     for conversation in waiting:
         while (messages := conversation.ask()) is not None:
-            conversation.answered(await _ask(reader, writer, messages, times))
+            body = json.dumps({**speech.body(messages, OUTPUT_TOKENS), **wish}).encode()
+            conversation.answered(await _ask(reader, writer, body, times, speech))
     writer.close()
 
 
 async def _ask(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, messages: list[Message], times: Times
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes, times: Times, speech: Speech
 ) -> str:
     """One streamed answer. A client of a few lines, to leave the processor to the server."""
-    wish = {"max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
-    body = json.dumps({"messages": messages, **wish, "stream_options": {"include_usage": True}}).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {speech.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{speech.headers}"
     started = time.perf_counter()
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     status = await reader.readline()
@@ -292,16 +298,41 @@ async def _ask(
         if not line.startswith(b"data: {"):
             continue
         event = json.loads(line[6:])
-        if event.get("usage"):
-            times.prompt_tokens += event["usage"]["prompt_tokens"]
-            times.cached_tokens += event["usage"]["prompt_tokens_details"]["cached_tokens"]
-        for choice in event["choices"]:
-            if first_token is None and "role" not in choice["delta"]:
-                first_token = time.perf_counter() - started
-            texts.append(choice["delta"].get("content") or "")
+        used = speech.usage(event)
+        if used is not None:
+            times.prompt_tokens += used[0]
+            times.cached_tokens += used[1]
+        text = speech.text(event)
+        if text and first_token is None:
+            first_token = time.perf_counter() - started
+        texts.append(text)
     times.first_token_s.append(first_token if first_token is not None else time.perf_counter() - started)
     times.whole_s.append(time.perf_counter() - started)
     return "".join(texts)
+
+
+def compare_dialects(server: Server, num_clients: int, rounds: int, seed: int) -> dict[str, Any]:
+    """The same warm conversations in each API, in turn: the server's processor time over that of chat completions.
+
+    The answers are equal, so what differs is reading bodies and writing events.
+    """
+    sessions = make_sessions("multi turn", num_clients, seed, quick=False)
+    cpu_ms: dict[str, list[float]] = {speech.name: [] for speech in SPEECHES}
+    prompts: dict[str, int] = {}
+    asyncio.run(run_server(server, sessions, num_clients))
+    for _ in range(rounds):
+        for speech in SPEECHES:
+            times = asyncio.run(run_server(server, sessions, num_clients, speech))
+            cpu_ms[speech.name].append(times.summary()["cpu_ms_per_request"])
+            prompts[speech.name] = times.prompt_tokens
+    if len(set(prompts.values())) != 1:
+        raise SystemExit(f"the dialects did not ask the same: {prompts}")
+    chat = cpu_ms[CHAT.name]
+    ratios = {
+        name: round(statistics.median(mine / base for mine, base in zip(times, chat, strict=True)), 3)
+        for name, times in cpu_ms.items()
+    }
+    return {"clients": num_clients, "rounds": rounds, "cpu_ms_per_request": cpu_ms, "cpu_ratio_to_chat": ratios}
 
 
 # --------------------------------------------------------------------- report
@@ -325,14 +356,15 @@ def main() -> None:
         stack.callback(server.close)
         warm_up = make_sessions("shared prefix", 1, args.seed + 1, quick=True, document_words=args.document_words)
         engine.run(warm_up, 1)
-        asyncio.run(run_server(server, warm_up, 1))
+        asyncio.run(run_server(server, warm_up, 1, ignore_eos=True))
         alone, served = [], []
         for workload, num_clients, _ in plans:  # one after the other, so that both meet the machine alike
             sessions = make_sessions(
                 workload, num_clients, args.seed, quick=args.quick, document_words=args.document_words
             )
             alone.append(engine.run(sessions, num_clients))
-            served.append(asyncio.run(run_server(server, sessions, num_clients)).summary())
+            served.append(asyncio.run(run_server(server, sessions, num_clients, ignore_eos=True)).summary())
+        dialects = compare_dialects(server, 4 if args.quick else 64, 1 if args.quick else 5, args.seed)
     rows = [
         {
             "workload": workload,
@@ -346,6 +378,8 @@ def main() -> None:
         for (workload, num_clients, temperature), of_server, of_engine in zip(plans, served, alone, strict=True)
     ]
     _print_table(rows)
+    ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in dialects["cpu_ratio_to_chat"].items())
+    print(f"processor time per request over chat completions, {dialects['clients']} clients: {ratios}")
     result = {
         "benchmark": "server",
         "model": args.model,
@@ -357,6 +391,7 @@ def main() -> None:
         "python": platform.python_version(),
         "median_server_share_of_cpu": round(statistics.median(row["server_share_of_cpu"] for row in rows), 3),
         "rows": rows,
+        "dialects": dialects,
     }
     if args.output:
         args.output.write_text(json.dumps(result, indent=1) + "\n")

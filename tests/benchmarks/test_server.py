@@ -16,7 +16,9 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "server.py"
 def test_the_quick_benchmark_compares_equal_work():
     done = subprocess.run([sys.executable, SCRIPT, "--quick", "--clients", "2"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    result = json.loads(done.stdout.splitlines()[-1])
+    rows = result["rows"]
+    assert set(result["dialects"]["cpu_ratio_to_chat"]) == {"chat completions", "responses", "anthropic", "gemini"}
     assert [(row["workload"], row["cache"]) for row in rows] == [
         ("shared prefix", "cold"),
         ("shared prefix", "warm"),
