@@ -24,6 +24,7 @@ from foreword.cache import (
     NULL_BLOCK,
     CacheLedger,
     ChunkedLocalSpec,
+    EntryWish,
     EventLog,
     EvictionPolicy,
     ExtraKeys,
@@ -156,7 +157,9 @@ class World:
     def __post_init__(self) -> None:
         policy: EvictionPolicy = make_policy(self.policy_name, self.num_blocks)
         self._inner_policy = policy
-        self._pins = PinnedPolicy(policy, self.num_blocks, max_share=0.4) if self.with_pins else None
+        self._pins = (
+            PinnedPolicy(policy, self.num_blocks, max_share=0.4, max_owner_share=0.3) if self.with_pins else None
+        )
         self._events = EventLog()
         self._mirror = PrefixMirror()
         self._ledger = CacheLedger(self.num_blocks, events=self._events) if self.with_ledger else None
@@ -472,11 +475,14 @@ class World:
             self._inner_policy.set_priority(block_ids, duration % 3)
         elif self._pins is not None and duration % 2 and self.running:
             sequence = self.running[first % len(self.running)].sequence
-            self.manager.pin_prefix(sequence, self._now + duration, self._now)
+            wish = EntryWish(self._now + duration, f"owner {count % 2}", refresh_s=duration if count % 3 else None)
+            self.manager.keep_prefix(sequence, wish, self._now)
         elif self._pins is not None and duration:
-            self._pins.pin(block_ids, self._now + duration, self._now)
+            self._pins.pin(first % 5, block_ids, self._now + duration, self._now, owner=f"owner {first % 2}")
         elif self._pins is not None:
-            self._pins.unpin(block_ids)
+            self._pins.unpin(first % 5)
+            for entry in self.manager.entries()[: count % 3]:
+                self.manager.drop_entry(entry.name)
             self.manager.expire_pins(self._now)
             self.happened.broken_pins += self._pins.num_broken
             self._pins.num_broken = 0

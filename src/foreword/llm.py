@@ -327,7 +327,7 @@ class LLM:
         return engine.pin_prefix(checked, ttl_s)
 
     def unpin_prefix(self, prompt: PromptInput) -> None:
-        """Let a prompt's cached blocks be evicted like all others, even if another prompt's pin keeps them too."""
+        """End this prompt's pin: its blocks are evicted like all others, unless another prompt's pin keeps them too."""
         self.engine.unpin_prefix(self._prompt(prompt))
 
     def export_prefix(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from foreword.cache import (
+    EntryWish,
     KVCacheManager,
     PinnedPolicy,
     SlidingWindowSpec,
@@ -131,7 +132,7 @@ def test_pins_reach_every_group_of_layers() -> None:
 
     run_alone("pinned", range(13))
     pinned = TokenSequence("any", list(range(13)), block_size=manager.block_size)
-    assert manager.pin_prefix(pinned, until=9.0, now=0.0) == 12
+    assert manager.keep_prefix(pinned, EntryWish(9.0), now=0.0).num_kept_tokens == 12
     for number in range(9):
         run_alone(f"flood {number}", range(20 * number + 20, 20 * number + 36))
     assert run_alone("again", range(13)) == 12

@@ -12,7 +12,7 @@ priorities or clocks. One request's life, as in vLLM v1:
     free(request_id)                               blocks leave the request, but stay cached
 
 `allocate_slots` is `admit` and `grow` by request id, for callers that keep no rows. view.py has the
-reading half of a cache, prefix_pins.py has pins, tiered.py has blocks that come from elsewhere.
+reading half of a cache, entries.py has pins, tiered.py has blocks that come from elsewhere.
 
 The blocks that a step will fill are indexed when their slots are allocated, before the step runs, so
 that later members of the same batch already hit them: every layer writes the KV of the whole batch

@@ -18,10 +18,10 @@ from collections.abc import Sequence, Set
 import numpy as np
 
 from foreword.cache.block_ids import NULL_BLOCK, BlockIds
+from foreword.cache.entries import PinnableCache
 from foreword.cache.groups.coordinator import ELSEWHERE, Keys
 from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
-from foreword.cache.prefix_pins import PinnableCache
 
 
 class TieredCache(PinnableCache):

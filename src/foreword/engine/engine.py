@@ -29,6 +29,7 @@ import numpy as np
 
 from foreword.batch import Batch
 from foreword.cache import (
+    EntryWish,
     ExtraKeys,
     KVCacheManager,
     LookupExplanation,
@@ -36,6 +37,7 @@ from foreword.cache import (
     PrefixCacheStats,
     PrefixNode,
     TokenSequence,
+    entry_name,
 )
 from foreword.config import SchedulerConfig
 from foreword.engine.intake import Intake, continuation_ids
@@ -316,11 +318,11 @@ class Engine:
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0.0 < ttl_s < math.inf:
             raise InvalidRequestError(f"ttl_s={ttl_s!r} is not a time; use a positive, finite number of seconds")
         now = self.clock()
-        return self.manager.pin_prefix(self._intake.sequence("", prompt), now + ttl_s, now)
+        return self.manager.keep_prefix(self._intake.sequence("", prompt), EntryWish(now + ttl_s), now).num_kept_tokens
 
     def unpin_prefix(self, prompt: Prompt) -> None:
-        """Evict this prompt's cached blocks in their ordinary order again."""
-        self.manager.unpin_prefix(self._intake.sequence("", prompt))
+        """End the entry that `pin_prefix` made of this prompt; blocks that another entry keeps stay."""
+        self.manager.drop_entry(entry_name(self._intake.sequence("", prompt)))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if any room contradicts another."""

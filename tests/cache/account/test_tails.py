@@ -8,6 +8,7 @@ import pytest
 from foreword.cache import (
     BlockState,
     CacheLedger,
+    EntryWish,
     EventLog,
     ExtraKeys,
     HashIndex,
@@ -16,6 +17,7 @@ from foreword.cache import (
     PinnedPolicy,
     RadixIndex,
     TokenSequence,
+    entry_name,
     make_policy,
 )
 
@@ -328,13 +330,13 @@ def test_a_pinned_tail_stays_while_tails_and_blocks_go():
     manager = manager_of(8, policy)
     run(manager, "ABCDEF", name="system")
     prompt = sequence("ABCDEF")
-    assert manager.pin_prefix(prompt, until=10.0, now=0.0) == 6
+    assert manager.keep_prefix(prompt, EntryWish(10.0), now=0.0).num_kept_tokens == 6
     manager.check_integrity()
     for number in range(5):
         run(manager, "ABCDEF" + chr(number + 97) * 9, name="question")
         run(manager, chr(number + 65) * 15, name="flood")
     assert found(manager, "ABCDEF?") == 6
-    manager.unpin_prefix(prompt)
+    manager.drop_entry(entry_name(prompt))
     manager.check_integrity()
     run(manager, "x" * 32, name="flood")
     assert found(manager, "ABCDEF?") == 0
@@ -346,7 +348,7 @@ def test_a_tail_that_gets_no_pin_goes_first_as_before(share, until):
     manager = manager_of(8, PinnedPolicy(make_policy("lru", 8), 8, max_share=share))
     run(manager, "ABCDEF", name="system")
     run(manager, "0123", name="later")
-    manager.pin_prefix(sequence("ABCDEF"), until=until, now=0.0)
+    manager.keep_prefix(sequence("ABCDEF"), EntryWish(until), now=0.0)
     run(manager, "x" * 24, name="flood")
     assert (found(manager, "ABCDEF?"), found(manager, "0123?")) == (4, 4)
 

@@ -8,6 +8,7 @@ import pytest
 from foreword.cache import (
     BlockState,
     CacheLedger,
+    EntryWish,
     EvictionCause,
     ExtraKeys,
     HashIndex,
@@ -50,7 +51,7 @@ def test_every_block_is_free_cached_in_use_or_pinned(index):
     run(manager, range(10))
     run(manager, range(100, 106), name="held", keep=True)
     run(manager, range(200, 204))
-    manager.pin_prefix(sequence(range(200, 204)), until=10.0, now=0.0)
+    manager.keep_prefix(sequence(range(200, 204)), EntryWish(10.0), now=0.0)
     tallies = np.bincount(manager.block_states(), minlength=len(BlockState)).tolist()
     num_tails = manager.get_num_tails()  # the radix index keeps the last two of ten tokens
     assert num_tails == (index == "radix")

@@ -1,13 +1,15 @@
 """Pins: cached blocks that are kept for a time, within a budget.
 
-Knows block ids and the times that its caller gives; has no clock, and knows neither the contents of blocks nor the
-order of the other blocks.
+Knows block ids, owners and the times that its caller gives; has no clock, and knows neither the contents of blocks nor
+the order of the other blocks.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -18,99 +20,201 @@ from foreword.cache.eviction.policy import EvictionPolicy, KeyedPolicy
 from foreword.cache.keys.hashing import BlockHash
 from foreword.errors import ConfigError
 
-NOT_PINNED = -np.inf
+
+@dataclass(slots=True)
+class _Pin:
+    """One holder of blocks."""
+
+    owner: str | None
+    until: float
+    refresh_s: float | None
+    """A hit of its last block keeps it for this time from then on; None: hits do not."""
+    blocks: dict[int, None] = field(default_factory=dict)
+    """The blocks that it still has, head first."""
 
 
 class PinnedPolicy:
     """Free blocks in the order of another policy, then pinned blocks, the least recently freed first.
 
-    A pin is soft: if all other blocks are taken, the pool gives away pinned blocks too, and `num_broken` counts them.
-    A pin ends at its time, at `unpin`, or when the block's content is forgotten. At most `max_share` of the pool can be
-    pinned, because a fully pinned pool would have no eviction policy.
+    Several pins may hold a block; it is pinned until the last of them ends. A pin is soft: if all other blocks are
+    taken, the pool gives away pinned blocks too, and `num_broken` counts them. A pin ends at its time or at `unpin`;
+    it loses blocks whose content is forgotten. At most `max_share` of the pool can be pinned, because a fully pinned
+    pool would have no eviction policy; one owner can pin at most `max_owner_share` of it.
 
     The inner policy counts pinned free blocks as held. Costs O(1) a block beyond the inner policy, and O(log pins) for
     each pin that starts or ends.
     """
 
-    def __init__(self, inner: EvictionPolicy, num_blocks: int, *, max_share: float = 0.5) -> None:
-        if not 0.0 <= max_share <= 1.0:
-            raise ConfigError(f"max_pinned_share={max_share} is not a share of the pool; use 0.0 to 1.0")
+    def __init__(
+        self, inner: EvictionPolicy, num_blocks: int, *, max_share: float = 0.5, max_owner_share: float = 1.0
+    ) -> None:
+        for name, share in (("max_pinned_share", max_share), ("max_owner_share", max_owner_share)):
+            if not 0.0 <= share <= 1.0:
+                raise ConfigError(f"{name}={share} is not a share of the pool; use 0.0 to 1.0")
         self.inner = inner
         self.max_pinned = int(max_share * num_blocks)
+        self.max_pinned_by_owner = int(max_owner_share * num_blocks)
         self.num_pinned = 0
         """The number of pinned blocks, held or free."""
+        self.num_pinned_by: Counter[str] = Counter()
+        """The same by owner; a block that two owners pin counts for both."""
         self.num_broken = 0
         """The number of pinned blocks that were given away because no other block was free."""
-        self._until: npt.NDArray[np.float64] = np.full(num_blocks, NOT_PINNED)
+        self._pins: dict[Hashable, _Pin] = {}
+        self._holders: dict[int, list[Hashable]] = {}
+        """Names of the pins that have a block, by block id."""
+        self._is_pinned: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self._is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self._is_free: npt.NDArray[np.bool_] = np.ones(num_blocks, np.bool_)
         self._queue = FreeKVCacheBlockQueue.empty(num_blocks)
-        self._ends: list[tuple[float, int, BlockIds]] = []
-        """Heap of (until, number of the entry, blocks); a block whose pin was extended has several entries."""
-        self._num_entries = 0
-        self._num_ends = 0
-        """The number of block ids in the heap."""
+        self._ends: list[tuple[float, int, Hashable]] = []
+        """Heap of (time, number, pin); a pin is examined then, and put back if it was made longer."""
+        self._num_pushed = 0
+        self._now = -np.inf
 
     # -------------------------------------------------------------------- pins
 
-    def pin(self, block_ids: BlockIds, until: float, now: float) -> BlockIds:
-        """Pin these blocks until a time; returns the blocks that are pinned now.
+    def pin(
+        self,
+        pin: Hashable,
+        block_ids: BlockIds,
+        until: float,
+        now: float,
+        *,
+        owner: str | None = None,
+        refresh_s: float | None = None,
+    ) -> BlockIds:
+        """Add blocks to a pin, which begins if there is none of this name; returns those that it has now.
 
-        Give the head of a prefix first: when the budget is used up, the remaining blocks get no pin. Blocks that hold
-        nothing cached get no pin. A block's pin is never shortened. Modifies the order of the free blocks.
+        Give the head of a prefix first: the blocks from the first one that the budget does not cover, or that holds
+        nothing cached, get no pin. The pin's end is never moved nearer (`set_end` does that). `owner` and `refresh_s`
+        count when it begins. Modifies the order of the free blocks.
         """
-        self.expire(now)
-        block_ids = block_ids[self._is_cached[block_ids]]
-        if until <= now:
-            return block_ids[self._until[block_ids] > now]
-        fresh = self._until[block_ids] == NOT_PINNED
-        allowed = ~fresh | (np.cumsum(fresh) <= self.max_pinned - self.num_pinned)
-        block_ids, fresh = block_ids[allowed], fresh[allowed]
-        if not len(block_ids):
-            return block_ids
-        self._until[block_ids] = np.maximum(self._until[block_ids], until)
-        self._end_later(block_ids, until)
-        self.num_pinned += int(np.count_nonzero(fresh))
-        freed = block_ids[fresh & self._is_free[block_ids]]
+        held = self._pins.get(pin)
+        if held is None:
+            if until <= now:
+                return block_ids[:0]
+            held = self._pins[pin] = _Pin(owner, until, refresh_s)
+            self._push(until, pin)
+        held.until = max(held.until, until)
+        fresh = list(self._add(pin, held, block_ids.tolist()))
+        freed = np.array([block_id for block_id in fresh if self._is_free[block_id]], np.int32)
         self.inner.remove(freed)
         self._queue.append(freed)
-        return block_ids
+        return np.array([block_id for block_id in block_ids.tolist() if block_id in held.blocks], np.int32)
 
-    def unpin(self, block_ids: BlockIds) -> None:
-        """End the pins of these blocks. The free ones count as freed now."""
-        block_ids = block_ids[self._until[block_ids] != NOT_PINNED]
-        self._until[block_ids] = NOT_PINNED
-        self.num_pinned -= len(block_ids)
-        freed = block_ids[self._queue.holds(block_ids)]
+    def _add(self, name: Hashable, pin: _Pin, block_ids: list[int]) -> Iterator[int]:
+        """Add blocks as long as the budgets last; yields those that no pin had."""
+        owner = pin.owner
+        for block_id in block_ids:
+            if block_id in pin.blocks:
+                continue
+            holders = self._holders.get(block_id, [])
+            is_new_to_owner = owner is not None and not any(self._pins[other].owner == owner for other in holders)
+            if (
+                not self._is_cached[block_id]
+                or (not holders and self.num_pinned >= self.max_pinned)
+                or (is_new_to_owner and owner is not None and self.num_pinned_by[owner] >= self.max_pinned_by_owner)
+            ):
+                return
+            pin.blocks[block_id] = None
+            if is_new_to_owner and owner is not None:
+                self.num_pinned_by[owner] += 1
+            self._holders.setdefault(block_id, []).append(name)
+            if not holders:
+                self._is_pinned[block_id] = True
+                self.num_pinned += 1
+                yield block_id
+
+    def set_end(self, pin: Hashable, until: float, now: float) -> None:
+        """Move the end of a pin, nearer or farther. Does nothing if there is no such pin."""
+        held = self._pins.get(pin)
+        if held is None:
+            return
+        if until < held.until:
+            self._push(until, pin)
+        held.until = until
+        if until <= now:
+            self.unpin(pin)
+
+    def unpin(self, pin: Hashable) -> None:
+        """End a pin. Free blocks that no other pin has count as freed now. Does nothing if there is no such pin."""
+        held = self._pins.get(pin)
+        if held is None:
+            return
+        ended = self._release(pin, held, list(held.blocks))
+        del self._pins[pin]
+        freed = ended[self._queue.holds(ended)]
         self._queue.remove(freed)
         self.inner.append(freed)
 
-    def expire(self, now: float) -> None:
-        """End the pins whose time has come, as `unpin` does. Call it once a step, or before pinning."""
+    def _release(self, name: Hashable, pin: _Pin, block_ids: Iterable[int]) -> BlockIds:
+        """Take blocks from a pin; returns those that no pin has any more."""
+        ended = []
+        for block_id in block_ids:
+            del pin.blocks[block_id]
+            holders = self._holders[block_id]
+            holders.remove(name)
+            if pin.owner is not None and not any(self._pins[other].owner == pin.owner for other in holders):
+                self.num_pinned_by[pin.owner] -= 1
+                if not self.num_pinned_by[pin.owner]:
+                    del self.num_pinned_by[pin.owner]
+            if not holders:
+                del self._holders[block_id]
+                ended.append(block_id)
+        gone = np.array(ended, np.int32)
+        self._is_pinned[gone] = False
+        self.num_pinned -= len(gone)
+        return gone
+
+    def _lose(self, block_ids: BlockIds) -> None:
+        """Take blocks whose content is gone from all their pins."""
+        for block_id in block_ids[self._is_pinned[block_ids]].tolist():
+            for name in list(self._holders[block_id]):
+                self._release(name, self._pins[name], [block_id])
+
+    def expire(self, now: float) -> list[Hashable]:
+        """End the pins whose time has come, as `unpin` does; returns their names. Call it once a step."""
+        self._now = max(self._now, now)
+        ended: list[Hashable] = []
         while self._ends and self._ends[0][0] <= now:
-            _, _, block_ids = heapq.heappop(self._ends)
-            self._num_ends -= len(block_ids)
-            self.unpin(block_ids[self._until[block_ids] <= now])
+            _, _, name = heapq.heappop(self._ends)
+            held = self._pins.get(name)
+            if held is None:
+                continue
+            if held.until <= now:
+                self.unpin(name)
+                ended.append(name)
+            else:
+                self._push(held.until, name)
+        return ended
+
+    def has_room(self, owner: str | None) -> bool:
+        """Whether the budgets cover another block."""
+        within = owner is None or self.num_pinned_by[owner] < self.max_pinned_by_owner
+        return within and self.num_pinned < self.max_pinned
+
+    def end_of(self, pin: Hashable) -> float | None:
+        """The time at which a pin ends; None if there is none of this name."""
+        held = self._pins.get(pin)
+        return None if held is None else held.until
+
+    def blocks_of(self, pin: Hashable) -> BlockIds:
+        """The blocks that a pin still has, head first (a copy); none if there is no such pin."""
+        held = self._pins.get(pin)
+        return np.array([] if held is None else list(held.blocks), np.int32)
 
     def pinned_block_ids(self) -> BlockIds:
         """Blocks with a pin, held or free, in the order of their ids (a copy)."""
-        return np.flatnonzero(self._until != NOT_PINNED).astype(np.int32)
+        return np.flatnonzero(self._is_pinned).astype(np.int32)
 
-    def _end_later(self, block_ids: BlockIds, until: float) -> None:
-        """Examine these blocks again at that time."""
-        if self._num_ends + len(block_ids) > 2 * len(self._until):
-            # Most entries are of pins that were extended since: rebuild the heap, with one entry for each time.
-            self._ends, self._num_ends = [], 0
-            pinned = self.pinned_block_ids()
-            for end in np.unique(self._until[pinned]).tolist():
-                self._push(pinned[self._until[pinned] == end], end)
-        else:
-            self._push(block_ids, until)
-
-    def _push(self, block_ids: BlockIds, until: float) -> None:
-        heapq.heappush(self._ends, (until, self._num_entries, block_ids))
-        self._num_entries += 1
-        self._num_ends += len(block_ids)
+    def _push(self, until: float, pin: Hashable) -> None:
+        if len(self._ends) > 2 * len(self._pins) + 16:  # most are of pins that ended before their time
+            self._ends = [(held.until, number, name) for number, (name, held) in enumerate(self._pins.items())]
+            heapq.heapify(self._ends)
+            self._num_pushed = len(self._ends)
+        heapq.heappush(self._ends, (until, self._num_pushed, pin))
+        self._num_pushed += 1
 
     # ---------------------------------------------------- an eviction policy
 
@@ -129,7 +233,7 @@ class PinnedPolicy:
         if not self.num_pinned:
             self.inner.append(block_ids)
             return
-        pinned = self._until[block_ids] != NOT_PINNED
+        pinned = self._is_pinned[block_ids]
         self.inner.append(block_ids[~pinned])
         self._queue.append(block_ids[pinned])
 
@@ -138,7 +242,7 @@ class PinnedPolicy:
         if not self.num_pinned:
             self.inner.remove(block_ids)
             return
-        pinned = self._until[block_ids] != NOT_PINNED
+        pinned = self._is_pinned[block_ids]
         self.inner.remove(block_ids[~pinned])
         self._queue.remove(block_ids[pinned])
 
@@ -147,8 +251,7 @@ class PinnedPolicy:
         missing = count - len(block_ids)
         if missing:
             broken = self._queue.popleft(missing)
-            self._until[broken] = NOT_PINNED
-            self.num_pinned -= missing
+            self._lose(broken)
             self.num_broken += missing
             self.inner.note_forgotten(broken)
             block_ids = np.concatenate((block_ids, broken))
@@ -171,12 +274,23 @@ class PinnedPolicy:
         self.inner.note_keys(block_ids, keys)
 
     def note_hit(self, block_ids: BlockIds) -> None:
+        """Refresh the pins whose last block was hit, as of the latest time that `expire` or `pin` was given."""
         self.inner.note_hit(block_ids)
+        if not self.num_pinned:
+            return
+        for block_id in block_ids[self._is_pinned[block_ids]].tolist():
+            for name in self._holders[block_id]:
+                held = self._pins[name]
+                if held.refresh_s is not None and next(reversed(held.blocks)) == block_id:
+                    held.until = max(held.until, self._now + held.refresh_s)
 
     def note_forgotten(self, block_ids: BlockIds) -> None:
         self._is_cached[block_ids] = False
         if self.num_pinned:
-            self.unpin(block_ids)
+            freed = block_ids[self._is_pinned[block_ids] & self._queue.holds(block_ids)]
+            self._lose(block_ids)
+            self._queue.remove(freed)
+            self.inner.append(freed)
         self.inner.note_forgotten(block_ids)
 
     def check_integrity(self) -> None:
@@ -190,8 +304,15 @@ class PinnedPolicy:
         assert len(pinned) == self.num_pinned, "the pins are miscounted"
         assert self.num_pinned <= self.max_pinned, "there are more pins than the budget allows"
         assert self._is_cached[pinned].all(), "a block that holds nothing has a pin"
-        assert (self._until[self._queue.in_order()] != NOT_PINNED).all(), "a block without a pin is kept as pinned"
-        assert self._num_ends == sum(len(block_ids) for _, _, block_ids in self._ends), "the ends are miscounted"
-        ended = {(block_id, until) for until, _, block_ids in self._ends for block_id in block_ids.tolist()}
-        assert all((block_id, self._until[block_id]) in ended for block_id in pinned.tolist()), "a pin never ends"
-        assert not (self._until[self.inner.in_order()] != NOT_PINNED).any(), "a pinned block goes with the others"
+        assert self._is_pinned[self._queue.in_order()].all(), "a block without a pin is kept as pinned"
+        assert not self._is_pinned[self.inner.in_order()].any(), "a pinned block goes with the others"
+        held = {(block_id, name) for name, pin in self._pins.items() for block_id in pin.blocks}
+        assert held == {(b, name) for b, names in self._holders.items() for name in names}, "pins and holders differ"
+        assert sorted({block_id for block_id, _ in held}) == pinned.tolist(), "a block's pins are miscounted"
+        owned = Counter(owner for _, owner in {(b, self._pins[name].owner) for b, name in held} if owner is not None)
+        assert owned == self.num_pinned_by, "the pins of an owner are miscounted"
+        assert max(owned.values(), default=0) <= self.max_pinned_by_owner, "an owner pins more than its share"
+        ends: dict[Hashable, float] = {}
+        for until, _, name in self._ends:
+            ends[name] = min(until, ends.get(name, np.inf))
+        assert all(ends.get(name, np.inf) <= pin.until for name, pin in self._pins.items()), "a pin never ends"

@@ -1,0 +1,173 @@
+"""Cache entries: prefixes that their owners asked to keep for a time.
+
+Knows sequences, owners, times, and which blocks of a sequence are cached; knows nothing of requests. An entry is soft:
+its blocks are evicted after all others, within a budget, and go when running requests need every block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from foreword.cache.block_ids import NULL_BLOCK, BlockIds, Int64Array
+from foreword.cache.eviction.pins import PinnedPolicy
+from foreword.cache.eviction.policy import EvictionPolicy
+from foreword.cache.groups.coordinator import KVCacheCoordinator
+from foreword.cache.keys.sequence import TokenSequence
+from foreword.cache.view import CacheView
+from foreword.errors import ConfigError
+
+PIN = "pin"
+
+
+@dataclass(frozen=True, slots=True)
+class EntryWish:
+    """What an owner asks to be kept, besides the prefix."""
+
+    until: float
+    owner: str | None = None
+    """Whose budget it takes; None: only the budget of all."""
+    source: str = PIN
+    """Who asked, such as "breakpoint" or "resource"; entries of different sources live and end apart."""
+    name: str | None = None
+    """Its name; None: the same prefix of the same owner and source is the same entry."""
+    refresh_s: float | None = None
+    """A request that begins with the whole entry keeps it this time from then on; None: use does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """An entry, as it is now."""
+
+    name: str
+    owner: str | None
+    source: str
+    num_tokens: int
+    """Tokens of the prefix that was to be kept."""
+    num_kept_tokens: int
+    """Tokens from its beginning that are kept: fewer if the budget did not cover it, or if blocks were needed."""
+    until: float
+
+
+@dataclass(slots=True)
+class _Entry:
+    owner: str | None
+    source: str
+    sequence: TokenSequence
+    ends: dict[int, int]
+    """End of the tokens in each block of the entry, by block id."""
+
+
+MAX_ENTRIES, MAX_ENTRIES_BY_OWNER = 16_384, 4_096
+"""Entries that share their kept blocks take no budget, so their number is bounded too."""
+
+
+class PinnableCache(CacheView):
+    """A cache that can keep prefixes, if its eviction policy is a PinnedPolicy."""
+
+    def __init__(self, coordinator: KVCacheCoordinator, policy: EvictionPolicy, block_size: int) -> None:
+        super().__init__(coordinator, policy, block_size)
+        self._entries: dict[str, _Entry] = {}
+
+    def keep_prefix(self, sequence: TokenSequence, wish: EntryWish, now: float) -> CacheEntry:
+        """Make an entry of a sequence's cached blocks, or add them to it; its end is never moved nearer.
+
+        The budget may cover fewer tokens than are cached: the head of the prefix is kept first. A tail is kept too, and
+        then like a full block. Raises ConfigError without a PinnedPolicy.
+        """
+        pins = self._checked_pins()
+        self.expire_pins(now)
+        name = wish.name if wish.name is not None else entry_name(sequence, wish.owner, wish.source)
+        known = self._entries.get(name)
+        nothing = CacheEntry(name, wish.owner, wish.source, len(sequence), 0, now)
+        if known is None and not self._takes_another(wish.owner):
+            return nothing
+        block_ids, ends = self._found(sequence)
+        is_tail = self._pool.is_tail(block_ids)
+
+        def pin(chosen: BlockIds) -> BlockIds:
+            return pins.pin(name, chosen, wish.until, now, owner=wish.owner, refresh_s=wish.refresh_s)
+
+        kept = pin(block_ids[~is_tail])
+        if is_tail.any() and len(kept) == len(block_ids) - 1 and wish.until > now and pins.has_room(wish.owner):
+            tail = block_ids[is_tail]
+            self._pool.keep_as_block(int(tail[0]), int(ends[is_tail][0]) // self.block_size)
+            kept = pin(block_ids)
+        if not len(kept) and known is None:
+            pins.unpin(name)
+            return nothing
+        ends_of_blocks = dict(zip(block_ids.tolist(), ends.tolist(), strict=True))
+        if known is not None:
+            ends_of_blocks = {**known.ends, **ends_of_blocks}
+        self._entries[name] = _Entry(wish.owner, wish.source, sequence, ends_of_blocks)
+        return self._entry(name, self._entries[name])
+
+    def _takes_another(self, owner: str | None) -> bool:
+        if len(self._entries) >= MAX_ENTRIES:
+            return False
+        of_owner = sum(entry.owner == owner for entry in self._entries.values()) if owner is not None else 0
+        return of_owner < MAX_ENTRIES_BY_OWNER
+
+    def set_entry_end(self, name: str, until: float, now: float) -> None:
+        """Move the end of an entry, nearer or farther. Does nothing if there is no such entry (any more)."""
+        self._checked_pins().set_end(name, until, now)
+        if until <= now:
+            self._entries.pop(name, None)
+
+    def drop_entry(self, name: str) -> None:
+        """End an entry. Blocks that another entry keeps stay kept. Does nothing if there is no such entry."""
+        self._checked_pins().unpin(name)
+        self._entries.pop(name, None)
+
+    def entry(self, name: str) -> CacheEntry | None:
+        """An entry by its name; None if there is none, or if its time is over."""
+        entry = self._entries.get(name)
+        return None if entry is None else self._entry(name, entry)
+
+    def entries(self) -> list[CacheEntry]:
+        """All entries, the oldest first, those too that lost their blocks."""
+        return [self._entry(name, entry) for name, entry in self._entries.items()]
+
+    def _entry(self, name: str, entry: _Entry) -> CacheEntry:
+        pins = self._checked_pins()
+        kept = set(pins.blocks_of(name).tolist())
+        missing = min((end for block_id, end in entry.ends.items() if block_id not in kept), default=np.inf)
+        num_kept = max((end for block_id, end in entry.ends.items() if block_id in kept and end < missing), default=0)
+        until = pins.end_of(name)
+        assert until is not None
+        return CacheEntry(name, entry.owner, entry.source, len(entry.sequence), num_kept, until)
+
+    def expire_pins(self, now: float) -> None:
+        """End entries whose time is over; called once a step."""
+        if self._pins is not None:
+            for name in self._pins.expire(now):
+                self._entries.pop(str(name), None)
+
+    def _found(self, sequence: TokenSequence) -> tuple[BlockIds, Int64Array]:
+        """Cached blocks of a sequence in all groups, in the order of the ends of their tokens, and these ends."""
+        tables = self._coordinator.find_longest_cache_hit(sequence).tables
+        sizes = self._coordinator.block_sizes
+        ends = [np.arange(1, len(table) + 1) * size for table, size in zip(tables, sizes, strict=True)]
+        all_ids, all_ends = np.concatenate(tables), np.concatenate(ends)
+        order = np.argsort(all_ends, kind="stable")
+        order = order[all_ids[order] != NULL_BLOCK]
+        block_ids, ends_of_blocks = all_ids[order], all_ends[order]
+        partial = self._coordinator.partial_block(sequence)
+        if partial is not None:
+            block_ids = np.append(block_ids, np.int32(partial.block_id))
+            ends_of_blocks = np.append(ends_of_blocks, len(tables[0]) * self.block_size + partial.num_tokens)
+        return block_ids, ends_of_blocks
+
+    def _checked_pins(self) -> PinnedPolicy:
+        if self._pins is None:
+            raise ConfigError("this cache has no pins; choose a max_pinned_share above 0 (a PinnedPolicy)")
+        return self._pins
+
+
+def entry_name(sequence: TokenSequence, owner: str | None = None, source: str = PIN) -> str:
+    """The name of an owner's entry for a prefix: equal for equal tokens and extra keys."""
+    digest = hashlib.blake2b(sequence.token_ids.tobytes(), digest_size=16)
+    digest.update(repr((sequence.extra_keys, owner, source)).encode())
+    return digest.hexdigest()
