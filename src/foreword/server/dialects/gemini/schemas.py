@@ -86,5 +86,6 @@ def _schemas(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    words: dict[str, Any] = {name: schema.pop(name) for name in ("title", "description", "default") if name in schema}
-    return {**words, "anyOf": [schema, {"type": "null"}]}
+    outside = ("title", "description", "default", "$defs")
+    kept: dict[str, Any] = {name: schema.pop(name) for name in outside if name in schema}
+    return {**kept, "anyOf": [schema, {"type": "null"}]}
