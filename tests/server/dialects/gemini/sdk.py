@@ -20,7 +20,7 @@ ENDLESS: dict[str, Any] = {
     "contents": [{"parts": [{"text": "x"}]}],
     "generationConfig": {
         "responseMimeType": "application/json",
-        "responseJsonSchema": {"type": "string", "minLength": 5000},
+        "responseJsonSchema": {"type": "array", "items": {"enum": [1]}, "minItems": 3000},
         "maxOutputTokens": 2000,
     },
 }

@@ -12,10 +12,12 @@ from google.genai import types
 from foreword.errors import ForewordError
 from foreword.llm import LLM
 from foreword.server.api_errors import APIError
+from foreword.server.dialects.gemini.answer import content_part
 from foreword.server.dialects.gemini.contents import plain_messages, read_chat
 from foreword.server.dialects.gemini.fields import Content, GenerateContentRequest
 from foreword.server.dialects.gemini.schemas import json_schema
 from foreword.server.options import ServerConfig
+from foreword.text.reply import Call, Reasoning, Text
 from live_server import MODEL, ServerThread
 from scripted_model import save_scripted_model
 from server.dialects.gemini.sdk import generate, google
@@ -169,6 +171,19 @@ def test_functions_that_make_no_sense_are_refused_by_name(url, change, field):
     error = generate(url, {**ASK, **change}).json()["error"]
     assert (error["code"], error["status"]) == (400, "INVALID_ARGUMENT")
     assert error["details"][0]["fieldViolations"][0]["field"].endswith(field)
+
+
+def test_thoughts_are_shown_on_request_and_calls_that_are_none_are_not():
+    shown = {
+        Text("a"): {"text": "a"},
+        Reasoning("b"): {"text": "b", "thought": True},
+        Call("f", '{"a": 1}'): {"functionCall": {"name": "f", "args": {"a": 1}}},
+        Call("f", "[1]"): None,
+        Call("f", '{"a": NaN}'): None,
+        Call("f", "{}", is_complete=False): None,
+    }
+    assert {part: content_part(part, with_thoughts=True) for part in shown} == shown
+    assert content_part(Reasoning("b"), with_thoughts=False) is None
 
 
 # -------------------------------------------------------------------- contents

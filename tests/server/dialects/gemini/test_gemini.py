@@ -56,7 +56,7 @@ def test_usage_is_that_of_chat_completions(server, ask):
 def test_a_second_question_about_a_document_reports_its_hit(ask):
     """What Google calls implicit caching."""
     answers = [
-        ask.generate_content(model=MODEL, contents=text, config=config(system_instruction=facts("silver")))
+        ask.generate_content(model=MODEL, contents=text, config=config(system_instruction=facts("scarlet")))
         for text in (QUESTION, "Where is home?")
     ]
     cold, warm = (answer.usage_metadata.cached_content_token_count or 0 for answer in answers)
@@ -101,12 +101,12 @@ def test_a_streams_bytes_are_chunks_and_nothing_else(server):
 
 def test_a_chat_keeps_its_history_and_hits_all_of_it(server):
     whole = google(server.url)
-    chat = whole.chats.create(model=MODEL, config=config(system_instruction=facts("golden") + FACTS))
+    chat = whole.chats.create(model=MODEL, config=config(system_instruction=facts("violet") + FACTS))
     assert "".join(chunk.text for chunk in chat.send_message_stream(QUESTION)) == "4821"
     assert len([content for content in chat.get_history() if content.role == "model"]) > 1, "the chunks, one by one"
     answer = chat.send_message("And the home of the quiet lantern?")
     assert answer.text == "Lisbon"
-    told = [{"role": "system", "content": facts("golden") + FACTS}, FALCON[1]]
+    told = [{"role": "system", "content": facts("violet") + FACTS}, FALCON[1]]
     told += [
         {"role": "assistant", "content": "4821"},
         {"role": "user", "content": "And the home of the quiet lantern?"},
@@ -163,7 +163,13 @@ def test_both_spellings_and_single_objects_for_lists_are_read(server):
     written = {
         "contents": {"parts": {"text": QUESTION}},
         "system_instruction": {"parts": {"text": FACTS}},
-        "generation_config": {"temperature": 0, "top_k": 3.0, "stop_sequences": ["21"], "max_output_tokens": 9},
+        "generation_config": {
+            "temperature": 0,
+            "top_k": 3.0,
+            "stop_sequences": ["21"],
+            "maxOutputTokens": 9,
+            "thinkingConfig": {"thinking_budget": 0},
+        },
         "safety_settings": [{"category": "HARM_CATEGORY_HARASSMENT", "threshold": "BLOCK_NONE"}],
         "labels": {"team": "a"},
         "store": False,
@@ -176,13 +182,13 @@ def test_both_spellings_and_single_objects_for_lists_are_read(server):
 def test_a_cache_salt_keeps_prompts_apart(server):
     def cached(salt: str) -> int:
         options = types.HttpOptions(base_url=server.url, extra_body={"cache_salt": salt})
-        asked = config(system_instruction=facts("copper"), http_options=options)
+        asked = config(system_instruction=facts("indigo"), http_options=options)
         with google(server.url) as ask:
             answer = ask.models.generate_content(model=MODEL, contents=QUESTION, config=asked)
         return answer.usage_metadata.cached_content_token_count or 0
 
-    assert [cached("a"), cached("b")] == [0, 0]
-    assert cached("a") > 100
+    assert [cached("g-1"), cached("g-2")] == [0, 0]
+    assert cached("g-1") > 100
 
 
 # ---------------------------------------------------------------------- forms

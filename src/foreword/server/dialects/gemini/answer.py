@@ -96,24 +96,17 @@ class GeneratedContent:
         reply = self._chat_answer.read(delta)
         self._num_tokens += len(delta.token_ids)
         self._num_thoughts += reply.num_reasoning_tokens
-        parts = [made for part in reply.parts if (made := self._part(part, delta.choice)) is not None]
-        candidate: Json = {"content": {"parts": parts or _EMPTY, "role": "model"}, "index": delta.choice}
+        made = [content_part(part, with_thoughts=self._with_thoughts) for part in reply.parts]
+        shown = [part for part in made if part is not None]
+        candidate: Json = {"content": {"parts": shown or _EMPTY, "role": "model"}, "index": delta.choice}
+        for part, of_part in zip(reply.parts, made, strict=True):
+            if isinstance(part, Call) and of_part is None:
+                self._malformed[delta.choice] = f"Malformed function call: {part.name}({part.arguments})"
         if reply.finish_reason is not None:
             candidate |= self._end(delta, reply.finish_reason)
         if delta.logprobs:
             candidate |= self._logprobs(delta.token_ids, delta.logprobs)
         return candidate
-
-    def _part(self, part: Part, choice: int) -> Json | None:
-        if isinstance(part, Reasoning):
-            return {"text": part.text, "thought": True} if self._with_thoughts else None
-        if not isinstance(part, Call):
-            return {"text": part.text}
-        arguments = _object(part.arguments)
-        if arguments is None:
-            self._malformed[choice] = f"Malformed function call: {part.name}({part.arguments})"
-            return None
-        return {"functionCall": {"name": part.name, "args": arguments}}
 
     def _end(self, delta: Delta, finish_reason: str) -> Json:
         malformed = self._malformed.get(delta.choice)
@@ -153,6 +146,16 @@ _EMPTY = [{"text": ""}]
 def tokens_of_text(num_tokens: int) -> list[Json]:
     """Tokens by modality."""
     return [{"modality": "TEXT", "tokenCount": num_tokens}]
+
+
+def content_part(part: Part, *, with_thoughts: bool) -> Json | None:
+    """A part of a reply as the client gets it; None for thoughts that it did not ask for, and for malformed calls."""
+    if isinstance(part, Reasoning):
+        return {"text": part.text, "thought": True} if with_thoughts else None
+    if not isinstance(part, Call):
+        return {"text": part.text}
+    arguments = _object(part.arguments) if part.is_complete else None
+    return None if arguments is None else {"functionCall": {"name": part.name, "args": arguments}}
 
 
 def _object(arguments: str) -> Json | None:

@@ -24,7 +24,7 @@ from foreword.server.dialects.gemini.fields import (
     GenerationConfig,
     ThinkingConfig,
 )
-from foreword.server.dialects.gemini.generation import sampling_params
+from foreword.server.dialects.gemini.generation import sampling_params, structured_outputs
 from foreword.server.http import Authorized, JsonArray, dialect_of, json_response, respond, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.service import Service, new_id
@@ -122,7 +122,8 @@ async def _start(
     service = service_of(request)
     chat = await _read(service, model, body, request)
     config = body.generation_config or GenerationConfig()
-    params = await sampling_params(service, config)
+    form = await with_body(request, lambda: structured_outputs(config))
+    params = await sampling_params(service, config, form)
     caller = caller_of(body, request, tenant, "generate_content")
     answer = await start_chat(service, caller, new_id("gen-"), chat, params, stream=stream)
     thinking = config.thinking_config or ThinkingConfig()

@@ -14,12 +14,13 @@ from foreword.server.service import Service
 JSON, ENUM, TEXT = "application/json", "text/x.enum", "text/plain"
 
 
-async def sampling_params(service: Service, config: GenerationConfig) -> SamplingParams:
-    """The sampling parameters of a request. Raises InvalidRequestError or APIError."""
+async def sampling_params(
+    service: Service, config: GenerationConfig, form: StructuredOutputsParams | None
+) -> SamplingParams:
+    """The sampling parameters of a request whose answer has a form. Raises InvalidRequestError or APIError."""
     if config.logprobs is not None and not config.response_logprobs:
         raise _wrong("logprobs", "is only allowed with responseLogprobs: true")
     same = "temperature top_p top_k seed presence_penalty frequency_penalty".split()
-    form = structured_outputs(config)
     return SamplingParams(
         n=config.candidate_count or 1,
         max_tokens=config.max_output_tokens,
