@@ -29,6 +29,10 @@ class APIError(ForewordError):
         self.headers = headers
 
 
+class UnknownFieldError(APIError):
+    """400: the body has a field, `param`, that the server does not know."""
+
+
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> APIError:
     """400: the request is invalid."""
     return APIError(400, message, param=param, code=code)

@@ -19,7 +19,7 @@ from foreword.server.api_errors import bad_request
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.dialects.openai.fields import ExplainRequest
 from foreword.server.dialects.openai.messages import read_prompt
-from foreword.server.http import Authorized, json_response, service_of
+from foreword.server.http import Authorized, authorized, json_response, service_of
 from foreword.server.intake import body_of, takes
 from foreword.server.observe.explanations import cache_report, most_similar, text_of
 from foreword.server.records import RequestRecord, TenantStats
@@ -59,7 +59,7 @@ async def cache(request: Request, nodes: int = DEFAULT_TREE_NODES) -> Response:
     if not 0 <= nodes <= MAX_TREE_NODES:
         raise bad_request(f"nodes={nodes} is out of range; use 0 to {MAX_TREE_NODES}", param="nodes")
     if not service.operators.is_operator(request.scope):
-        tenant = service.authorize(request.headers)
+        tenant = await authorized(request)
         return json_response(await _of_tenant(service, tenant, nodes))
     look = await service.insight.look()
     found = await service.insight.top_prefixes(nodes)

@@ -62,7 +62,7 @@ def request_id_of(request: Request) -> str:
 
 async def authorized(request: Request) -> Tenant:
     """The tenant of a request. Raises APIError 401."""
-    return service_of(request).authorize(request.headers)
+    return service_of(request).authorize(dialect_of(request).key(request.headers, request.query_params))
 
 
 Authorized = Annotated[Tenant, Depends(authorized)]
@@ -80,11 +80,14 @@ def error_response(request: Request, error: Exception) -> Response:
     return json_response(answer.body, answer.status, dict(answer.headers))
 
 
-async def respond(request: Request, writer: AnswerWriter) -> Response:
-    """Answer with the engine's result; if the client leaves before the end, its requests are aborted."""
+async def respond(request: Request, writer: AnswerWriter, frames: Frames | None = None) -> Response:
+    """Answer with the engine's result; if the client leaves before the end, its requests are aborted.
+
+    `frames` is the form of a stream: server-sent events, unless something else is given.
+    """
     answer, limit_s = writer.answer, service_of(request).config.request_timeout_s
     if not answer.whole:
-        return _EventStream(request, writer, limit_s)
+        return _EventStream(request, writer, limit_s, frames or ServerSent(dialect_of(request)))
     try:
         async with asyncio.timeout(limit_s):
             deltas = await _unless_disconnected(request, _collect(answer))
@@ -123,14 +126,62 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _server_sent(request: Request, writer: AnswerWriter) -> AsyncIterator[bytes]:
-    dialect = dialect_of(request)
+class Frames(Protocol):
+    """How the events of one stream become bytes."""
+
+    media_type: str
+    ping: bytes | None
+    """What keeps the stream alive while there is nothing to send."""
+
+    def frame(self, event: Event) -> str:
+        """An event as the stream has it. Events must come in order, each once."""
+
+    def end(self) -> bytes:
+        """What follows the last event."""
+
+
+class ServerSent:
+    """Server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, dialect: Dialect) -> None:
+        self.ping = dialect.ping
+        self._end = dialect.stream_end
+
+    def frame(self, event: Event) -> str:
+        name, data = event
+        head = "" if name is None else f"event: {name}\n"
+        return f"{head}data: {data if isinstance(data, str) else to_json(data)}\n\n"
+
+    def end(self) -> bytes:
+        return self._end
+
+
+class JsonArray:
+    """One JSON array, an item for each event; names of events are left out."""
+
+    media_type = "application/json"
+    ping: bytes | None = None
+
+    def __init__(self) -> None:
+        self._opening = "["
+
+    def frame(self, event: Event) -> str:
+        opening, self._opening = self._opening, ",\r\n"
+        return f"{opening}{event[1] if isinstance(event[1], str) else to_json(event[1])}"
+
+    def end(self) -> bytes:
+        return b"[]" if self._opening == "[" else b"]"
+
+
+async def _streamed(request: Request, writer: AnswerWriter, frames: Frames) -> AsyncIterator[bytes]:
     try:
-        async for events in _pinged(writer.events(), dialect.ping):
-            yield events if isinstance(events, bytes) else "".join(map(_written, events)).encode()
+        async for events in _pinged(writer.events(), frames.ping):
+            yield events if isinstance(events, bytes) else "".join(map(frames.frame, events)).encode()
     except APIError as error:
-        yield _written(dialect.error_event(error, request_id_of(request))).encode()
-    yield dialect.stream_end
+        yield frames.frame(dialect_of(request).error_event(error, request_id_of(request))).encode()
+    yield frames.end()
 
 
 async def _pinged(events: AsyncIterator[list[Event]], ping: bytes | None) -> AsyncIterator[list[Event] | bytes]:
@@ -148,18 +199,13 @@ async def _pinged(events: AsyncIterator[list[Event]], ping: bytes | None) -> Asy
             coming.cancel()
 
 
-def _written(event: Event) -> str:
-    name, data = event
-    head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {data if isinstance(data, str) else to_json(data)}\n\n"
-
-
 class _EventStream(StreamingResponse):
-    """Server-sent events within a time limit; the answer is closed however the stream ends."""
+    """A stream within a time limit; the answer is closed however it ends."""
 
-    def __init__(self, request: Request, writer: AnswerWriter, limit_s: float) -> None:
+    def __init__(self, request: Request, writer: AnswerWriter, limit_s: float, frames: Frames) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_server_sent(request, writer), media_type="text/event-stream", headers=headers)
+        super().__init__(_streamed(request, writer, frames), media_type=frames.media_type, headers=headers)
+        self._frames = frames
         self._request = request
         self._answer = writer.answer
         self._limit_s = limit_s
@@ -171,6 +217,7 @@ class _EventStream(StreamingResponse):
         except TimeoutError:
             self._answer.close("timeout")
             event = dialect_of(self._request).error_event(timed_out(self._limit_s), request_id_of(self._request))
-            await send({"type": "http.response.body", "body": _written(event).encode(), "more_body": False})
+            last = self._frames.frame(event).encode() + self._frames.end()
+            await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self._answer.close()

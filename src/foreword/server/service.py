@@ -28,7 +28,7 @@ from foreword.request import SamplingParams, StructuredOutputsParams, TokenConst
 from foreword.server.access.operators import Operators
 from foreword.server.access.quotas import Quotas
 from foreword.server.access.shared_prefixes import SharedPrefixes, common_beginning
-from foreword.server.access.tenants import Tenant, Tenants, shown_key
+from foreword.server.access.tenants import Tenant, Tenants
 from foreword.server.answer_stream import AnswerStream, Job
 from foreword.server.api_errors import bad_request, too_busy, unknown_model, wrong_key
 from foreword.server.bodies.body_limits import BodyLimits
@@ -163,9 +163,9 @@ class Service:
 
     # ------------------------------------------------------------------ intake
 
-    def authorize(self, headers: Mapping[str, str]) -> Tenant:
-        """The tenant of a request. Raises APIError 401 if there is none."""
-        tenant = self.tenants.tenant_of(shown_key(headers))
+    def authorize(self, key: str | None) -> Tenant:
+        """The tenant of the key that a request shows. Raises APIError 401 if there is none."""
+        tenant = self.tenants.tenant_of(key)
         if tenant is None:
             raise wrong_key()
         self.quotas.note(tenant)

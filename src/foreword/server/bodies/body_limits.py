@@ -93,6 +93,12 @@ class BodyLimits:
         match name:
             case "messages":
                 self._check_conversation(name, value)
+            case "contents":
+                self._check_conversation(name, value, "parts")
+            case "systemInstruction" | "system_instruction":
+                self._check_conversation(name, [value], "parts")
+            case "generateContentRequest" | "generate_content_request":
+                self.check_counts(value)
             case "input":
                 self._check_conversation(name, value)
                 self._check_text(name, value)
@@ -121,20 +127,21 @@ class BodyLimits:
                 self._check_text(f"prompt[{number}]", one)
                 self._check_tokens(f"prompt[{number}]", one)
 
-    def _check_conversation(self, name: str, messages: Any) -> None:
+    def _check_conversation(self, name: str, messages: Any, key: str = "content") -> None:
+        """Check messages, each with its text or its parts under `key`."""
         if not isinstance(messages, list):
             return
         _at_most(messages, self.max_model_len, name)
         num_characters = num_parts = 0
         for number, message in enumerate(messages):
-            content = message.get("content") if isinstance(message, dict) else None
+            content = message.get(key) if isinstance(message, dict) else None
             if isinstance(content, str):
                 num_characters += len(content)
             elif isinstance(content, list):
                 num_parts += len(content)
                 if num_parts <= self.max_model_len:
                     num_characters += sum(_num_characters(part) for part in content)
-                    _refuse_what_is_not_text(content, f"{name}[{number}].content")
+                    _refuse_what_is_not_text(content, f"{name}[{number}].{key}")
         if num_parts > self.max_model_len:
             raise _too_many(num_parts, self.max_model_len, f"the contents of {name}", name)
         self._check_characters(name, num_characters)

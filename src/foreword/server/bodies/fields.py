@@ -55,7 +55,9 @@ class Body(BaseModel):
 
     def asks_for_unsupported(self) -> str | None:
         """Name of the first field that asks for an unsupported feature; None if there is none."""
-        return next((name for name in self.UNSUPPORTED if getattr(self, name) not in (None, [], {}, "none")), None)
+        return next(
+            (name for name in self.UNSUPPORTED if getattr(self, name) not in (None, False, [], {}, "none")), None
+        )
 
 
 class Part(BaseModel):

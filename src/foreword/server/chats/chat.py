@@ -34,8 +34,18 @@ class Chat:
     ending: Ending = WHOLE
     shortens: bool = False
     """Whether the earliest messages are left out if the conversation is too long."""
+    thinking_budget: int | None = None
+    """Most tokens of reasoning; None: no limit of its own."""
     num_bytes: int = 0
     """Length of the body that asked; work on long ones leaves the event loop."""
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """All inputs of the template besides the messages.
+
+        Tools are among them even if none may be called: the prefix stays the same.
+        """
+        return {**self.template_inputs, **({"tools": list(self.tools)} if self.tools else {})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,8 @@ class ReplyDelta:
     parts: Sequence[Part]
     finish_reason: str | None
     """"tool_calls" in place of "stop" if the choice made a call."""
+    num_reasoning_tokens: int = 0
+    """The new tokens that are reasoning."""
 
 
 class ChatAnswer:
@@ -76,10 +88,8 @@ async def start_chat(
 
     Raises APIError, InvalidRequestError or ChatTemplateError for chats that this model, or this server, cannot answer.
     """
-    template = None if service.llm.tokenizer is None else service.llm.tokenizer.chat_template
-    use = await off_loop(chat.num_bytes, lambda: ToolUse(chat.tools, chat.choice, template))
-    # Tools are in the prompt even if none may be called: the prefix stays the same.
-    inputs = {**chat.template_inputs, **({"tools": list(chat.tools)} if chat.tools else {})}
+    use = await _tool_use(service, chat)
+    inputs = chat.inputs
     params = replace(params, stop=(*params.stop, *use.stop))
     if use.is_forced:
         if params.open_constraint is not None:
@@ -97,6 +107,17 @@ async def start_chat(
     caller = replace(caller, template_digests=await off_loop(chat.num_bytes, lambda: digests(inputs)))
     answer = await service.start(caller, response_id, [prompt], params, stream=stream)
     return ChatAnswer(answer, use)
+
+
+async def num_prompt_tokens(service: Service, chat: Chat) -> int:
+    """Length of a conversation's prompt. Raises what `start_chat` raises for a chat that this model cannot answer."""
+    await _tool_use(service, chat)
+    return len(await service.render_chat(chat.messages, ending=chat.ending, template_inputs=chat.inputs))
+
+
+async def _tool_use(service: Service, chat: Chat) -> ToolUse:
+    template = None if service.llm.tokenizer is None else service.llm.tokenizer.chat_template
+    return await off_loop(chat.num_bytes, lambda: ToolUse(chat.tools, chat.choice, template))
 
 
 def text_of(parts: Sequence[Part]) -> str:

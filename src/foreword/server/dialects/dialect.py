@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter
 
+from foreword.server.access.tenants import shown_key
 from foreword.server.api_errors import APIError
 from foreword.server.bodies.fields import Body
 from foreword.server.service import Service
@@ -46,6 +47,10 @@ class Dialect(ABC):
     @abstractmethod
     def speaks(self, path: str, headers: Mapping[str, str]) -> bool:
         """Whether a call is in this dialect, by its path and its headers."""
+
+    def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str | None:
+        """The key that a call shows; None if it shows none."""
+        return shown_key(headers)
 
     @abstractmethod
     def error(self, error: APIError, request_id: str) -> ErrorAnswer:

@@ -1,0 +1,167 @@
+"""Google's answers, whole or as chunks: each chunk is an answer of its own, with the new parts.
+
+Knows the fields of answers; knows nothing of HTTP, nor how an answer was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+from foreword.request import Logprob, TokenLogprobs
+from foreword.server.answer_stream import Delta
+from foreword.server.bodies.json_scan import parse_json
+from foreword.server.bodies.off_loop import off_loop
+from foreword.server.chats.chat import ChatAnswer
+from foreword.server.dialects.dialect import Event
+from foreword.server.service import Service
+from foreword.text.reply import Call, Part, Reasoning
+
+LOWEST = -9999.0
+"""Stands for the log probability of an impossible token, which JSON cannot express."""
+
+_FINISH_REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS"}
+MALFORMED = "MALFORMED_FUNCTION_CALL"
+
+Json = dict[str, Any]
+
+
+class GeneratedContent:
+    """Writes one answer with its candidates."""
+
+    piece_depth = 5
+
+    def __init__(
+        self, service: Service, answer: ChatAnswer, model: str, *, num_top: int | None, with_thoughts: bool
+    ) -> None:
+        """`num_top`: the number of likeliest tokens to report at each position; None: no log probabilities."""
+        self.answer = answer.stream
+        self._chat_answer = answer
+        self._service = service
+        self._model = model
+        self._num_top = num_top
+        self._with_thoughts = with_thoughts
+        self._num_tokens = self._num_thoughts = 0
+        self._malformed: dict[int, str] = {}
+        """By candidate: a call whose arguments are no JSON object."""
+
+    def num_bytes(self, deltas: Sequence[Delta]) -> int:
+        """Estimated bytes of these deltas."""
+        per_token = 8 if self._num_top is None else 128 * (1 + self._num_top)
+        return per_token * sum(len(delta.token_ids) for delta in deltas)
+
+    def whole(self, deltas: Sequence[Delta]) -> Json:
+        """The body of an answer that is not streamed."""
+        return self._frame([self._candidate(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)])
+
+    async def events(self) -> AsyncIterator[list[Event]]:
+        """Chunks of a streamed answer; their events have no names."""
+        async for deltas in self.answer.deltas():
+            chunk = await off_loop(self.num_bytes(deltas), partial(self._chunk, deltas))
+            if chunk is not None:
+                yield [(None, chunk)]
+
+    def _chunk(self, deltas: Sequence[Delta]) -> Json | None:
+        """A chunk; None if there is nothing to show yet."""
+        candidates = [self._candidate(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
+        shown = [one for one in candidates if one.keys() - {"content", "index"} or one["content"]["parts"] != _EMPTY]
+        return self._frame(shown) if shown else None
+
+    def _frame(self, candidates: list[Json]) -> Json:
+        return {
+            "candidates": candidates,
+            "usageMetadata": self._usage(),
+            "modelVersion": self._model,
+            "responseId": self.answer.jobs[0].record.response_id,
+        }
+
+    def _usage(self) -> Json:
+        output = self.answer.outputs[0]
+        num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
+        usage: Json = {
+            "promptTokenCount": num_prompt,
+            "candidatesTokenCount": self._num_tokens - self._num_thoughts,
+            "totalTokenCount": num_prompt + self._num_tokens,
+            "promptTokensDetails": tokens_of_text(num_prompt),
+        }
+        if self._num_thoughts:
+            usage["thoughtsTokenCount"] = self._num_thoughts
+        if num_cached:
+            usage |= {"cachedContentTokenCount": num_cached, "cacheTokensDetails": tokens_of_text(num_cached)}
+        return usage
+
+    def _candidate(self, delta: Delta) -> Json:
+        """The new parts of a candidate. Without any it has an empty text, or clients' chats would call it invalid."""
+        reply = self._chat_answer.read(delta)
+        self._num_tokens += len(delta.token_ids)
+        self._num_thoughts += reply.num_reasoning_tokens
+        made = [content_part(part, with_thoughts=self._with_thoughts) for part in reply.parts]
+        shown = [part for part in made if part is not None]
+        candidate: Json = {"content": {"parts": shown or _EMPTY, "role": "model"}, "index": delta.choice}
+        for part, of_part in zip(reply.parts, made, strict=True):
+            if isinstance(part, Call) and of_part is None:
+                self._malformed[delta.choice] = f"Malformed function call: {part.name}({part.arguments})"
+        if reply.finish_reason is not None:
+            candidate |= self._end(delta, reply.finish_reason)
+        if delta.logprobs:
+            candidate |= self._logprobs(delta.token_ids, delta.logprobs)
+        return candidate
+
+    def _end(self, delta: Delta, finish_reason: str) -> Json:
+        malformed = self._malformed.get(delta.choice)
+        if malformed is not None:
+            return {
+                "finishReason": "MAX_TOKENS" if finish_reason == "length" else MALFORMED,
+                "finishMessage": malformed,
+            }
+        if finish_reason in _FINISH_REASONS:
+            return {"finishReason": _FINISH_REASONS[finish_reason]}
+        why = {} if delta.stop_reason is None else {"finishMessage": str(delta.stop_reason)}
+        return {"finishReason": "OTHER", **why}
+
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Json:
+        chosen = [
+            self._token(token_id, of_position[token_id])
+            for token_id, of_position in zip(token_ids, logprobs, strict=True)
+        ]
+        result: Json = {"chosenCandidates": chosen}
+        if self._num_top:
+            result["topCandidates"] = [{"candidates": self._likeliest(of_position)} for of_position in logprobs]
+        mean = sum(token["logProbability"] for token in chosen) / len(chosen)
+        return {"avgLogprobs": mean, "logprobsResult": result}
+
+    def _likeliest(self, of_position: TokenLogprobs) -> list[Json]:
+        top = sorted(of_position.items(), key=lambda item: item[1].rank)[: self._num_top]
+        return [self._token(token_id, logprob) for token_id, logprob in top]
+
+    def _token(self, token_id: int, logprob: Logprob) -> Json:
+        text = self._service.tokenizer.token_text(token_id)
+        return {"token": text, "tokenId": token_id, "logProbability": max(logprob.logprob, LOWEST)}
+
+
+_EMPTY = [{"text": ""}]
+
+
+def tokens_of_text(num_tokens: int) -> list[Json]:
+    """Tokens by modality."""
+    return [{"modality": "TEXT", "tokenCount": num_tokens}]
+
+
+def content_part(part: Part, *, with_thoughts: bool) -> Json | None:
+    """A part of a reply as the client gets it; None for thoughts that it did not ask for, and for malformed calls."""
+    if isinstance(part, Reasoning):
+        return {"text": part.text, "thought": True} if with_thoughts else None
+    if not isinstance(part, Call):
+        return {"text": part.text}
+    arguments = _object(part.arguments) if part.is_complete else None
+    return None if arguments is None else {"functionCall": {"name": part.name, "args": arguments}}
+
+
+def _object(arguments: str) -> Json | None:
+    """The arguments of a call; None if they are no JSON object."""
+    try:
+        read = parse_json(arguments)
+    except (ValueError, RecursionError):
+        return None
+    return read if isinstance(read, dict) else None

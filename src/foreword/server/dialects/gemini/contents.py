@@ -1,0 +1,211 @@
+"""Reads Google's contents, tools and thinking into a chat.
+
+Knows Google's fields and the form that chat templates take. A result names its call by id or by name, or by nothing but
+its place; calls get ids by their place in the conversation, so that the next turn renders them alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from foreword.server.api_errors import bad_request
+from foreword.server.chats.chat import Chat
+from foreword.server.chats.tools import ToolChoice
+from foreword.server.dialects.gemini.fields import (
+    Content,
+    ContentPart,
+    FunctionDeclaration,
+    GenerateContentRequest,
+    GoogleFunctionCall,
+    GoogleFunctionResponse,
+    ThinkingConfig,
+)
+from foreword.server.dialects.gemini.schemas import json_schema
+
+
+def read_chat(body: GenerateContentRequest, chat_template: str | None, num_bytes: int) -> Chat:
+    """The chat that a request asks for. Raises APIError 400 for what makes no sense, or no prompt."""
+    thinking = body.generation_config.thinking_config if body.generation_config is not None else None
+    tools = _tools(body)
+    return Chat(
+        plain_messages(body.contents, body.system_instruction),
+        tools,
+        _tool_choice(body, [tool["function"]["name"] for tool in tools]),
+        {} if thinking is None else _thinking_inputs(thinking, chat_template or ""),
+        num_bytes=num_bytes,
+        thinking_budget=None if thinking is None or (thinking.thinking_budget or 0) < 1 else thinking.thinking_budget,
+    )
+
+
+# ------------------------------------------------------------------- messages
+
+
+def plain_messages(contents: Sequence[Content], system: Content | None) -> list[dict[str, Any]]:
+    """Messages as chat templates know them. Raises APIError 400."""
+    conversation = _Conversation()
+    if system is not None and system.parts:
+        texts = _texts(system.parts, "systemInstruction")
+        conversation.messages.append({"role": "system", "content": "".join(texts)})
+    for number, content in enumerate(contents):
+        where = f"contents[{number}]"
+        if not content.parts:
+            raise bad_request(f"{where}.parts must not be empty", param=f"{where}.parts")
+        match content.role:
+            case "model":
+                conversation.answer(content.parts, where)
+            case None | "" | "user" | "function":
+                conversation.ask(content.parts, where)
+            case _:
+                raise bad_request(f"{where}.role is not valid; use a valid role: user, model", param=f"{where}.role")
+    return conversation.messages
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """Messages so far, and the calls that wait for their results."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    waiting: list[dict[str, Any]] = field(default_factory=list)
+    num_calls: int = 0
+
+    def answer(self, parts: Sequence[ContentPart], where: str) -> None:
+        """Add what the model said. Contents in a row are one answer: streams come back in their pieces."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": ""})
+            self.waiting = []
+        message = self.messages[-1]
+        for number, part in enumerate(parts):
+            match _given(part, f"{where}.parts[{number}]"):
+                case str() as text:
+                    name = "reasoning_content" if part.thought else "content"
+                    message[name] = message.get(name, "") + text
+                case GoogleFunctionCall() as call:
+                    message.setdefault("tool_calls", []).append(self._call(call))
+                case GoogleFunctionResponse():
+                    raise bad_request(f"{where} is the model's; it has calls, not their results", param=where)
+
+    def _call(self, call: GoogleFunctionCall) -> dict[str, Any]:
+        made = {
+            "id": call.id or f"call{self.num_calls:05d}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.args or {}},
+        }
+        self.num_calls += 1
+        self.waiting.append(made)
+        return made
+
+    def ask(self, parts: Sequence[ContentPart], where: str) -> None:
+        """Add what the user said, and the results of calls."""
+        text: str | None = None
+        for number, part in enumerate(parts):
+            place = f"{where}.parts[{number}]"
+            match _given(part, place):
+                case str() as more:
+                    text = (text or "") + more
+                case GoogleFunctionResponse() as result:
+                    if text is not None:
+                        self.messages.append({"role": "user", "content": text})
+                        text = None
+                    self.messages.append(self._result(result, place))
+                case GoogleFunctionCall():
+                    raise bad_request(f"{where} is the user's; it has results of calls, not calls", param=place)
+        if text is not None:
+            self.messages.append({"role": "user", "content": text})
+
+    def _result(self, result: GoogleFunctionResponse, where: str) -> dict[str, Any]:
+        """The result of the call with its id; else of the first one with its name; else of the first one."""
+        of_id = [call for call in self.waiting if result.id is not None and call["id"] == result.id]
+        of_name = [call for call in self.waiting if call["function"]["name"] == result.name]
+        found = next(iter([*of_id, *of_name, *self.waiting]), None)
+        if found is None:
+            message = (
+                f"{where} is the result of {result.name!r}, but no call before it waits for one; send the call too"
+            )
+            raise bad_request(message, param=where)
+        self.waiting.remove(found)
+        content = json.dumps(result.response or {}, ensure_ascii=False)
+        return {"role": "tool", "tool_call_id": found["id"], "name": result.name, "content": content}
+
+
+def _given(part: ContentPart, where: str) -> str | GoogleFunctionCall | GoogleFunctionResponse | None:
+    """What a part holds; None if it is only a signature, which means nothing here."""
+    held = [one for one in (part.text, part.function_call, part.function_response) if one is not None]
+    if len(held) > 1 or (not held and part.thought_signature is None):
+        raise bad_request(
+            f"{where} must have exactly one of text, functionCall and functionResponse, and has {len(held)}",
+            param=where,
+        )
+    return held[0] if held else None
+
+
+def _texts(parts: Sequence[ContentPart], where: str) -> list[str]:
+    held = [_given(part, f"{where}.parts[{number}]") for number, part in enumerate(parts)]
+    texts = [one for one in held if isinstance(one, str)]
+    if len(texts) < len(held):
+        raise bad_request(f"{where} takes texts only", param=where)
+    return texts
+
+
+# ---------------------------------------------------------------------- tools
+
+
+def _tools(body: GenerateContentRequest) -> list[dict[str, Any]]:
+    """Tools as chat templates take them."""
+    return [
+        _tool(declaration, f"tools[{number}].functionDeclarations[{at}]")
+        for number, tool in enumerate(body.tools or ())
+        for at, declaration in enumerate(tool.function_declarations or ())
+    ]
+
+
+def _tool(declaration: FunctionDeclaration, where: str) -> dict[str, Any]:
+    schema, plain = declaration.parameters, declaration.parameters_json_schema
+    if schema is not None and plain is not None:
+        raise bad_request(f"{where} has parameters and parametersJsonSchema; give one of them", param=where)
+    if schema is not None:
+        plain = json_schema(schema, f"{where}.parameters")
+    function: dict[str, Any] = {"name": declaration.name}
+    if declaration.description is not None:
+        function["description"] = declaration.description
+    return {"type": "function", "function": {**function, "parameters": plain or {"type": "object", "properties": {}}}}
+
+
+def _tool_choice(body: GenerateContentRequest, known: Sequence[str]) -> ToolChoice:
+    config = body.tool_config.function_calling_config if body.tool_config is not None else None
+    where = "toolConfig.functionCallingConfig"
+    if config is None:
+        return ToolChoice()
+    names = config.allowed_function_names
+    if names and config.mode != "ANY":
+        param = f"{where}.allowedFunctionNames"
+        raise bad_request("allowedFunctionNames is only allowed with the mode ANY", param=param)
+    missing = next((name for name in names or () if name not in known), None)
+    if missing is not None:
+        message = f"allowedFunctionNames has {missing!r}, which is not among the functionDeclarations"
+        raise bad_request(message, param=f"{where}.allowedFunctionNames")
+    if config.mode == "ANY" and not known:
+        raise bad_request("the mode ANY is only allowed with functionDeclarations", param=f"{where}.mode")
+    if config.mode == "ANY":
+        return ToolChoice("required", tuple(names) if names else None)
+    return ToolChoice("none" if config.mode == "NONE" else "auto")
+
+
+# ------------------------------------------------------------------- thinking
+
+
+def _thinking_inputs(config: ThinkingConfig, chat_template: str) -> dict[str, Any]:
+    """The template's inputs that switch thinking: those among them that it mentions."""
+    budget, level = config.thinking_budget, config.thinking_level
+    level = None if level == "THINKING_LEVEL_UNSPECIFIED" else level
+    if budget is not None and level is not None:
+        where = "generationConfig.thinkingConfig"
+        raise bad_request("thinkingBudget and thinkingLevel cannot be combined; give one of them", param=where)
+    wanted: dict[str, Any] = {}
+    if budget is not None or level is not None:
+        wanted["enable_thinking"] = budget != 0 and level != "MINIMAL"
+    if level is not None:
+        wanted["reasoning_effort"] = "low" if level == "MINIMAL" else level.lower()
+    return {name: value for name, value in wanted.items() if name in chat_template}

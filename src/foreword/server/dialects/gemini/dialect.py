@@ -1,0 +1,112 @@
+"""Google's Gemini API: errors, keys and models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from foreword.server.access.tenants import shown_key
+from foreword.server.api_errors import APIError, UnknownFieldError, bad_request
+from foreword.server.dialects.dialect import Dialect, ErrorAnswer, Event
+from foreword.server.dialects.gemini import endpoints
+from foreword.server.dialects.gemini.fields import CountTokensRequest, GenerateContentRequest
+from foreword.server.service import Service
+
+_STATUSES = {405: 404, 408: 504}
+"""Statuses that Google does not use here, and those that it uses in their place."""
+_NAMES = {
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "ABORTED",
+    429: "RESOURCE_EXHAUSTED",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+_TYPE = "type.googleapis.com/google.rpc."
+PAGE_SIZE, MAX_PAGE_SIZE = 50, 1000
+
+
+class Gemini(Dialect):
+    """The API of google-genai's clients. Their streams end with their last chunk, and bear nothing but chunks."""
+
+    name = "gemini"
+    routers = (endpoints.router,)
+    bodies = (GenerateContentRequest, CountTokensRequest)
+
+    def speaks(self, path: str, headers: Mapping[str, str]) -> bool:
+        return (
+            "x-goog-api-key" in headers
+            or "x-goog-api-client" in headers
+            or path.startswith(("/v1beta/", "/v1alpha/"))
+            or path.rpartition(":")[2] in endpoints.METHODS
+        )
+
+    def key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str | None:
+        return headers.get("x-goog-api-key") or query.get("key") or shown_key(headers)
+
+    def error(self, error: APIError, request_id: str) -> ErrorAnswer:
+        return ErrorAnswer(_status(error), _body(error), error.headers or {})
+
+    def error_event(self, error: APIError, request_id: str) -> Event:
+        return None, _body(error)
+
+    def models(self, service: Service, query: Mapping[str, str]) -> Mapping[str, Any]:
+        size, start = (_number(query, name) for name in ("pageSize", "pageToken"))
+        end = start + min(size or PAGE_SIZE, MAX_PAGE_SIZE)
+        page: dict[str, Any] = {"models": [_model(service, name) for name in service.model_names[start:end]]}
+        return page | ({"nextPageToken": str(end)} if end < len(service.model_names) else {})
+
+    def model(self, service: Service, name: str) -> Mapping[str, Any]:
+        service.check_model(name)
+        return _model(service, name)
+
+
+def _status(error: APIError) -> int:
+    return _STATUSES.get(error.status, error.status)
+
+
+def _body(error: APIError) -> dict[str, Any]:
+    status, message = _status(error), _message(error)
+    name = _NAMES.get(status, "INVALID_ARGUMENT" if status < 500 else "INTERNAL")
+    details: list[dict[str, Any]] = []
+    if error.param is not None:
+        violation = {"field": error.param, "description": message}
+        details.append({"@type": f"{_TYPE}BadRequest", "fieldViolations": [violation]})
+    if error.headers and "Retry-After" in error.headers:
+        details.append({"@type": f"{_TYPE}RetryInfo", "retryDelay": f"{error.headers['Retry-After']}s"})
+    described = {"code": status, "message": message, "status": name}
+    return {"error": described | ({"details": details} if details else {})}
+
+
+def _message(error: APIError) -> str:
+    """The message, in Google's words where clients look for them."""
+    if isinstance(error, UnknownFieldError):
+        place, _, name = (error.param or "").rpartition(".")
+        at = f" at '{place}'" if place else ""
+        return f'Invalid JSON payload received. Unknown name "{name}"{at}: Cannot find field.'
+    if error.code == "invalid_api_key":
+        return "API key not valid, or none. Send a key of this server as the header x-goog-api-key."
+    return str(error)
+
+
+def _number(query: Mapping[str, str], name: str) -> int:
+    given = query.get(name, "") or "0"
+    if not given.isdecimal() or len(given) > 9:
+        raise bad_request(f"{name}={given!r:.60} is not valid; send a number, or leave it out", param=name)
+    return int(given)
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "name": f"models/{name}",
+        "version": "1",
+        "displayName": name,
+        "description": "Served by foreword.",
+        "inputTokenLimit": service.max_model_len,
+        "outputTokenLimit": service.max_model_len,
+        "supportedGenerationMethods": ["generateContent", "countTokens"],
+        "temperature": 1.0,
+        "topP": 1.0,
+        "maxTemperature": 2.0,
+    }

@@ -1,0 +1,132 @@
+"""/v1/models/NAME:generateContent, :streamGenerateContent and :countTokens; the same under /v1beta and /v1alpha.
+
+Knows Google's paths and what its fields mean for a chat; answer.py writes the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from foreword.server.access.tenants import Tenant
+from foreword.server.api_errors import bad_request
+from foreword.server.bodies.fields import Body
+from foreword.server.calls import caller_of
+from foreword.server.chats.chat import Chat, num_prompt_tokens, start_chat
+from foreword.server.dialects.gemini.answer import GeneratedContent, tokens_of_text
+from foreword.server.dialects.gemini.contents import read_chat
+from foreword.server.dialects.gemini.fields import (
+    CountTokensRequest,
+    GenerateContentRequest,
+    GenerationConfig,
+    ThinkingConfig,
+)
+from foreword.server.dialects.gemini.generation import sampling_params, structured_outputs
+from foreword.server.http import Authorized, JsonArray, dialect_of, json_response, respond, service_of
+from foreword.server.intake import body_of, takes, with_body
+from foreword.server.service import Service, new_id
+
+VERSIONS = ("v1", "v1beta", "v1alpha")
+METHODS = ("generateContent", "streamGenerateContent", "countTokens")
+
+router = APIRouter(tags=["gemini"])
+
+
+def _post(method: str, model: type[Body]) -> Callable[[Any], Any]:
+    """Make an endpoint of a function: a method of a model, in all versions."""
+
+    def add(function: Any) -> Any:
+        for version in VERSIONS:
+            path = f"/{version}/models/{{model:path}}:{method}"
+            router.add_api_route(path, function, methods=["POST"], openapi_extra=takes(model))
+        return function
+
+    return add
+
+
+@_post("generateContent", GenerateContentRequest)
+async def generate_content(
+    model: str,
+    body: Annotated[GenerateContentRequest, Depends(body_of(GenerateContentRequest))],
+    request: Request,
+    tenant: Authorized,
+) -> Response:
+    """Answer a conversation."""
+    return await respond(request, await _start(model, body, request, tenant, stream=False))
+
+
+@_post("streamGenerateContent", GenerateContentRequest)
+async def stream_generate_content(
+    model: str,
+    body: Annotated[GenerateContentRequest, Depends(body_of(GenerateContentRequest))],
+    request: Request,
+    tenant: Authorized,
+) -> Response:
+    """Answer a conversation in chunks: server-sent events with alt=sse, else one JSON array."""
+    form = request.query_params.get("alt", "json")
+    if form not in ("sse", "json"):
+        raise bad_request(f"alt={form!r:.60} is not known; use sse or json", param="alt")
+    writer = await _start(model, body, request, tenant, stream=True)
+    return await respond(request, writer, None if form == "sse" else JsonArray())
+
+
+@_post("countTokens", CountTokensRequest)
+async def count_tokens(
+    model: str,
+    body: Annotated[CountTokensRequest, Depends(body_of(CountTokensRequest))],
+    request: Request,
+    tenant: Authorized,
+) -> Response:
+    """The number of tokens of contents' prompt, or of a whole request's."""
+    service = service_of(request)
+    asked = body.generate_content_request
+    if (body.contents is None) == (asked is None):
+        raise bad_request("give either contents or generateContentRequest")
+    if asked is None:
+        asked = GenerateContentRequest.model_construct(contents=body.contents)
+    num_tokens = await num_prompt_tokens(service, await _read(service, model, asked, request))
+    return json_response({"totalTokens": num_tokens, "promptTokensDetails": tokens_of_text(num_tokens)})
+
+
+@router.get("/v1beta/models")
+@router.get("/v1alpha/models")
+async def models(request: Request, tenant: Authorized) -> Response:
+    """The names under which the server serves its model."""
+    return json_response(dialect_of(request).models(service_of(request), request.query_params))
+
+
+@router.get("/v1beta/models/{model:path}")
+@router.get("/v1alpha/models/{model:path}")
+async def one_model(model: str, request: Request, tenant: Authorized) -> Response:
+    """One of these names."""
+    return json_response(dialect_of(request).model(service_of(request), model))
+
+
+async def _read(service: Service, model: str, body: GenerateContentRequest, request: Request) -> Chat:
+    """The chat that a call of a model asks for."""
+    service.check_model(model)
+    if body.model is not None and body.model.removeprefix("models/") != model:
+        raise bad_request(f"model is {body.model!r:.100}, and the path names {model!r}; leave it out", param="model")
+    if body.cached_content is not None:
+        raise bad_request("cachedContent is not supported yet; send the contents themselves", param="cachedContent")
+    template = None if service.llm.tokenizer is None else service.llm.tokenizer.chat_template
+    return await with_body(request, lambda: read_chat(body, template, request.state.num_body_bytes))
+
+
+async def _start(
+    model: str, body: GenerateContentRequest, request: Request, tenant: Tenant, *, stream: bool
+) -> GeneratedContent:
+    service = service_of(request)
+    chat = await _read(service, model, body, request)
+    config = body.generation_config or GenerationConfig()
+    form = await with_body(request, lambda: structured_outputs(config))
+    params = await sampling_params(service, config, form)
+    caller = caller_of(body, request, tenant, "generate_content")
+    answer = await start_chat(service, caller, new_id("gen-"), chat, params, stream=stream)
+    thinking = config.thinking_config or ThinkingConfig()
+    return GeneratedContent(
+        service, answer, model, num_top=params.logprobs, with_thoughts=bool(thinking.include_thoughts)
+    )

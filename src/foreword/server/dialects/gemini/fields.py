@@ -1,0 +1,253 @@
+"""The dialect: the requests of Google's Gemini API, as pydantic models.
+
+Knows field names, types and ranges; knows nothing of tokens. Each field has two spellings, camelCase and snake_case, as
+in all JSON that Google's services read: its own client mixes them. Fields for features that this engine lacks are known
+and refused by name (`UNSUPPORTED`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticCustomError
+
+from foreword.server.bodies.fields import Body, Identifier, Penalty, Positive, Probability, Word
+
+
+def _listed(value: Any) -> Any:
+    """One object where a list is expected: Google takes it for a list of one."""
+    return [value] if isinstance(value, dict) else value
+
+
+def _whole(value: Any) -> Any:
+    """A whole number that was sent as 3.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = BeforeValidator(_whole)
+Listed = BeforeValidator(_listed)
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z_][a-zA-Z0-9_.:-]{0,127}$")]
+
+
+class GoogleBody(Body):
+    """A body, or a part of one, whose fields have two spellings."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> Self:
+        name = self.asks_for_unsupported()
+        if name is not None:
+            message = "{name} is not supported by this server; leave it out"
+            raise PydanticCustomError("unsupported", message, {"name": to_camel(name)})
+        return self
+
+
+class GoogleFunctionCall(GoogleBody):
+    """`functionCall`: a call in an earlier answer."""
+
+    id: Identifier | None = None
+    name: FunctionName
+    args: dict[str, Any] | None = None
+    partial_args: Any | None = None
+    will_continue: bool | None = None
+
+    UNSUPPORTED = ("partial_args", "will_continue")
+
+
+class GoogleFunctionResponse(GoogleBody):
+    """`functionResponse`: the result of a call."""
+
+    id: Identifier | None = None
+    name: FunctionName
+    response: dict[str, Any] | None = None
+    parts: list[Any] | None = None
+    scheduling: Word | None = None
+    will_continue: bool | None = None
+
+    UNSUPPORTED = ("parts", "scheduling", "will_continue")
+
+
+class ContentPart(GoogleBody):
+    """A part of a content: a text, a call or the result of one."""
+
+    text: str | None = None
+    function_call: GoogleFunctionCall | None = None
+    function_response: GoogleFunctionResponse | None = None
+    thought: bool | None = None
+    thought_signature: str | None = None
+    part_metadata: dict[str, Any] | None = None
+    inline_data: Any | None = None
+    file_data: Any | None = None
+    executable_code: Any | None = None
+    code_execution_result: Any | None = None
+    tool_call: Any | None = None
+    tool_response: Any | None = None
+    audio_transcription: Any | None = None
+    video_metadata: Any | None = None
+    media_resolution: Any | None = None
+
+    UNSUPPORTED = (
+        "inline_data",
+        "file_data",
+        "executable_code",
+        "code_execution_result",
+        "tool_call",
+        "tool_response",
+        "audio_transcription",
+        "video_metadata",
+        "media_resolution",
+    )
+
+
+class Content(GoogleBody):
+    """One of `contents`, or the system instruction."""
+
+    role: Word | None = None
+    parts: Annotated[Annotated[list[ContentPart], Field(fail_fast=True)], Listed] | None = None
+
+
+class FunctionDeclaration(GoogleBody):
+    """A function that the model may call. What it returns is not part of the prompt."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    parameters_json_schema: dict[str, Any] | None = None
+    response: dict[str, Any] | None = None
+    response_json_schema: Any | None = None
+    behavior: Literal["UNSPECIFIED", "BLOCKING"] | None = None
+
+
+class GoogleTool(GoogleBody):
+    """One of `tools`: functions, or a tool of Google's own."""
+
+    function_declarations: (
+        Annotated[Annotated[list[FunctionDeclaration], Field(max_length=128, fail_fast=True)], Listed] | None
+    ) = None
+    google_search: Any | None = None
+    google_search_retrieval: Any | None = None
+    google_maps: Any | None = None
+    code_execution: Any | None = None
+    url_context: Any | None = None
+    file_search: Any | None = None
+    computer_use: Any | None = None
+    mcp_servers: Any | None = None
+
+    UNSUPPORTED = (
+        "google_search",
+        "google_search_retrieval",
+        "google_maps",
+        "code_execution",
+        "url_context",
+        "file_search",
+        "computer_use",
+        "mcp_servers",
+    )
+
+    def asks_for_unsupported(self) -> str | None:
+        """Name of the first tool of Google's own: an empty object asks for one."""
+        return next((name for name in self.UNSUPPORTED if getattr(self, name) is not None), None)
+
+
+class FunctionCallingConfig(GoogleBody):
+    """`toolConfig.functionCallingConfig`."""
+
+    mode: Literal["MODE_UNSPECIFIED", "AUTO", "ANY", "NONE"] | None = None
+    allowed_function_names: Annotated[list[FunctionName], Field(max_length=128)] | None = None
+    stream_function_call_arguments: bool | None = None
+
+    UNSUPPORTED = ("stream_function_call_arguments",)
+
+
+class GoogleToolConfig(GoogleBody):
+    """`toolConfig`."""
+
+    function_calling_config: FunctionCallingConfig | None = None
+    retrieval_config: Any | None = None
+    include_server_side_tool_invocations: bool | None = None
+
+    UNSUPPORTED = ("retrieval_config", "include_server_side_tool_invocations")
+
+
+class ThinkingConfig(GoogleBody):
+    """`generationConfig.thinkingConfig`."""
+
+    include_thoughts: bool | None = None
+    thinking_budget: Annotated[int, Whole, Field(ge=-1, le=2**31 - 1)] | None = None
+    thinking_level: Literal["THINKING_LEVEL_UNSPECIFIED", "MINIMAL", "LOW", "MEDIUM", "HIGH"] | None = None
+
+
+class GenerationConfig(GoogleBody):
+    """`generationConfig`."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Whole, Field(ge=0, le=2**31 - 1)] | None = None
+    candidate_count: Annotated[Positive, Whole] | None = None
+    max_output_tokens: Annotated[Positive, Whole] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=16)] | None = None
+    seed: Annotated[int, Whole, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    response_logprobs: bool | None = None
+    logprobs: Annotated[int, Whole, Field(ge=0, le=20)] | None = None
+    response_mime_type: Word | None = None
+    response_schema: dict[str, Any] | None = None
+    response_json_schema: dict[str, Any] | None = None
+    response_modalities: list[Literal["TEXT", "text", "MODALITY_UNSPECIFIED"]] | None = None
+    thinking_config: ThinkingConfig | None = None
+    speech_config: Any | None = None
+    image_config: Any | None = None
+    media_resolution: Any | None = None
+    audio_transcription_config: Any | None = None
+    translation_config: Any | None = None
+    response_format: Any | None = None
+    enable_enhanced_civic_answers: bool | None = None
+    enable_affective_dialog: bool | None = None
+
+    UNSUPPORTED = (
+        "speech_config",
+        "image_config",
+        "media_resolution",
+        "audio_transcription_config",
+        "translation_config",
+        "response_format",
+        "enable_enhanced_civic_answers",
+        "enable_affective_dialog",
+    )
+
+
+Contents = Annotated[Annotated[list[Content], Field(min_length=1, fail_fast=True)], Listed]
+
+
+class GenerateContentRequest(GoogleBody):
+    """POST /v1/models/NAME:generateContent and :streamGenerateContent."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    contents: Contents
+    system_instruction: Content | None = None
+    tools: Annotated[Annotated[list[GoogleTool], Field(max_length=128, fail_fast=True)], Listed] | None = None
+    tool_config: GoogleToolConfig | None = None
+    generation_config: GenerationConfig | None = None
+    cached_content: str | None = None
+    store: bool | None = None
+    continuation_token: str | None = None
+    # Accepted, without effect here.
+    safety_settings: list[dict[str, Any]] | None = None
+    labels: dict[str, str] | None = None
+    service_tier: Word | None = None
+    # Ours.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+
+    UNSUPPORTED = ("store", "continuation_token")
+
+
+class CountTokensRequest(GoogleBody):
+    """POST /v1/models/NAME:countTokens: contents alone, or a whole request."""
+
+    contents: Contents | None = None
+    generate_content_request: GenerateContentRequest | None = None
