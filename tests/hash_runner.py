@@ -179,6 +179,7 @@ class HashEngine:
         prefix_index: Literal["radix", "hash"] = "hash",
         eviction_policy: str = "lru",
         max_pinned_share: float = 0.0,
+        max_share_per_tenant: float = 0.25,
         keys: BlockKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
         deduplicate: bool = False,
@@ -187,15 +188,13 @@ class HashEngine:
     ) -> HashEngine:
         policy: EvictionPolicy = make_policy(eviction_policy, num_blocks)
         if max_pinned_share:
-            policy = PinnedPolicy(policy, num_blocks, max_share=max_pinned_share)
+            policy = PinnedPolicy(policy, num_blocks, max_share=max_pinned_share, max_owner_share=max_share_per_tenant)
         manager = KVCacheManager(
             num_blocks,
             block_size=block_size,
             enable_prefix_caching=enable_prefix_caching,
             index=make_index(prefix_index, num_blocks, block_size) if enable_prefix_caching else None,
-            eviction_policy=PinnedPolicy(policy, num_blocks, max_share=max_pinned_share)
-            if max_pinned_share
-            else policy,
+            eviction_policy=policy,
             ledger=CacheLedger(num_blocks, events=EventLog()),
             deduplicate=deduplicate,
         )

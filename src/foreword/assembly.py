@@ -324,7 +324,8 @@ def load_grammars(tokenizer: Tokenizer | None, limits: ModelLimits) -> Grammars:
 
 def _eviction_policy(options: CacheConfig, num_blocks: int) -> EvictionPolicy:
     policy = make_policy(options.eviction_policy, num_blocks)
-    return PinnedPolicy(policy, num_blocks, max_share=options.max_pinned_share) if options.max_pinned_share else policy
+    share, of_tenant = options.max_pinned_share, options.max_pinned_share_per_tenant
+    return PinnedPolicy(policy, num_blocks, max_share=share, max_owner_share=of_tenant) if share else policy
 
 
 def _block_keys(config: EngineConfig, identity: CacheIdentity) -> BlockKeys:

@@ -71,6 +71,11 @@ class PinnableCache(CacheView):
         super().__init__(coordinator, policy, block_size)
         self._entries: dict[str, _Entry] = {}
 
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether it has a policy that can."""
+        return self._pins is not None
+
     def keep_prefix(self, sequence: TokenSequence, wish: EntryWish, now: float) -> CacheEntry:
         """Make an entry of a sequence's cached blocks, or add them to it; its end is never moved nearer.
 

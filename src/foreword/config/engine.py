@@ -129,7 +129,9 @@ class CacheConfig:
     """Record events of stored and removed blocks, for `LLM.take_cache_events`; needs `explain_misses`."""
 
     max_pinned_share: float = 0.5
-    """Largest share of all blocks that `LLM.pin_prefix` may protect; 0.0: none."""
+    """Largest share of all blocks that pins and marks may protect; 0.0: none."""
+    max_pinned_share_per_tenant: float = 0.25
+    """Largest share of all blocks that the marks of one tenant may protect, on a server that asks for keys."""
     hash_function: HashName = "sha256"
     """Hash for block keys; docs/concepts/keys.md says which one suits whom."""
     key_salt: str = ""
@@ -142,9 +144,11 @@ class CacheConfig:
         for name in ("enable_prefix_caching", "deduplicate", "explain_misses", "cache_events", "cache_exact"):
             _of_type(name, getattr(self, name), bool, "True or False")
         _of_type("key_salt", self.key_salt, str, "a text")
-        _of_type("max_pinned_share", self.max_pinned_share, int | float, "0.0 to 1.0")
-        if not 0.0 <= self.max_pinned_share <= 1.0:
-            raise ConfigError(f"max_pinned_share={self.max_pinned_share} is not a share of the pool; use 0.0 to 1.0")
+        for name in ("max_pinned_share", "max_pinned_share_per_tenant"):
+            share = getattr(self, name)
+            _of_type(name, share, int | float, "0.0 to 1.0")
+            if not 0.0 <= share <= 1.0:
+                raise ConfigError(f"{name}={share} is not a share of the pool; use 0.0 to 1.0")
         _one_of("hash_function", self.hash_function, get_args(HashName))
         _at_least("block_size", self.block_size, 1)
         _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 1)

@@ -48,6 +48,7 @@ class CacheKeywords(TypedDict, total=False):
     explain_misses: bool
     cache_events: bool
     max_pinned_share: float
+    max_pinned_share_per_tenant: float
     hash_function: HashName
     key_salt: str
     cache_exact: bool

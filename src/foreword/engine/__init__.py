@@ -5,7 +5,7 @@ Knows requests, counts of blocks and the protocol of a runner; knows neither ten
 
 from foreword.engine.cache_report import CacheReport
 from foreword.engine.engine import Engine
-from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
+from foreword.engine.prompt import BlockKeys, Mark, ModelLimits, Prompt, TextTools
 from foreword.engine.simulated import SimulatedScheduler
 from foreword.engine.snapshot import Snapshot
 from foreword.engine.tiering.director import TierDirector, TierReport, TiersReport
@@ -14,6 +14,7 @@ __all__ = [
     "BlockKeys",
     "CacheReport",
     "Engine",
+    "Mark",
     "ModelLimits",
     "Prompt",
     "SimulatedScheduler",

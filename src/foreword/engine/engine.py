@@ -20,15 +20,18 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from foreword.batch import Batch
 from foreword.cache import (
+    CacheEntry,
     EntryWish,
     ExtraKeys,
     KVCacheManager,
@@ -42,7 +45,7 @@ from foreword.cache import (
 from foreword.config import SchedulerConfig
 from foreword.engine.intake import Intake, continuation_ids
 from foreword.engine.outputs import Outputs
-from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
+from foreword.engine.prompt import BlockKeys, Mark, ModelLimits, Prompt, TextTools
 from foreword.engine.runner import Computed, LaunchingRunner, PendingStep, Runner
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.snapshot import Snapshot
@@ -84,6 +87,8 @@ class Engine:
         self._intake = Intake(manager, limits, text, keys, max_step_tokens=step, seed=seed)
         self.clock: Callable[[], float] = time.monotonic
         """The time at which pins end, in seconds."""
+        self._marked: WeakKeyDictionary[Request, Prompt] = WeakKeyDictionary()
+        """Prompts with marks whose first token is not there yet, by their first continuation."""
         self._in_flight: deque[tuple[Batch, PendingStep, float]] = deque()
         """Launched batches in order, and the moments of launch; between steps at most one."""
         self.num_computed_tokens = 0
@@ -106,6 +111,8 @@ class Engine:
         output = self._outputs.open(request_id, prompt.text, prompt.token_ids.tolist(), requests)
         for request in requests:
             self.scheduler.add(request)
+        if prompt.marks and self.manager.keeps_prefixes:
+            self._marked[requests[0]] = prompt
         return output
 
     def truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
@@ -215,10 +222,26 @@ class Engine:
             entry.request.prompt_logprobs[entry.start :] = logprobs
         seconds = None if self._in_flight else time.monotonic() - started  # alone, so that the time is its own
         moved = self.scheduler.commit(batch.entries, result, seconds)
+        if self._marked:
+            self._keep_marked(moved)
         if interrupt is not None:
             self._outputs.collect(moved)
             raise interrupt
         return moved
+
+    def _keep_marked(self, moved: Sequence[Request]) -> None:
+        """Make entries of the marks of prompts that were computed."""
+        now = self.clock()
+        for request in moved:
+            prompt = self._marked.pop(request, None)
+            if prompt is None:
+                continue
+            self._outputs.note_kept(request, tuple(self._keep(prompt, mark, now) for mark in prompt.marks))
+
+    def _keep(self, prompt: Prompt, mark: Mark, now: float) -> CacheEntry:
+        beginning = replace(prompt, token_ids=prompt.token_ids[: mark.end])
+        wish = EntryWish(now + mark.ttl_s, prompt.owner, mark.source, refresh_s=mark.ttl_s)
+        return self.manager.keep_prefix(self._intake.sequence("", beginning), wish, now)
 
     def _fail(self, batch: Batch, error: BaseException) -> NoReturn:
         """End the requests of a batch that could not be computed, and raise the error.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from foreword.cache import CacheEntry
 from foreword.request import CompletionOutput, FinishReason, Request, RequestOutput, SamplingParams
 
 
@@ -101,6 +102,11 @@ class Outputs:
             for group in groups
             if group is not None
         ]
+
+    def note_kept(self, request: Request, entries: tuple[CacheEntry, ...]) -> None:
+        """Note the entries that a prompt's marks made, when its first token is known."""
+        if request in self._group_of:
+            self._group_of[request].output.kept = entries
 
     def _collect(self, group: _Group) -> RequestOutput:
         """Tokens and log probabilities are in the output since they were recorded; the rest follows here."""

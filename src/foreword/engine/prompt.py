@@ -49,6 +49,18 @@ class TextTools:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a prompt up to which it asks to be kept."""
+
+    end: int
+    """The number of tokens before the mark; only whole blocks before it are kept."""
+    ttl_s: float
+    """Seconds from the moment at which the prompt is computed, or is used again."""
+    source: str = "breakpoint"
+    """Who asked; entries of different sources live and end apart."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt: tokens to continue, and their place in cache and queue."""
 
@@ -61,3 +73,7 @@ class Prompt:
     """Lower goes first under the "priority" policy."""
     message_ends: tuple[int, ...] = ()
     """Positions at which the messages of a conversation end, if known."""
+    marks: tuple[Mark, ...] = ()
+    """In order of their ends. Once the prompt is computed, each becomes an entry of the cache."""
+    owner: str | None = None
+    """Whose budget the entries take; None: only the budget of all."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache import LoadFailure, LookupExplanation, TokenSequence
+from foreword.cache import CacheEntry, LoadFailure, LookupExplanation, TokenSequence
 from foreword.request.sampling_params import SamplingParams as SamplingParams
 from foreword.request.sampling_params import TokenConstraint as TokenConstraint
 from foreword.request.token_limits import BoolArray, TokenLimits
@@ -274,6 +274,8 @@ class RequestOutput:
     cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
     """Those tokens by the place they came from: `memory`, or the tier that they were loaded from. It has no zeros."""
     explanation: LookupExplanation | None = None
+    kept: tuple[CacheEntry, ...] = ()
+    """The entries that the prompt's marks made, in their order, as they were when the prompt was computed."""
     """Result of the first continuation's lookup: how much was found, and why the rest was not."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
