@@ -167,8 +167,9 @@ class _TagBody:
         return at
 
     def _read_value(self, text: str, at: int, *, at_end: bool) -> int:
-        match = self._tail.search(text, at, partial=not at_end)
-        if match is None or (not at_end and may_grow(match, text)):
+        match = self._tail.search(text, at) if at_end else None
+        match = match or self._tail.search(text, at, partial=True)
+        if match is None or match.partial or (not at_end and may_grow(match, text)):
             held = len(text) if match is None else match.start()
             self._pieces.append(text[at:held])
             return int(held)
@@ -211,7 +212,10 @@ class _TagBody:
             return
         (call,) = calls
         schema = self._schemas.get(call.name, {})
-        if self._key is None and not rest.strip() and set(schema.get("required") or ()) <= set(self._values):
+        has_all = set(schema.get("required") or ()) <= set(self._values) and bool(
+            self._values or not schema.get("properties")
+        )
+        if self._key is None and not rest.strip() and has_all:
             self.calls = calls
             return
         begun = call.arguments[:-1]
