@@ -193,7 +193,7 @@ def test_arguments_between_tags_have_the_types_of_the_tools_schemas(text, argume
 
 
 PIECES = {
-    name: re.findall(r"<[^<>]*>|\[[A-Z_/]+\]|\s+|[{}\",:]|[^<\[\s{}\",:]+", SAMPLES[name].text) + ["<", "[", "\n"]
+    name: [*re.findall(r"<[^<>]*>|\[[A-Z_/]+\]|\s+|[{}\",:]|[^<\[\s{}\",:]+", SAMPLES[name].text), "<", "[", "\n"]
     for name in NAMES
 }
 

@@ -50,7 +50,7 @@ class ThinkingMarks:
     """Whether a reply cannot begin with its answer: it writes `opens` itself."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ReplyFormat:
     """A response template, compiled, with what foreword adds to it."""
 
