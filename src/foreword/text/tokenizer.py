@@ -7,6 +7,7 @@ transformers is imported when a tokenizer is loaded.
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ _MIN_TOKEN_CHARACTERS = 16
 MOST_SPELT = 4096
 """The number of words whose spellings are remembered."""
 
-PROMPT_END_TOKENS = 64
-"""The last tokens of a prompt, in which the beginning of the reply is looked for first."""
+PROMPT_END_TOKENS = (64, 4096)
+"""The last tokens of a prompt, in which the beginning of the reply is looked for; more if there are too few."""
 
 MOST_MESSAGE_ENDS = 64
 """Recurrent states may be saved at the ends of this many messages of a conversation: its last ones."""
@@ -157,12 +158,13 @@ class Tokenizer:
         return frozenset(named & self._skipped_ids - self.eos_token_ids)
 
     def prompt_end(self, token_ids: Sequence[int] | npt.NDArray[np.int32]) -> str:
-        """The last text of a prompt, special tokens included: from where its reply begins, or all of it."""
-        form = self.reply_format
-        text = self.spell(token_ids[-PROMPT_END_TOKENS:])
-        if form is None or len(token_ids) <= PROMPT_END_TOKENS or form.template.start_anchor_re.search(text):
-            return text
-        return self.spell(token_ids)
+        """The last text of a prompt, special tokens included: at best from where its reply begins."""
+        form, text = self.reply_format, ""
+        for count in PROMPT_END_TOKENS:
+            text = self.spell(token_ids[-count:])
+            if form is None or len(token_ids) <= count or form.template.start_anchor_re.search(text):
+                break
+        return text
 
     def definition(self) -> str | None:
         """The contents of the `tokenizer.json` that defines it; None for a slow tokenizer, which has none."""
@@ -195,9 +197,23 @@ class Tokenizer:
             raise InvalidRequestError(f"the word {word!r:.60} is not valid Unicode; leave it out") from error
         return tuple(dict.fromkeys(tuple(token_ids) for token_ids in both))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids` without special tokens. Ids beyond the vocabulary have no text."""
-        return self._decode([int(token_id) for token_id in token_ids])
+    def decode(self, token_ids: Sequence[int], kept_ids: frozenset[int] = frozenset()) -> str:
+        """Text of `token_ids`, of special tokens only `kept_ids`. Ids beyond the vocabulary have no text."""
+        if not kept_ids:
+            return self._decode([int(token_id) for token_id in token_ids])
+        skipped = self._skipped_ids - kept_ids
+        return self._decode_all([int(token_id) for token_id in token_ids if token_id not in skipped])
+
+    def num_tokens_in(self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> int:
+        """The number of tokens of a reply whose text begins in one of these spans of characters, markers counted."""
+        kept = self.marker_ids
+        lengths = range(len(token_ids))
+        ends = [
+            bisect_left(lengths, offset, key=lambda count: len(self.decode(token_ids[:count], kept)))
+            for span in spans
+            for offset in span
+        ]
+        return sum(end - begin for begin, end in zip(ends[::2], ends[1::2], strict=True))
 
     def spell(self, token_ids: Sequence[int] | npt.NDArray[np.int32]) -> str:
         """Text of `token_ids` with special tokens by name: for people who read prompts."""

@@ -52,7 +52,11 @@ class ReplyReader:
         """
         self.num_calls = 0
         """The number of calls that were returned."""
+        self.reasoning_spans: list[tuple[int, int]] = []
+        """Where reasoning began and ended, markers included, in characters of the reply."""
         self._form = form
+        self._num_done = 0
+        """Characters that left the buffer; the reply begins at 0."""
         self._schemas = schemas_of(tools)
         fields = form.template.fields.values()
         self._fields = [one for one in fields if reads_calls or form.kind(one.name) != "call"]
@@ -82,7 +86,7 @@ class ReplyReader:
         self._buffer += text
         self._read(at_end=False)
         cut = max(0, self._at - _CONTEXT)
-        self._buffer, self._at = self._buffer[cut:], self._at - cut
+        self._buffer, self._at, self._num_done = self._buffer[cut:], self._at - cut, self._num_done + cut
         return self._taken()
 
     def finish(self) -> list[Part]:
@@ -115,7 +119,8 @@ class ReplyReader:
             pass
         if self._call is None:
             self._at = len(self._buffer)
-        self._parts, self._space = [], []
+        self._num_done = -self._at
+        self._parts, self._space, self.reasoning_spans = [], [], []
 
     # --------------------------------------------------------------- regions
 
@@ -125,6 +130,16 @@ class ReplyReader:
 
     def _read_text(self, *, at_end: bool) -> bool:
         """Read up to the next marker, or to what may become one. Returns whether a marker was found."""
+        begin, was_reasoning = self._num_done + self._at, self.is_reasoning
+        found = self._read_to_marker(at_end=at_end)
+        if was_reasoning:
+            before = self.reasoning_spans.pop() if self.reasoning_spans else (begin, begin)
+            self.reasoning_spans.append((before[0], self._num_done + self._at))
+        elif self.is_reasoning:
+            self.reasoning_spans.append((begin, self._num_done + self._at))
+        return found
+
+    def _read_to_marker(self, *, at_end: bool) -> bool:
         field, match, held = self._next_marker(at_end=at_end)
         start = held if match is None else match.start()
         if start > self._at:

@@ -26,7 +26,7 @@ class Turn:
         self.form = tokenizer.reply_format
         """The form of the reply; None if it is plain text."""
         self._tokenizer = tokenizer
-        self._prompt_end = "" if self.form is None else tokenizer.prompt_end(prompt_token_ids)
+        self._prompt_end = tokenizer.prompt_end(prompt_token_ids)
         reader = self.reader(reads_calls=False)
         self.is_thinking = reader is not None and reader.is_reasoning
         """Whether the prompt began the model's thinking."""
@@ -39,7 +39,7 @@ class Turn:
         if has_bare_call and (form is None or not form.reads_calls):
             from foreword.text.reply.format import BARE, family
 
-            return ReplyReader(family(BARE), tools=tools)
+            return ReplyReader(family(BARE), self._prompt_end, tools=tools)
         if form is None:
             return None
         return ReplyReader(form, self._prompt_end, tools=tools, reads_calls=reads_calls)
