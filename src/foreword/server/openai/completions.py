@@ -17,7 +17,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from foreword.engine import Prompt
-from foreword.request import TokenLogprobs
+from foreword.request import SamplingParams, TokenLogprobs
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.off_loop import off_loop
@@ -36,12 +36,14 @@ from foreword.server.intake import body_of, takes, with_body
 from foreword.server.openai import format as form
 from foreword.server.openai.extras import Extras
 from foreword.server.openai.structured import structured_outputs
-from foreword.server.openai.tools import ToolCall, ToolCallReader, ToolUse
+from foreword.server.openai.tools import ToolUse, call_as_json
 from foreword.server.service import Service, digests, new_id
+from foreword.text.reply import Call, Part, Reasoning, ReplyReader, Text
+from foreword.text.reply.turn import Turn
 
 router = APIRouter(tags=["openai"])
 
-Call = ChatRequest | CompletionRequest
+Body = ChatRequest | CompletionRequest
 Chunk = dict[str, Any]
 
 
@@ -52,7 +54,7 @@ async def chat_completions(
     """Answer a conversation."""
     service = service_of(request)
     check_call(service, body)
-    tool_use = ToolUse(body, None if service.llm.tokenizer is None else service.llm.tokenizer.chat_template)
+    tool_use = ToolUse(body, service.llm.tokenizer)
 
     def read() -> tuple[dict[str, Any], dict[str, str], str | None, list[dict[str, Any]]]:
         inputs = {**template_inputs(body.reasoning_effort, body.chat_template_kwargs), **tool_use.for_template}
@@ -69,8 +71,10 @@ async def chat_completions(
             raise bad_request("structured outputs cannot be combined with a forced tool_choice", param="tool_choice")
         params = replace(params, open_constraint=await service.compile_grammar(forced))
     prompt = service.fit(await service.conversation(messages, inputs, ending_of(body)), params)
+    turn = Turn(service.tokenizer, prompt.token_ids)
+    params = _limited(service, body, turn, params, is_call=forced is not None)
     answer = await service.start(caller, new_id("chatcmpl-"), [prompt], params, stream=bool(body.stream))
-    return await respond(request, _ChatAnswer(service, answer, body, extras, tool_use))
+    return await respond(request, _ChatAnswer(service, answer, body, extras, (tool_use, turn)))
 
 
 @router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
@@ -92,6 +96,21 @@ async def completions(
 
 
 # ------------------------------------------------------------------- requests
+
+
+def _limited(
+    service: Service, body: ChatRequest, turn: Turn, params: SamplingParams, *, is_call: bool
+) -> SamplingParams:
+    """The parameters with the limit of the thinking, and with markers in the text for the reader of the reply."""
+    limits = service.llm.engine.limits
+    limit = turn.limit(
+        params.open_constraint,
+        budget=body.thinking_budget,
+        vocab_size=limits.vocab_size,
+        end_token_ids=limits.eos_token_ids,
+        is_call=is_call,
+    )
+    return replace(params, open_constraint=limit, keep_markers=True)
 
 
 def _chat_limits(body: ChatRequest) -> Limits:
@@ -128,7 +147,7 @@ class _Answer(ABC):
     chunk_name: str
     piece_depth = 5
 
-    def __init__(self, service: Service, answer: AnswerStream, body: Call, extras: Extras) -> None:
+    def __init__(self, service: Service, answer: AnswerStream, body: Body, extras: Extras) -> None:
         self.answer = answer
         self._extras = extras
         self._service = service
@@ -153,7 +172,7 @@ class _Answer(ABC):
     def whole(self, deltas: Sequence[Delta]) -> Chunk:
         """The body of an answer that is not streamed."""
         choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
-        last = {"usage": form.usage(self.answer.outputs, self._service.llm), **self._extras.of(self.answer)}
+        last = {"usage": self._usage(), **self._extras.of(self.answer)}
         return self._frame(self.object_name, choices) | last
 
     async def events(self) -> AsyncIterator[list[Event]]:
@@ -169,8 +188,15 @@ class _Answer(ABC):
             yield [(None, {**self._frame(self.chunk_name, [choice]), **empty}) for choice in choices]
         extras = self._extras.of(self.answer)
         if with_usage or extras:
-            last = {"usage": form.usage(self.answer.outputs, self._service.llm)} if with_usage else {}
+            last = {"usage": await off_loop(self._num_usage_bytes(), self._usage)} if with_usage else {}
             yield [(None, {**self._frame(self.chunk_name, []), **last, **extras})]
+
+    def _usage(self) -> Chunk:
+        return form.usage(self.answer.outputs, self._service.llm)
+
+    def _num_usage_bytes(self) -> int:
+        """Estimated bytes that `usage` is computed from."""
+        return 0
 
     def _choices_of(self, deltas: Sequence[Delta]) -> list[Chunk]:
         return [choice for delta in deltas for choice in self._chunk_choices(delta)]
@@ -192,30 +218,55 @@ class _ChatAnswer(_Answer):
     chunk_name = "chat.completion.chunk"
 
     def __init__(
-        self, service: Service, answer: AnswerStream, body: ChatRequest, extras: Extras, tool_use: ToolUse
+        self,
+        service: Service,
+        answer: AnswerStream,
+        body: ChatRequest,
+        extras: Extras,
+        reading: tuple[ToolUse, Turn],
     ) -> None:
         super().__init__(service, answer, body, extras)
         self._num_top = body.top_logprobs or 0
-        self._tool_use = tool_use
-        self._readers: dict[int, ToolCallReader | None] = {}
-        self._num_sent: dict[int, int] = {}
-        """Number of calls that a stream has sent, by choice."""
+        self._tool_use, self._turn = reading
+        self._readers: dict[int, ReplyReader | None] = {}
+        self._num_calls: dict[int, int] = {}
+        """Number of calls that were shown, by choice."""
 
-    def _parts(self, delta: Delta) -> tuple[list[str | ToolCall], str | None]:
-        """New text and calls of a choice, and its finish reason."""
-        reader = self._readers.setdefault(delta.choice, self._tool_use.reader())
+    def _parts(self, delta: Delta) -> tuple[list[Part], str | None]:
+        """New parts of a choice, and its finish reason."""
+        if delta.choice not in self._readers:
+            self._readers[delta.choice] = self._tool_use.reader(self._turn)
+        reader = self._readers[delta.choice]
         if reader is None:
-            return [delta.text] if delta.text else [], delta.finish_reason
+            return [Text(delta.text)] if delta.text else [], delta.finish_reason
         parts = reader.push(delta.text)
         if delta.finish_reason is not None:
             parts += reader.finish()
+        if not self._tool_use.is_parallel:
+            num_before = reader.num_calls - sum(isinstance(part, Call) for part in parts)
+            parts = _with_one_call(parts, num_before)
         return parts, self._tool_use.finish_reason(delta.finish_reason, reader.num_calls)
+
+    def _usage(self) -> Chunk:
+        usage = super()._usage()
+        usage["completion_tokens_details"]["reasoning_tokens"] = sum(
+            self._service.tokenizer.num_tokens_in(choice.token_ids, reader.reasoning_spans)
+            for choice in self.answer.outputs[0].outputs
+            if (reader := self._readers.get(choice.index)) is not None and reader.reasoning_spans
+        )
+        return usage
+
+    def _num_usage_bytes(self) -> int:
+        return 8 * sum(len(choice.token_ids) for choice in self.answer.outputs[0].outputs)
 
     def _choice(self, delta: Delta) -> Chunk:
         parts, finish_reason = self._parts(delta)
-        calls = [part.as_json() for part in parts if isinstance(part, ToolCall)]
-        text = "".join(part for part in parts if isinstance(part, str))
+        calls = [call_as_json(part) for part in parts if isinstance(part, Call)]
+        text = "".join(part.text for part in parts if isinstance(part, Text))
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
         message: Chunk = {"role": "assistant", "content": text, "refusal": None, "annotations": []}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
         return {
@@ -237,7 +288,7 @@ class _ChatAnswer(_Answer):
         parts, finish_reason = self._parts(delta)
         logprobs = self._logprobs(delta)
         if not parts and (logprobs or finish_reason is None):  # tokens without text yet: shows that the answer is alive
-            parts = [""]
+            parts = [Text("")]
         changes = [change for part in parts for change in self._changes(delta.choice, part)]
         choices: list[Chunk] = [
             {"index": delta.choice, "delta": change, "logprobs": logprobs if not at else None, "finish_reason": None}
@@ -248,14 +299,15 @@ class _ChatAnswer(_Answer):
             choices.append({"index": delta.choice, "delta": {}, "logprobs": None, **end})
         return choices
 
-    def _changes(self, choice: int, part: str | ToolCall) -> list[Chunk]:
-        """`delta`s for a piece of text, or for a call: its name first, then its arguments."""
-        if isinstance(part, str):
-            return [{"content": part}]
-        index = self._num_sent.get(choice, 0)
-        self._num_sent[choice] = index + 1
-        call = part.as_json()
-        begun = {"index": index, **call, "function": {"name": part.name, "arguments": ""}}
+    def _changes(self, choice: int, part: Part) -> list[Chunk]:
+        """`delta`s for a piece of text or reasoning, or for a call: its name first, then its arguments."""
+        if isinstance(part, Text):
+            return [{"content": part.text}]
+        if isinstance(part, Reasoning):
+            return [{"reasoning_content": part.text}]
+        index = self._num_calls.get(choice, 0)
+        self._num_calls[choice] = index + 1
+        begun = {"index": index, **call_as_json(part), "function": {"name": part.name, "arguments": ""}}
         return [{"tool_calls": [begun]}, {"tool_calls": [{"index": index, "function": {"arguments": part.arguments}}]}]
 
     def _logprobs(self, delta: Delta) -> Chunk | None:
@@ -263,6 +315,19 @@ class _ChatAnswer(_Answer):
             return None
         content = form.chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, self._num_top)
         return {"content": content, "refusal": None}
+
+
+def _with_one_call(parts: list[Part], num_before: int) -> list[Part]:
+    """The parts without the calls after the first one of a choice."""
+    kept: list[Part] = []
+    for part in parts:
+        if not isinstance(part, Call):
+            kept.append(part)
+            continue
+        if not num_before:
+            kept.append(part)
+        num_before += 1
+    return kept
 
 
 class _CompletionAnswer(_Answer):
