@@ -130,7 +130,18 @@ def hermes_call(name: str, arguments: str = "{}") -> str:
             '<tool_call>{"name": "f", "arguments": {"a": tool',
             [Text('<tool_call>{"name": "f", "arguments": {"a": tool')],
         ),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": \\', [Call("f", '{"a": ', False)]),
+        ('<tool_call>{"name": "f", "arguments": "see', [Text('<tool_call>{"name": "f", "arguments": "see')]),
+        (hermes_call("f", '"see"'), [Text(hermes_call("f", '"see"'))]),
+        (hermes_call("f", "[1]"), [Text(hermes_call("f", "[1]"))]),
+        (hermes_call("f", "null"), [Call("f", "{}")]),
         ("a <tool_", [Text("a <tool_")]),
+        ('<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 5000, [Call("f", '{"a": ' + "[" * 5000, False)]),
+        (
+            '<tool_call>{"name": "f", "arguments": ' + "[" * 5000,
+            [Text('<tool_call>{"name": "f", "arguments": ' + "[" * 5000)],
+        ),
+        ("<tool_call>" + '{"a":' * 5000, [Text("<tool_call>" + '{"a":' * 5000)]),
         ("<think>\nx\n", [Reasoning("x")]),
     ],
 )

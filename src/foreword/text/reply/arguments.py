@@ -169,7 +169,7 @@ def _members(text: str) -> Iterator[tuple[str, str]]:
 def _value_end(text: str, at: int) -> int:
     try:
         return _DECODER.raw_decode(text, at)[1]
-    except ValueError:
+    except (ValueError, RecursionError):
         return len(text)
 
 

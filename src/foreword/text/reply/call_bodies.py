@@ -114,7 +114,9 @@ class _JsonBody:
         if keys:
             twin = {"arguments": "parameters", "parameters": "arguments"}.get(keys[-1], keys[-1])
             arguments = beginning_at(text, keys) or beginning_at(text, [*keys[:-1], twin])
-        if not self._has_marker and not arguments:
+        if arguments is not None and arguments.startswith('"'):  # an object that is written into a string
+            arguments = _string_so_far(arguments)
+        if not (arguments or self._has_marker) or (arguments and not arguments.startswith("{")):
             return None
         return [*found, Call(name, arguments or "", False, self._captures.get("id") or None)]
 
@@ -125,9 +127,20 @@ class _JsonBody:
         written = beginning_at(text, _keys(placeholder))
         try:
             name = json.loads(written or "")
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return name if isinstance(name, str) and name else None
+
+
+def _string_so_far(text: str) -> str:
+    """The value of a JSON string that may be cut off; without its last escape if that is not whole."""
+    for end in range(len(text), max(0, len(text) - 6), -1):
+        for closing in ("", '"'):
+            try:
+                return str(json.loads(text[:end] + closing))
+            except ValueError:
+                continue
+    return ""
 
 
 def _keys(placeholder: Any) -> list[str]:
@@ -200,7 +213,7 @@ class _TagBody:
         schema = self._schemas.get(calls[0].name, {})
         try:
             arguments = as_json(cast(self._values, schema))
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return [Call(calls[0].name, arguments, True, calls[0].id)]
 
@@ -348,7 +361,13 @@ def _call(value: Any, schemas: Schemas) -> Call:
     if not isinstance(name, str) or not name.strip():
         raise ValueError("a call has no name")
     name.encode()
-    if isinstance(arguments, Mapping) and name.strip() in schemas:
-        arguments = cast(arguments, schemas[name.strip()])
-    text = arguments if isinstance(arguments, str) else as_json(arguments)
-    return Call(name.strip(), text, True, call_id if call_id and isinstance(call_id, str) else None)
+    if isinstance(arguments, str):
+        text, arguments = arguments, json.loads(arguments or "{}")
+    else:
+        arguments = {} if arguments is None else arguments
+        if isinstance(arguments, Mapping) and name.strip() in schemas:
+            arguments = cast(arguments, schemas[name.strip()])
+        text = as_json(arguments)
+    if not isinstance(arguments, Mapping):
+        raise ValueError("arguments are no object")
+    return Call(name.strip(), text or "{}", True, call_id if call_id and isinstance(call_id, str) else None)

@@ -78,7 +78,12 @@ class ThinkingLimit:
         new, self._num_read = output_token_ids[self._num_read :], len(output_token_ids)
         for token_id in new:
             self._read(int(token_id))
-        if self._state == "thinking" and not self._forced and self._num_thought == self._budget:
+        if (
+            self._state == "thinking"
+            and not self._forced
+            and self._budget is not None
+            and self._num_thought >= self._budget
+        ):
             self._force(self._marks.before + self._marks.closes + self._lead, "answer")
         if self._forced:
             mask = np.zeros_like(self._all)
