@@ -116,7 +116,7 @@ def load(options: ModelConfig) -> LoadedModel:
 def load_tokenizer(options: ModelConfig) -> Tokenizer | None:
     """Load a model's tokenizer, or the one that was asked for in its place; None if the model has none.
 
-    Raises ModelLoadError, or ConfigError for a chat template that cannot be read.
+    Raises ModelLoadError, or ConfigError for a chat template or response template that cannot be read.
     """
     revision = options.tokenizer_revision or (options.revision if options.tokenizer is None else None)
     tokenizer = Tokenizer.load(
@@ -130,6 +130,10 @@ def load_tokenizer(options: ModelConfig) -> Tokenizer | None:
         if tokenizer is None:
             raise ConfigError("chat_template needs a tokenizer, and this model has none; name one with tokenizer")
         tokenizer.set_chat_template(options.chat_template)
+    if tokenizer is not None:
+        tokenizer.set_response_template(options.response_template)
+    elif options.response_template is not None:
+        raise ConfigError("response_template needs a tokenizer, and this model has none; name one with tokenizer")
     return tokenizer
 
 
@@ -269,7 +273,10 @@ def build_engine(
     def open_text_stream(params: SamplingParams) -> TextStream:
         assert tokenizer is not None
         return tokenizer.stream(
-            params.stop, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens
+            params.stop,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            kept_ids=tokenizer.marker_ids - limits.eos_token_ids if params.keep_markers else frozenset(),
         )
 
     num_sinks = len(config.cache.sink_token_ids)

@@ -20,13 +20,15 @@ import numpy.typing as npt
 
 from foreword.assembly import assemble, load_grammars
 from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, LookupExplanation, NumberedEvent
+from foreword.chat import Chat
 from foreword.config import EngineConfig, engine_options
 from foreword.config.keywords import EngineKeywords
 from foreword.engine import CacheReport, Engine, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
-from foreword.request import RequestOutput, SamplingParams
+from foreword.request import RequestOutput, SamplingParams, one_each
 from foreword.text import Tokenizer
 from foreword.text.conversation import ChatKeywords, template_inputs
+from foreword.text.reply.turn import Turn
 from foreword.tiers.disk.manifest import manifest_facts
 from foreword.tiers.prefix_file.manifest import ExportReport, ImportReport, check_shareable, check_target
 
@@ -115,7 +117,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}) or several; results in their order.
 
-        `tools` are functions in OpenAI's form that the prompt describes; calls are part of the answer's text.
+        `tools` are functions in OpenAI's form that the prompt describes. `outputs[0].reply` has content, reasoning and
+        calls; `text` has their markers too. After `thinking_budget` tokens of thinking the model has to answer.
         `chat_template_kwargs` are further inputs of the chat template, such as {"enable_thinking": False};
         `chat_template` replaces the tokenizer's template. With `add_generation_prompt=False` the prompt ends after the
         last message. With `continue_final_message=True` it ends inside the last message, and the answer continues it.
@@ -129,7 +132,13 @@ class LLM:
         several = not isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = messages if several else [messages]
         prompts = [self._chat_prompt(conversation, rendering) for conversation in conversations]
-        return self._run(prompts, sampling_params, show_progress if use_tqdm is None else bool(use_tqdm))
+        chats = [self._chat(prompt, rendering) for prompt in prompts]
+        wishes = map(self._constrained, one_each(sampling_params, len(prompts)))
+        each = [chat.limited(one) for chat, one in zip(chats, wishes, strict=True)]
+        outputs = self._run(prompts, each, show_progress if use_tqdm is None else bool(use_tqdm))
+        for chat, output in zip(chats, outputs, strict=True):
+            chat.read(output)
+        return outputs
 
     def add_request(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> RequestOutput:
         """Queue one prompt; `engine.step()` runs it together with others, and fills the returned output."""
@@ -149,8 +158,11 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         **rendering: Unpack[ChatKeywords],
     ) -> Iterator[RequestOutput]:
-        """Answer one conversation, yielding its output as `stream` does."""
-        return self._stream(self._chat_prompt(messages, rendering), sampling_params)
+        """Answer one conversation, yielding its output as `stream` does, with a `reply` that grows."""
+        chat = self._chat(prompt := self._chat_prompt(messages, rendering), rendering)
+        return map(
+            chat.read, self._stream(prompt, chat.limited(self._constrained(sampling_params or SamplingParams())))
+        )
 
     def get_tokenizer(self) -> Any:
         """The model's `transformers.PreTrainedTokenizerBase`. Raises InvalidRequestError if it has none."""
@@ -209,9 +221,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool | None,
     ) -> list[RequestOutput]:
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
-        if len(each) != len(prompts):
-            raise InvalidRequestError(f"{len(prompts)} prompts, but {len(each)} sampling_params; give one, or one each")
+        each = one_each(params, len(prompts))
         if show_progress is None:
             show_progress = len(prompts) > 1 and sys.stderr.isatty()
         engine = self.engine
@@ -233,6 +243,10 @@ class LLM:
                 moved = self.engine.step()
                 if bar is not None and task is not None:
                     bar.advance(task, sum(output.finished for output in moved))
+
+    def _chat(self, prompt: Prompt, rendering: ChatKeywords) -> Chat:
+        turn = Turn(self._tokenizer_for("chat()"), prompt.token_ids)
+        return Chat(turn, self.engine.limits, rendering.get("tools") or (), rendering.get("thinking_budget"))
 
     def _chat_prompt(self, messages: Sequence[Message], rendering: ChatKeywords) -> Prompt:
         tokenizer = self._tokenizer_for("chat()")

@@ -48,6 +48,9 @@ class ModelConfig:
     """Branch, tag or commit of the tokenizer's repository on the hub. None: `revision`, if it is the model's."""
     chat_template: str | None = None
     """Jinja template of conversations, or a file that holds one. None: the tokenizer's."""
+    response_template: str | None = None
+    """Form of replies with reasoning and calls: a family's name, or transformers' response template as JSON or a file.
+    None: the tokenizer's, or that of the family whose marks the chat template has."""
     dtype: Dtype = "auto"
     """Precision of weights and KV; "auto" takes the checkpoint's, if it is one of these, or float32.
 

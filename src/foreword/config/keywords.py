@@ -19,6 +19,7 @@ class ModelKeywords(TypedDict, total=False):
     tokenizer: str | None
     tokenizer_revision: str | None
     chat_template: str | None
+    response_template: str | None
     dtype: Dtype
     device: str
     max_model_len: int | None

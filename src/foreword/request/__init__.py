@@ -3,6 +3,8 @@
 Knows token ids and token sequences; knows neither text nor tensors.
 """
 
+from foreword.request.reply import Reply as Reply
+from foreword.request.reply import ToolCall as ToolCall
 from foreword.request.request import (
     FACTS as FACTS,
     NO_ROW as NO_ROW,
@@ -22,5 +24,6 @@ from foreword.request.sampling_params import (
     SamplingParams as SamplingParams,
     StructuredOutputsParams as StructuredOutputsParams,
     TokenConstraint as TokenConstraint,
+    one_each as one_each,
 )
 from foreword.request.token_limits import TokenLimits as TokenLimits

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import CacheEntry, LoadFailure, LookupExplanation, TokenSequence
+from foreword.request.reply import Reply
 from foreword.request.sampling_params import SamplingParams as SamplingParams
 from foreword.request.sampling_params import TokenConstraint as TokenConstraint
 from foreword.request.token_limits import BoolArray, TokenLimits
@@ -254,6 +255,8 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    reply: Reply | None = None
+    """Content, reasoning and calls; None unless it is an answer of `LLM.chat`."""
 
     @property
     def finished(self) -> bool:

@@ -124,6 +124,8 @@ class SamplingParams:
     """Strings that end the answer; they are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
+    keep_markers: bool = False
+    """Whether special tokens that mark calls or reasoning stay in the text; other special tokens never do."""
     ignore_eos: bool = False
     """Continue after the end token."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -206,6 +208,14 @@ class SamplingParams:
             for text in texts:
                 if not isinstance(text, str):
                     raise InvalidRequestError(f"{kind} {text!r} is not a text")
+
+
+def one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Parameters for each of some prompts. Raises InvalidRequestError for a list of another length."""
+    each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * count
+    if len(each) != count:
+        raise InvalidRequestError(f"{count} prompts, but {len(each)} sampling_params; give one, or one each")
+    return each
 
 
 def _not_ints(token_ids: tuple[int, ...]) -> Iterator[object]:

@@ -85,6 +85,8 @@ class ChatKeywords(TypedDict, total=False):
     """Whether the prompt ends where an answer begins (the default), or after the last message."""
     continue_final_message: bool
     """Let the model continue the last message instead of starting a new one."""
+    thinking_budget: int | None
+    """Most tokens of thinking; after them the model has to answer."""
 
 
 def template_inputs(rendering: ChatKeywords) -> dict[str, Any]:

@@ -7,6 +7,7 @@ transformers is imported when a tokenizer is loaded.
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError, ModelLoadError
 from foreword.text.conversation import plain_messages
+from foreword.text.reply.format import ReplyFormat, choose_format
 from foreword.text.stream import REPLACEMENT, Detokenizer, TextStream
 from foreword.text.tokenizer_files import find_tokenizer_files, one_line
 
@@ -30,6 +32,9 @@ _MIN_TOKEN_CHARACTERS = 16
 
 MOST_SPELT = 4096
 """The number of words whose spellings are remembered."""
+
+PROMPT_END_TOKENS = (64, 4096)
+"""The last tokens of a prompt, in which the beginning of the reply is looked for; more if there are too few."""
 
 MOST_MESSAGE_ENDS = 64
 """Recurrent states may be saved at the ends of this many messages of a conversation: its last ones."""
@@ -53,8 +58,11 @@ class Tokenizer:
         self._decode = _backend_decode(hf_tokenizer)
         candidates = {*hf_tokenizer.added_tokens_decoder, *hf_tokenizer.all_special_ids}
         self._skipped_ids = frozenset(i for i in candidates if not self.decode([i]))
+        self._response_template: str | None = None
         self._token_texts: dict[int, str] = {}
         self._spelt = functools.lru_cache(MOST_SPELT)(self._spell)
+        self._formats = _Formats()
+        self._markers_of = functools.lru_cache(1)(self._find_markers)
 
     @classmethod
     def load(cls, model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Tokenizer | None:
@@ -121,6 +129,43 @@ class Tokenizer:
                 raise ConfigError(f"chat_template={template!r:.60} is not a Jinja template: {error}") from error
         self._hf.chat_template = source
 
+    def set_response_template(self, template: str | None) -> None:
+        """Read replies by another form: a family's name, a file, or a response template's JSON text; None: its own.
+
+        Raises ConfigError for anything else, ModelLoadError if its own is damaged.
+        """
+        self._response_template = template
+        self._formats(template, getattr(self._hf, "response_template", None), self.chat_template)
+
+    @property
+    def reply_format(self) -> ReplyFormat | None:
+        """The form of the model's replies; None if they are plain text. Raises ModelLoadError for a damaged one."""
+        own = getattr(self._hf, "response_template", None)
+        return self._formats(self._response_template, own, self.chat_template)
+
+    @functools.cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that were added to the vocabulary, by their texts."""
+        return {str(token): token_id for token_id, token in self._hf.added_tokens_decoder.items()}
+
+    @property
+    def marker_ids(self) -> frozenset[int]:
+        """Special tokens that are markers in replies, such as those around calls; no end tokens."""
+        return self._markers_of(self.reply_format)
+
+    def _find_markers(self, form: ReplyFormat | None) -> frozenset[int]:
+        named = {token_id for token, token_id in self.added_tokens.items() if form and form.has_marker(token)}
+        return frozenset(named & self._skipped_ids - self.eos_token_ids)
+
+    def prompt_end(self, token_ids: Sequence[int] | npt.NDArray[np.int32]) -> str:
+        """The last text of a prompt, special tokens included: at best from where its reply begins."""
+        form, text = self.reply_format, ""
+        for count in PROMPT_END_TOKENS:
+            text = self.spell(token_ids[-count:])
+            if form is None or len(token_ids) <= count or form.template.start_anchor_re.search(text):
+                break
+        return text
+
     def definition(self) -> str | None:
         """The contents of the `tokenizer.json` that defines it; None for a slow tokenizer, which has none."""
         backend = getattr(self._hf, "backend_tokenizer", None)
@@ -152,11 +197,25 @@ class Tokenizer:
             raise InvalidRequestError(f"the word {word!r:.60} is not valid Unicode; leave it out") from error
         return tuple(dict.fromkeys(tuple(token_ids) for token_ids in both))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids` without special tokens. Ids beyond the vocabulary have no text."""
-        return self._decode([int(token_id) for token_id in token_ids])
+    def decode(self, token_ids: Sequence[int], kept_ids: frozenset[int] = frozenset()) -> str:
+        """Text of `token_ids`, of special tokens only `kept_ids`. Ids beyond the vocabulary have no text."""
+        if not kept_ids:
+            return self._decode([int(token_id) for token_id in token_ids])
+        skipped = self._skipped_ids - kept_ids
+        return self._decode_all([int(token_id) for token_id in token_ids if token_id not in skipped])
 
-    def spell(self, token_ids: Sequence[int]) -> str:
+    def num_tokens_in(self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> int:
+        """The number of tokens of a reply whose text begins in one of these spans of characters, markers counted."""
+        kept = self.marker_ids
+        lengths = range(len(token_ids))
+        ends = [
+            bisect_left(lengths, offset, key=lambda count: len(self.decode(token_ids[:count], kept)))
+            for span in spans
+            for offset in span
+        ]
+        return sum(end - begin for begin, end in zip(ends[::2], ends[1::2], strict=True))
+
+    def spell(self, token_ids: Sequence[int] | npt.NDArray[np.int32]) -> str:
         """Text of `token_ids` with special tokens by name: for people who read prompts."""
         text: str = self._hf.decode(
             [int(token_id) for token_id in token_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -256,18 +315,41 @@ class Tokenizer:
             ends.add(int(parts[0]) if len(parts) else length)
         return tuple(sorted(ends - {0}))
 
-    def stream(self, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0) -> TextStream:
+    def stream(
+        self,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        kept_ids: frozenset[int] = frozenset(),
+    ) -> TextStream:
         """A new `TextStream` for one output.
 
         The strings `stop` end it; with `include_stop` they are part of the text. The stream looks for them only after
-        the first `min_tokens` tokens.
+        the first `min_tokens` tokens. `kept_ids`: special tokens that are part of the text.
         """
         if isinstance(stop, str):
             stop = (stop,)
         if not all(stop):
             raise InvalidRequestError("a stop string is empty; leave it out")
-        detokenizer = Detokenizer(self._decode, self._skipped_ids)
+        detokenizer = self.detokenizer(kept_ids)
         return TextStream(detokenizer, tuple(stop), include_stop=include_stop, min_tokens=min_tokens)
+
+    def detokenizer(self, kept_ids: frozenset[int] = frozenset()) -> Detokenizer:
+        """Turns tokens into text; the special tokens `kept_ids` are part of it."""
+        if not kept_ids:
+            return Detokenizer(self._decode, self._skipped_ids)
+        return Detokenizer(self._decode_all, self._skipped_ids - kept_ids)
+
+    def _decode_all(self, token_ids: list[int]) -> str:
+        """Text of tokens with special ones."""
+        text: str = self._hf.decode(
+            token_ids,
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+            **({} if self._hf.is_fast else {"spaces_between_special_tokens": False}),
+        )
+        return text
 
 
 def _backend_decode(hf_tokenizer: Any) -> Callable[[list[int]], str]:
@@ -283,6 +365,18 @@ def _backend_decode(hf_tokenizer: Any) -> Callable[[list[int]], str]:
         return functools.partial(hf_tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
     decode = functools.partial(hf_tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return lambda token_ids: decode(list(token_ids))  # foreign code may change the list that it gets
+
+
+class _Formats:
+    """The form of replies, made again only when what decides it has changed."""
+
+    def __init__(self) -> None:
+        self._made: tuple[tuple[Any, ...], ReplyFormat | None] | None = None
+
+    def __call__(self, *wishes: Any) -> ReplyFormat | None:
+        if self._made is None or self._made[0] != wishes:
+            self._made = wishes, choose_format(*wishes)
+        return self._made[1]
 
 
 def _check_continued(conversation: Sequence[Mapping[str, Any]], add_generation_prompt: bool | None) -> None:

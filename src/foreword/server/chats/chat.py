@@ -14,9 +14,11 @@ from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.chats.shorten import Messages, shortened
-from foreword.server.chats.tools import Tool, ToolCallReader, ToolChoice, ToolUse
+from foreword.server.chats.tools import Tool, ToolChoice, ToolUse
 from foreword.server.service import Caller, Ending, Service, digests
-from foreword.text.reply import Call, Part, Text
+from foreword.text import Tokenizer
+from foreword.text.reply import Call, Part, Reasoning, ReplyReader, Text
+from foreword.text.reply.turn import Turn
 
 AUTO, WHOLE = ToolChoice(), Ending()
 
@@ -55,30 +57,57 @@ class ReplyDelta:
     parts: Sequence[Part]
     finish_reason: str | None
     """"tool_calls" in place of "stop" if the choice made a call."""
-    num_reasoning_tokens: int = 0
-    """The new tokens that are reasoning."""
 
 
 class ChatAnswer:
     """The running answer to a chat."""
 
-    def __init__(self, answer: AnswerStream, tool_use: ToolUse) -> None:
+    def __init__(self, answer: AnswerStream, tool_use: ToolUse, turn: Turn, tokenizer: Tokenizer) -> None:
         self.stream = answer
-        self._tool_use = tool_use
-        self._readers: dict[int, ToolCallReader | None] = {}
+        self._tool_use, self._turn, self._tokenizer = tool_use, turn, tokenizer
+        self._readers: dict[int, ReplyReader | None] = {}
 
     def read(self, delta: Delta) -> ReplyDelta:
         """Split a choice's next delta into parts. Deltas must come in order, each once."""
         if delta.choice not in self._readers:
-            self._readers[delta.choice] = self._tool_use.reader()
+            self._readers[delta.choice] = self._tool_use.reader(self._turn)
         reader = self._readers[delta.choice]
         if reader is None:
             return ReplyDelta([Text(delta.text)] if delta.text else [], delta.finish_reason)
+        num_calls = reader.num_calls
         parts = reader.push(delta.text)
         if delta.finish_reason is not None:
             parts += reader.finish()
+        if self._tool_use.choice.at_most_one:
+            parts = with_calls(parts, 0 if num_calls else 1)
         calls = reader.num_calls and delta.finish_reason == "stop"
         return ReplyDelta(parts, "tool_calls" if calls else delta.finish_reason)
+
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of all choices that lie in reasoning, its markers not counted. O(tokens) if there is any."""
+        return sum(
+            self._tokenizer.num_tokens_in(choice.token_ids, reader.reasoning_spans)
+            for choice in self.stream.outputs[0].outputs
+            if (reader := self._readers.get(choice.index)) is not None and reader.reasoning_spans
+        )
+
+    def num_usage_bytes(self) -> int:
+        """Estimated bytes that `num_reasoning_tokens` reads: whether to call it on the event loop."""
+        if not any(reader is not None and reader.reasoning_spans for reader in self._readers.values()):
+            return 0
+        return 8 * sum(len(choice.token_ids) for choice in self.stream.outputs[0].outputs)
+
+
+def with_calls(parts: Sequence[Part], most: int) -> list[Part]:
+    """The parts with the first `most` calls alone."""
+    kept: list[Part] = []
+    for part in parts:
+        if isinstance(part, Call):
+            most -= 1
+            if most < 0:
+                continue
+        kept.append(part)
+    return kept
 
 
 async def start_chat(
@@ -105,8 +134,17 @@ async def start_chat(
         messages = await shortened(messages, service.max_prompt_len(params.max_tokens), count)
     prompt = service.fit(await service.conversation(messages, inputs, chat.ending), params)
     caller = replace(caller, template_digests=await off_loop(chat.num_bytes, lambda: digests(inputs)))
+    turn, limits = Turn(service.tokenizer, prompt.token_ids), service.llm.engine.limits
+    limit = turn.limit(
+        params.open_constraint,
+        budget=chat.thinking_budget,
+        vocab_size=limits.vocab_size,
+        end_token_ids=limits.eos_token_ids,
+        is_call=use.is_forced,
+    )
+    params = replace(params, open_constraint=limit, keep_markers=True)
     answer = await service.start(caller, response_id, [prompt], params, stream=stream)
-    return ChatAnswer(answer, use)
+    return ChatAnswer(answer, use, turn, service.tokenizer)
 
 
 async def num_prompt_tokens(service: Service, chat: Chat) -> int:
@@ -116,13 +154,18 @@ async def num_prompt_tokens(service: Service, chat: Chat) -> int:
 
 
 async def _tool_use(service: Service, chat: Chat) -> ToolUse:
-    template = None if service.llm.tokenizer is None else service.llm.tokenizer.chat_template
-    return await off_loop(chat.num_bytes, lambda: ToolUse(chat.tools, chat.choice, template))
+    tokenizer = service.tokenizer
+    return await off_loop(chat.num_bytes, lambda: ToolUse(chat.tools, chat.choice, tokenizer))
 
 
 def text_of(parts: Sequence[Part]) -> str:
     """The text of an answer without its reasoning and its calls."""
     return "".join(part.text for part in parts if isinstance(part, Text))
+
+
+def reasoning_of(parts: Sequence[Part]) -> str:
+    """What the model thought before its answer."""
+    return "".join(part.text for part in parts if isinstance(part, Reasoning))
 
 
 def calls_of(parts: Sequence[Part]) -> list[Call]:

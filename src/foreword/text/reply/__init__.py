@@ -1,5 +1,9 @@
-"""Replies: what a model wrote, split into reasoning, text and calls."""
+"""Replies: what a model wrote, split into reasoning, text and calls. Knows nothing of requests or HTTP."""
 
-from foreword.text.reply.parts import Call, Part, Reasoning, Text
-
-__all__ = ["Call", "Part", "Reasoning", "Text"]
+from foreword.text.reply.format import ReplyFormat as ReplyFormat
+from foreword.text.reply.format import choose_format as choose_format
+from foreword.text.reply.parts import Call as Call
+from foreword.text.reply.parts import Part as Part
+from foreword.text.reply.parts import Reasoning as Reasoning
+from foreword.text.reply.parts import Text as Text
+from foreword.text.reply.reader import ReplyReader as ReplyReader

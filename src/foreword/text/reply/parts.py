@@ -1,4 +1,7 @@
-"""The parts of a reply: text, reasoning and calls, in the order in which the model wrote them."""
+"""The parts of a reply, in the order in which the model wrote them.
+
+Knows texts; knows no markers and no families of models.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +10,43 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A piece of the answer itself."""
+    """Text for the reader of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of what the model wrote before its answer, for itself."""
+    """Text that the model thought before it answered."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function that the model calls."""
+    """A call of a function."""
 
     name: str
     arguments: str
     """JSON text; the beginning of one if the call is not complete."""
     is_complete: bool = True
-    """False if the answer ended inside the call."""
+    """Whether the call was written to its end; False if the reply was cut off inside it."""
+    id: str | None = None
+    """The id that the model wrote, in families whose calls have one."""
 
 
 Part = Text | Reasoning | Call
+
+
+def joined(parts: list[Part]) -> list[Part]:
+    """The parts with neighbours of one kind made one, and without empty ones."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, Text) and isinstance(last, Text):
+            found[-1] = Text(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + part.text)
+        elif isinstance(part, Call) or part.text:
+            found.append(part)
+    return found

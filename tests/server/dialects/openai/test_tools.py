@@ -6,15 +6,19 @@ from text, apart.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 
 import pytest
 
 from foreword.llm import LLM
-from foreword.server.chats.tools import ToolCallReader, ToolChoice, ToolUse
+from foreword.server.chats.chat import with_calls
+from foreword.server.chats.tools import ToolChoice, ToolUse
 from foreword.server.options import ServerConfig
-from foreword.text.reply import Call
+from foreword.text import Tokenizer
+from foreword.text.reply import Call, Part, Reasoning, Text
+from foreword.text.reply.turn import Turn
 from live_server import MODEL, ServerThread, client, post
 from tiny_models import CHAT_TEMPLATE, RECIPES, TOOL_TEMPLATE, save_model, save_tokenizer
 
@@ -228,71 +232,41 @@ def test_a_template_without_tools_refuses_them(server):
 # -------------------------------------------------------------- reading calls
 
 
-def call_text(name: str, **arguments: object) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+class Written(Tokenizer):
+    """A tokenizer with another chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+        super().__init__(copy.copy(tokenizer.hf_tokenizer))
+        self.set_chat_template(template)
 
 
-def read(text: str, step: int, **options: bool) -> list[tuple[str, str] | str]:
-    reader = ToolCallReader(**options)
-    parts = [part for at in range(0, len(text), step) for part in reader.push(text[at : at + step])]
-    parts += reader.finish()
-    assert reader.num_calls == sum(isinstance(part, Call) for part in parts)
-    joined: list[tuple[str, str] | str] = []
-    for part in parts:
-        if isinstance(part, Call):
-            joined.append((part.name, part.arguments))
-        elif joined and isinstance(joined[-1], str):
-            joined[-1] += part.text
-        else:
-            joined.append(part.text)
-    return joined
+def read(tokenizer: Tokenizer, text: str, mode: str = "auto") -> list[Part]:
+    use = ToolUse([WEATHER], ToolChoice(mode), tokenizer)
+    reader = use.reader(Turn(tokenizer, tokenizer.encode("<s>assistant: ")))
+    return [Text(text)] if reader is None else [*reader.push(text), *reader.finish()]
 
 
-DEEP = "<tool_call>" + "[" * 2000 + "</tool_call>"
-"""What Python's JSON gives up on, and a regular expression can make a model write."""
-MANY_DIGITS = "<tool_call>" + "9" * 5000 + "</tool_call>"
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+BARE = '{"name": "f", "arguments": {"a": 1}}'
 
 
-@pytest.mark.parametrize("step", [1, 3, 7, 1000])
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("Just text, 1 < 2.", ["Just text, 1 < 2."]),
-        (call_text("f", a=1), [("f", '{"a": 1}')]),
-        ("Let me look.\n\n" + call_text("f"), ["Let me look.", ("f", "{}")]),
-        (call_text("f", a=1) + "\n" + call_text("g") + "\n", [("f", '{"a": 1}'), ("g", "{}")]),
-        (call_text("f") + " done ", [("f", "{}"), " done "]),
-        (DEEP, [DEEP]),
-        (MANY_DIGITS, [MANY_DIGITS]),
-        (call_text("f", a="</tool_call> in a string"), [("f", '{"a": "</tool_call> in a string"}')]),
-        ('<tool_call>{"name": "f", "arguments": "{}"}', [("f", "{}")]),  # its end was the stop string
-        ('<tool_call>{"name": "f", "parameters": {"ü": 1}}</tool_call>', [("f", '{"ü": 1}')]),
-        ("<tool_call>not JSON</tool_call> text", ["<tool_call>not JSON</tool_call> text"]),
-        ('<tool_call>{"name": 1}</tool_call>', ['<tool_call>{"name": 1}</tool_call>']),
-        ('<tool_call>{"name": "cut off', ['<tool_call>{"name": "cut off']),
-        ("a <tool_", ["a <tool_"]),
-        ("text with space at its end  ", ["text with space at its end  "]),
-        ("", []),
-    ],
-)
-def test_calls_are_read_off_text_however_it_is_cut(text, parts, step):
-    assert read(text, step) == parts
+def test_calls_are_read_where_the_template_writes_them_and_the_choice_allows_them(tagged):
+    tokenizer = tagged.service.llm.tokenizer
+    plain = Written(tokenizer, UNTAGGED)
+    called = [Call("f", '{"a": 1}')]
+    assert read(tokenizer, CALL) == read(tokenizer, CALL, "required") == called
+    assert read(tokenizer, CALL, "none") == read(plain, CALL) == [Text(CALL)]
+    assert read(plain, BARE, "required") == called
+    assert read(plain, BARE) == [Text(BARE)]
+    assert read(Written(tokenizer, TOOL_TEMPLATE), "<think>x</think> y " + CALL) == [Reasoning("x"), Text("y"), *called]
 
 
-@pytest.mark.parametrize("step", [1, 1000])
-def test_a_bare_call_is_the_whole_answer_and_text_if_it_is_cut_off(step):
-    assert read('{"name": "f", "arguments": {"a": 1}}', step, bare=True) == [("f", '{"a": 1}')]
-    assert read('{"name": "f", "argu', step, bare=True) == ['{"name": "f", "argu']
+def test_the_first_call_ends_an_answer_that_may_have_only_one(tagged):
+    tokenizer = tagged.service.llm.tokenizer
 
-
-def test_only_a_template_with_the_tags_has_free_calls_read():
-    def use(template: str, **choice: object) -> ToolUse:
-        return ToolUse([WEATHER], ToolChoice(**choice), template)
-
-    assert use(TOOL_TEMPLATE).reader() is not None
-    assert use(TOOL_TEMPLATE, mode="none").reader() is None
-    assert use(UNTAGGED).reader() is None
-    assert use(UNTAGGED, mode="required").reader() is not None
-    assert use(TOOL_TEMPLATE).stop == ()
-    assert use(TOOL_TEMPLATE, at_most_one=True).stop == ("</tool_call>",)
-    assert not use(TOOL_TEMPLATE).is_forced
+    assert ToolUse([WEATHER], ToolChoice(), tokenizer).stop == ()
+    assert ToolUse([WEATHER], ToolChoice(at_most_one=True), tokenizer).stop == ("</tool_call>",)
+    assert not ToolUse([WEATHER], ToolChoice(), tokenizer).is_forced
+    parts = [Text("a"), *[Call("f", "{}")] * 2, Text("b")]
+    assert with_calls(parts, 1) == [Text("a"), Call("f", "{}"), Text("b")]
+    assert with_calls(parts, 0) == [Text("a"), Text("b")]

@@ -95,7 +95,6 @@ class GeneratedContent:
         """The new parts of a candidate. Without any it has an empty text, or clients' chats would call it invalid."""
         reply = self._chat_answer.read(delta)
         self._num_tokens += len(delta.token_ids)
-        self._num_thoughts += reply.num_reasoning_tokens
         made = [content_part(part, with_thoughts=self._with_thoughts) for part in reply.parts]
         shown = [part for part in made if part is not None]
         candidate: Json = {"content": {"parts": shown or _EMPTY, "role": "model"}, "index": delta.choice}
@@ -104,6 +103,7 @@ class GeneratedContent:
                 self._malformed[delta.choice] = f"Malformed function call: {part.name}({part.arguments})"
         if reply.finish_reason is not None:
             candidate |= self._end(delta, reply.finish_reason)
+            self._num_thoughts = self._chat_answer.num_reasoning_tokens()
         if delta.logprobs:
             candidate |= self._logprobs(delta.token_ids, delta.logprobs)
         return candidate

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from foreword.server.answer_stream import Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.calls import Limits, caller_of, sampling_params
-from foreword.server.chats.chat import Chat, ChatAnswer, calls_of, start_chat, text_of
+from foreword.server.chats.chat import Chat, ChatAnswer, calls_of, reasoning_of, start_chat, text_of
 from foreword.server.chats.tools import ToolChoice
 from foreword.server.dialects.openai import format as form
 from foreword.server.dialects.openai.choices import ChoicesAnswer, Chunk
@@ -26,7 +26,7 @@ from foreword.server.dialects.openai.structured import structured_outputs
 from foreword.server.http import Authorized, respond, service_of
 from foreword.server.intake import body_of, takes, with_body
 from foreword.server.service import Service, new_id
-from foreword.text.reply import Call, Part, Text
+from foreword.text.reply import Call, Part, Reasoning, Text
 
 router = APIRouter(tags=["openai"])
 
@@ -53,6 +53,7 @@ def _chat(body: ChatRequest, num_bytes: int) -> Chat:
         _tool_choice(body),
         template_inputs(body.reasoning_effort, body.chat_template_kwargs),
         ending_of(body),
+        thinking_budget=body.thinking_budget,
         num_bytes=num_bytes,
     )
 
@@ -94,10 +95,18 @@ class _ChatCompletion(ChoicesAnswer):
         reply = self._chat_answer.read(delta)
         return reply.parts, delta.finish_reason if self._is_named else reply.finish_reason
 
+    def _num_reasoning_tokens(self) -> int:
+        return self._chat_answer.num_reasoning_tokens()
+
+    def _num_usage_bytes(self) -> int:
+        return self._chat_answer.num_usage_bytes()
+
     def _choice(self, delta: Delta) -> Chunk:
         parts, finish_reason = self._parts(delta)
-        calls, text = [_call(call) for call in calls_of(parts)], text_of(parts)
+        calls, text, reasoning = [_call(call) for call in calls_of(parts)], text_of(parts), reasoning_of(parts)
         message: Chunk = {"role": "assistant", "content": text, "refusal": None, "annotations": []}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
         return {
@@ -133,7 +142,7 @@ class _ChatCompletion(ChoicesAnswer):
     def _changes(self, choice: int, part: Part) -> list[Chunk]:
         """`delta`s for a piece of text, or for a call: its name first, then its arguments."""
         if not isinstance(part, Call):
-            return [{"content": part.text}]
+            return [{"reasoning_content" if isinstance(part, Reasoning) else "content": part.text}]
         index = self._num_sent.get(choice, 0)
         self._num_sent[choice] = index + 1
         call = _call(part)
@@ -148,6 +157,6 @@ class _ChatCompletion(ChoicesAnswer):
 
 
 def _call(call: Call) -> Chunk:
-    """A call in OpenAI's form, with a new id."""
+    """A call in OpenAI's form, with the id that the model wrote, or a new one."""
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    return {"id": call.id or f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

@@ -54,7 +54,7 @@ class ChoicesAnswer(ABC):
     def whole(self, deltas: Sequence[Delta]) -> Chunk:
         """The body of an answer that is not streamed."""
         choices = [self._choice(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
-        last = {"usage": form.usage(self.answer.outputs, self._service.llm), **self._extras.of(self.answer)}
+        last = {"usage": self._usage(), **self._extras.of(self.answer)}
         return self._frame(self.object_name, choices) | last
 
     async def events(self) -> AsyncIterator[list[Event]]:
@@ -70,8 +70,18 @@ class ChoicesAnswer(ABC):
             yield [(None, {**self._frame(self.chunk_name, [choice]), **empty}) for choice in choices]
         extras = self._extras.of(self.answer)
         if with_usage or extras:
-            last = {"usage": form.usage(self.answer.outputs, self._service.llm)} if with_usage else {}
+            last = {"usage": await off_loop(self._num_usage_bytes(), self._usage)} if with_usage else {}
             yield [(None, {**self._frame(self.chunk_name, []), **last, **extras})]
+
+    def _usage(self) -> Chunk:
+        return form.usage(self.answer.outputs, self._service.llm, self._num_reasoning_tokens())
+
+    def _num_reasoning_tokens(self) -> int:
+        return 0
+
+    def _num_usage_bytes(self) -> int:
+        """Estimated bytes that `_usage` reads."""
+        return 0
 
     def _choices_of(self, deltas: Sequence[Delta]) -> list[Chunk]:
         return [choice for delta in deltas for choice in self._chunk_choices(delta)]

@@ -212,6 +212,7 @@ class ChatRequest(_ChoicesCall):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: TemplateInputs | None = None
+    thinking_budget: Count | None = None
 
     UNSUPPORTED = ("functions", "audio", "web_search_options")
 

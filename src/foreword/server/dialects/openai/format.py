@@ -28,7 +28,7 @@ def num_bytes(deltas: Sequence[Delta], num_top: int) -> int:
     return sum(len(delta.token_ids) * bytes_per_token(None if delta.logprobs is None else num_top) for delta in deltas)
 
 
-def usage(outputs: Sequence[RequestOutput], llm: LLM) -> dict[str, Any]:
+def usage(outputs: Sequence[RequestOutput], llm: LLM, num_reasoning: int = 0) -> dict[str, Any]:
     """`usage` of chat and completions, over all prompts of a call."""
     prompt, cached, completion = _num_tokens(outputs)
     return {
@@ -36,18 +36,18 @@ def usage(outputs: Sequence[RequestOutput], llm: LLM) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0, **_from_tiers(outputs, llm)},
-        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning, "audio_tokens": 0},
     }
 
 
-def response_usage(outputs: Sequence[RequestOutput], llm: LLM) -> dict[str, Any]:
+def response_usage(outputs: Sequence[RequestOutput], llm: LLM, num_reasoning: int) -> dict[str, Any]:
     """`usage` of responses."""
     prompt, cached, completion = _num_tokens(outputs)
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0, **_from_tiers(outputs, llm)},
         "output_tokens": completion,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": prompt + completion,
     }
 

@@ -116,7 +116,7 @@ class OutputItems:
         if is_custom:
             kind, field, written = ("custom_tool_call", "input", _input_of(call.arguments))
         item = {"id": new_id("ctc_" if is_custom else "fc_"), "type": kind, "status": "in_progress"}
-        item |= {"call_id": f"call_{secrets.token_hex(12)}", "name": tool.name, field: ""}
+        item |= {"call_id": call.id or f"call_{secrets.token_hex(12)}", "name": tool.name, field: ""}
         if tool.namespace is not None:
             item["namespace"] = tool.namespace
         self.items.append(item)

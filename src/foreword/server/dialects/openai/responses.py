@@ -180,7 +180,7 @@ class _ResponseAnswer:
         response = self._response(
             status,
             output=items,
-            usage=form.response_usage(self.answer.outputs, self._service.llm),
+            usage=form.response_usage(self.answer.outputs, self._service.llm, self._chat_answer.num_reasoning_tokens()),
             incomplete_details=None if status == "completed" else {"reason": _why_incomplete(finish_reason)},
             completed_at=int(time.time()),
             **self._extras.of(self.answer),

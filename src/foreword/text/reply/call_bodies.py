@@ -1,0 +1,373 @@
+"""Reads one call from its opening marker to its closing one.
+
+Knows the contents that response templates name (JSON, tags with values, others) and how they become calls. Knows
+nothing of the text around a call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import regex
+
+from foreword.text.reply.arguments import as_json, beginning_at, cast, items_of, schemas_of, types_of
+from foreword.text.reply.json_scan import JsonScanner
+from foreword.text.reply.parts import Call
+
+Schemas = Mapping[str, Mapping[str, Any]]
+
+__all__ = ["CallBody", "Schemas", "open_body", "schemas_of"]
+
+_SPACE = regex.compile(r"\s*")
+_VALUE = "(?P<value>.*?)"
+
+
+class CallBody(Protocol):
+    """The call that is being read."""
+
+    calls: list[Call] | None
+    """What the region holds, once it is closed; None before."""
+    has_failed: bool
+    """Whether the text is no call after all."""
+
+    def read(self, text: str, at: int, *, at_end: bool) -> int:
+        """Read from a position on; returns the position of the first character that is not read.
+
+        `at_end`: whether the reply ends with this text. A call that is cut off then has what could be read.
+        """
+
+
+def open_body(field: Any, captures: Mapping[str, str], schemas: Schemas, *, has_marker: bool) -> CallBody:
+    """The reader of a call in a field of a response template; `captures` are the named groups of its opening marker.
+
+    A call without an opening marker has to name its arguments: any JSON object may begin like a call.
+    """
+    if field.content == "json":
+        return _JsonBody(field, captures, has_marker)
+    pattern = field.content_args.get("tag_pattern", "")
+    if field.content == "xml-inline" and pattern.count(_VALUE) == 1 and pattern.partition(_VALUE)[2]:
+        return _TagBody(field, captures, schemas)
+    return _OtherBody(field, captures, schemas)
+
+
+# ---------------------------------------------------------------------- JSON
+
+
+class _JsonBody:
+    def __init__(self, field: Any, captures: Mapping[str, str], has_marker: bool) -> None:
+        self.calls: list[Call] | None = None
+        self.has_failed = False
+        self._field, self._captures, self._has_marker = field, captures, has_marker
+        options = field.content_args
+        self._scanner = JsonScanner(
+            unquoted_keys=options.get("unquoted_keys", False), string_delims=options.get("string_delims", ())
+        )
+
+    def read(self, text: str, at: int, *, at_end: bool) -> int:
+        scanner = self._scanner
+        at = scanner.read(text, at)
+        if scanner.has_failed:
+            self.has_failed = True
+        elif scanner.is_done:
+            end = _closed(self._field, text, at, at_end=at_end)
+            if end is not None:
+                self.calls = None if end < 0 else self._complete()
+                self.has_failed = self.calls is None
+                return max(at, end)
+        elif at_end:
+            self.calls = self._beginning()
+            self.has_failed = self.calls is None
+            return len(text)
+        return at
+
+    def _complete(self) -> list[Call] | None:
+        try:
+            content = json.loads(self._scanner.text)
+        except (ValueError, RecursionError):
+            return None
+        return calls_in(content, self._field, self._captures, needs_arguments=not self._has_marker)
+
+    def _beginning(self) -> list[Call] | None:
+        """The calls of a region that is cut off; None if the last one's name cannot be read."""
+        text, field = self._scanner.text.lstrip(), self._field
+        if not text or not self._scanner.is_beginning:
+            return None
+        found: list[Call] = []
+        if text[0] == "[":
+            *whole, text = items_of(text) or [""]
+            for item in whole:
+                calls = calls_in([json.loads(item)], field, self._captures)
+                if calls is None:
+                    return None
+                found += calls
+        function = field.transform if isinstance(field.transform, Mapping) else {}
+        function = function.get("function", function)
+        if not isinstance(function, Mapping):  # the JSON object itself is the function
+            function = {"name": "{content.name}", "arguments": "{content.arguments}"}
+        name = self._name(text, function.get("name"))
+        if name is None:
+            return None
+        keys = _keys(function.get("arguments", "{content.arguments}"))
+        arguments: str | None = text
+        if keys:
+            twin = {"arguments": "parameters", "parameters": "arguments"}.get(keys[-1], keys[-1])
+            arguments = beginning_at(text, keys) or beginning_at(text, [*keys[:-1], twin])
+        if arguments is not None and arguments.startswith('"'):  # an object that is written into a string
+            arguments = _string_so_far(arguments)
+        if not (arguments or self._has_marker) or (arguments and not arguments.startswith("{")):
+            return None
+        return [*found, Call(name, arguments or "", False, self._captures.get("id") or None)]
+
+    def _name(self, text: str, placeholder: Any) -> str | None:
+        captured = self._captures.get(str(placeholder).strip("{}"))
+        if captured:
+            return captured
+        written = beginning_at(text, _keys(placeholder))
+        try:
+            name = json.loads(written or "")
+        except (ValueError, RecursionError):
+            return None
+        return name if isinstance(name, str) and name else None
+
+
+def _string_so_far(text: str) -> str:
+    """The value of a JSON string that may be cut off; without its last escape if that is not whole."""
+    for end in range(len(text), max(0, len(text) - 6), -1):
+        for closing in ("", '"'):
+            try:
+                return str(json.loads(text[:end] + closing))
+            except ValueError:
+                continue
+    return ""
+
+
+def _keys(placeholder: Any) -> list[str]:
+    """The keys below the content that a placeholder such as `{content.name}` or `{name}` leads to."""
+    keys = str(placeholder).strip("{}").split(".")
+    return keys[1:] if keys[0] == "content" else keys
+
+
+# ---------------------------------------------------------- tags with values
+
+
+class _TagBody:
+    """Values between tags: a marker inside a value does not close the call."""
+
+    def __init__(self, field: Any, captures: Mapping[str, str], schemas: Schemas) -> None:
+        self.calls: list[Call] | None = None
+        self.has_failed = False
+        self._field, self._captures, self._schemas = field, captures, schemas
+        head, _, tail = field.content_args["tag_pattern"].partition(_VALUE)
+        self._head, self._tail = regex.compile(head, regex.DOTALL), regex.compile(tail, regex.DOTALL)
+        self._values: dict[str, str] = {}
+        self._key: str | None = None
+        self._pieces: list[str] = []
+
+    def read(self, text: str, at: int, *, at_end: bool) -> int:
+        while self.calls is None and not self.has_failed:
+            before = at
+            if self._key is not None:
+                at = self._read_value(text, at, at_end=at_end)
+            else:
+                at = self._read_tag(text, at, at_end=at_end)
+            if at == before:
+                break
+        if at_end and self.calls is None and not self.has_failed:
+            self._cut_off(text[at:])
+            return len(text)
+        return at
+
+    def _read_value(self, text: str, at: int, *, at_end: bool) -> int:
+        match = self._tail.search(text, at) if at_end else None
+        match = match or self._tail.search(text, at, partial=True)
+        if match is None or match.partial or (not at_end and may_grow(match, text)):
+            held = len(text) if match is None else match.start()
+            self._pieces.append(text[at:held])
+            return int(held)
+        assert self._key is not None
+        self._values[self._key] = "".join([*self._pieces, text[at : match.start()]])
+        self._key, self._pieces = None, []
+        return int(match.end())
+
+    def _read_tag(self, text: str, at: int, *, at_end: bool) -> int:
+        start = _SPACE.match(text, at).end()
+        match = self._head.match(text, start, partial=True)
+        if match is not None and (match.partial or (not at_end and may_grow(match, text))):
+            return at
+        if match is not None:
+            self._key = match.group("key")
+            return int(match.end())
+        end = _closed(self._field, text, at, at_end=at_end)
+        if end is None:
+            return at
+        self.calls = None if end < 0 else self._made()
+        self.has_failed = self.calls is None
+        return max(at, end)
+
+    def _made(self) -> list[Call] | None:
+        calls = calls_in(self._values, self._field, self._captures)
+        if calls is None:
+            return None
+        schema = self._schemas.get(calls[0].name, {})
+        try:
+            arguments = as_json(cast(self._values, schema))
+        except (ValueError, RecursionError):
+            return None
+        return [Call(calls[0].name, arguments, True, calls[0].id)]
+
+    def _cut_off(self, rest: str) -> None:
+        """End a call that has no closing marker: complete if nothing but that is missing."""
+        calls = self._made()
+        if calls is None:
+            self.has_failed = True
+            return
+        (call,) = calls
+        schema = self._schemas.get(call.name, {})
+        has_all = set(schema.get("required") or ()) <= set(self._values) and bool(
+            self._values or not schema.get("properties")
+        )
+        if self._key is None and not rest.strip() and has_all:
+            self.calls = calls
+            return
+        begun = call.arguments[:-1]
+        types = types_of((schema.get("properties") or {}).get(self._key), schema)
+        if self._key is not None and types in ([], ["string"]):
+            value = as_json("".join(self._pieces))[:-1]
+            begun += f"{', ' if self._values else ''}{as_json(self._key)}: {value}"
+        self.calls = [Call(call.name, begun, False, call.id)]
+
+
+# -------------------------------------------------------------------- others
+
+
+class _OtherBody:
+    """Any other content, which transformers reads when its closing marker has come."""
+
+    def __init__(self, field: Any, captures: Mapping[str, str], schemas: Schemas) -> None:
+        self.calls: list[Call] | None = None
+        self.has_failed = False
+        self._field, self._captures, self._schemas = field, captures, schemas
+        self._pieces: list[str] = []
+
+    def read(self, text: str, at: int, *, at_end: bool) -> int:
+        closing = self._field.close_re
+        match = None if closing is None else closing.search(text, at, partial=not at_end)
+        if match is None or (not at_end and may_grow(match, text)):
+            held = len(text) if match is None else match.start()
+            self._pieces.append(text[at:held])
+            self.has_failed = at_end
+            return int(held)
+        self._pieces.append(text[at : match.start()])
+        from transformers.utils.chat_parsing.content_parsers import parse_content
+
+        try:
+            content = parse_content("".join(self._pieces), self._field.content, self._field.content_args)
+        except Exception:  # the content may be anything that a model wrote
+            content = None
+        self.calls = calls_in(content, self._field, self._captures, self._schemas)
+        self.has_failed = self.calls is None
+        return int(match.end())
+
+
+# -------------------------------------------------------------------- shared
+
+
+def may_grow(match: Any, text: str) -> bool:
+    """Whether more text may make a match longer, or show that there is none."""
+    return match.partial or match.re.fullmatch(text, match.start(), partial=True) is not None
+
+
+def _closed(field: Any, text: str, at: int, *, at_end: bool) -> int | None:
+    """The position after the closing marker that comes next; -1 if something else does, None if that is unclear."""
+    if field.close_re is None:
+        return at
+    start = _SPACE.match(text, at).end()
+    for begin in dict.fromkeys((at, start)):
+        match = field.close_re.match(text, begin, partial=True)
+        if match is None:
+            continue
+        if at_end:  # the end may have cut the marker
+            whole = field.close_re.match(text, begin)
+            return len(text) if whole is None or match.partial else int(whole.end())
+        is_final = field.close_literals is not None and not field.close_literal_can_extend
+        if match.partial or (not is_final and may_grow(match, text)):
+            return None
+        return int(match.end())
+    return at if field.close_re.fullmatch("") else -1
+
+
+def calls_in(
+    content: Any,
+    field: Any,
+    captures: Mapping[str, str],
+    schemas: Schemas | None = None,
+    *,
+    needs_arguments: bool = False,
+) -> list[Call] | None:
+    """The calls that a region's content describes; None if it describes none."""
+    try:
+        return [
+            _call(value, schemas or {})
+            for item in (content if isinstance(content, list) else [content])
+            for value in [_transformed(_named(item, needs_arguments), field, captures)]
+        ] or None
+    except (TypeError, ValueError, KeyError, RecursionError, AttributeError):
+        return None
+
+
+def _named(item: Any, needs_arguments: bool) -> Any:
+    """A JSON object of a call under both names that arguments have; a call may leave out empty ones."""
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+        return item
+    if needs_arguments and not {"arguments", "parameters"} & set(item):
+        raise ValueError("not a call")
+    arguments = item.get("arguments", item.get("parameters", {}))
+    return {**item, "arguments": arguments, "parameters": arguments}
+
+
+def _transformed(item: Any, field: Any, captures: Mapping[str, str]) -> Any:
+    if field.transform is None:
+        return item
+    scope = {**captures, **item} if field.transform_each else {**captures, "content": item}
+    return _filled(field.transform, scope)
+
+
+def _filled(transform: Any, scope: Mapping[str, Any]) -> Any:
+    """A transform with its placeholders filled. One that leads nowhere is an error, but for the `id`."""
+    if isinstance(transform, Mapping):
+        return {key: _filled(value, scope) for key, value in transform.items() if key != "id" or _has(value, scope)}
+    if not isinstance(transform, str) or not (transform.startswith("{") and transform.endswith("}")):
+        return transform
+    value: Any = scope
+    for key in transform[1:-1].split("."):
+        value = value[key]
+    return value
+
+
+def _has(placeholder: Any, scope: Mapping[str, Any]) -> bool:
+    value: Any = scope
+    for key in str(placeholder).strip("{}").split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return False
+        value = value[key]
+    return True
+
+
+def _call(value: Any, schemas: Schemas) -> Call:
+    function = value.get("function", value)
+    name, arguments, call_id = function["name"], function.get("arguments", {}), value.get("id", function.get("id"))
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError("a call has no name")
+    name.encode()
+    if isinstance(arguments, str):
+        text, arguments = arguments, json.loads(arguments or "{}")
+    else:
+        arguments = {} if arguments is None else arguments
+        if isinstance(arguments, Mapping) and name.strip() in schemas:
+            arguments = cast(arguments, schemas[name.strip()])
+        text = as_json(arguments)
+    if not isinstance(arguments, Mapping):
+        raise ValueError("arguments are no object")
+    return Call(name.strip(), text or "{}", True, call_id if call_id and isinstance(call_id, str) else None)

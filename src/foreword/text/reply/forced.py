@@ -1,0 +1,123 @@
+"""Forced calls: a grammar of replies that can be nothing but calls, in the form of the model's family.
+
+Knows the forms of calls, JSON schemas and llguidance's Lark. Separators are those of templates, so that a call has the
+same tokens when the conversation comes back. Tokens that a tokenizer adds to its vocabulary are named by their ids:
+llguidance takes most of them for special, and does not spell them with letters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foreword.text.reply.arguments import types_of
+from foreword.text.reply.format import BARE, ReplyFormat, family
+
+MAX_FORCED_CALLS = 16
+"""Most forced calls in one answer: a model that is not trained for tools would not stop."""
+
+_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_PATTERNS = {"{number}": "/[0-9]{1,3}/", "{id}": "/[a-zA-Z0-9]{9}/"}
+"""What a form leaves to the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that may be called."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    """JSON schema of its arguments."""
+
+
+def forced_calls(
+    form: ReplyFormat | None, functions: Sequence[Function], added_tokens: Mapping[str, int], *, may_repeat: bool
+) -> str:
+    """Lark grammar of one call of one of the functions, or of several calls.
+
+    `added_tokens`: ids of the tokens that the tokenizer adds, by their texts. A form without calls gets bare JSON.
+    """
+    call = form.call_form if form is not None and form.call_form is not None else family(BARE).call_form
+    assert call is not None
+    writer = _Writer(call, added_tokens)
+    rules = [rule for number, one in enumerate(functions) for rule in writer.call(number, one)]
+    one_of = " | ".join(f"c{number}" for number in range(len(functions)))
+    most = min(MAX_FORCED_CALLS, call.get("most", MAX_FORCED_CALLS)) if may_repeat else 1
+    more = f"({writer.literal(call.get('between', ''))} call){{0,{most - 1}}}" if most > 1 else ""
+    begin, end = (writer.literal(call.get(key, "")) for key in ("begin", "end"))
+    return "\n".join([f"start: {begin} call {more} {end}", f"call: {one_of}", *rules])
+
+
+class _Writer:
+    def __init__(self, form: Mapping[str, Any], added_tokens: Mapping[str, int]) -> None:
+        self._form, self._added = form, added_tokens
+        named = sorted((token for token in added_tokens if token), key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, [*named, *_PATTERNS])) + ")")
+
+    def literal(self, text: str) -> str:
+        """The terms that stand for a text."""
+        pieces = [piece for piece in self._split.split(text) if piece]
+        return " ".join(
+            f"<[{self._added[piece]}]>" if piece in self._added else _PATTERNS.get(piece, json.dumps(piece))
+            for piece in pieces
+        )
+
+    def call(self, number: int, function: Function) -> list[str]:
+        """The rules of a function's call, whose name is c and its number."""
+        opening, closing = (self.literal(self._form[key].replace("{name}", function.name)) for key in ("open", "close"))
+        head = f"c{number}: {opening} a{number} {closing}"
+        tags = self._form.get("arguments")
+        if tags is None:
+            schema = {**(function.parameters or {"type": "object"}), "x-guidance": _SEPARATORS}
+            return [head, f"a{number}: %json {json.dumps(schema)}"]
+        return [head, *self._tagged(f"a{number}", function.parameters, tags)]
+
+    def _tagged(self, name: str, schema: Mapping[str, Any], tags: Mapping[str, str]) -> list[str]:
+        """The rules of arguments between tags: those of the schema, in its order."""
+        properties = schema.get("properties") or {}
+        required = set(schema.get("required") or ())
+        between = self.literal(tags.get("between", ""))
+        rules, items = [], []
+        for number, (key, one) in enumerate(properties.items()):
+            item = f"{name}_{number}"
+            opening = self.literal(tags["open"].replace("{key}", key))
+            rules += self._value(item, opening, one, schema, tags)
+            items.append((item, key in required))
+        return [f"{name}: {_sequence(items, between)}", *rules]
+
+    def _value(
+        self, item: str, opening: str, schema: Any, root: Mapping[str, Any], tags: Mapping[str, str]
+    ) -> list[str]:
+        closing = self.literal(tags["close"])
+        mark = tags.get("string", "")
+        quote = self.literal(mark)
+        texts = schema.get("enum") if isinstance(schema, Mapping) else None
+        if texts and all(isinstance(text, str) for text in texts):
+            one_of = " | ".join(self.literal(mark + text + mark) or '""' for text in texts)
+            return [f"{item}: {opening} ({one_of}) {closing}"]
+        if types_of(schema, root) not in ([], ["string"]):
+            whole = {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
+            whole["x-guidance"] = _SEPARATORS
+            return [f"{item}: {opening} {item}_v {closing}", f"{item}_v: %json {json.dumps(whole)}"]
+        ends = mark or tags["close"]
+        if "<[" in self.literal(ends):
+            return [f"{item}: {opening} {quote} {item}_v {quote} {closing}", f"{item}_v: /(?s:.*)/"]
+        after = closing if mark else ""
+        return [f"{item}: {opening} {quote} {item}_v {after}", f"{item}_v[suffix={json.dumps(ends)}]: /(?s:.*)/"]
+
+
+def _sequence(items: Sequence[tuple[str, bool]], between: str) -> str:
+    """Items in their order; those that are not required may be missing. Separators stand only between items."""
+    if not between:
+        return " ".join(item if needed else f"{item}?" for item, needed in items) or '""'
+    # With an item first, all others have a separator before them; one alternative for each item that may be first.
+    firsts = []
+    for index, (item, needed) in enumerate(items):
+        rest = [f"({between} {later})" + ("" if must else "?") for later, must in items[index + 1 :]]
+        firsts.append(" ".join([item, *rest]))
+        if needed:
+            return " | ".join(firsts)
+    return " | ".join([*firsts, '""'])

@@ -1,0 +1,193 @@
+"""The form in which a model writes replies: a response template, and what templates do not say.
+
+Knows the families whose forms foreword has as data, and the order in which one is chosen. Knows no replies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from foreword.errors import ConfigError, ModelLoadError
+
+FAMILIES = (
+    "gpt_oss minimax_m2 kimi_k2 deepseek_v3 deepseek_v3_1 glm4 gemma4 functiongemma qwen3_coder mistral mistral_old "
+    "nemotron granite3 llama4 llama3 hermes think"
+).split()
+"""Families in the order in which they are looked for: those whose marks contain another's come first."""
+
+BARE = "bare"
+"""The form for templates without one: a forced call is the whole reply, as JSON. It is never looked for."""
+
+_KINDS = {
+    "tool_calls": "call",
+    "reasoning_content": "reasoning",
+    "reasoning": "reasoning",
+    "thinking": "reasoning",
+}
+"""What the fields of a response template are; all others are text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingMarks:
+    """How thinking begins and ends in a reply."""
+
+    opens: str
+    """What opens it."""
+    closes: str
+    """What ends it."""
+    before: str = ""
+    """White space that templates write before `closes`."""
+    after: str = ""
+    """What templates write between `closes` and the answer."""
+    after_call: str | None = None
+    """The same before a call; None: as before an answer."""
+    is_expected: bool = False
+    """Whether a reply cannot begin with its answer: it writes `opens` itself."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplyFormat:
+    """A response template, compiled, with what foreword adds to it."""
+
+    name: str
+    template: Any
+    """transformers' `ResponseTemplate`."""
+    thinking: ThinkingMarks | None = None
+    """None if it has no reasoning, or if nobody said how that ends."""
+    call_form: Mapping[str, Any] | None = None
+    """How a forced call is written; `forced.py` reads it. None: as bare JSON."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the reply after its first call."""
+    source: str = field(default="", repr=False)
+    """The text of the template, in which markers are looked for."""
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether replies of this form have calls."""
+        return "tool_calls" in self.template.fields
+
+    def kind(self, name: str) -> str:
+        """What a field holds: call, reasoning or text."""
+        return _KINDS.get(name, "text")
+
+    def has_marker(self, token: str) -> bool:
+        """Whether a special token's text occurs in the form's markers."""
+        return token in self.source
+
+
+def family(name: str) -> ReplyFormat:
+    """The form of a family, by its name in FAMILIES."""
+    return _read_family(name, _data(name))
+
+
+def choose_format(option: str | None, own: Mapping[str, Any] | None, chat_template: str | None) -> ReplyFormat | None:
+    """The form of a model's replies: of the option, else the checkpoint's own, else that of the chat template's family.
+
+    The option is a family's name, a file, or the JSON text of a response template. None: replies are plain text.
+    Raises ConfigError for an option that is none of these, ModelLoadError for a template of the checkpoint that
+    transformers refuses.
+    """
+    found = next((_read_family(name, data) for name, data in _marked(chat_template or "")), None)
+    if option is not None:
+        return _chosen(option, found)
+    if own is not None:
+        try:
+            return _with_template("checkpoint", own, found)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ModelLoadError(
+                f"the tokenizer's response_template cannot be used: {error}; correct it, or name a family with "
+                f"response_template ({', '.join(FAMILIES)})"
+            ) from error
+    return found
+
+
+def _chosen(option: str, found: ReplyFormat | None) -> ReplyFormat:
+    if option in (*FAMILIES, BARE):
+        return family(option)
+    text = option
+    if "{" not in option:
+        try:
+            text = Path(option).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"response_template={option!r} is neither a family nor a file that can be read ({error}); families "
+                f"are {', '.join(FAMILIES)}"
+            ) from error
+    try:
+        spec = json.loads(text)
+        if isinstance(spec, dict) and "response_template" in spec:
+            return _read_family("option", spec)
+        return _with_template("option", spec, found)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConfigError(
+            f"response_template={option!r:.60} is not a response template of transformers: {error}; correct it, or "
+            f"name a family ({', '.join(FAMILIES)})"
+        ) from error
+
+
+def _with_template(name: str, spec: Any, found: ReplyFormat | None) -> ReplyFormat:
+    """A template from outside; the rest is that of the family that the chat template shows."""
+    template = _compiled(spec)
+    rest = {} if found is None else {"thinking": found.thinking, "call_form": found.call_form, "stop": found.stop}
+    if "thinking" not in rest or rest["thinking"] is None:
+        rest["thinking"] = _marks_of(template)
+    return ReplyFormat(name, template, source=_plain(spec), **rest)  # type: ignore[arg-type]
+
+
+def _marks_of(template: Any) -> ThinkingMarks | None:
+    for name, one in template.fields.items():
+        if _KINDS.get(name) == "reasoning" and one.open_literals and one.close_literals:
+            close = one.close_literals[0]
+            return ThinkingMarks(one.open_literals[0], close)
+    return None
+
+
+def _read_family(name: str, data: Mapping[str, Any]) -> ReplyFormat:
+    marks = data.get("thinking")
+    return ReplyFormat(
+        name,
+        _compiled(data["response_template"]),
+        None if marks is None else ThinkingMarks(**marks),
+        data.get("call"),
+        tuple(data.get("stop", ())),
+        _plain(data["response_template"]),
+    )
+
+
+def _compiled(spec: Any) -> Any:
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    return load_response_template(spec)
+
+
+def _plain(spec: Any) -> str:
+    """The texts of a template's markers, patterns without their escapes."""
+    fields = list(spec["fields"].values())
+    marks = [one.get(key, ()) for one in fields for key in ("open", "open_pattern", "close", "close_pattern")]
+    marks += [text for one in fields for text in _texts(one.get("content_args", {}))]
+    return "\n".join(text for mark in marks for text in _texts(mark)).replace("\\", "")
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [text for one in inner for text in _texts(one)]
+
+
+def _marked(chat_template: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """The families whose marks a chat template has, the best first."""
+    each = [(name, _data(name)) for name in FAMILIES] if chat_template else []
+    return [(name, data) for name, data in each if all(mark in chat_template for mark in data["found_by"])]
+
+
+def _data(name: str) -> Mapping[str, Any]:
+    data: Mapping[str, Any] = json.loads(
+        files("foreword.text.reply").joinpath("templates", f"{name}.json").read_text(encoding="utf-8")
+    )
+    return data

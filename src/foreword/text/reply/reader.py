@@ -1,0 +1,252 @@
+"""ReplyReader: splits a reply, as it comes, into text, reasoning and calls.
+
+Knows the regions of response templates and which white space belongs to markers. Knows nothing of tokens or requests.
+transformers' own reader serves as the oracle in tests; it raises at malformed calls and ends a call at a marker inside
+a string, which this one does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foreword.text.reply.arguments import schemas_of
+from foreword.text.reply.call_bodies import CallBody, may_grow, open_body
+from foreword.text.reply.format import ReplyFormat
+from foreword.text.reply.parts import Call, Part, Reasoning, Text, joined
+
+_CONTEXT = 64
+"""Characters before the position that stay, for patterns that look back."""
+_MOST_SPACE = 64
+"""Most white space that waits for a marker whose pattern begins with it."""
+
+
+@dataclass(slots=True)
+class _OpenCall:
+    """A call that is being read, and its text, which is shown if it turns out to be none."""
+
+    body: CallBody
+    raw: list[str]
+
+
+class ReplyReader:
+    """Splits one reply into parts. The parts are the same for every way of cutting the text into pieces.
+
+    Text that may begin a marker is held back until that is clear; a call is held back until it ends. White space around
+    calls and reasoning is dropped. What is no call after all is text, markers included.
+    """
+
+    def __init__(
+        self,
+        form: ReplyFormat,
+        prompt_end: str = "",
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        reads_calls: bool = True,
+    ) -> None:
+        """`prompt_end`: the prompt's last text, special tokens included: it may have opened a region already.
+
+        Arguments that families write as text get the types of the `tools`' schemas. Without `reads_calls`, calls stay
+        text.
+        """
+        self.num_calls = 0
+        """The number of calls that were returned."""
+        self.reasoning_spans: list[tuple[int, int]] = []
+        """Where reasoning began and ended, markers included, in characters of the reply."""
+        self._form = form
+        self._num_done = 0
+        """Characters that left the buffer; the reply begins at 0."""
+        self._schemas = schemas_of(tools)
+        fields = form.template.fields.values()
+        self._fields = [one for one in fields if reads_calls or form.kind(one.name) != "call"]
+        self._implicit = next((one for one in self._fields if one.open_re is None), None)
+        self._region: Any = None
+        """The explicit field that is open."""
+        self._call: _OpenCall | None = None
+        self._buffer, self._at = "", 0
+        self._space: list[str] = []
+        """White space after the last text: the next part decides whether it is shown."""
+        self._last = ""
+        """What was shown last, or whose region was closed last: text, reasoning, call or nothing."""
+        self._lead = ""
+        """What separates the next text from earlier text of its field."""
+        self._seen: set[str] = set()
+        self._parts: list[Part] = []
+        if prompt_end:
+            self._read_prompt(prompt_end)
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text that comes next is reasoning."""
+        return self._region is not None and self._form.kind(self._region.name) == "reasoning"
+
+    def push(self, text: str) -> list[Part]:
+        """Add text of the reply; returns the parts that are clear now, in order."""
+        self._buffer += text
+        self._read(at_end=False)
+        cut = max(0, self._at - _CONTEXT)
+        self._buffer, self._at, self._num_done = self._buffer[cut:], self._at - cut, self._num_done + cut
+        return self._taken()
+
+    def finish(self) -> list[Part]:
+        """End the reply; returns the rest."""
+        self._read(at_end=True)
+        if self._space and not self.is_reasoning and self._last in ("", "text"):
+            self._parts.append(Text("".join(self._space)))
+        self._space = []
+        return self._taken()
+
+    def _taken(self) -> list[Part]:
+        if not self._parts:
+            return []
+        parts, self._parts = joined(self._parts), []
+        self.num_calls += sum(isinstance(part, Call) for part in parts)
+        return parts
+
+    def _read_prompt(self, prompt_end: str) -> None:
+        """Get into the state at the prompt's end. Its own parts are not the reply's."""
+        starts = [match.end() for match in self._form.template.start_anchor_re.finditer(prompt_end)]
+        thinking = self._form.thinking
+        if starts:
+            self._buffer = prompt_end[starts[-1] :]
+        elif thinking is not None and prompt_end.rstrip().endswith(thinking.opens):  # a template with other anchors
+            self._buffer = thinking.opens
+        if not self._buffer:
+            return
+        self._read(at_end=False)
+        while self._call is None and self._read_text(at_end=True):
+            pass
+        if self._call is None:
+            self._at = len(self._buffer)
+        self._num_done = -self._at
+        self._parts, self._space, self.reasoning_spans = [], [], []
+
+    # --------------------------------------------------------------- regions
+
+    def _read(self, *, at_end: bool) -> None:
+        while self._read_call(at_end=at_end) if self._call is not None else self._read_text(at_end=at_end):
+            pass
+
+    def _read_text(self, *, at_end: bool) -> bool:
+        """Read up to the next marker, or to what may become one. Returns whether a marker was found."""
+        begin, was_reasoning = self._num_done + self._at, self.is_reasoning
+        found = self._read_to_marker(at_end=at_end)
+        if was_reasoning:
+            before = self.reasoning_spans.pop() if self.reasoning_spans else (begin, begin)
+            self.reasoning_spans.append((before[0], self._num_done + self._at))
+        elif self.is_reasoning:
+            self.reasoning_spans.append((begin, self._num_done + self._at))
+        return found
+
+    def _read_to_marker(self, *, at_end: bool) -> bool:
+        field, match, held = self._next_marker(at_end=at_end)
+        start = held if match is None else match.start()
+        if start > self._at:
+            self._show(self._buffer[self._at : start])
+        if match is None:
+            self._at = start
+            return False
+        self._at = match.end()
+        if self._region is None and field is not self._implicit:
+            self._open(field, match)
+            return True
+        if self._region is None and match.start() == match.end():
+            return self._step_over()
+        self._close()
+        return True
+
+    def _step_over(self) -> bool:
+        """Show one character that a marker without characters would find again. Returns whether there is one."""
+        if self._at == len(self._buffer):
+            return False
+        self._at += 1
+        self._show(self._buffer[self._at - 1])
+        return True
+
+    def _next_marker(self, *, at_end: bool) -> tuple[Any, Any, int]:
+        """The field and match of the next marker that is clear, or None and None; and the position up to which text
+        is clear.
+
+        Of several markers the first counts, of those at one position the longest.
+        """
+        buffer, held, best = self._buffer, len(self._buffer), None
+        if self._region is not None:
+            watched = [(self._region, False)]
+        else:
+            watched = [(one, one is not self._implicit) for one in self._fields]
+        for field, opens in watched:
+            pattern = field.open_re if opens else field.close_re
+            match = None if pattern is None else pattern.search(buffer, self._at, partial=not at_end)
+            if match is None:
+                continue
+            literals, can_extend = (
+                (field.open_literals, field.open_literal_can_extend)
+                if opens
+                else (field.close_literals, field.close_literal_can_extend)
+            )
+            is_final = literals is not None and not can_extend and not match.partial
+            if not at_end and not is_final and may_grow(match, buffer):
+                held = min(held, match.start())
+                continue
+            key = (match.start(), match.start() - match.end(), not opens, field.name)
+            if best is None or key < best[0]:
+                best = (key, field, match)
+        if best is not None and (at_end or best[2].start() < held):
+            return best[1], best[2], held
+        if len(buffer) - held > _MOST_SPACE and buffer[held:].isspace():
+            held = len(buffer) - _MOST_SPACE
+        return None, None, held
+
+    def _open(self, field: Any, match: Any) -> None:
+        kind = self._form.kind(field.name)
+        if kind == "call":
+            captures = {name: text for name, text in match.groupdict().items() if text is not None}
+            marker = match.group()
+            body = open_body(field, captures, self._schemas, has_marker=bool(marker.strip()))
+            self._call = _OpenCall(body, [*self._space, marker])
+        else:
+            self._region = field
+            self._lead = (field.join or "") if field.name in self._seen else ""
+            self._seen.add(field.name)
+            self._last = "" if kind == "text" else "opened"
+        self._space = []
+
+    def _close(self) -> None:
+        if self._region is not None:
+            self._last = "text" if self._form.kind(self._region.name) == "text" else "reasoning"
+            self._region = None
+        self._space = []
+
+    def _read_call(self, *, at_end: bool) -> bool:
+        """Read on in a call. Returns whether it has ended."""
+        assert self._call is not None
+        call, before = self._call, self._at
+        self._at = call.body.read(self._buffer, before, at_end=at_end)
+        call.raw.append(self._buffer[before : self._at])
+        if call.body.has_failed:
+            self._call, raw = None, "".join(call.raw)
+            if not raw:
+                return self._step_over()
+            self._show(raw)
+        elif call.body.calls is not None:
+            self._call = None
+            self._parts += call.body.calls
+            self._last = "call"
+        else:
+            return False
+        return True
+
+    def _show(self, text: str) -> None:
+        """Show text of the open region, but for the white space at its end."""
+        if text.isspace():
+            self._space.append(text)
+            return
+        text = "".join([*self._space, text])
+        if self._last in ("reasoning", "opened"):
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._space = [text[len(shown) :]] if len(shown) < len(text) else []
+        self._parts.append((Reasoning if self.is_reasoning else Text)(self._lead + shown))
+        self._lead = ""
+        self._last = "shown" if self.is_reasoning else "text"
