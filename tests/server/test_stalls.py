@@ -20,6 +20,7 @@ MB = 2**20
 SIZE = 16 * MB - 100
 ENDLESS_STREAM = {"input": "x", "stream": True, "top_logprobs": 20, "max_output_tokens": 1000, "ignore_eos": True}
 """Its last events repeat all of the answer."""
+GEMINI = "/v1/models/foreword-demo:generateContent"
 AT_ONCE = ("/v1/completions", '{"prompt": "x", "max_tokens": 1}')
 
 
@@ -32,6 +33,7 @@ def many(one: str, head: str, tail: str, size: int) -> bytes:
 def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
     """Endpoint, what there is much of, and a body."""
     chat, completions, responses = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+    text = '{"parts": [{"text": "x"}]}'
     message = '{"role": "user", "content": "x"}'
     for path, name, one, head, tail in (
         (completions, "prompts", "[1]", '{"prompt": [', "]}"),
@@ -52,6 +54,11 @@ def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
         (chat, "depth", "[[[", '{"messages": ', "}"),
         (responses, "messages", "{}", '{"input": [', "]}"),
         (responses, "long text", "x" * 999, '{"input": "', '"}'),
+        (GEMINI, "contents", "{}", '{"contents": [', "]}"),
+        (GEMINI, "good contents", text, '{"contents": [', "]}"),
+        (GEMINI, "parts", '{"text": ""}', '{"contents": {"parts": [', "]}}"),
+        (GEMINI, "functions", "{}", f'{{"contents": {text}, "tools": {{"functionDeclarations": [', "]}}"),
+        (GEMINI, "long text", "x" * 999, '{"contents": {"parts": {"text": "', '"}}}'),
         ("/tokenize", "long text", "x" * 999, '{"prompt": "', '"}'),
         ("/tokenize", "messages", "{}", '{"messages": [', "]}"),
         ("/detokenize", "tokens", "1", '{"tokens": [', "]}"),
@@ -77,6 +84,9 @@ def largest_that_is_served() -> Iterator[tuple[str, str, bytes]]:
         ("/v1/chat/completions", "parts", {"messages": [{"role": "user", "content": parts}]}),
         ("/v1/responses", "messages", {"input": [message] * 8000}),
         ("/v1/responses", "streamed log probabilities", ENDLESS_STREAM),
+        (GEMINI, "contents", {"contents": [{"parts": [{"text": "x"}]}] * 8000}),
+        (GEMINI, "wrong contents", {"contents": [{"parts": [{}]}] * 8000}),
+        (GEMINI, "parts", {"contents": {"parts": [{"text": "x" * 12}] * 8000}}),
         ("/tokenize", "text", {"prompt": "x" * 100_000, "return_token_strs": True}),
         ("/detokenize", "tokens", {"tokens": tokens}),
         ("/v1/cache/explain", "tokens", {"prompt": tokens}),

@@ -35,7 +35,7 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture  # not of the module: only one server at a time may step the engine
 def locked(llm: LLM) -> Iterator[ServerThread]:
     with ServerThread(llm, ServerConfig(api_key=KEY, served_model_name=("org/mod", "b", "c"))) as server:
         yield server
@@ -264,7 +264,7 @@ def test_the_form_of_a_stream_is_one_of_two(server):
 
 def test_a_full_queue_says_when_to_come_back(llm):
     with ServerThread(llm, ServerConfig(max_queued=0)) as server, ThreadPoolExecutor(2) as pool:
-        long = ENDLESS | {"generationConfig": ENDLESS["generationConfig"] | {"maxOutputTokens": 200}}
+        long = ENDLESS | {"generationConfig": ENDLESS["generationConfig"] | {"maxOutputTokens": 60}}
         running = [pool.submit(generate, server.url, long) for _ in range(2)]
         wait_until(lambda: server.service.thread.num_choices == 2)
         answer = generate(server.url, BODY)
