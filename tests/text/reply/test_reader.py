@@ -210,7 +210,7 @@ PIECES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_the_parts_are_the_same_for_every_way_of_cutting_the_text(name, data):
     sample = SAMPLES[name]
@@ -272,7 +272,7 @@ def test_the_scanner_agrees_with_json_on_values_and_their_ends(text):
     assert json.loads(scanner.text) == json.loads(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.text('{}[]",:\\ntrue01.-e \n', max_size=14), st.integers(0, 14))
 def test_the_scanner_fails_where_json_does(text, cut):
     scanner = JsonScanner()
