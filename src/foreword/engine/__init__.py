@@ -8,6 +8,7 @@ from foreword.engine.engine import Engine
 from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
 from foreword.engine.simulated import SimulatedScheduler
 from foreword.engine.snapshot import Snapshot
+from foreword.engine.tiering.below import OtherIdentity
 from foreword.engine.tiering.director import TierDirector, TierReport, TiersReport
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "CacheReport",
     "Engine",
     "ModelLimits",
+    "OtherIdentity",
     "Prompt",
     "SimulatedScheduler",
     "Snapshot",

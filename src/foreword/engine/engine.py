@@ -316,7 +316,10 @@ class Engine:
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0.0 < ttl_s < math.inf:
             raise InvalidRequestError(f"ttl_s={ttl_s!r} is not a time; use a positive, finite number of seconds")
         now = self.clock()
-        return self.manager.pin_prefix(self._intake.sequence("", prompt), now + ttl_s, now)
+        sequence = self._intake.sequence("", prompt)
+        num_tokens = self.manager.pin_prefix(sequence, now + ttl_s, now)
+        self._tiers.offer_pinned(sequence, num_tokens)
+        return num_tokens
 
     def unpin_prefix(self, prompt: Prompt) -> None:
         """Evict this prompt's cached blocks in their ordinary order again."""
