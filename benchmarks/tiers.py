@@ -292,6 +292,7 @@ def main() -> None:
     parser.add_argument("--flips", type=int, default=100_000)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--engine", choices=("full", "quick", "none"), default="full", help="figures of an engine")
+    parser.add_argument("--prompts", type=int, default=7, help="prompts of 4,096 tokens for the engine (default: 7)")
     parser.add_argument("--vllm", metavar="PATH", help="a wheel or folder of vLLM, or `auto`; default: not measured")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     args = parser.parse_args()
@@ -304,7 +305,7 @@ def main() -> None:
             **kills(folder / "kills", args.kills),
         }
         if args.engine != "none":
-            figures.update(engine_figures(folder / "engine", quick=args.engine == "quick"))
+            figures.update(engine_figures(folder / "engine", args.prompts, quick=args.engine == "quick"))
         beside = (
             {"vllm": "not measured: give --vllm"}
             if args.vllm is None
