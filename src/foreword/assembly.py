@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_OTHERS = 8
-"""Identities that explanations look for."""
+MOST_OTHERS = 4
+"""Identities that explanations look for; each costs a miss 0.2 ms."""
 
 
 @dataclass(frozen=True, slots=True)

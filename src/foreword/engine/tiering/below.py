@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from foreword.cache import BlockHash, KVCacheManager, MissReason, TokenSequence
 from foreword.engine.tiering.loads import Loads
 from foreword.engine.tiering.offers import DroppedKeys
 from foreword.tiers.ticket import Outcome
-from foreword.tiers.tier import BlockKeys, Tier, joined_keys
+from foreword.tiers.tier import BlockKeys, Tier
 
 MOST_BLOCKS = 256
 """Keys of another identity are computed for this number of blocks at most; later in a prompt nobody asks about it."""
@@ -41,7 +43,9 @@ class OtherIdentity:
         if first >= end:
             return False
         keys = sequence.keys_after(self.root, self.block_size, end)[first:]
-        names = joined_keys(BlockKeys.of_group(self.namespace, group_id, keys) for group_id in range(MOST_GROUPS))
+        one = BlockKeys.of_group(self.namespace, 0, keys)
+        group_ids = np.repeat(np.arange(MOST_GROUPS, dtype=np.uint16), len(keys))
+        names = BlockKeys(self.namespace, group_ids, np.tile(one.keys, (MOST_GROUPS, 1)))
         ticket = self.tier.probe(names)
         return ticket.done and bool((ticket.report.outcomes == Outcome.PRESENT).any())
 
