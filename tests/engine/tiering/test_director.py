@@ -388,6 +388,7 @@ def test_the_head_of_a_prefix_is_not_given_away_for_its_tail() -> None:
     """Its blocks are the next that eviction would take."""
     tier = LateTier()
     fill(tier)
+    tier.load_s = 60.0
     world = world_on(tier, num_blocks=20)
     for name, prompt in (("head", PROMPT[:16]), ("fills", [3] * 32), ("the pool", [4] * 32)):
         one = output(world, name, prompt, max_tokens=1)

@@ -13,6 +13,7 @@ from late_tier import LateTier
 def test_a_prefix_that_is_being_loaded_says_so() -> None:
     tier = LateTier()
     fill(tier)
+    tier.load_s = 60.0  # so its deadline is far away
     world = world_on(tier)
     assert world.engine.explain(prompt_of(PROMPT)).reason is MissReason.IN_TIER
     found = output(world, "second")
@@ -29,6 +30,7 @@ def test_a_prefix_that_is_being_loaded_says_so() -> None:
 def test_a_request_that_stops_waiting_for_its_load_says_so() -> None:
     tier = LateTier()
     fill(tier)
+    tier.load_s = 60.0
     world = world_on(tier, num_blocks=20)
     running = output(world, "running", [3] * 36, max_tokens=20)
     world.step()
