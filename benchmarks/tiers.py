@@ -13,6 +13,9 @@ runs of 40. For the scan the files are sparse: headers lie where they would lie,
 `tiers_engine.py` has what an engine sees: first tokens from memory, disk and a Valkey server, steps beside loads and
 stores.
 
+`--vllm` measures vLLM's file tier beside ours on the same bytes (`tiers_vllm.py`): `auto` lets pip download a wheel
+into the temporary folder; a wheel or a folder that holds `vllm/` is read where it lies.
+
 `--kills` kills that number of processes while they store; `--flips` flips that number of random bits of segments,
 headers and snapshots and loads what they hit. The last line is JSON.
 """
@@ -23,12 +26,8 @@ import argparse
 import gc
 import json
 import os
-import random
 import shutil
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -39,43 +38,33 @@ import numpy as np
 from foreword.tiers.clock import Clock
 from foreword.tiers.disk.block_places import NewBlocks
 from foreword.tiers.disk.disk_tier import DiskTier
-from foreword.tiers.disk.files import RWF_DONTCACHE, RealFiles
+from foreword.tiers.disk.files import RWF_DONTCACHE
 from foreword.tiers.disk.index_snapshot import read_snapshot, write_snapshot
 from foreword.tiers.disk.run_format import ENTRY, NO_CIPHER, PAGE, RunHeader, encode_header, header_bytes_of
 from foreword.tiers.disk.segment_index import SegmentIndex
 from foreword.tiers.disk.segments import Segment
 from foreword.tiers.disk.state import DiskOptions
-from foreword.tiers.ticket import Outcome
 from foreword.tiers.tier import BlockKeys, BlockRun, Buffers
+from tiers_blocks import (
+    BLOCK_BYTES,
+    FILES,
+    NAMESPACE,
+    PREFIX_BLOCKS,
+    drop_from_page_cache,
+    options_for,
+    payloads,
+    random_keys,
+)
 from tiers_engine import engine_figures
+from tiers_faults import flips, kills
+from tiers_vllm import vllm_figures
 
-NAMESPACE = b"benchmark tiers."
-BLOCK_BYTES = 196_608
-PREFIX_BLOCKS = 256
-"""4,096 tokens."""
 PIECE_BYTES = 4 << 20
 NUM_INDEXED = 10**6
 LOOKUP_BLOCKS = 50_000 // 16
-FILES = RealFiles()
-
-
-def random_keys(rng: np.random.Generator, count: int) -> BlockKeys:
-    return BlockKeys(NAMESPACE, np.zeros(count, np.uint16), rng.integers(0, 256, (count, 32), np.uint8))
-
-
-def options_for(num_bytes: int) -> DiskOptions:
-    return DiskOptions(budget_bytes=4 * num_bytes + (64 << 20), min_free_bytes=0, segment_bytes=256 << 20)
 
 
 # ---------------------------------------------------------------------------------------------- rates
-
-
-def drop_from_page_cache(paths: list[Path]) -> None:
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        os.fdatasync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
 
 
 def read_alone(paths: list[Path], flags: int) -> float:
@@ -121,10 +110,8 @@ def write_alone(path: Path, rows: np.ndarray) -> float:
 
 
 def rates(folder: Path, num_mb: int, rounds: int) -> dict[str, float]:
-    rng = np.random.default_rng(0)
-    count = max(PREFIX_BLOCKS, num_mb * 10**6 // BLOCK_BYTES // PREFIX_BLOCKS * PREFIX_BLOCKS)
-    keys, rows = random_keys(rng, count), rng.integers(0, 256, (count, BLOCK_BYTES), np.uint8)
-    options = options_for(rows.nbytes)
+    keys, rows = payloads(num_mb)
+    count, options = len(keys), options_for(rows.nbytes)
     stores, writes = [], []
     for _ in range(3):
         shutil.rmtree(folder, ignore_errors=True)
@@ -278,120 +265,6 @@ def index_figures(folder: Path, rounds: int) -> dict[str, float]:
     }
 
 
-# ---------------------------------------------------------------------------------------------- faults
-
-
-def flips(folder: Path, num_flips: int) -> dict[str, int]:
-    """Flip random bits of payloads and load them; flip random bits of headers and snapshots and scan and read them."""
-    from foreword.tiers.disk.segments import Damage, scan_runs
-
-    rng, py_rng = np.random.default_rng(2), random.Random(2)
-    count, size = 64, 8000
-    keys, rows = random_keys(rng, count), rng.integers(0, 256, (count, size), np.uint8)
-    buffers = Buffers([row.data for row in rows])
-    out = np.zeros_like(rows)
-    sink = Buffers([row.data for row in out])
-    lengths = np.full(count, size)
-    tried = caught = wrong = 0
-    with DiskTier(folder, DiskOptions(budget_bytes=256 << 20, min_free_bytes=0)) as tier:
-        assert tier.wait_scanned()
-        assert tier.store(BlockRun.chain(keys, size, buffers)).wait()
-        (path,) = folder.glob("v1/*/*.fwseg")
-        content = path.read_bytes()
-        places = tier._state.index.locate(keys, tier._state.clock.now_s())
-        (segment,) = tier._state.table.own()
-        while tried < num_flips * 9 // 10:
-            # One bit of every block, then all blocks are loaded, and all are to be refused.
-            damaged = bytearray(content)
-            for page in places.pages.tolist():
-                damaged[page * PAGE + py_rng.randrange(2 * PAGE)] ^= 1 << py_rng.randrange(8)
-            path.write_bytes(damaged)
-            out[:] = 0
-            ticket = tier.load(keys, lengths, sink, deadline_s=60)
-            assert ticket.wait()
-            tried += count
-            caught += int((ticket.report.outcomes == Outcome.CORRUPT).sum())
-            wrong += int(out.any(axis=1).sum())
-            path.write_bytes(content)
-            segment.num_bytes = 0
-            tier._scanner._scan(segment)
-    snapshot = next(folder.glob("v1/*/index"))
-    headers, index = content[:PAGE], snapshot.read_bytes()
-    scratch, clock = folder / "scratch", Clock()
-    while tried < num_flips:
-        is_header = tried % 2 == 0
-        damaged = bytearray(headers if is_header else index)
-        damaged[py_rng.randrange(len(damaged))] ^= 1 << py_rng.randrange(8)
-        scratch.write_bytes(damaged)
-        if is_header:
-            fd = FILES.open_for_reading(scratch)
-            (found,) = scan_runs(FILES, fd, 0, PAGE, uncached=False)
-            FILES.close(fd)
-            caught += isinstance(found, Damage)
-        else:
-            caught += read_snapshot(FILES, scratch, clock, NO_CIPHER) is None
-        tried += 1
-    shutil.rmtree(folder)
-    return {"flips_tried": tried, "flips_caught": caught, "wrong_after_flips": wrong}
-
-
-CHILD = """
-import sys
-sys.path[:0] = sys.argv[3:]
-from tiers import store_forever
-store_forever(sys.argv[1], int(sys.argv[2]))
-"""
-KILL_OPTIONS = DiskOptions(budget_bytes=64 << 20, min_free_bytes=0, snapshot_s=0.05, upkeep_s=0.02)
-KILL_BYTES = 20_000
-RUN_BLOCKS = 8
-
-
-def numbered(first: int) -> tuple[BlockKeys, np.ndarray]:
-    """Names and payloads of a run, the same in every process."""
-    rng = np.random.default_rng(first)
-    return random_keys(rng, RUN_BLOCKS), rng.integers(0, 256, (RUN_BLOCKS, KILL_BYTES), np.uint8)
-
-
-def store_forever(path: str, first: int) -> None:
-    tier = DiskTier(path, KILL_OPTIONS)
-    while True:
-        keys, rows = numbered(first)
-        tier.store(BlockRun.chain(keys, KILL_BYTES, Buffers([row.data for row in rows]))).wait()
-        first += 1
-        print(first, flush=True)
-
-
-def kills(folder: Path, num_kills: int) -> dict[str, int]:
-    rng, first, wrong, loaded = random.Random(3), 0, 0, 0
-    search = [str(Path(__file__).parent), *sys.path]
-    for _ in range(num_kills):
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(folder), str(first), *search], stdout=subprocess.PIPE, text=True
-        )
-        assert child.stdout is not None
-        for _ in range(rng.randrange(1, 30)):
-            child.stdout.readline()
-        time.sleep(rng.random() * 0.02)
-        child.send_signal(signal.SIGKILL)
-        lines = child.stdout.read().split()
-        first = max(first + 30, int(lines[-1]) if lines else 0)
-        child.wait()
-        child.stdout.close()
-        with DiskTier(folder, KILL_OPTIONS) as tier:
-            assert tier.wait_scanned()
-            for number in range(max(0, first - 90), first + 30):
-                keys, rows = numbered(number)
-                out = np.zeros_like(rows)
-                sink = Buffers([row.data for row in out])
-                ticket = tier.load(keys, np.full(RUN_BLOCKS, KILL_BYTES), sink, deadline_s=60)
-                assert ticket.wait()
-                done = ticket.report.outcomes == Outcome.DONE
-                loaded += int(done.sum())
-                wrong += int((out[done] != rows[done]).any(axis=1).sum()) + int(out[~done].any(axis=1).sum())
-    shutil.rmtree(folder)
-    return {"kills": num_kills, "blocks_after_kills": loaded, "wrong_after_kills": wrong}
-
-
 # ---------------------------------------------------------------------------------------------- report
 
 
@@ -419,6 +292,8 @@ def main() -> None:
     parser.add_argument("--flips", type=int, default=100_000)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--engine", choices=("full", "quick", "none"), default="full", help="figures of an engine")
+    parser.add_argument("--prompts", type=int, default=7, help="prompts of 4,096 tokens for the engine (default: 7)")
+    parser.add_argument("--vllm", metavar="PATH", help="a wheel or folder of vLLM, or `auto`; default: not measured")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=args.path))
@@ -430,7 +305,12 @@ def main() -> None:
             **kills(folder / "kills", args.kills),
         }
         if args.engine != "none":
-            figures.update(engine_figures(folder / "engine", quick=args.engine == "quick"))
+            figures.update(engine_figures(folder / "engine", args.prompts, quick=args.engine == "quick"))
+        beside = (
+            {"vllm": "not measured: give --vllm"}
+            if args.vllm is None
+            else vllm_figures(folder / "vllm", args.vllm, args.mb, args.rounds)
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     figures["wrong_blocks"] = figures["wrong_after_flips"] + figures["wrong_after_kills"]
@@ -438,8 +318,11 @@ def main() -> None:
         for name, value in figures.items():
             sign, limit = TARGETS.get(name, ("", 0.0))
             print(f"{name:28} {value:12.4g}" + (f"   target {sign} {limit:g}" if sign else ""))
+        for name, told in beside.items():
+            print(f"{name:28} " + (told if isinstance(told, str) else f"{told:12.4g}"))
         print(f"load beside {os.cpu_count()} cores: {os.getloadavg()[0]:.1f}")
-    print(json.dumps({name: round(float(value), 4) for name, value in figures.items()}))
+    rounded = {name: told if isinstance(told, str) else round(float(told), 4) for name, told in beside.items()}
+    print(json.dumps({name: round(float(value), 4) for name, value in figures.items()} | rounded))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What tiers mean for an engine: first tokens after a restart, and steps beside loads and stores. Part of tiers.py.
 
-Qwen2-0.5B's shape with random weights in bfloat16. Engines run in processes of their own, one after the other:
+Qwen2-0.5B's shape with random weights, in bfloat16 where the processor multiplies that fast, else in
+float32. Engines run in processes of their own, one after the other:
 
     first     prompts of 4,096 tokens, each computed (miss), then asked again (memory hit); they are stored at the end
     second    the same prompts: from disk, which the page cache has dropped
@@ -23,22 +24,22 @@ from typing import Any
 
 import numpy as np
 
-NUM_PROMPTS, PROMPT_TOKENS = 7, 4096
+PROMPT_TOKENS = 4096
 KV_BYTES = 1 << 30
-NUM_DECODING, STEPS_A_ROUND, NUM_ROUNDS = 4, 60, 6
+NUM_DECODING, STEPS_A_ROUND = 4, 60
 
 
-def prompts(num_tokens: int) -> list[list[int]]:
+def prompts(count: int, num_tokens: int) -> list[list[int]]:
     rng = np.random.default_rng(4)
-    return [rng.integers(0, 30_000, num_tokens).tolist() for _ in range(NUM_PROMPTS)]
+    return [rng.integers(0, 30_000, num_tokens).tolist() for _ in range(count)]
 
 
-def first_tokens(llm: Any, num_tokens: int) -> tuple[list[float], list[int], list[int]]:
+def first_tokens(llm: Any, count: int, num_tokens: int) -> tuple[list[float], list[int], list[int]]:
     """Milliseconds to the first token of each prompt, cached tokens, and the tokens."""
     from foreword import SamplingParams
 
     times, cached, answers = [], [], []
-    for prompt in prompts(num_tokens):
+    for prompt in prompts(count, num_tokens):
         began = time.perf_counter()
         [output] = llm.generate({"prompt_token_ids": prompt}, SamplingParams(max_tokens=1, temperature=0.0))
         times.append(1e3 * (time.perf_counter() - began))
@@ -52,23 +53,23 @@ def drain(llm: Any) -> None:
         time.sleep(0.001)
 
 
-def run_once(model: str, places: dict[str, str], num_tokens: int, *, twice: bool) -> dict[str, Any]:
+def run_once(model: str, places: dict[str, str], count: int, num_tokens: int, *, twice: bool) -> dict[str, Any]:
     """One engine's life, in this process."""
     from foreword import LLM, SamplingParams
 
     with LLM(model, kv_cache_memory_bytes=KV_BYTES, **places) as llm:
         llm.generate({"prompt_token_ids": list(range(600))}, SamplingParams(max_tokens=2))  # what happens once
         drain(llm)
-        found = {"first": first_tokens(llm, num_tokens)}
+        found = {"first": first_tokens(llm, count, num_tokens)}
         if twice:
-            found["again"] = first_tokens(llm, num_tokens)
+            found["again"] = first_tokens(llm, count, num_tokens)
         drain(llm)
         report = llm.engine.report_tiers()
         found["outcomes"] = [dict(tier.loads.blocks_by_outcome) for tier in report.tiers]
     return found
 
 
-def step_ratios(model: str, folder: str, num_tokens: int) -> dict[str, float]:
+def step_ratios(model: str, folder: str, count: int, num_tokens: int) -> dict[str, float]:
     """The 99th percentiles of steps beside loads and stores, as ratios of those alone."""
     from foreword import LLM, SamplingParams
     from foreword.engine import Prompt
@@ -79,7 +80,7 @@ def step_ratios(model: str, folder: str, num_tokens: int) -> dict[str, float]:
         for number in range(NUM_DECODING):
             token_ids = rng.integers(0, 30_000, 64).astype(np.int32)
             engine.add_request(f"decodes {number}", Prompt(token_ids), endless)
-        stored = prompts(num_tokens)
+        stored = prompts(count, num_tokens)
         for _ in range(30):
             engine.step()
         numbers = iter(range(10**6))
@@ -90,11 +91,11 @@ def step_ratios(model: str, folder: str, num_tokens: int) -> dict[str, float]:
                 engine.step()
                 seconds[kind].append(time.perf_counter() - began)
 
-        for number in range(NUM_ROUNDS):
+        for number in range(max(1, count - 1)):
             steps("alone")
             engine.manager.evict_blocks(range(engine.manager.num_blocks))
             request_id = f"loads {next(numbers)}"
-            token_ids = np.array(stored[number % NUM_PROMPTS], np.int32)
+            token_ids = np.array(stored[number], np.int32)
             output = engine.add_request(request_id, Prompt(token_ids), SamplingParams(max_tokens=1))
             while not output.finished:
                 began = time.perf_counter()
@@ -134,7 +135,7 @@ def in_a_child(job: str, *values: Any) -> Any:
 
 
 JOBS = {
-    "run": lambda model, places, tokens, twice: run_once(model, places, tokens, twice=twice),
+    "run": lambda model, places, count, tokens, twice: run_once(model, places, count, tokens, twice=twice),
     "steps": step_ratios,
 }
 
@@ -147,34 +148,38 @@ def drop_from_page_cache(folder: Path) -> None:
         os.close(fd)
 
 
-def engine_figures(folder: Path, *, quick: bool = False) -> dict[str, float]:
-    """All figures; `quick`: a small model and short prompts, whose figures mean nothing."""
-    from foreword.model.checkpoint.random_weights import DEMO_SHAPE, QWEN2_0_5B, save_random_model
+def engine_figures(folder: Path, count: int, *, quick: bool = False) -> dict[str, float]:
+    """All figures, of `count` prompts; `quick`: a small model and short prompts, whose figures mean nothing."""
+    from foreword.model.checkpoint.random_weights import DEMO_SHAPE, QWEN2_0_5B, fast_dtype, save_random_model
 
     shape = DEMO_SHAPE if quick else QWEN2_0_5B
     tokens, model, disk = (512 if quick else PROMPT_TOKENS), str(folder / "model"), folder / "disk"
     folder.mkdir(parents=True, exist_ok=True)
-    save_random_model(Path(model), shape)
-    first = in_a_child("run", model, {"cache_dir": str(disk)}, tokens, True)
+    save_random_model(Path(model), shape, dtype=fast_dtype())
+    first = in_a_child("run", model, {"cache_dir": str(disk)}, count, tokens, True)
     drop_from_page_cache(disk)
-    second = in_a_child("run", model, {"cache_dir": str(disk)}, tokens, False)
+    second = in_a_child("run", model, {"cache_dir": str(disk)}, count, tokens, False)
     answers = [first["first"][2], first["again"][2], second["first"][2]]
     miss, memory, from_disk = (statistics.median(run[0]) for run in (first["first"], first["again"], second["first"]))
     figures = {
+        "prompts": float(count),
+        "bytes_a_weight": 2.0 if fast_dtype() == "bfloat16" else 4.0,
         "ttft_miss_4096_ms": miss,
         "ttft_ram_hit_4096_ms": memory,
         "ttft_disk_hit_4096_ms": from_disk,
         "disk_hit_over_ram_hit_ms": from_disk - memory,
         "disk_hit_tokens": float(min(second["first"][1])),
     }
-    with_server(folder, lambda url: figures.update(store_figures(model, url, tokens, memory, answers)))
+    with_server(folder, lambda url: figures.update(store_figures(model, url, count, tokens, memory, answers)))
     assert all(own == answers[0] for own in answers), "a tier changed an answer"
-    return {**figures, **in_a_child("steps", model, str(disk), tokens)}
+    return {**figures, **in_a_child("steps", model, str(disk), count, tokens)}
 
 
-def store_figures(model: str, url: str, tokens: int, memory: float, answers: list[list[int]]) -> dict[str, float]:
-    in_a_child("run", model, {"cache_store": url}, tokens, False)
-    third = in_a_child("run", model, {"cache_store": url}, tokens, False)
+def store_figures(
+    model: str, url: str, count: int, tokens: int, memory: float, answers: list[list[int]]
+) -> dict[str, float]:
+    in_a_child("run", model, {"cache_store": url}, count, tokens, False)
+    third = in_a_child("run", model, {"cache_store": url}, count, tokens, False)
     answers.append(third["first"][2])
     from_store = statistics.median(third["first"][0])
     return {

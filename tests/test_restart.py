@@ -21,7 +21,7 @@ from foreword.errors import ConfigError
 from foreword.request import RequestOutput
 from live_server import ServerProcess
 from tiers.store_world import shared_server
-from tiny_models import TinyModels, random_tokens
+from tiny_models import RECIPES, TinyModels, random_tokens, save_model
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.7, seed=11, logprobs=3, ignore_eos=True)
 KINDS = {
@@ -114,6 +114,90 @@ def test_another_model_or_arithmetic_finds_nothing(tiny_models: TinyModels, tmp_
             assert generate(llm).num_cached_tokens == 0
     with open_llm(tiny_models.folder("llama"), dtype="float32", cache_dir=tmp_path / "cache") as llm:
         assert generate(llm).num_cached_tokens == 0
+
+
+def reason_of(output: RequestOutput) -> str | None:
+    assert output.explanation is not None
+    return output.explanation.reason
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": "bfloat16"}, "tier_other_model"),
+        ({"block_size": 32}, "tier_other_model"),
+        ({"attention_kernel": "reference"}, "tier_other_arithmetic"),
+        ({"cache_exact": False}, "tier_other_arithmetic"),
+        ({"key_salt": "another deployment"}, "never_seen"),
+    ],
+)
+def test_a_miss_says_that_the_disk_has_the_prompt_of_another_identity(
+    tiny_models: TinyModels, tmp_path: Path, options: dict[str, Any], reason: str
+) -> None:
+    folder, cache = tiny_models.folder("qwen2"), tmp_path / "cache"
+    with open_llm(folder, dtype="float32", cache_dir=cache) as llm:
+        generate(llm)
+    with open_llm(folder, **{"dtype": "float32", "cache_dir": cache, **options}) as llm:
+        other = random_tokens(np.random.default_rng(6), 100)
+        tenants = {"prompt_token_ids": PROMPT, "cache_salt": "another tenant"}
+        assert llm.explain({"prompt_token_ids": PROMPT}).reason == reason
+        assert llm.explain({"prompt_token_ids": other}).reason == "never_seen"
+        assert llm.explain(tenants).reason == "never_seen", "another tenant must not learn it"
+        assert reason_of(generate(llm, PROMPT[:40])) == reason
+        assert reason_of(generate(llm, PROMPT[:32] + other)) == "never_seen", "the prompts differ after the hit"
+        assert reason_of(generate(llm)) == reason, "the rest, after a hit of two blocks"
+        assert llm.engine.manager.stats.misses[reason] >= 2
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_miss_says_that_the_disk_has_the_prompt_of_other_weights(tmp_path: Path) -> None:
+    found = []
+    for seed in (0, 1, 0):
+        folder = save_model(tmp_path / str(seed) / "model", RECIPES["qwen3_next"], seed=seed)
+        with open_llm(folder, cache_dir=tmp_path / "cache") as llm:
+            if seed:
+                assert llm.explain({"prompt_token_ids": PROMPT}).reason == "tier_other_model"
+            found.append((generate(llm).num_cached_tokens > 0, reason_of(generate(llm, PROMPT[:600]))))
+    assert [hit for hit, _ in found] == [False, False, True]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_next"])
+@pytest.mark.parametrize("limit", [{"cache_daily_write_bytes": 1}, {"cache_admission": "twice"}])
+def test_a_miss_says_that_its_blocks_were_not_stored(
+    tiny_models: TinyModels, tmp_path: Path, name: str, limit: dict[str, Any]
+) -> None:
+    def ask(llm: LLM) -> RequestOutput:
+        output = generate(llm)
+        while llm.engine.store_on():
+            time.sleep(0.001)
+        llm.reset_prefix_cache()
+        return output
+
+    with open_llm(tiny_models.folder(name), cache_dir=tmp_path / "cache", **limit) as llm:
+        assert reason_of(ask(llm)) == "never_seen"
+        assert reason_of(ask(llm)) == "dropped_by_admission"
+        assert llm.explain({"prompt_token_ids": PROMPT[:8] + PROMPT}).reason == "never_seen"
+        third = ask(llm)
+        stored = llm.engine.report_tiers().stores
+    if "cache_admission" in limit:
+        assert third.cached_tokens_by_tier["disk"] >= 600, "what was computed twice is stored"
+        assert stored.num_not_admitted > 0
+    else:
+        assert reason_of(third) == "dropped_by_admission"
+        assert (stored.num_bytes, stored.num_dropped_offers > 0) == (0, True)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next"])
+def test_a_prompt_that_is_asked_about_after_a_restart_is_in_the_tier(
+    tiny_models: TinyModels, tmp_path: Path, name: str
+) -> None:
+    for start in range(2):
+        with open_llm(tiny_models.folder(name), cache_dir=tmp_path / "cache") as llm:
+            assert llm.explain({"prompt_token_ids": PROMPT}).reason == ("in_tier" if start else "never_seen")
+            generate(llm)
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -23,6 +23,7 @@ from foreword.cache import (
     EventLog,
     EvictionPolicy,
     KVCacheManager,
+    MissReason,
     PinnedPolicy,
     chain_root,
     make_hash_function,
@@ -30,15 +31,16 @@ from foreword.cache import (
     make_policy,
 )
 from foreword.config import CacheConfig, EngineConfig, Environment, ModelConfig, TierConfig
-from foreword.engine import BlockKeys, Engine, ModelLimits, TextTools, TierDirector
+from foreword.engine import BlockKeys, Engine, ModelLimits, OtherIdentity, TextTools, TierDirector
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
 from foreword.model.checkpoint.weights_digest import WeightsDigest
 from foreword.model.cpu.head_start import head_start
 from foreword.model.loading_log import LoadingLog
 from foreword.request import SamplingParams
 from foreword.text import TextStream, Tokenizer
+from foreword.tiers.admission import Admission
 from foreword.tiers.disk.disk_tier import DiskTier
-from foreword.tiers.disk.manifest import manifest_facts
+from foreword.tiers.disk.manifest import identity_in, manifest_facts
 from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.host.host_tier import HostTier
 from foreword.tiers.identity import CacheIdentity
@@ -56,6 +58,9 @@ if TYPE_CHECKING:
     from foreword.model.storage import KVStorage
 
 logger = logging.getLogger(__name__)
+
+MOST_OTHERS = 4
+"""Identities that explanations look for; each costs a miss 0.2 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +210,22 @@ def open_tiers(config: EngineConfig) -> list[Tier]:
     return tiers
 
 
+def _other_identities(config: EngineConfig, own: CacheIdentity, tiers: Sequence[Tier]) -> list[OtherIdentity]:
+    """Other models and arithmetics whose blocks the cache's folder held at the start: first those of the same model."""
+    others = []
+    for tier in tiers:
+        for facts in tier.described().values() if isinstance(tier, DiskTier) else ():
+            identity, block_size = identity_in(facts), facts.get("block_size")
+            if identity is None or identity.namespace == own.namespace or not isinstance(block_size, int):
+                continue
+            same = identity.model_id == own.model_id
+            reason = MissReason.TIER_OTHER_ARITHMETIC if same else MissReason.TIER_OTHER_MODEL
+            root = _block_keys(config, identity).root
+            others.append(OtherIdentity(tier, identity.namespace, root, max(1, block_size), reason))
+    others.sort(key=lambda other: other.reason is MissReason.TIER_OTHER_MODEL)
+    return others[:MOST_OTHERS]
+
+
 def _host_tier(options: TierConfig, model: LoadedModel, memory: BlockBytes, num_groups: int) -> list[Tier]:
     """Pinned memory of this machine, below a GPU's pool; empty if none is asked for."""
     if options.cache_host_bytes is None:
@@ -297,7 +318,9 @@ def build_engine(
             memory,
             manager,
             identity.namespace,
+            admission=Admission(config.tiers.cache_admission, layout.block_size),
             max_bytes_per_day=config.tiers.cache_daily_write_bytes,
+            others=_other_identities(config, identity, tiers),
         ),
         seed=config.seed,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from foreword.cache.account.ledger import Eviction, MissReason
 from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit
@@ -26,6 +27,18 @@ COMPUTED_ELSEWHERE_IF_AT_ALL = (
     MissReason.MEDIA_DIFFERS,
 )
 """Reasons that say that no block has the missing key: another request may be computing that block right now."""
+MAY_LIE_BELOW = (*COMPUTED_ELSEWHERE_IF_AT_ALL, MissReason.STATE_NOT_SAVED, MissReason.EVICTED)
+
+
+class Below(Protocol):
+    """What lies below the pool, as far as explanations ask."""
+
+    def why_missed(self, sequence: TokenSequence, num_tokens: int, *, was_here: bool) -> MissReason | None:
+        """What is known below of the sequence's block after `num_tokens` tokens, which the pool lacks; None: nothing.
+
+        `was_here`: the pool had it once.
+        """
+        ...
 
 
 class LoadFailure(enum.StrEnum):
@@ -80,7 +93,11 @@ class LookupExplanation:
 
 
 def explain_lookup(
-    sequence: TokenSequence, hit: PrefixHit, coordinator: KVCacheCoordinator, others: Iterable[TokenSequence]
+    sequence: TokenSequence,
+    hit: PrefixHit,
+    coordinator: KVCacheCoordinator,
+    others: Iterable[TokenSequence],
+    below: Below | None = None,
 ) -> LookupExplanation:
     """Explain the lookup of `sequence` that found `hit`; `others` are the sequences that hold blocks now."""
     length = len(sequence)
@@ -92,6 +109,9 @@ def explain_lookup(
     missing = hit.num_shared_tokens // sequence.block_size
     if reason in COMPUTED_ELSEWHERE_IF_AT_ALL and _is_in_flight(sequence, missing, others):
         reason = MissReason.IN_FLIGHT
+    elif below is not None and reason in MAY_LIE_BELOW:
+        was_here = reason is MissReason.EVICTED
+        reason = below.why_missed(sequence, hit.num_shared_tokens, was_here=was_here) or reason
     ghosts_end = hit.num_shared_tokens + coordinator.num_ghost_tokens(sequence, hit)
     return LookupExplanation(
         length,

@@ -34,7 +34,7 @@ from foreword.cache.account.stats import CachingMetrics
 from foreword.cache.block_ids import BlockIds, Int64Array, as_block_ids
 from foreword.cache.eviction.choose import make_policy
 from foreword.cache.eviction.policy import EvictionPolicy
-from foreword.cache.explain import LookupExplanation, explain_lookup
+from foreword.cache.explain import Below, LookupExplanation, explain_lookup
 from foreword.cache.groups.choose import get_kv_cache_coordinator
 from foreword.cache.groups.coordinator import PrefixHit
 from foreword.cache.groups.group_specs import FullAttentionSpec, GroupSpec
@@ -95,6 +95,8 @@ class KVCacheManager(TieredCache):
         super().__init__(coordinator, policy, block_size)
         self._not_looked_up = replace(coordinator.nothing, skipped=True)
         coordinator.reserve()
+        self.below: Below | None = None
+        """What lies below the pool, which explanations ask; None: nothing."""
         self._explanations: dict[int, LookupExplanation] = {}
         """Row -> the explanation of the lookup that admitted it; empty without a ledger."""
         self._sequences: dict[int, TokenSequence] = {}
@@ -147,7 +149,7 @@ class KVCacheManager(TieredCache):
                 "leave prefix caching on"
             )
         hit = hit if hit is not None else self._coordinator.find_hit_of_next_step(sequence)
-        return explain_lookup(sequence, hit, self._coordinator, self._sequences.values())
+        return explain_lookup(sequence, hit, self._coordinator, self._sequences.values(), self.below)
 
     def explanation_of(self, request_id: str) -> LookupExplanation | None:
         """The explanation of the lookup that admitted a held request; None without a ledger."""

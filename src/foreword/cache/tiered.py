@@ -19,6 +19,7 @@ import numpy as np
 
 from foreword.cache.block_ids import NULL_BLOCK, BlockIds
 from foreword.cache.entries import PinnableCache
+from foreword.cache.eviction.policy import LearningPolicy
 from foreword.cache.groups.coordinator import ELSEWHERE, Keys
 from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
@@ -44,6 +45,11 @@ class TieredCache(PinnableCache):
         Blocks that the present step fills count too, so copy none before its commit.
         """
         return self._coordinator.cached_blocks(sequence)
+
+    def chance_of_return(self, num_blocks: int) -> float:
+        """The share of blocks that are used again, of requests that add `num_blocks`; 1.0 if the policy learns none."""
+        policy = self._policy
+        return policy.chance_of_return(num_blocks) if isinstance(policy, LearningPolicy) else 1.0
 
     def take_blocks(self, count: int) -> BlockIds | None:
         """Take blocks to be filled, which nothing finds before `adopt`; None, and no change, if fewer are free."""

@@ -44,6 +44,8 @@ class CacheView:
         """Tokens per block of the sequences that it serves."""
         self._coordinator, self._pool = coordinator, coordinator.pool
         self._pins = policy if isinstance(policy, PinnedPolicy) else None
+        self._policy = policy.inner if isinstance(policy, PinnedPolicy) else policy
+        """The order of blocks without pins."""
         self._row_of: dict[str, int] = {}
         """Request id -> row in the tables of all groups, of the requests that hold blocks."""
 

@@ -4,6 +4,7 @@ Knows names, defaults, ranges and the meaning of vLLM's options here; knows noth
 """
 
 from foreword.config.engine import (
+    AdmissionName as AdmissionName,
     CacheConfig as CacheConfig,
     TierConfig as TierConfig,
     Dtype as Dtype,

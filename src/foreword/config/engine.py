@@ -32,6 +32,7 @@ LIBRARY_SWITCHES = (
 )
 HashName = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 EvictionName = Literal["lru", "lfu", "slru", "fifo", "last_accessed", "priority", "value"]
+AdmissionName = Literal["all", "twice", "room", "heads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,9 @@ class TierConfig:
     whoever can write to the server can change answers."""
     cache_daily_write_bytes: int | None = None
     """Most bytes to write below the KV memory in a day, to spare a disk. None: no limit."""
+    cache_admission: AdmissionName = "all"
+    """What is stored below the KV memory: "all"; what is computed "twice"; all while there is "room", then as "twice";
+    the "heads" of prompts. `foreword replay --tier` compares them on your traffic."""
 
     def __post_init__(self) -> None:
         for name in ("cache_host_bytes", "cache_disk_bytes", "cache_daily_write_bytes"):
@@ -199,6 +203,7 @@ class TierConfig:
             raise ConfigError(
                 f"cache_store_key_file={self.cache_store_key_file!r} signs what a server holds; give cache_store too"
             )
+        _one_of("cache_admission", self.cache_admission, get_args(AdmissionName))
         if not 0.0 < self.cache_store_ttl_s < 1e9:
             raise ConfigError(f"cache_store_ttl_s={self.cache_store_ttl_s} is no time to keep; use seconds above 0")
 

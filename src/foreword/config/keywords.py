@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import TypedDict
 
-from foreword.config.engine import Dtype, EvictionName, HashName, IndexName, KernelName, Policy
+from foreword.config.engine import AdmissionName, Dtype, EvictionName, HashName, IndexName, KernelName, Policy
 
 
 class ModelKeywords(TypedDict, total=False):
@@ -66,6 +66,7 @@ class TierKeywords(TypedDict, total=False):
     cache_store_ttl_s: float
     cache_store_key_file: str | os.PathLike[str] | None
     cache_daily_write_bytes: int | str | None
+    cache_admission: AdmissionName
 
 
 class SchedulerKeywords(TypedDict, total=False):

@@ -8,6 +8,7 @@ from foreword.engine.engine import Engine
 from foreword.engine.prompt import BlockKeys, Mark, ModelLimits, Prompt, TextTools
 from foreword.engine.simulated import SimulatedScheduler
 from foreword.engine.snapshot import Snapshot
+from foreword.engine.tiering.below import OtherIdentity
 from foreword.engine.tiering.director import TierDirector, TierReport, TiersReport
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Engine",
     "Mark",
     "ModelLimits",
+    "OtherIdentity",
     "Prompt",
     "SimulatedScheduler",
     "Snapshot",

@@ -239,9 +239,11 @@ class Engine:
             self._outputs.note_kept(request, tuple(self._keep(prompt, mark, now) for mark in prompt.marks))
 
     def _keep(self, prompt: Prompt, mark: Mark, now: float) -> CacheEntry:
-        beginning = replace(prompt, token_ids=prompt.token_ids[: mark.end])
+        sequence = self._intake.sequence("", replace(prompt, token_ids=prompt.token_ids[: mark.end]))
         wish = EntryWish(now + mark.ttl_s, prompt.owner, mark.source, refresh_s=mark.ttl_s)
-        return self.manager.keep_prefix(self._intake.sequence("", beginning), wish, now)
+        entry = self.manager.keep_prefix(sequence, wish, now)
+        self._tiers.offer_pinned(sequence, entry.num_kept_tokens)
+        return entry
 
     def _fail(self, batch: Batch, error: BaseException) -> NoReturn:
         """End the requests of a batch that could not be computed, and raise the error.
@@ -341,7 +343,10 @@ class Engine:
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0.0 < ttl_s < math.inf:
             raise InvalidRequestError(f"ttl_s={ttl_s!r} is not a time; use a positive, finite number of seconds")
         now = self.clock()
-        return self.manager.keep_prefix(self._intake.sequence("", prompt), EntryWish(now + ttl_s), now).num_kept_tokens
+        sequence = self._intake.sequence("", prompt)
+        entry = self.manager.keep_prefix(sequence, EntryWish(now + ttl_s), now)
+        self._tiers.offer_pinned(sequence, entry.num_kept_tokens)
+        return entry.num_kept_tokens
 
     def unpin_prefix(self, prompt: Prompt) -> None:
         """End the entry that `pin_prefix` made of this prompt; blocks that another entry keeps stay."""

@@ -265,6 +265,7 @@ class Scheduler:
         request.num_scheduled_tokens = end
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = time.monotonic()
+            request.loads.num_offered_tokens = hit.num_shared_tokens
             num_cached = request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
             request.cached_tokens_by_tier = request.loads.tokens_by_tier(num_cached)
             request.explain(self.manager.explanation_of(request.request_id))

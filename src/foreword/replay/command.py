@@ -22,9 +22,10 @@ from foreword.replay.lines import PromptEncoder
 from foreword.replay.picture import check_format, write_picture
 from foreword.replay.report import as_json, capacity_name, gigabytes, print_report, table_of
 from foreword.replay.simulator import OPTIMUM, ReplayResult, Simulation
-from foreword.replay.tiers import ADMISSIONS, TierOption, replay_tiers
+from foreword.replay.tiers import TierOption, replay_tiers
 from foreword.replay.timing import Routing, StepCost, TimingOptions, simulate_time
 from foreword.replay.trace import TraceReader
+from foreword.tiers.admission import ADMISSIONS
 
 DEFAULT_POLICIES = "lru,value,optimum"
 SATURATED = 0.95

@@ -1,12 +1,8 @@
 """What a tier below the memory would give, and what is worth storing in it: two levels of LRU over recorded requests.
 
 Knows prefix keys, two capacities and rules of admission; knows nothing of bytes on disk. A request finds the blocks
-before its first one that neither level has. What it computes goes to memory and, where the rule admits it, to the tier:
-
-    all       every block is stored
-    twice     a block is stored when it is computed for the second time: traffic that never returns is never written
-    room      every block while the tier has room, then as `twice`: a restart keeps everything of a young tier
-    heads     the first blocks of each prompt are stored, which prompts share most often
+before its first one that neither level has. What it computes goes to memory and, where the rule admits it, to the tier
+(`foreword.tiers.admission`, which the engine calls too).
 """
 
 from __future__ import annotations
@@ -16,13 +12,11 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from foreword.config import AdmissionName
 from foreword.errors import ConfigError
 from foreword.replay.capacity import Capacity, parse_capacity, parse_with_unit
 from foreword.replay.trace import RecordedRequest
-
-ADMISSIONS = ("all", "twice", "room", "heads")
-HEAD_TOKENS = 4096
-"""Of a prompt, which `heads` stores."""
+from foreword.tiers.admission import ADMISSIONS, Admission
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +49,7 @@ class TierReplay:
 
     memory_blocks: int
     tier_blocks: int
-    admission: str
+    admission: AdmissionName
     num_blocks: int = 0
     """Blocks of all prompts."""
     memory_hits: int = 0
@@ -72,12 +66,11 @@ class TierReplay:
 class TwoLevels:
     """A memory over a tier, both least recently used first out."""
 
-    def __init__(self, memory_blocks: int, tier_blocks: int, admission: str, block_tokens: int) -> None:
+    def __init__(self, memory_blocks: int, tier_blocks: int, admission: AdmissionName, block_tokens: int) -> None:
         self.result = TierReplay(memory_blocks, tier_blocks, admission)
-        self._head_blocks = max(1, HEAD_TOKENS // block_tokens)
+        self._admission = Admission(admission, block_tokens)
         self._memory: OrderedDict[int, None] = OrderedDict()
         self._tier: OrderedDict[int, None] = OrderedDict()
-        self._computed: set[int] = set()
 
     def admit(self, keys: list[int]) -> None:
         """Serve a request whose prompt has these blocks."""
@@ -105,16 +98,8 @@ class TwoLevels:
 
     def _store(self, number: int, key: int) -> None:
         """Store a block that was computed, if the rule admits it."""
-        match self.result.admission:
-            case "twice" | "room" as rule:
-                has_room = rule == "room" and len(self._tier) < self.result.tier_blocks
-                admitted = has_room or key in self._computed
-                self._computed.add(key)
-            case "heads":
-                admitted = number < self._head_blocks
-            case _:
-                admitted = True
-        if admitted:
+        has_room = len(self._tier) < self.result.tier_blocks
+        if self._admission.admits(number, key, has_room=has_room):
             self._tier[key] = None
             self.result.num_written += 1
 

@@ -97,7 +97,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class Loaded:
-    """What tiers gave a request while it waited."""
+    """What tiers gave a request while it waited, and what they were offered of it."""
 
     may_ask: bool = True
     """Whether they are asked for what the pool lacks of its prefix."""
@@ -107,6 +107,8 @@ class Loaded:
     """The number of loads that had ended when there was last no room for one."""
     failure: LoadFailure | None = None
     """Why the last wait was in vain, if it was."""
+    num_offered_tokens: int = 0
+    """Leading tokens that it found cached, or that were offered to tiers."""
 
     def tokens_by_tier(self, num_cached_tokens: int) -> dict[str, int]:
         """Tokens of a hit by the tier that gave them, and `memory` for the rest; without zeros."""

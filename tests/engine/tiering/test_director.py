@@ -384,6 +384,26 @@ def test_blocks_on_their_way_to_a_tier_are_not_given_away() -> None:
     assert found.num_cached_tokens == 39
 
 
+def test_the_head_of_a_prefix_is_not_given_away_for_its_tail() -> None:
+    """Its blocks are the next that eviction would take."""
+    tier = LateTier()
+    fill(tier)
+    tier.load_s = 60.0
+    world = world_on(tier, num_blocks=20)
+    for name, prompt in (("head", PROMPT[:16]), ("fills", [3] * 32), ("the pool", [4] * 32)):
+        one = output(world, name, prompt, max_tokens=1)
+        while not one.finished or world.engine.store_on():
+            world.step()
+            tier.finish()
+    found = output(world, "second")
+    world.step()
+    assert [len(keys) for _, _, keys, _ in tier.jobs] == [6], "four blocks are in the pool"
+    tier.finish()
+    world.drain()
+    assert found.num_cached_tokens == 39
+    assert found.outputs[0].token_ids == answer(PROMPT, 1, 5)
+
+
 def test_a_real_disk_serves_the_next_engine(tmp_path: Path) -> None:
     for start in range(2):
         with DiskTier(tmp_path / "cache") as tier:

@@ -20,7 +20,7 @@ from foreword.cache import BlockState, LoadFailure, LookupExplanation, MissReaso
 from foreword.cache.index.tree_view import MAX_SHOWN_TOKENS
 from foreword.engine import TierReport, TiersReport
 from foreword.engine.tiering.loads import LoadCounts
-from foreword.engine.tiering.stores import StoreCounts
+from foreword.engine.tiering.offers import StoreCounts
 from foreword.server.dashboard import drawings
 from foreword.server.dashboard.page import RATE_S, tokens_per_second
 from foreword.server.dashboard.pinning import prompt_of_prefix

@@ -52,6 +52,16 @@ class MissReason(enum.StrEnum):
     """The request asked for its whole prompt to be computed."""
     IN_FLIGHT = "in_flight"
     """Another request is computing it right now."""
+    LOADING = "loading"
+    """It is being loaded from a tier, or was when the request stopped waiting for that."""
+    IN_TIER = "in_tier"
+    """A tier has it: a request loads it if that is faster than computing it."""
+    DROPPED_BY_ADMISSION = "dropped_by_admission"
+    """It was computed, and not stored in a tier: by the rule of admission, the daily limit, or for want of room."""
+    TIER_OTHER_ARITHMETIC = "tier_other_arithmetic"
+    """A tier has it, computed by other kernels, another version or another processor."""
+    TIER_OTHER_MODEL = "tier_other_model"
+    """A tier has it, computed with other weights, or cached in another layout or number format."""
 
 
 class EvictionCause(enum.StrEnum):

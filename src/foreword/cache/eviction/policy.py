@@ -82,3 +82,11 @@ class KeyedPolicy(Protocol):
 
     def note_keys(self, block_ids: BlockIds, keys: Sequence[BlockHash]) -> None:
         """The keys of the blocks of the last `note_cached`, in the same order."""
+
+
+@runtime_checkable
+class LearningPolicy(Protocol):
+    """A policy that learns from the traffic which blocks return."""
+
+    def chance_of_return(self, num_blocks: int) -> float:
+        """The share of blocks that are used again within the policy's memory, of requests that add `num_blocks`."""

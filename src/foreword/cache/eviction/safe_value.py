@@ -47,7 +47,8 @@ class SafeValuePolicy(EmptyFirstPolicy):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self._lru = ShadowPool(LruPolicy(num_blocks), num_blocks)
-        self._value = ShadowPool(ValuePolicy(num_blocks), num_blocks)
+        self._learner = ValuePolicy(num_blocks)
+        self._value = ShadowPool(self._learner, num_blocks)
         self._shadows = (self._lru, self._value)
         self._followed = self._value
         self.num_uses = 0
@@ -76,6 +77,10 @@ class SafeValuePolicy(EmptyFirstPolicy):
     def num_hits_alone(self) -> int:
         """The number of blocks that `ValuePolicy` alone would have found."""
         return self._value.num_hits
+
+    def chance_of_return(self, num_blocks: int) -> float:
+        """What its `ValuePolicy` has learned, whichever shadow it follows."""
+        return self._learner.chance_of_return(num_blocks)
 
     # ---------------------------------------------------------------- events for the shadows
 

@@ -181,6 +181,7 @@ class _Hazards:
         self.counted_to: Int64Array = np.zeros(len(edges), np.int64)
         """For each edge, the first use that has not been counted there."""
         self._value: FloatArray = np.empty_like(self.reached)
+        self._chance: FloatArray = np.empty(NUM_CLASSES)
         self.settle()
 
     def bins(self, ages: Int64Array) -> Int64Array:
@@ -220,10 +221,19 @@ class _Hazards:
     @property
     def value(self) -> FloatArray:
         """The logarithm of the value, by class and bin. Computed on demand, so that hits need not wait for it."""
+        self._update()
+        return self._value
+
+    @property
+    def chance(self) -> FloatArray:
+        """The probability that blocks are hit before the highest age, by class."""
+        self._update()
+        return self._chance
+
+    def _update(self) -> None:
         if self._settled is not None:
             self._compute(*self._settled)
             self._settled = None
-        return self._value
 
     def _compute(self, hit: FloatArray, reached: FloatArray) -> None:
         hazards = np.minimum(_estimates(hit, reached), 0.98)
@@ -232,9 +242,16 @@ class _Hazards:
             rest = hazards[:, start:]
             still = np.cumprod(1.0 - rest, axis=1)  # probability of no hit until the end of each bin
             before = np.concatenate((np.ones((NUM_CLASSES, 1)), still[:, :-1]), axis=1)
+            if not start:
+                self._chance[:] = 1.0 - still[:, -1]
             time = np.cumsum(self.widths[start:] * (before + still) / 2, axis=1)
             self._value[:, start] = ((1.0 - still) / time).max(axis=1)
         self._value = np.rint(STEPS_PER_DOUBLING * np.log2(self._value))
+
+
+def _size(num_added: int) -> int:
+    """The class of the number of blocks that a request added."""
+    return min(1 + int(2 * math.log2(num_added)), NUM_SIZES - 1) if num_added else 0
 
 
 def _estimates(hit: FloatArray, reached: FloatArray) -> FloatArray:
@@ -323,10 +340,13 @@ class ValuePolicy(EmptyFirstPolicy):
         """The classes of blocks that a request frees, the last block of its prefix first."""
         times = self._times[block_ids]
         num_added = int(np.count_nonzero(times == 0))
-        size = min(1 + int(2 * math.log2(num_added)), NUM_SIZES - 1) if num_added else 0
-        classes = USE_CLASS[times] * (2 * NUM_SIZES) + size
+        classes = USE_CLASS[times] * (2 * NUM_SIZES) + _size(num_added)
         classes[0] += NUM_SIZES
         return classes
+
+    def chance_of_return(self, num_blocks: int) -> float:
+        """The share of blocks that are used again within its memory, of requests that add `num_blocks`."""
+        return float(self._hazards.chance[_size(num_blocks)])
 
     def _tell_time(self) -> None:
         """Count uses from time to time; `value` computes values from the counts on demand."""

@@ -132,6 +132,11 @@ class TokenSequence:
             return self.block_hashes()
         return self._hash_new_blocks(self._plain_hashes, NO_EXTRA_KEYS)
 
+    def keys_after(self, root: BlockHash, block_size: int, num_blocks: int) -> list[BlockHash]:
+        """The keys that its first blocks would have after another root and with blocks of another size."""
+        tokens = self.token_ids[: num_blocks * block_size]
+        return hash_blocks(self._hash_fn, root, tokens, block_size, 0, self.extra_keys)
+
     def _hash_new_blocks(self, hashes: list[BlockHash], extra_keys: ExtraKeys) -> list[BlockHash]:
         """Append the keys of new full blocks to a list, and return the list."""
         known, full = len(hashes), self.num_full_blocks

@@ -14,13 +14,16 @@ from copy import deepcopy
 from dataclasses import dataclass
 
 from foreword.batch import Entries
-from foreword.cache import KVCacheManager, PrefixHit
+from foreword.cache import KVCacheManager, PrefixHit, TokenSequence
+from foreword.engine.tiering.below import BelowThePool, OtherIdentity
 from foreword.engine.tiering.block_memory import BlockMemory, UnknownMemory
 from foreword.engine.tiering.loads import LoadCounts, Loads
+from foreword.engine.tiering.offers import Offers, StoreCounts
 from foreword.engine.tiering.prefix_files import PrefixFiles
 from foreword.engine.tiering.step_cost import StepCost
-from foreword.engine.tiering.stores import StoreCounts, Stores
+from foreword.engine.tiering.stores import Stores
 from foreword.request import Request
+from foreword.tiers.admission import Admission
 from foreword.tiers.tier import NAMESPACE_BYTES, Tier, TierStats
 
 logger = logging.getLogger(__name__)
@@ -60,13 +63,24 @@ class TierDirector:
         manager: KVCacheManager,
         namespace: bytes,
         *,
+        admission: Admission | None = None,
         max_bytes_per_day: int | None = None,
+        others: Sequence[OtherIdentity] = (),
     ) -> None:
-        """`tiers`: the nearest first; of two that have as much of a prefix, the first one serves it."""
+        """`tiers`: the nearest first; of two that have as much of a prefix, the first one serves it.
+
+        `admission`: what is stored; None: everything. `others`: whose blocks explanations look for.
+        """
         self._tiers, self._manager = tuple(tiers), manager
         self._cost = StepCost()
         self._loads = Loads(self._tiers, memory, manager, namespace, self._cost)
-        self._stores = Stores(self._tiers, memory, manager, namespace, max_bytes_per_day=max_bytes_per_day)
+        admission = admission or Admission("all", manager.block_size)
+        self._offers = Offers(self._tiers, memory, manager, self._cost, admission)
+        self._stores = Stores(
+            self._tiers, memory, manager, namespace, self._offers, max_bytes_per_day=max_bytes_per_day
+        )
+        if tiers:
+            manager.below = BelowThePool(self._loads, self._offers.dropped, manager, others)
         self.prefix_files = PrefixFiles(self._tiers, memory, manager, namespace)
         """Exports and imports."""
         self._num_planned = self._num_settled = 0
@@ -139,7 +153,16 @@ class TierDirector:
     def offer(self, request: Request, num_tokens: int) -> None:
         """The first `num_tokens` tokens of a request are computed, or will be by a step that is planned."""
         if self._tiers:
-            self._stores.offer(request.sequence, num_tokens)
+            likely_end = max((end for end in request.message_ends if end <= num_tokens), default=0)
+            if likely_end and num_tokens > request.num_prompt_tokens:
+                likely_end = num_tokens  # the answer is a message too
+            self._offers.add(request.sequence, request.loads.num_offered_tokens, num_tokens, likely_end)
+            request.loads.num_offered_tokens = max(request.loads.num_offered_tokens, num_tokens)
+
+    def offer_pinned(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of a sequence were pinned."""
+        if self._tiers:
+            self._offers.add_pinned(sequence, num_tokens)
 
     def leave(self, request: Request) -> None:
         """A waiting request has left."""

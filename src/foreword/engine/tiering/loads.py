@@ -20,6 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -127,6 +128,8 @@ class Loads:
         self._asked: dict[Request, list[Ticket]] = {}
         """Requests that wait for tiers to say what they have."""
         self._owner_of: dict[BlockHash, Load] = {}
+        self._gave_up: WeakSet[TokenSequence] = WeakSet()
+        """Whose requests stopped waiting while their blocks were being loaded."""
         self.arrived = threading.Event()
         """Set by every load that ends by itself."""
         self.wants_pause = False
@@ -221,7 +224,26 @@ class Loads:
         for load in self._loads.copy():
             for request in load.waiting:
                 request.loads.may_ask = False
+                self._gave_up.add(request.sequence)
             self._cancel(load)
+
+    # ------------------------------------------------------------ explanations
+
+    def is_loading(self, sequence: TokenSequence, key: BlockHash) -> bool:
+        """Whether the block with this key is being loaded, or was when the sequence's request stopped waiting."""
+        return key in self._owner_of or sequence in self._gave_up
+
+    def can_load(self, sequence: TokenSequence, num_tokens: int) -> bool:
+        """Whether a tier has what makes a hit longer than `num_tokens`, the sequence's longest hit in the pool."""
+        manager, first = self._manager, num_tokens // self._manager.block_size
+        keys = manager.keys_by_group(sequence)
+        if manager.has_one_full_group:
+            return any(self._stored(tier, 0, keys[0][first : first + 1]) for tier in self._tiers)
+        for tier in self._tiers:
+            tables = manager.find_hit_with(sequence, [self._stored(tier, *own) for own in enumerate(keys)])
+            if len(tables[0]) * manager.groups[0].block_size > num_tokens:
+                return True
+        return False
 
     def _plan(self, sequence: TokenSequence, hit: PrefixHit) -> _Plan | None:
         """The load that makes the longest hit, if any is faster than computing."""

@@ -2,8 +2,8 @@
 
 Knows sequences, blocks, tiers and numbers of steps; knows nothing of queues or files.
 
-A sequence is offered when its prompt is computed and when its request leaves. Sequences are stored in that order, in
-chunks, one at a time: the head of a prefix before its tail.
+A sequence is offered when its prompt is computed and when its request leaves. Sequences are stored in the order of
+`Offers`, in chunks, one at a time: the head of a prefix before its tail.
 
 Fences. The blocks of a chunk are held until the tiers have them, so that nobody overwrites them. The chunk begins when
 every step that was planned when it was chosen is settled: such a step may still fill one of its blocks. A chunk that
@@ -13,45 +13,24 @@ takes too long is cancelled. While requests run, stores take a fifth of the time
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import NULL_BLOCK, KVCacheManager, TokenSequence
 from foreword.engine.tiering.block_memory import BlockMemory, BlocksOfParts, Part
+from foreword.engine.tiering.offers import Offer, Offers
 from foreword.tiers.ticket import Outcome, Ticket
-from foreword.tiers.tier import EXACT, BlockKeys, BlockRun, Tier, joined_keys
+from foreword.tiers.tier import EXACT, BlockKeys, BlockRun, BoolArray, Tier, joined_keys
 
 CHUNK_BYTES = 32 << 20
-MOST_OFFERS = 512
-"""Sequences that wait to be stored; the oldest are dropped beyond that."""
 PATIENCE_S = 10.0
 """A chunk that a tier does not write within this time is given up."""
 REST_FACTOR = 4.0
 """While requests run, a rest follows each chunk, this many times as long as the chunk took."""
 DAY_S = 86_400
-
-
-@dataclass(slots=True)
-class StoreCounts:
-    """What stores did so far."""
-
-    num_chunks: int = 0
-    num_bytes: int = 0
-    num_dropped_offers: int = 0
-    """Sequences that waited too long, or that came when the day's bytes were written."""
-    blocks_by_outcome: Counter[str] = field(default_factory=Counter)
-
-
-class Offer(NamedTuple):
-    """A sequence whose first `num_tokens` tokens are computed, or are being computed by steps that are planned."""
-
-    sequence: TokenSequence
-    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -67,8 +46,8 @@ class _Chunk:
     num_planned: int
     """Steps planned when it was chosen."""
     num_bytes: int
-    payload_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """[blocks]"""
+    run: BlockRun | None = None
+    """What the tiers store; None before it begins."""
     tickets: list[Ticket] = field(default_factory=list)
     started: float = 0.0
 
@@ -82,20 +61,21 @@ class Stores:
         memory: BlockMemory,
         manager: KVCacheManager,
         namespace: bytes,
+        offers: Offers,
         *,
         max_bytes_per_day: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tiers, self._memory, self._manager, self._namespace = tiers, memory, manager, namespace
         self._max_bytes_per_day, self._clock = max_bytes_per_day, clock
-        self._offers: deque[Offer] = deque()
+        self._offers = offers
         self._chunk: _Chunk | None = None
         self._rest_until = 0.0
         self._day_began, self._bytes_today = clock(), 0
-        self.counts = StoreCounts()
+        self.counts = offers.counts
 
     def __len__(self) -> int:
-        """Sequences that are not stored yet."""
+        """Offers that are not stored yet."""
         return len(self._offers) + (self._chunk is not None)
 
     @property
@@ -107,15 +87,6 @@ class Stores:
     def bytes_today(self) -> int:
         """Bytes stored since the day of `max_bytes_per_day` began."""
         return 0 if self._clock() - self._day_began > DAY_S else self._bytes_today
-
-    def offer(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Store the blocks that these tokens fill, some time."""
-        if num_tokens < self._manager.block_size:
-            return
-        self._offers.append(Offer(sequence, num_tokens))
-        if len(self._offers) > MOST_OFFERS:
-            self._offers.popleft()
-            self.counts.num_dropped_offers += 1
 
     def go_on(self, num_planned: int, num_settled: int, *, is_busy: bool) -> None:
         """Finish, begin or choose the next chunk, without waiting. `is_busy`: requests run, so leave them time."""
@@ -152,13 +123,12 @@ class Stores:
 
     def _choose(self, num_planned: int) -> _Chunk | None:
         """Hold the next blocks that a tier lacks; sequences that have none are done with."""
-        while self._offers:
-            offer = self._offers.popleft()
+        while (offer := self._offers.take()) is not None:
             chunk = self._chunk_of(offer, num_planned)
             if chunk is None:
                 continue
             if not self._may_write(chunk.num_bytes):
-                self.counts.num_dropped_offers += 1
+                self._offers.drop(offer)
                 continue
             for part in chunk.parts:
                 self._manager.hold_blocks(part.block_ids)
@@ -173,6 +143,8 @@ class Stores:
         names = names_of(self._manager, self._namespace, offer.sequence, parts)
         missing = [(tier, ~tier.lookup(names)) for tier in self._tiers]
         wanted = np.logical_or.reduce([lacks for _, lacks in missing])
+        if offer.admitted is not None:
+            wanted &= np.concatenate([self._admitted(part, offer.admitted) for part in parts])
         if not wanted.any():
             return None
         chosen: list[npt.NDArray[np.int64]] = []
@@ -197,31 +169,39 @@ class Stores:
             num_bytes,
         )
 
+    def _admitted(self, part: Part, admitted: BoolArray) -> BoolArray:
+        """Which blocks of a part to store; the last block of the sequence that each one covers decides."""
+        width = self._manager.groups[part.group_id].block_size // self._manager.block_size
+        return admitted[(part.numbers + 1) * width - 1]
+
     def _is_still_cached(self, chunk: _Chunk) -> bool:
         """Whether no step that should have filled one of the blocks has failed since the chunk was chosen."""
-        now = cached_parts(self._manager, *chunk.offer)
+        now = cached_parts(self._manager, chunk.offer.sequence, chunk.offer.num_tokens)
         return _places(chunk.parts).items() <= _places(now).items()
 
     def _begin(self, chunk: _Chunk) -> None:
         """Hand the blocks to the tiers."""
         chunk.started = self._clock()
         run = run_of(self._manager, self._memory, self._namespace, chunk.offer.sequence, chunk.parts)
-        chunk.payload_bytes = run.payload_bytes
+        chunk.run = run
         chunk.tickets += [tier.store(run) for tier in chunk.tiers]
 
     def _finish(self, chunk: _Chunk, *, is_busy: bool) -> None:
         """Count a chunk and release it. If its sequence has more, that comes next, while something gets through."""
-        seconds, gets_through = self._clock() - chunk.started, False
+        seconds, gets_through, run = self._clock() - chunk.started, False, chunk.run
+        assert run is not None, "the chunk has not begun"
         for ticket in chunk.tickets:
             outcomes = ticket.report.outcomes
             self.counts.blocks_by_outcome.update(ticket.report.by_reason())
-            num_bytes = int(chunk.payload_bytes[outcomes == Outcome.DONE].sum())
+            num_bytes = int(run.payload_bytes[outcomes == Outcome.DONE].sum())
+            refused = np.isin(outcomes, (Outcome.QUEUE_FULL, Outcome.NO_ROOM))
+            self._offers.dropped.note([key.tobytes() for key in run.keys.keys[refused]])
             self.counts.num_bytes += num_bytes
             self._bytes_today += num_bytes
             gets_through |= bool(np.isin(outcomes, (Outcome.DONE, Outcome.PRESENT)).any())
         self.counts.num_chunks += 1
-        if gets_through and not chunk.is_last:
-            self._offers.appendleft(chunk.offer)
+        if not chunk.is_last:
+            (self._offers.put_back if gets_through else self._offers.drop)(chunk.offer)
         if is_busy:
             self._rest_until = self._clock() + REST_FACTOR * seconds
         self._release(chunk)

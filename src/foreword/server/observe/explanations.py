@@ -34,6 +34,11 @@ IN_WORDS = {
     MissReason.STATE_NOT_SAVED: "no recurrent state was kept there",
     MissReason.LOOKUP_SKIPPED: "the request asked for its whole prompt to be computed",
     MissReason.IN_FLIGHT: "another request was computing it at that moment",
+    MissReason.LOADING: "it was being loaded from a tier below the pool at that moment",
+    MissReason.IN_TIER: "a tier below the pool has it, and loads it where that is faster than computing",
+    MissReason.DROPPED_BY_ADMISSION: "it was computed, and not stored in a tier below the pool",
+    MissReason.TIER_OTHER_ARITHMETIC: "a tier below the pool has it from other kernels, versions or processors",
+    MissReason.TIER_OTHER_MODEL: "a tier below the pool has it of other weights, or in another layout or number format",
 }
 
 LOAD_FAILURES_IN_WORDS = {

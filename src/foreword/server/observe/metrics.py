@@ -182,6 +182,7 @@ class _EngineCollector(Collector):
         yield self._counter(
             "tier_dropped_sequences", "Sequences that were not stored.", report.stores.num_dropped_offers
         )
+        yield self._counter("tier_refused_blocks", "Blocks refused by cache_admission.", report.stores.num_not_admitted)
         yield self._gauge("tier_written_bytes_today", "Bytes stored since the day began.", report.bytes_today)
 
     def _tenants(self, records: Records) -> Iterator[Metric]:

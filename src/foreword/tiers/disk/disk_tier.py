@@ -24,7 +24,7 @@ from foreword.tiers.clock import Clock
 from foreword.tiers.disk.directory import CacheDirectory, unusable
 from foreword.tiers.disk.files import FileLayer, RealFiles, can_leave_cache, close_quietly, physical_bytes
 from foreword.tiers.disk.loader import Loader
-from foreword.tiers.disk.manifest import Facts, write_manifest
+from foreword.tiers.disk.manifest import Facts, read_manifests, write_manifest
 from foreword.tiers.disk.scanner import Scanner
 from foreword.tiers.disk.segment_index import SegmentIndex
 from foreword.tiers.disk.segments import SegmentTable
@@ -156,6 +156,13 @@ class DiskTier:
             write_manifest(self._state.files, directory.root, directory.home, namespace, facts)
         except OSError as error:
             logger.warning("the manifest of namespace %s cannot be written: %s", namespace.hex(), error)
+
+    def described(self) -> dict[bytes, Facts]:
+        """What `describe` has written down in this directory so far, by namespace. Reads small files."""
+        state = self._state
+        with contextlib.suppress(OSError):
+            return read_manifests(state.files, state.directory.root).facts
+        return {}
 
     def wait_scanned(self, timeout_s: float | None = None) -> bool:
         """Wait until what was here when the tier was opened can be looked up; True if it can."""

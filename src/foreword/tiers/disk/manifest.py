@@ -38,6 +38,16 @@ def manifest_facts(identity: CacheIdentity, model_name: str, block_size: int) ->
     }
 
 
+def identity_in(facts: Facts) -> CacheIdentity | None:
+    """The identity that a manifest's facts describe; None if they are not those of its namespace."""
+    try:
+        own = [str(facts[name]) for name in ("model_id", "arithmetic_id", "layout", "namespace")]
+        identity = CacheIdentity(own[0], own[1], own[2], exact=bool(facts["exact"]))
+    except KeyError:
+        return None
+    return identity if identity.namespace.hex() == own[3] else None
+
+
 class Manifests(NamedTuple):
     """The manifests of a cache directory."""
 

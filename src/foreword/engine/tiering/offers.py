@@ -1,0 +1,176 @@
+"""Offers: sequences that wait to be stored, in the order in which they are.
+
+Knows sequences, what was computed of them, and seconds; knows nothing of chunks and of what tiers have.
+
+Pinned prefixes come first. Then come the heads of prompts, and conversations up to the end of their last message, which
+later prompts repeat. Then comes the rest. Within each rank the offer comes first that saves the most seconds a byte:
+
+    chance that a later request uses it  *  (seconds to compute it - seconds to load it)  /  bytes
+
+The chance is what the eviction policy has learned of requests that add this number of blocks. The rule of admission
+decides which blocks are offered at all. Keys of blocks that are not stored stay known for a while, for explanations.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache import KVCacheManager, TokenSequence
+from foreword.engine.tiering.block_memory import BlockMemory
+from foreword.engine.tiering.step_cost import StepCost
+from foreword.tiers.admission import HEAD_TOKENS, Admission
+from foreword.tiers.tier import Tier
+
+MOST_OFFERS = 512
+"""Sequences that wait to be stored; beyond that the last in order is dropped."""
+FULL_SHARE = 0.9
+"""Of a tier's budget; eviction keeps it a few segments below."""
+
+
+@dataclass(slots=True)
+class StoreCounts:
+    """What stores did so far."""
+
+    num_chunks: int = 0
+    num_bytes: int = 0
+    num_dropped_offers: int = 0
+    """Sequences that found the queue full, or that came when the day's bytes were written."""
+    num_not_admitted: int = 0
+    """Blocks that were computed and not offered, by the rule of admission."""
+    blocks_by_outcome: Counter[str] = field(default_factory=Counter)
+
+
+class Rank(enum.IntEnum):
+    """What is stored first."""
+
+    REST = 0
+    LIKELY = 1
+    """The head of a prompt, or a conversation up to the end of its last message."""
+    PINNED = 2
+
+
+class Offer(NamedTuple):
+    """A sequence whose first `num_tokens` tokens are computed, or are being computed by steps that are planned."""
+
+    sequence: TokenSequence
+    num_tokens: int
+    rank: Rank
+    worth: float
+    """Expected seconds saved a byte."""
+    admitted: npt.NDArray[np.bool_] | None
+    """Whether to store each block of the sequence; None: all."""
+
+
+class DroppedKeys:
+    """The newest keys that were not stored, as numbers in a ring."""
+
+    def __init__(self, size: int = 1 << 16) -> None:
+        self._ring: npt.NDArray[np.uint64] = np.zeros(size, np.uint64)
+        self._next = 0
+
+    def note(self, keys: Sequence[bytes]) -> None:
+        """Remember these keys, the first ones if there are too many."""
+        numbers = _numbers(keys[: len(self._ring)])
+        self._ring[(self._next + np.arange(len(numbers))) % len(self._ring)] = numbers
+        self._next += len(numbers)
+
+    def __contains__(self, key: bytes) -> bool:
+        return bool((self._ring == _numbers([key])[0]).any())
+
+
+def _numbers(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(b"".join(key[:8] for key in keys), np.uint64)
+
+
+class Offers:
+    """The queue."""
+
+    def __init__(
+        self, tiers: Sequence[Tier], memory: BlockMemory, manager: KVCacheManager, cost: StepCost, admission: Admission
+    ) -> None:
+        self._tiers, self._memory, self._manager, self._cost, self._admission = tiers, memory, manager, cost, admission
+        self._waiting: list[Offer] = []
+        """In order of arrival."""
+        self.dropped = DroppedKeys()
+        self.counts = StoreCounts()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sequence: TokenSequence, start: int, end: int, likely_end: int) -> None:
+        """Offer a sequence of which tokens `start` to `end` (exclusive) were computed.
+
+        Later requests are likely to repeat the tokens before `likely_end`.
+        """
+        if end < self._manager.block_size:
+            return
+        admitted = None if self._admission.rule == "all" else self._admit(sequence, start, end)
+        if admitted is not None and not admitted.any():
+            return
+        likely_end = min(end, max(likely_end, HEAD_TOKENS))
+        self._put(Offer(sequence, likely_end, Rank.LIKELY, self._worth(start, likely_end), admitted))
+        if likely_end < end:
+            self._put(Offer(sequence, end, Rank.REST, self._worth(start, end), admitted))
+
+    def add_pinned(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """Offer the first tokens of a sequence before all others, whatever the rule of admission says."""
+        self._put(Offer(sequence, num_tokens, Rank.PINNED, 0.0, None))
+
+    def put_back(self, offer: Offer) -> None:
+        """Let an offer that was taken come before its equals."""
+        self._waiting.insert(0, offer)
+
+    def take(self) -> Offer | None:
+        """The next offer."""
+        if not self._waiting:
+            return None
+        return self._waiting.pop(max(range(len(self._waiting)), key=self._place))
+
+    def drop(self, offer: Offer) -> None:
+        """Give up an offer that was taken."""
+        self.counts.num_dropped_offers += 1
+        self.dropped.note(offer.sequence.block_hashes()[: offer.num_tokens // self._manager.block_size])
+
+    def clear(self) -> None:
+        """Forget all offers."""
+        self._waiting.clear()
+
+    def _put(self, offer: Offer) -> None:
+        self._waiting.append(offer)
+        if len(self._waiting) > MOST_OFFERS:
+            self.drop(self._waiting.pop(min(range(len(self._waiting)), key=self._place)))
+
+    def _place(self, number: int) -> tuple[Rank, float]:
+        return self._waiting[number].rank, self._waiting[number].worth
+
+    def _worth(self, start: int, end: int) -> float:
+        """Expected seconds saved a byte by storing tokens `start` to `end` (exclusive)."""
+        sizes = [spec.block_size for spec in self._manager.groups]
+        num_bytes = sum((end // size - start // size) * self._memory.payload_bytes(g) for g, size in enumerate(sizes))
+        compute_s = self._cost.seconds(start, end)
+        if num_bytes <= 0 or compute_s is None:
+            return 0.0
+        load_s = min((tier.estimate_load_s(num_bytes) for tier in self._tiers), default=0.0)
+        chance = self._manager.chance_of_return((end - start) // self._manager.block_size)
+        return chance * max(0.0, compute_s - load_s) / num_bytes
+
+    def _admit(self, sequence: TokenSequence, start: int, end: int) -> npt.NDArray[np.bool_]:
+        """Which blocks of a sequence to store, given which tokens were computed, [blocks]."""
+        size, keys, stats = self._manager.block_size, sequence.block_hashes(), [tier.stats() for tier in self._tiers]
+        has_room = any(not one.budget_bytes or one.shared_bytes < FULL_SHARE * one.budget_bytes for one in stats)
+        admitted = np.zeros(len(keys), np.bool_)
+        refused = []
+        for number, key in enumerate(keys[start // size : end // size], start // size):
+            admitted[number] = self._admission.admits(number, int.from_bytes(key[:8], "little"), has_room=has_room)
+            if not admitted[number]:
+                refused.append(key)
+        self.dropped.note(refused)
+        self.counts.num_not_admitted += len(refused)
+        return admitted
