@@ -33,6 +33,8 @@ class Chat:
     ending: Ending = WHOLE
     num_bytes: int = 0
     """Length of the body that asked; work on long ones leaves the event loop."""
+    thinking_budget: int | None = None
+    """Most tokens of reasoning; None: any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,7 @@ async def start_chat(
 
     Raises APIError, InvalidRequestError or ChatTemplateError for chats that this model, or this server, cannot answer.
     """
-    template = None if service.llm.tokenizer is None else service.llm.tokenizer.chat_template
-    use = await off_loop(chat.num_bytes, lambda: ToolUse(chat.tools, chat.choice, template))
-    # Tools are in the prompt even if none may be called: the prefix stays the same.
-    inputs = {**chat.template_inputs, **({"tools": list(chat.tools)} if chat.tools else {})}
+    use, inputs = await _tool_use(service, chat)
     params = replace(params, stop=(*params.stop, *use.stop))
     if use.is_forced:
         if params.open_constraint is not None:
@@ -87,6 +86,20 @@ async def start_chat(
     caller = replace(caller, template_digests=await off_loop(chat.num_bytes, lambda: digests(inputs)))
     answer = await service.start(caller, response_id, [prompt], params, stream=stream)
     return ChatAnswer(answer, use)
+
+
+async def count_tokens(service: Service, chat: Chat) -> int:
+    """The number of tokens of a conversation's prompt. Raises the errors of `start_chat`."""
+    _, inputs = await _tool_use(service, chat)
+    return len(await service.render_chat(chat.messages, ending=chat.ending, template_inputs=inputs))
+
+
+async def _tool_use(service: Service, chat: Chat) -> tuple[ToolUse, dict[str, Any]]:
+    """The use of a chat's tools, and all inputs of its template besides the messages."""
+    template = None if service.llm.tokenizer is None else service.llm.tokenizer.chat_template
+    use = await off_loop(chat.num_bytes, lambda: ToolUse(chat.tools, chat.choice, template))
+    # Tools are in the prompt even if none may be called: the prefix stays the same.
+    return use, {**chat.template_inputs, **({"tools": list(chat.tools)} if chat.tools else {})}
 
 
 def text_of(parts: Sequence[Part]) -> str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from foreword.server.dialects.anthropic.dialect import Anthropic
 from foreword.server.dialects.dialect import Dialect
 from foreword.server.dialects.openai.dialect import OpenAI
 
-DIALECTS: tuple[Dialect, ...] = (OpenAI(),)
+DIALECTS: tuple[Dialect, ...] = (Anthropic(), OpenAI())
 """In the order in which they are asked whether a call is theirs; the last one takes every call."""
 
 
