@@ -29,6 +29,12 @@ class InvalidRequestError(ForewordError, ValueError):
 class PromptTooLongError(InvalidRequestError):
     """The prompt leaves no room for an answer within `max_model_len`."""
 
+    def __init__(self, message: str, num_tokens: int, max_tokens: int) -> None:
+        """The prompt has `num_tokens` tokens, and may have `max_tokens` at most."""
+        super().__init__(message)
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+
 
 class RequestTooLargeError(InvalidRequestError):
     """The request needs more KV blocks than the whole pool has."""

@@ -137,7 +137,9 @@ class Intake:
         if room < 1:
             raise PromptTooLongError(
                 f"the prompt has {length} tokens, but max_model_len={self._limits.max_model_len} must hold prompt and "
-                "answer; shorten the prompt or raise max_model_len"
+                "answer; shorten the prompt or raise max_model_len",
+                length,
+                self._limits.max_model_len - 1,
             )
         if params.min_tokens > room:
             raise InvalidRequestError(

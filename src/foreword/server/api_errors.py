@@ -5,6 +5,8 @@ Knows HTTP status codes and our error tree; knows nothing of FastAPI.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from foreword.errors import CacheBusyError, EngineError, ForewordError, InvalidRequestError, PromptTooLongError
 
 
@@ -29,8 +31,28 @@ class APIError(ForewordError):
         self.headers = headers
 
 
-class UnknownFieldError(APIError):
-    """400: the body has a field, `param`, that the server does not know."""
+class InvalidFieldError(APIError):
+    """400: a field of the body is wrong. Dialects may say so in words of their own."""
+
+    def __init__(self, message: str, *, param: str | None, where: Sequence[int | str], problem: str) -> None:
+        super().__init__(400, message, param=param)
+        self.where = where
+        """The field's place: keys and positions, and names of types where a field may be of several."""
+        self.problem = problem
+        """Pydantic's sentence."""
+
+
+class UnknownFieldError(InvalidFieldError):
+    """400: the body has a field that the server does not know."""
+
+
+class LongPromptError(APIError):
+    """400: the prompt has too many tokens."""
+
+    def __init__(self, message: str, num_tokens: int, max_tokens: int) -> None:
+        super().__init__(400, message, code="context_length_exceeded")
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> APIError:
@@ -68,8 +90,9 @@ def too_busy(retry_after_s: int) -> APIError:
 
 
 def timed_out(limit_s: float) -> APIError:
-    """408: the request exceeded its time limit."""
-    return APIError(408, f"The request took longer than {limit_s:g} s and was ended.", kind="timeout", code="timeout")
+    """408: the request exceeded its time limit. Clients that try again would have it computed twice."""
+    message = f"The request took longer than {limit_s:g} s and was ended."
+    return APIError(408, message, kind="timeout", code="timeout", headers={"x-should-retry": "false"})
 
 
 def engine_failed(reason: str) -> APIError:
@@ -90,7 +113,7 @@ def from_error(error: Exception) -> APIError:
         case APIError():
             return error
         case PromptTooLongError():
-            return bad_request(str(error), code="context_length_exceeded")
+            return LongPromptError(str(error), error.num_tokens, error.max_tokens)
         case InvalidRequestError():
             return bad_request(str(error))
         case CacheBusyError():

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 
 from foreword.server.access.tenants import Tenant
-from foreword.server.api_errors import APIError, UnknownFieldError, bad_request
+from foreword.server.api_errors import APIError, InvalidFieldError, UnknownFieldError, bad_request
 from foreword.server.bodies.body_limits import BodyLimits
 from foreword.server.bodies.fields import Body
 from foreword.server.bodies.json_scan import parse_json, scan_json
@@ -100,12 +100,14 @@ def explain_invalid(errors: Sequence[Mapping[str, Any]]) -> APIError:
     first = errors[0]
     where = [part for at, part in enumerate(first["loc"]) if at or part not in ("body", "query", "path")]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")[:200] or None
+    message = f"Invalid value for {param or 'the body'}: {first['msg']}"
     if first["type"] == "extra_forbidden":
         remedy = "Leave it out; a server started with --ignore-unknown-fields ignores it."
-        return UnknownFieldError(400, f"Unrecognized request argument supplied: {param}. {remedy}", param=param)
+        message = f"Unrecognized request argument supplied: {param}. {remedy}"
+        return UnknownFieldError(message, param=param, where=where, problem=first["msg"])
     if first["type"] == "missing":
-        return bad_request(f"Missing required parameter: {param or 'the body'}", param=param)
-    return bad_request(f"Invalid value for {param or 'the body'}: {first['msg']}", param=param)
+        message = f"Missing required parameter: {param or 'the body'}"
+    return InvalidFieldError(message, param=param, where=where, problem=first["msg"])
 
 
 # --------------------------------------------------------------- the API's document

@@ -30,7 +30,7 @@ from foreword.server.access.quotas import Quotas
 from foreword.server.access.shared_prefixes import SharedPrefixes, common_beginning
 from foreword.server.access.tenants import Tenant, Tenants
 from foreword.server.answer_stream import AnswerStream, Job
-from foreword.server.api_errors import bad_request, too_busy, unknown_model, wrong_key
+from foreword.server.api_errors import LongPromptError, bad_request, too_busy, unknown_model, wrong_key
 from foreword.server.bodies.body_limits import BodyLimits
 from foreword.server.bodies.json_scan import scan_json
 from foreword.server.bodies.unknown_fields import UnknownFields
@@ -45,7 +45,7 @@ from foreword.server.observe.tracing import Tracing
 from foreword.server.observe.traffic_log import TrafficLog, log_request
 from foreword.server.options import ServerConfig
 from foreword.server.records import Records, RequestRecord
-from foreword.server.template_check import check_template, warn_of
+from foreword.server.template_check import check_template, takes_system_anywhere, warn_of
 from foreword.text import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -129,6 +129,8 @@ class Service:
             self.records.on_finished(Listener("request_log", log_request))
         self.template_changes = [] if llm.tokenizer is None else check_template(llm.tokenizer)
         warn_of(self.template_changes)
+        self.takes_system_anywhere = llm.tokenizer is not None and takes_system_anywhere(llm.tokenizer)
+        """Whether the chat template writes a system message in the middle of a conversation where it stands."""
         self.shared_prefixes = SharedPrefixes(
             [prefix for path in config.share_prefix for prefix in self._read_prefix(path)]
         )
@@ -326,10 +328,8 @@ class Service:
         """Raises APIError 400 if a prompt is longer than the server takes."""
         most = self.config.max_prompt_tokens
         if most is not None and num_tokens > most:
-            raise bad_request(
-                f"the prompt has {num_tokens} tokens, and this server takes {most} at most",
-                code="context_length_exceeded",
-            )
+            message = f"the prompt has {num_tokens} tokens, and this server takes {most} at most"
+            raise LongPromptError(message, num_tokens, most)
 
     def _extra_keys(self, prompt: npt.NDArray[np.int32], salt: str | None) -> ExtraKeys:
         if salt is None:

@@ -72,6 +72,8 @@ KINDS = (
     ),
 )
 
+_PROBE = (("system", "one"), ("user", "two"), ("system", "three"))
+
 
 @dataclass(frozen=True, slots=True)
 class TemplateChange:
@@ -109,6 +111,16 @@ def check_template(tokenizer: Tokenizer) -> list[TemplateChange]:
                 changes.append(change)
                 break
     return changes
+
+
+def takes_system_anywhere(tokenizer: Tokenizer) -> bool:
+    """Whether the template writes a system message after a question there; some refuse it, move it or drop it."""
+    system, question, note = ({"role": role, "content": f"{role} {text}"} for role, text in _PROBE)
+    try:
+        text = tokenizer.spell(tokenizer.render_chat([system, question, note]).tolist())
+    except ForewordError:
+        return False
+    return text.count(note["content"]) == 1 and text.index(note["content"]) > text.index(question["content"])
 
 
 def warn_of(changes: Sequence[TemplateChange]) -> None:

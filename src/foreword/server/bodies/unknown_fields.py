@@ -64,7 +64,10 @@ def _remove(body: Any, place: Sequence[Any]) -> None:
     """Remove a field. Some parts of its place name a type of a union, not a key; they are skipped."""
     *inside, name = place
     for part in inside:
-        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int)):
-            body = body[part]
+        inner = body[part] if isinstance(body, list) and isinstance(part, int) else None
+        if isinstance(body, dict):
+            inner = body.get(part)
+        if isinstance(inner, dict | list):  # a type may have the name of one of its fields
+            body = inner
     if isinstance(body, dict):
         body.pop(name, None)

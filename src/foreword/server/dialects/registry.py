@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from foreword.server.dialects.anthropic.dialect import Anthropic
 from foreword.server.dialects.dialect import Dialect
 from foreword.server.dialects.gemini.dialect import Gemini
 from foreword.server.dialects.openai.dialect import OpenAI
 
-DIALECTS: tuple[Dialect, ...] = (Gemini(), OpenAI())
+DIALECTS: tuple[Dialect, ...] = (Anthropic(), Gemini(), OpenAI())
 """In the order in which they are asked whether a call is theirs; the last one takes every call."""
 
 

@@ -47,7 +47,8 @@ def json_schema(schema: Any, where: str) -> dict[str, Any]:
             case _ if name in _SAME:
                 made[name] = int(value) if name in _NUMBERS and _is_count(value) else value
             case _ if name not in _NOT_ASKED:
-                raise UnknownFieldError(400, f"Unrecognized request argument supplied: {place}", param=place)
+                message = f"Unrecognized request argument supplied: {place}"
+                raise UnknownFieldError(message, param=place, where=(place,), problem="unknown")
     if "properties" in made:
         made.setdefault("additionalProperties", False)
     return _or_null(made) if given.get("nullable") is True else made

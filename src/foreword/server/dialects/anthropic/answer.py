@@ -1,0 +1,198 @@
+"""Writes messages, whole or as events.
+
+Knows the order of Anthropic's events and the form of blocks; knows nothing of HTTP. message_start waits for the first
+token: clients read the prompt's usage from it, and by then the engine knows how much of the prompt was cached.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+from pydantic_core import from_json
+
+from foreword.server.answer_stream import Delta
+from foreword.server.bodies.off_loop import off_loop
+from foreword.server.chats.chat import ChatAnswer
+from foreword.server.dialects.anthropic.fields import CreateMessageRequest
+from foreword.server.dialects.dialect import Event
+from foreword.text.reply import Call, Part, Reasoning, Text
+
+BYTES_PER_TOKEN = 64
+"""Estimated bytes of a token in an event of its own."""
+
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+"""Stop reasons by our finish reasons; a grammar that allows no further token is the refusal."""
+
+
+class MessageAnswer:
+    """Writes one message."""
+
+    piece_depth = 4
+
+    def __init__(self, answer: ChatAnswer, body: CreateMessageRequest) -> None:
+        self.answer = answer.stream
+        self._chat_answer = answer
+        self._body = body
+        self._num_output_tokens = 0
+
+    def num_bytes(self, deltas: Sequence[Delta]) -> int:
+        """Estimated bytes of these deltas."""
+        return BYTES_PER_TOKEN * sum(len(delta.token_ids) for delta in deltas)
+
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        (delta,) = deltas
+        self._num_output_tokens = len(delta.token_ids)
+        reply = self._chat_answer.read(delta)
+        message = self._message() | {"content": _blocks(reply.parts)} | self._end(delta, reply.finish_reason)
+        return message | {"usage": {**self._usage(), "service_tier": "standard"}}
+
+    async def events(self) -> AsyncIterator[list[Event]]:
+        """Events of a streamed answer."""
+        blocks = _BlockEvents()
+        is_begun = False
+        async for deltas in self.answer.deltas():
+            yield await off_loop(self.num_bytes(deltas), partial(self._events_of, deltas, blocks, is_begun=is_begun))
+            is_begun = True
+
+    def _events_of(self, deltas: Sequence[Delta], blocks: _BlockEvents, *, is_begun: bool) -> list[Event]:
+        (delta,) = deltas
+        self._num_output_tokens += len(delta.token_ids)
+        reply = self._chat_answer.read(delta)
+        events: list[dict[str, Any]] = []
+        if not is_begun:
+            usage = {**self._usage(), "service_tier": "standard"}
+            events.append({"type": "message_start", "message": {**self._message(), "usage": usage}})
+        events += (event for part in reply.parts for event in blocks.of(part))
+        if delta.finish_reason is not None:
+            events += blocks.close()
+            end = {"type": "message_delta", "delta": self._end(delta, reply.finish_reason), "usage": self._usage()}
+            events += ({**end, **self._context_management()}, {"type": "message_stop"})
+        return [(event["type"], event) for event in events]
+
+    def _message(self) -> dict[str, Any]:
+        """The fields of a message that are known at its start."""
+        message: dict[str, Any] = {
+            "id": self.answer.jobs[0].record.response_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._body.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "stop_details": None,
+            "container": None,
+        }
+        if self._body.diagnostics is not None:
+            is_first = self._body.diagnostics.previous_message_id is None
+            message["diagnostics"] = None if is_first else {"cache_miss_reason": {"type": "unavailable"}}
+        return message | self._context_management()
+
+    def _context_management(self) -> dict[str, Any]:
+        return {} if self._body.context_management is None else {"context_management": {"applied_edits": []}}
+
+    def _end(self, delta: Delta, finish_reason: str | None) -> dict[str, Any]:
+        """Why the answer ended. Whole calls that a stop string ended are calls."""
+        reason, sequence = _REASONS.get(finish_reason or "", "end_turn"), None
+        if finish_reason == "length" and self._num_output_tokens < self._body.max_tokens:
+            reason = "model_context_window_exceeded"
+        elif finish_reason == "stop" and delta.stop_reason in (self._body.stop_sequences or ()):
+            reason, sequence = "stop_sequence", delta.stop_reason
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _usage(self) -> dict[str, Any]:
+        """The three counts of input add up to the prompt."""
+        record = self.answer.jobs[0].record
+        return {
+            "input_tokens": record.num_computed_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": record.num_cached_tokens,
+            "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+            "output_tokens": self._num_output_tokens,
+        }
+
+
+# ----------------------------------------------------------------------- blocks
+
+
+def _blocks(parts: Iterable[Part]) -> list[dict[str, Any]]:
+    """The content of a whole message: what a client makes of the events."""
+    blocks: list[dict[str, Any]] = []
+    events = _BlockEvents()
+    told = [event for part in parts for event in events.of(part)]
+    for event in (*told, *events.close()):
+        if event["type"] == "content_block_start":
+            blocks.append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            delta = event["delta"]
+            if delta["type"] == "input_json_delta":
+                blocks[-1]["input"] = from_json(delta["partial_json"], allow_partial=True)
+            else:
+                blocks[-1] |= {key: blocks[-1][key] + value for key, value in delta.items() if key != "type"}
+    return blocks
+
+
+class _BlockEvents:
+    """Turns parts of a reply into events; neighbouring pieces of text, or of reasoning, make one block."""
+
+    def __init__(self) -> None:
+        self._num_begun = 0
+        self._open: type[Part] | None = None
+        self._digest = sha256()
+
+    def of(self, part: Part) -> Iterator[dict[str, Any]]:
+        """The events of the next part."""
+        if isinstance(part, Call):
+            yield from self.close()
+            name = {"id": f"toolu_{secrets.token_hex(12)}", "name": part.name}
+            yield self._start({"type": "tool_use", **name, "input": {}})
+            yield self._delta("input_json_delta", partial_json=_input_json(part))
+            yield self._stop()
+            return
+        if self._open is not type(part):
+            yield from self.close()
+            self._open = type(part)
+            is_text = isinstance(part, Text)
+            empty = {"text": "", "citations": None} if is_text else {"thinking": "", "signature": ""}
+            yield self._start({"type": "text" if is_text else "thinking", **empty})
+        if isinstance(part, Text):
+            yield self._delta("text_delta", text=part.text)
+        else:
+            self._digest.update(part.text.encode("utf-8", "surrogatepass"))
+            yield self._delta("thinking_delta", thinking=part.text)
+
+    def close(self) -> Iterator[dict[str, Any]]:
+        """The end of the open block, if there is one. Some clients drop reasoning without a signature."""
+        if self._open is None:
+            return
+        if self._open is Reasoning:
+            yield self._delta("signature_delta", signature=self._digest.hexdigest())
+            self._digest = sha256()
+        self._open = None
+        yield self._stop()
+
+    def _start(self, block: dict[str, Any]) -> dict[str, Any]:
+        self._num_begun += 1
+        return {"type": "content_block_start", "index": self._num_begun - 1, "content_block": block}
+
+    def _delta(self, kind: str, **change: str) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._num_begun - 1, "delta": {"type": kind, **change}}
+
+    def _stop(self) -> dict[str, Any]:
+        return {"type": "content_block_stop", "index": self._num_begun - 1}
+
+
+def _input_json(call: Call) -> str:
+    """The arguments of a call as JSON text: an object, or the beginning of one."""
+    if not call.is_complete:
+        return call.arguments
+    try:
+        value = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        value = call.arguments
+    return call.arguments if isinstance(value, dict) else json.dumps({"arguments": value})

@@ -1,0 +1,68 @@
+"""Anthropic's dialect: errors, pings and models. A call is in it by its path, or by the version that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from foreword.server.api_errors import APIError, bad_request
+from foreword.server.dialects.anthropic import endpoints
+from foreword.server.dialects.anthropic.errors import body_of_error, status_of
+from foreword.server.dialects.anthropic.fields import CountMessageTokensRequest, CreateMessageRequest
+from foreword.server.dialects.dialect import Dialect, ErrorAnswer, Event
+from foreword.server.service import Service
+
+MOST_MODELS = 1000
+
+
+class Anthropic(Dialect):
+    """The API of anthropic's clients, in all of its versions."""
+
+    name = "anthropic"
+    routers = (endpoints.router,)
+    bodies = (CreateMessageRequest, CountMessageTokensRequest)
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def speaks(self, path: str, headers: Mapping[str, str]) -> bool:
+        return "anthropic-version" in headers or f"{path}/".startswith("/v1/messages/")
+
+    def error(self, error: APIError, request_id: str) -> ErrorAnswer:
+        return ErrorAnswer(status_of(error), body_of_error(error, request_id), error.headers or {})
+
+    def error_event(self, error: APIError, request_id: str) -> Event:
+        return "error", body_of_error(error, request_id)
+
+    def models(self, service: Service, query: Mapping[str, str]) -> Mapping[str, Any]:
+        names, limit = list(service.model_names), query.get("limit", "20")
+        if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MOST_MODELS:
+            raise bad_request(f"limit: must be a number from 1 to {MOST_MODELS}")
+        after, before, most = query.get("after_id"), query.get("before_id"), int(limit)
+        for cursor in (after, before):
+            if cursor is not None:
+                service.check_model(cursor)
+        if before is not None:
+            rest = names[: names.index(before)]
+            page = rest[-most:]
+        else:
+            rest = names if after is None else names[names.index(after) + 1 :]
+            page = rest[:most]
+        return {
+            "data": [self.model(service, name) for name in page],
+            "has_more": len(page) < len(rest),
+            "first_id": page[0] if page else None,
+            "last_id": page[-1] if page else None,
+        }
+
+    def model(self, service: Service, name: str) -> Mapping[str, Any]:
+        service.check_model(name)
+        return {
+            "id": name,
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(service.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "lifecycle": "active",
+            "max_input_tokens": service.max_model_len,
+            "max_tokens": service.max_model_len,
+            "capabilities": None,
+        }

@@ -1,0 +1,273 @@
+"""Reads Anthropic's messages, system prompt and tools into a chat.
+
+Knows Anthropic's fields and the form that chat templates take. Turns of the same role become one, as at Anthropic.
+A system message in the middle stays where it is, so that the prompts before it share a prefix: as a message of its own
+if the chat template writes it there, and otherwise as the end of the user's turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from foreword.server.api_errors import APIError, bad_request
+from foreword.server.chats.chat import Chat
+from foreword.server.chats.tools import ToolChoice
+from foreword.server.dialects.anthropic.fields import (
+    AnyBlock,
+    CountMessageTokensRequest,
+    CreateMessageRequest,
+    Message,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    Tool,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from foreword.server.service import Ending, Service
+
+BILLING_HEADER = "x-anthropic-billing-header:"
+"""Beginning of a block that coding agents put before the system prompt; it may be another in each request."""
+
+Plain = dict[str, Any]
+Request = CreateMessageRequest | CountMessageTokensRequest
+
+
+def chat_of(service: Service, body: Request, num_bytes: int) -> Chat:
+    """The chat that a body asks for. Raises APIError 400."""
+    template = service.tokenizer.chat_template or ""
+    choice = _tool_choice(body)
+    inputs = _template_inputs(body, template, is_forced=choice.mode == "required")
+    turns = _turns(body.messages)
+    continues = turns[-1].role == "assistant" and not turns[-1].is_blank
+    if turns[-1].role == "assistant" and turns[-1].is_blank:
+        turns.pop()
+    if continues:
+        _check_continued(turns[-1], body)
+    messages = _system(body.system) + _Telling(in_place=service.takes_system_anywhere).messages(turns)
+    thinking = body.thinking
+    return Chat(
+        messages,
+        _tools(body.tools or ()),
+        choice,
+        inputs,
+        Ending(continue_final_message=continues),
+        thinking_budget=thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None,
+        num_bytes=num_bytes,
+    )
+
+
+# -------------------------------------------------------------------- messages
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Successive messages of one role."""
+
+    role: str
+    where: str
+    """Place of its first message, for errors."""
+    blocks: Sequence[tuple[str, AnyBlock]]
+    """Its blocks, and the place of each."""
+
+    @property
+    def is_blank(self) -> bool:
+        return all(isinstance(block, TextBlock) and not block.text.strip() for _, block in self.blocks)
+
+
+def _turns(messages: Sequence[Message]) -> list[_Turn]:
+    turns = []
+    for role, same in groupby(enumerate(messages), lambda one: one[1].role):
+        told = list(same)
+        blocks = [
+            (f"messages.{number}.content.{at}", block)
+            for number, message in told
+            for at, block in enumerate(message.content)
+        ]
+        turns.append(_Turn(role, f"messages.{told[0][0]}", blocks))
+    for before, turn, after in zip([None, *turns], turns, [*turns[1:], None], strict=False):
+        if turn.role != "system":
+            continue
+        if before is None:
+            raise bad_request(f"{turn.where}: the first message cannot be of the role 'system'; use `system` for it")
+        if before.role != "user" or (after is not None and after.role != "assistant"):
+            raise bad_request(f"{turn.where}: a system message must follow a user turn, and precede none")
+    return turns
+
+
+class _Telling:
+    """Writes turns as messages of a chat template."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        self._in_place = in_place
+        self._told: list[Plain] = []
+        self._names: dict[str, str] = {}
+        """Names of the functions that were called, by the ids of the calls."""
+
+    def messages(self, turns: Iterable[_Turn]) -> list[Plain]:
+        for turn in turns:
+            match turn.role:
+                case "user":
+                    self._user(turn)
+                case "assistant":
+                    self._assistant(turn)
+                case _:
+                    self._system(turn)
+        return self._told
+
+    def _user(self, turn: _Turn) -> None:
+        texts: list[str] = []
+        for where, block in turn.blocks:
+            match block:
+                case TextBlock():
+                    texts.append(block.text)
+                case ToolResultBlock():
+                    self._add_text(texts)
+                    texts = []
+                    self._told.append(self._result(where, block))
+                case _:
+                    raise _misplaced(where, block, "assistant")
+        if not turn.blocks:
+            raise bad_request(f"{turn.where}.content: user messages must have non-empty content")
+        self._add_text(texts)
+
+    def _add_text(self, texts: Sequence[str]) -> None:
+        if texts:
+            self._told.append({"role": "user", "content": "\n".join(texts)})
+
+    def _result(self, where: str, block: ToolResultBlock) -> Plain:
+        name = self._names.get(block.tool_use_id)
+        if name is None:
+            raise bad_request(
+                f"{where}: unexpected `tool_use_id` found in `tool_result` blocks: {block.tool_use_id[:100]}. Each "
+                "`tool_result` block must have a corresponding `tool_use` block in a previous message."
+            )
+        text = _joined(block.content or ())
+        content = f"Error: {text}" if block.is_error else text
+        return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": content}
+
+    def _assistant(self, turn: _Turn) -> None:
+        message: Plain = {"role": "assistant", "content": ""}
+        for where, block in turn.blocks:
+            match block:
+                case TextBlock():
+                    message["content"] += block.text
+                case ThinkingBlock():
+                    if block.thinking:  # a server that hides reasoning sends an empty text
+                        message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
+                case RedactedThinkingBlock():
+                    pass  # nobody here can read it
+                case ToolUseBlock():
+                    self._names[block.id] = block.name
+                    function = {"name": block.name, "arguments": block.input}
+                    message.setdefault("tool_calls", []).append(
+                        {"id": block.id, "type": "function", "function": function}
+                    )
+                case _:
+                    raise _misplaced(where, block, "user")
+        self._told.append(message)
+
+    def _system(self, turn: _Turn) -> None:
+        for where, block in turn.blocks:
+            if not isinstance(block, TextBlock):
+                raise _misplaced(where, block, "user" if isinstance(block, ToolResultBlock) else "assistant")
+        text = _joined(block for _, block in turn.blocks if isinstance(block, TextBlock))
+        last = self._told[-1]
+        if self._in_place:
+            self._told.append({"role": "system", "content": text})
+        elif last["role"] == "user":  # two turns of a user in succession are too many for some templates
+            last["content"] += f"\n\n{text}"
+        else:
+            self._told.append({"role": "user", "content": text})
+
+
+def _system(blocks: Sequence[TextBlock] | None) -> list[Plain]:
+    blocks = list(blocks or ())
+    if blocks and blocks[0].text.startswith(BILLING_HEADER):
+        del blocks[0]
+    return [{"role": "system", "content": _joined(blocks)}] if blocks else []
+
+
+def _joined(blocks: Iterable[TextBlock]) -> str:
+    return "\n".join(block.text for block in blocks)
+
+
+def _misplaced(where: str, block: AnyBlock, role: str) -> APIError:
+    return bad_request(f"{where}: `{block.type}` blocks can only be in {role} messages")
+
+
+def _check_continued(turn: _Turn, body: Request) -> None:
+    """Refuse to continue an answer that ended in calls, or one whose rest must have a form."""
+    calls = [block.id for _, block in turn.blocks if isinstance(block, ToolUseBlock)]
+    if calls:
+        raise bad_request(
+            f"{turn.where}: `tool_use` ids were found without `tool_result` blocks immediately after: "
+            f"{', '.join(calls)[:200]}. Each `tool_use` block must have a corresponding `tool_result` block in the "
+            "next message."
+        )
+    if output_format(body) is not None:
+        raise bad_request("output_config.format: cannot be combined with a last message of the assistant")
+
+
+# ---------------------------------------------------------------------- tools
+
+
+def _tools(tools: Sequence[Tool]) -> list[Plain]:
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise bad_request("tools: Tool names must be unique.")
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                **({} if tool.description is None else {"description": tool.description}),
+                "parameters": tool.input_schema,
+            },
+        }
+        for tool in tools
+    ]
+
+
+def _tool_choice(body: Request) -> ToolChoice:
+    wanted = body.tool_choice
+    if wanted is None:
+        return ToolChoice()
+    at_most_one = bool(wanted.disable_parallel_tool_use)
+    match wanted.type:
+        case "auto" | "none":
+            return ToolChoice(wanted.type, at_most_one=at_most_one)
+        case _ if not body.tools:
+            raise bad_request("tool_choice: may only be specified while providing tools")
+        case "any":
+            return ToolChoice("required", at_most_one=at_most_one)
+        case _ if wanted.name is None:
+            raise bad_request("tool_choice.tool.name: Field required")
+    return ToolChoice("required", (wanted.name,), at_most_one=True)
+
+
+def output_format(body: Request) -> dict[str, Any] | None:
+    """The JSON schema that the answer must follow; None for any text."""
+    wanted = (body.output_config and body.output_config.format) or body.output_format
+    return None if wanted is None else wanted.json_schema
+
+
+def _template_inputs(body: Request, template: str, *, is_forced: bool) -> Plain:
+    """The template's switches: without `thinking` a model that can answer at once does, as at Anthropic."""
+    kind = "disabled" if body.thinking is None else body.thinking.type
+    inputs: Plain = {}
+    if "enable_thinking" in template:
+        inputs["enable_thinking"] = kind != "disabled"
+    elif kind == "enabled" and "think" not in template:
+        raise bad_request(
+            "thinking.type: 'enabled' is not supported by this model (capability_rejected:thinking); leave it out"
+        )
+    if kind == "enabled" and is_forced:
+        raise bad_request("thinking: may not be enabled when tool_choice forces tool use")
+    effort = body.output_config.effort if body.output_config is not None else None
+    if effort is not None and "reasoning_effort" in template:
+        inputs["reasoning_effort"] = effort
+    return inputs
