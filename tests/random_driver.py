@@ -146,7 +146,8 @@ class Driver:
     def submit(self) -> None:
         if len(self.live) > 12:
             return self.step()
-        prompt, params = self._prompt(), self._params()
+        prompt = self._prompt()
+        params = self._params(MAX_MODEL_LEN - len(prompt))
         salt = str(self.rng.choice(["red", "blue"])) if self.rng.random() < 0.1 else None
         request_id = f"request-{self.num_submitted}"
         self.num_submitted += 1
@@ -174,13 +175,15 @@ class Driver:
         del self.known_texts[:-20]
         return fresh
 
-    def _params(self) -> SamplingParams:
+    def _params(self, room: int) -> SamplingParams:
+        """`room`: the most tokens that an answer can have."""
         max_tokens = int(self.rng.integers(1, 16))
+        min_tokens = int(self.rng.integers(max_tokens + 1)) if self.rng.random() < 0.3 else 0
         return SamplingParams(
             n=int(self.rng.choice([1, 1, 1, 2, 3])),
             seed=int(self.rng.integers(4)),
             max_tokens=None if self.rng.random() < 0.05 else max_tokens,
-            min_tokens=int(self.rng.integers(max_tokens + 1)) if self.rng.random() < 0.3 else 0,
+            min_tokens=min(min_tokens, room),
             stop_token_ids=(int(self.rng.integers(VOCAB_SIZE)),) if self.rng.random() < 0.2 else (),
             skip_reading_prefix_cache=bool(self.rng.random() < 0.1),
         )
