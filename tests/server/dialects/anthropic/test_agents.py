@@ -5,8 +5,9 @@ The model has random weights, so its calls are forced by grammar.
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
 import anthropic
@@ -239,16 +240,20 @@ def test_a_client_that_leaves_frees_its_request(agents):
     agents.ask(lambda engine: engine.check_integrity())
 
 
-def test_pings_come_before_the_message_begins_and_the_client_ignores_them(agents, ask, monkeypatch):
-    monkeypatch.setattr(server_http, "PING_INTERVAL_S", 0.0)
-    told = [{"role": "user", "content": "How warm? " * 100}]
-    body = {"model": MODEL, "max_tokens": 20, "messages": told, "temperature": 0}
-    raw = httpx.post(f"{agents.url}/v1/messages", json={**body, "stream": True}, timeout=60).text
-    assert raw.startswith('event: ping\ndata: {"type":"ping"}\n\n')
-    assert raw.count("event: message_start") == 1
-    temperature = {"temperature": body.pop("temperature")}
-    with ask.messages.stream(**body, extra_body=temperature) as stream:
-        assert stream.get_final_message().stop_reason is not None
+def test_pings_come_before_the_message_begins(monkeypatch):
+    monkeypatch.setattr(server_http, "PING_INTERVAL_S", 0.001)
+    start = [("message_start", {"type": "message_start"})]
+
+    async def slow() -> AsyncIterator[list[Any]]:
+        await asyncio.sleep(0.1)
+        yield start
+
+    async def read() -> list[Any]:
+        return [sent async for sent in server_http._pinged(slow(), DIALECT.ping)]
+
+    *pings, last = asyncio.run(read())
+    assert last == start
+    assert set(pings) == {b'event: ping\ndata: {"type":"ping"}\n\n'}
 
 
 @pytest.mark.parametrize(
