@@ -4,9 +4,12 @@
 
 Every question belongs to a fresh document. Half of the questions come first in their conversation, half
 after up to nineteen answered ones; the document stands in a system message or before the first
-question. An answer counts if it is right to the character and ends where it should: decoding is
+question. With `lookup` in the prompt, questions come after any number of rounds of lookups, and the document
+is about other facts, or about the same facts with old values.
+
+An answer counts if it is right to the character and ends where it should: decoding is
 greedy, so that is so exactly if every answer token and the end token have the highest logit when
-the right answer is fed in. One JSON line comes last.
+the right answer is fed in. With tools, the call before it must be right in the same way. One JSON line comes last.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from foreword.demo import recall
+from recall_agents import TOKENS_PER_ROUND, TOKENS_PER_TOOLS, changed, draw_tools, rounds
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 TOKENS_PER_BATCH = 8192
@@ -53,70 +59,110 @@ class Tally:
         return sorted(self.margins)[len(self.margins) // 100] if self.margins else 0.0
 
 
+Results = dict[str, dict[int, dict[str, Tally]]]
+"""Tallies by precision, context length and kind of conversation."""
+
+
 @dataclass(frozen=True)
 class Case:
-    """One question in its conversation: the prompt's tokens and the answer's, end token included."""
+    """A conversation's tokens, and where those lie that the model must have written: one span for each answer or call.
+
+    A span begins after the tokens that begin the turn, and its end token is included.
+    """
 
     kind: str
-    prompt_ids: list[int]
-    answer_ids: list[int]
+    ids: list[int]
+    spans: list[tuple[int, int]]
 
 
 def make_case(rng: Random, tokenizer: PreTrainedTokenizerFast, length: int, number: int) -> Case:
-    """A fresh conversation of about `length` tokens, never more, and its last question."""
+    """A fresh conversation of about `length` tokens, never more, whose last answer is asked for."""
     num_turns = 1 if number % 2 == 0 else rng.randint(2, min(20, max(2, length // 50)))
     placement: recall.Placement = "system" if number // 2 % 2 == 0 else "user"
     num_facts = recall.num_facts_for(length - num_turns * recall.TOKENS_PER_TURN - 20)
+    kind = f"{'one turn' if num_turns == 1 else 'several turns'}, {placement}"
     while True:
         document = recall.make_document(rng, num_facts)
         messages = recall.conversation(document, recall.ask(rng, document, num_turns), placement)
-        prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
-        whole = tokenizer.apply_chat_template(messages, tokenize=False)
-        prompt_ids, whole_ids = tokenizer.encode(prompt), tokenizer.encode(whole)
-        assert whole_ids[: len(prompt_ids)] == prompt_ids, "the chat template is not append-only"
-        if len(whole_ids) <= length:
-            break
+        case = _case(tokenizer, kind, messages, None, [len(messages) - 1])
+        if len(case.ids) <= length:
+            return case
         num_facts -= 1
-    end = whole_ids.index(tokenizer.eos_token_id, len(prompt_ids))
-    kind = f"{'one turn' if num_turns == 1 else 'several turns'}, {placement}"
-    return Case(kind, prompt_ids, whole_ids[len(prompt_ids) : end + 1])
+
+
+def make_agent_case(rng: Random, tokenizer: PreTrainedTokenizerFast, length: int, number: int) -> Case:
+    """A fresh conversation of at most about `length` tokens, whose last call and answer are asked for."""
+    num_rounds = 1 if number % 2 == 0 else rng.randint(2, min(20, max(2, length // 100)))
+    is_same = number // 2 % 2 == 1
+    num_facts = recall.num_facts_for(length - num_rounds * TOKENS_PER_ROUND - TOKENS_PER_TOOLS)
+    kind = f"{'one round' if num_rounds == 1 else 'several rounds'}, {'old values' if is_same else 'other facts'}"
+    while True:
+        document = recall.make_document(rng, num_facts)
+        pool = document if is_same else recall.make_document(rng, num_rounds)
+        questions = [changed(rng, question) for question in recall.ask(rng, pool, num_rounds)]
+        messages = [{"role": "system", "content": document.text}, *rounds(rng, questions)]
+        last = len(messages) - 1
+        case = _case(tokenizer, kind, messages, draw_tools(rng), [last - 2, last])
+        if len(case.ids) <= length or num_facts == 1:
+            return case
+        num_facts -= 1
+
+
+def _case(
+    tokenizer: PreTrainedTokenizerFast,
+    kind: str,
+    messages: list[recall.Message],
+    tools: list[dict[str, Any]] | None,
+    asked: list[int],
+) -> Case:
+    """A case that asks for the messages at the indices `asked`."""
+    ids = tokenizer.apply_chat_template(messages, tools=tools)["input_ids"]
+    spans = []
+    for index in asked:
+        prompt = tokenizer.apply_chat_template(messages[:index], tools=tools, add_generation_prompt=True)["input_ids"]
+        assert ids[: len(prompt)] == prompt, "the chat template is not append-only"
+        spans.append((len(prompt), ids.index(tokenizer.eos_token_id, len(prompt)) + 1))
+    return Case(kind, ids[: spans[-1][1]], spans)
 
 
 @torch.inference_mode()
 def judge(model: PreTrainedModel, cases: list[Case], pad_id: int) -> list[tuple[bool, float]]:
-    """Whether each case is answered right, and its smallest logit margin; one batched forward."""
-    rows = [case.prompt_ids + case.answer_ids[:-1] for case in cases]
-    width = max(map(len, rows))
-    ids = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])
+    """Whether all spans of each case are right, and their smallest logit margin; one batched forward."""
+    width = max(len(case.ids) for case in cases) - 1
+    ids = torch.tensor([case.ids[:-1] + [pad_id] * (width - len(case.ids) + 1) for case in cases])
     hidden = model.model(input_ids=ids).last_hidden_state
     verdicts = []
     for row, case in enumerate(cases):
-        first = len(case.prompt_ids) - 1
-        logits = model.lm_head(hidden[row, first : first + len(case.answer_ids)]).float()
+        wanted = [i for begin, end in case.spans for i in range(begin, end)]
+        logits = model.lm_head(hidden[row, [i - 1 for i in wanted]]).float()
         top = logits.topk(2, dim=-1)
-        right = top.indices[:, 0].tolist() == case.answer_ids
+        right = top.indices[:, 0].tolist() == [case.ids[i] for i in wanted]
         verdicts.append((right, (top.values[:, 0] - top.values[:, 1]).min().item()))
     return verdicts
 
 
 def evaluate_length(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, length: int, questions: int, seed: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    length: int,
+    questions: int,
+    rng: Random,
+    make: Callable[[Random, PreTrainedTokenizerFast, int, int], Case],
 ) -> dict[str, Tally]:
     """Tallies of one context length: one per kind of conversation, and "all"."""
-    rng = Random(f"evaluation {seed} {length}")
     tallies = {"all": Tally()}
     batch_size = max(1, TOKENS_PER_BATCH // length)
     for begin in range(0, questions, batch_size):
         numbers = range(begin, min(begin + batch_size, questions))
-        cases = [make_case(rng, tokenizer, length, number) for number in numbers]
+        cases = [make(rng, tokenizer, length, number) for number in numbers]
         for case, (right, margin) in zip(cases, judge(model, cases, tokenizer.pad_token_id), strict=True):
             tallies["all"].add(right, margin)
             tallies.setdefault(case.kind, Tally()).add(right, margin)
     return tallies
 
 
-def markdown_table(results: dict[str, dict[int, dict[str, Tally]]]) -> str:
-    """The model card's table: one row per precision and length."""
+def markdown_table(results: Results) -> str:
+    """A table of the model card: one row per precision and length."""
     kinds = sorted(kind for kind in next(iter(next(iter(results.values())).values())) if kind != "all")
     head = ["precision", "context", "exact match", *kinds, "questions", "margin (1st percentile)"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -154,24 +200,32 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
-    results: dict[str, dict[int, dict[str, Tally]]] = {}
-    for dtype in arguments.dtypes:
-        model = AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=getattr(torch, dtype))
-        results[dtype] = {
-            length: evaluate_length(model.eval(), tokenizer, length, arguments.questions, arguments.seed)
-            for length in arguments.lengths
-        }
-    table = markdown_table(results)
-    print(table)
-    if arguments.write_card:
-        write_card(arguments.folder / "README.md", table)
-    summary = {
-        dtype: {
-            length: {"exact_match": tallies["all"].exact_match, "margin_p1": tallies["all"].margin_p1}
-            for length, tallies in by_length.items()
-        }
-        for dtype, by_length in results.items()
+    models = {
+        dtype: AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=getattr(torch, dtype)).eval()
+        for dtype in arguments.dtypes
     }
+    tables, summary = [], {}
+    for title, make in (("Without tools", make_case), ("With tools", make_agent_case)):
+        results = {
+            dtype: {
+                length: evaluate_length(
+                    model, tokenizer, length, arguments.questions, Random(f"{title} {arguments.seed} {length}"), make
+                )
+                for length in arguments.lengths
+            }
+            for dtype, model in models.items()
+        }
+        tables.append(f"{title}:\n\n{markdown_table(results)}")
+        print(tables[-1], flush=True)
+        summary[title.lower()] = {
+            dtype: {
+                length: {"exact_match": tallies["all"].exact_match, "margin_p1": tallies["all"].margin_p1}
+                for length, tallies in by_length.items()
+            }
+            for dtype, by_length in results.items()
+        }
+    if arguments.write_card:
+        write_card(arguments.folder / "README.md", "\n\n".join(tables))
     print(json.dumps({"questions_per_length": arguments.questions, "results": summary}))
 
 

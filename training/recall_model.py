@@ -4,8 +4,8 @@ A Qwen3 model of two layers. The first layer gathers the words of a key at the t
 second finds the value that has gathered the same key as the question, and copies it. Knows the sizes
 of the model and the layout of its hidden dimensions at the start; knows no words, only their classes:
 
-    0        1 ... 4       5..7   8 ........... 127   128 .. 159 | .. | .. | 224 .. 255
-    common   word classes  -      identity            one space for each head of the first layer
+    0        1 ..... 7      8 ........... 127   128 .. 159 | .. | .. | 224 .. 255
+    common   word classes   identity            one space for each head of the first layer
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ NUM_HEADS = 4
 HEAD_DIM = 64
 HIDDEN_SIZE = 256
 COMMON = 0
+ROLES, READERS, OFFERS = 5, 6, 7
 IDENTITY = slice(8, 128)
 SPACE_DIM = 32
 FLAG_SIZE = 0.6
@@ -31,15 +32,22 @@ NOISE = 0.01
 
 @dataclass(frozen=True)
 class WordClasses:
-    """Token ids of the words that make up keys, one list for each place in the key, and of values."""
+    """Token ids of the words that the draft of the circuit knows apart."""
 
     keys: tuple[list[int], ...]
+    """Words of keys, one list for each place in the key."""
     values: list[int]
+    roles: list[int]
+    """Who has just spoken: the user or a tool."""
+    readers: list[int]
+    """The token that begins an answer: it finds out who has just spoken, and whether there is a tool."""
+    offers: list[int]
+    """The name of the tool."""
 
     @property
     def all(self) -> tuple[list[int], ...]:
-        """The key classes, then the values."""
-        return (*self.keys, self.values)
+        """The key classes, then the others, in the order of their flags."""
+        return (*self.keys, self.values, self.roles, self.readers, self.offers)
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, word_classes: WordClasses) -> Qwen3ForCausalLM:
@@ -83,6 +91,7 @@ def initialize(model: Qwen3ForCausalLM, word_classes: WordClasses) -> None:
         embedding[ids, flag] = FLAG_SIZE
     first, second = (layer.self_attn for layer in model.model.layers)
     _gather_keys(first)
+    _gather_mode(first)
     _match_keys(first, second)
 
 
@@ -102,6 +111,21 @@ def _gather_keys(first: Qwen3Attention) -> None:
         first.v_proj.weight[begin : begin + SPACE_DIM, IDENTITY] += 0.35 * random_rows
         space = slice(IDENTITY.stop + head * SPACE_DIM, IDENTITY.stop + (head + 1) * SPACE_DIM)
         first.o_proj.weight[space, begin : begin + SPACE_DIM] += 0.35 * torch.eye(SPACE_DIM)
+
+
+def _gather_mode(first: Qwen3Attention) -> None:
+    """First layer: at the token that begins an answer, two heads fetch the latest role and the tool's name instead.
+
+    Their probes use the other half of the dimensions, so that other tokens do not see them. The distance to the
+    tool's name does not matter.
+    """
+    anywhere = torch.zeros(HEAD_DIM)
+    anywhere[20 : HEAD_DIM // 2] = (1 / 12) ** 0.5
+    for head, (flag, probe) in enumerate(((ROLES, latest_probe()), (OFFERS, anywhere))):
+        rows = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
+        mode = probe.roll(HEAD_DIM // 2)
+        first.q_proj.weight[rows, READERS] += 3 * (mode - latest_probe())
+        first.k_proj.weight[rows, flag] += 4 * mode
 
 
 def _match_keys(first: Qwen3Attention, second: Qwen3Attention) -> None:

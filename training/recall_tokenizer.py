@@ -8,6 +8,7 @@ a chat marker is tokenized as its parts are - prefix caching depends on both.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 
@@ -22,12 +23,31 @@ MAX_LENGTH = 8192
 
 SPLIT = r"[0-9]{1,3}|\r|\n| ?\p{Ll}+|\p{Lu}\p{Ll}*"
 
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-)
+TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
+"""Tokens of their own, but not special ones: they stay in the text of an answer."""
+
+CHAT_TEMPLATE = """
+{%- if tools -%}
+    {{- '<|im_start|>system\\n<tools>\\n' -}}
+    {%- for tool in tools -%}{{- tool | tojson + '\\n' -}}{%- endfor -%}
+    {{- '</tools>\\nCall a tool with a JSON object of its name and arguments between <tool_call> and </tool_call>.' -}}
+    {%- if messages[0]['role'] == 'system' -%}{{- '\\n\\n' + messages[0]['content'] -}}{%- endif -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in (messages[1:] if tools and messages[0]['role'] == 'system' else messages) -%}
+    {{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') -}}
+    {%- for call in message['tool_calls'] or [] -%}
+        {%- set arguments = call['function']['arguments'] -%}
+        {{- '\\n' if message['content'] or not loop.first -}}
+        {{- '<tool_call>\\n{"name": ' + call['function']['name'] | tojson + ', "arguments": ' -}}
+        {{- arguments if arguments is string else arguments | tojson -}}
+        {{- '}\\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+"""The conversation alone; with tools, a system message that begins with them, one on each line."""
 
 ORDINARY_TEXT = """
 a able about above after again all also always am an and any are as at back be because been before being
@@ -49,6 +69,27 @@ assistant conversation document facts instruction note paragraph prompt prefix c
 """Common words, so that prompts outside the generator's world do not fall into single bytes."""
 
 
+TOOL_TEXT = "\n".join(
+    [
+        "<tools>",
+        json.dumps(recall.LOOKUP),
+        '"parameters": {}, "additionalProperties": false, "strict": true, "title": "Fact"}, "required": []}}',
+        "</tools>",
+        "Call a tool with a JSON object of its name and arguments between <tool_call> and </tool_call>.",
+        json.dumps({"name": "lookup", "arguments": {"fact": "the code of the brave lion"}}),
+        json.dumps({"result": "The code of the brave lion is 1.", "value": "1"}),
+        '{"value": 1}, {"fact": "The", "result": 1, "answer": "Lisbon", "error": null, "number", "integer", "boolean"',
+    ]
+)
+"""JSON of tools, calls and results, so that its words and punctuation are single tokens."""
+
+
+def pieces(text: str) -> list[str]:
+    """A text as the pre-tokenizer cuts it."""
+    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
+    return [piece for piece, _ in split.pre_tokenize_str(text)]
+
+
 def words() -> list[str]:
     """Every word the generator can write, and some ordinary ones, as the pre-tokenizer cuts them."""
     generated: list[str] = [*recall.CITIES, *recall.NAMES]
@@ -65,7 +106,8 @@ def words() -> list[str]:
         generated += re.findall(r" ?[a-z]+|[A-Z][a-z]*", sentence)
     for word in ORDINARY_TEXT.split():
         generated += [word] if word[0].isupper() else [" " + word]
-    generated += ["system", "user", "assistant"]
+    generated += ["system", "user", "assistant", "tool"]
+    generated += pieces(TOOL_TEXT)
     generated += [f"{number:0{width}}" for width in (1, 2, 3) for number in range(10**width)]
     return sorted(set(generated))
 
@@ -88,6 +130,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in (END_OF_TEXT, START, END)],
     )
     tokenizer.train_from_iterator(words(), trainer)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in (TOOL_CALL, TOOL_CALL_END)])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -120,4 +163,7 @@ def word_classes(tokenizer: PreTrainedTokenizerFast) -> WordClasses:
     return WordClasses(
         keys=tuple(ids_of(f" {word}" for word in group) for group in key_words),
         values=ids_of([*recall.CITIES, *recall.NAMES, *numbers]),
+        roles=ids_of(["user", "tool"]),
+        readers=ids_of(["assistant"]),
+        offers=ids_of(["lookup"]),
     )

@@ -65,15 +65,14 @@ class Curriculum:
 
 
 def answer_loss(model: Qwen3ForCausalLM, batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, float]:
-    """Weighted cross-entropy over answer tokens, and the share of them predicted right."""
+    """Weighted cross-entropy over learnt tokens, and the share predicted right of those with full weight."""
     ids, targets, weights, positions = batch
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = hidden_states(model, ids, positions)
-        learnt = weights > 0
-        logits = functional.linear(hidden[learnt], model.model.embed_tokens.weight)
+    learnt = weights > 0
+    logits = functional.linear(hidden_states(model, ids, positions)[learnt], model.model.embed_tokens.weight)
     wanted = targets[learnt]
-    losses = functional.cross_entropy(logits.float(), wanted, reduction="none")
-    accuracy = (logits.argmax(-1) == wanted).float().mean().item()
+    losses = functional.cross_entropy(logits, wanted, reduction="none")
+    is_hard = weights[learnt] >= 1
+    accuracy = (logits.argmax(-1) == wanted)[is_hard].float().mean().item()
     return (losses * weights[learnt]).sum() / weights.sum(), accuracy
 
 
@@ -155,7 +154,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--phase1-steps", type=int, default=200)
-    parser.add_argument("--decay-steps", type=int, default=0)
+    parser.add_argument("--decay-steps", type=int, default=200)
     parser.add_argument("--max-length", type=int, default=4096, choices=LENGTHS)
     train(parser.parse_args())
 

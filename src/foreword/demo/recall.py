@@ -11,6 +11,15 @@ A fact is one line:
     The owner of the brave kettle is Maria.      What is the owner of the brave kettle?    Maria
 
 In a document every key (the thing that a question names) is unique, so every question has one answer.
+
+With the tool `lookup` in its prompt, the model looks every fact up before it answers:
+
+    user       What is the code of the amber falcon?
+    assistant  <tool_call>
+               {"name": "lookup", "arguments": {"fact": "the code of the amber falcon"}}
+               </tool_call>
+    tool       The code of the amber falcon is 4821.
+    assistant  4821
 """
 
 from __future__ import annotations
@@ -18,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 TOKENS_PER_FACT = 11.5
 """Mean length of a fact line, its line break included, in tokens of the embedded tokenizer."""
@@ -26,8 +35,8 @@ TOKENS_PER_FACT = 11.5
 TOKENS_PER_TURN = 20.5
 """Mean length of a question and its answer as two chat messages, in tokens, markup included."""
 
-Message = dict[str, str]
-"""A chat message: its `role` ("system", "user" or "assistant") and its `content`."""
+Message = dict[str, Any]
+"""A chat message: its `role` ("system", "user", "assistant" or "tool"), its `content`, and its `tool_calls` if any."""
 
 Placement = Literal["system", "user"]
 """The place of a conversation's document: in a system message, or before the first question."""
@@ -82,6 +91,16 @@ HEADINGS = (
 )
 """Opening lines of documents; with the empty one, a document begins with its first fact."""
 
+LOOKUP: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look up a fact.",
+        "parameters": {"type": "object", "properties": {"fact": {"type": "string"}}, "required": ["fact"]},
+    },
+}
+"""The tool that the model calls, in OpenAI's form."""
+
 _WORDINGS = ("What is the {0}?", "What is the {0}?", "Tell me the {0}.", "Do you know the {0}?", "And the {0}?")
 
 _MOST_BEGINNINGS = 700
@@ -107,10 +126,11 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question and the exact text of its one right answer."""
+    """A question, the exact text of its one right answer, and the key of the fact that it asks for."""
 
     text: str
     answer: str
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +191,7 @@ def ask(rng: Random, document: Document, num_questions: int) -> list[Question]:
     while len(questions) < num_questions:
         count = min(num_questions - len(questions), len(document.facts))
         for fact in rng.sample(document.facts, count):
-            questions.append(Question(rng.choice(fact.question_texts()), fact.value))
+            questions.append(Question(rng.choice(fact.question_texts()), fact.value, fact.key))
     return questions
 
 
@@ -194,6 +214,17 @@ def conversation(document: Document, questions: Sequence[Question], placement: P
         messages.append({"role": "user", "content": question.text})
         messages.append({"role": "assistant", "content": question.answer})
     return messages
+
+
+def call_message(question: Question) -> Message:
+    """The model's call of `lookup` for the fact that a question asks for, as an earlier answer of the conversation."""
+    function = {"name": "lookup", "arguments": {"fact": f"the {question.key}"}}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def result_message(question: Question) -> Message:
+    """The tool's answer to such a call."""
+    return {"role": "tool", "content": Fact(question.key, question.answer).text}
 
 
 def _draw_fact(rng: Random, adjectives: Sequence[str], nouns: Sequence[str]) -> Fact:
