@@ -7,7 +7,6 @@ nothing of tables or terminals.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
@@ -26,11 +25,10 @@ from foreword.demo.recall import (
     num_facts_for,
     opening,
 )
+from foreword.request import Reply
 
 MAX_ANSWER_TOKENS = 12
 MAX_CALL_TOKENS = 40
-
-_CALL = re.compile(r"<tool_call>\n(\{.*\})\n</tool_call>")
 
 TOOLS = (
     {
@@ -204,7 +202,9 @@ def run_agents(llm: LLM, agents: Agents) -> tuple[Turn, ...]:
         for expected in (map(call_message, asked), map(_answer, asked)):
             outputs = llm.chat(histories, params, tools=TOOLS)
             for history, output, wanted in zip(histories, outputs, expected, strict=True):
-                message = _read_message(output.outputs[0].text)
+                reply = output.outputs[0].reply
+                assert reply is not None, "a chat's outputs have one"
+                message = _message(reply)
                 turns.append(_turn(output, correct=message == wanted))
                 history += [message, *map(agents.look_up, message.get("tool_calls", ()))]
     return tuple(turns)
@@ -214,12 +214,13 @@ def _answer(question: Question) -> Message:
     return {"role": "assistant", "content": question.answer}
 
 
-def _read_message(text: str) -> Message:
-    """The message that an answer's text stands for: a call, or the text itself."""
-    match = _CALL.fullmatch(text)
-    if match is None:
-        return {"role": "assistant", "content": text.strip()}
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": json.loads(match[1])}]}
+def _message(reply: Reply) -> Message:
+    """The message that goes into the history: a call, or a text."""
+    message: Message = {"role": "assistant", "content": reply.content.strip()}
+    calls = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in reply.tool_calls]
+    return (
+        message if not calls else {**message, "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    )
 
 
 def _turn(output: RequestOutput, *, correct: bool) -> Turn:

@@ -64,7 +64,7 @@ def wrong_key() -> APIError:
     """401. The message does not repeat the key."""
     return APIError(
         401,
-        "Incorrect API key provided, or none. Send 'Authorization: Bearer KEY' or 'x-api-key: KEY' with a key of this server.",
+        "Incorrect API key provided, or none. Send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )
