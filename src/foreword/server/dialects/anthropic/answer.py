@@ -38,7 +38,7 @@ class MessageAnswer:
         self.answer = answer.stream
         self._chat_answer = answer
         self._body = body
-        self._num_output_tokens = 0
+        self._num_output_tokens = self._num_thinking_tokens = 0
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         """Estimated bytes of these deltas."""
@@ -49,6 +49,7 @@ class MessageAnswer:
         (delta,) = deltas
         self._num_output_tokens = len(delta.token_ids)
         reply = self._chat_answer.read(delta)
+        self._num_thinking_tokens = self._chat_answer.num_reasoning_tokens()
         message = self._message() | {"content": _blocks(reply.parts)} | self._end(delta, reply.finish_reason)
         return message | {"usage": {**self._usage(), "service_tier": "standard"}}
 
@@ -70,6 +71,7 @@ class MessageAnswer:
             events.append({"type": "message_start", "message": {**self._message(), "usage": usage}})
         events += (event for part in reply.parts for event in blocks.of(part))
         if delta.finish_reason is not None:
+            self._num_thinking_tokens = self._chat_answer.num_reasoning_tokens()
             events += blocks.close()
             end = {"type": "message_delta", "delta": self._end(delta, reply.finish_reason), "usage": self._usage()}
             events += ({**end, **self._context_management()}, {"type": "message_stop"})
@@ -114,6 +116,7 @@ class MessageAnswer:
             "cache_read_input_tokens": record.num_cached_tokens,
             "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
             "output_tokens": self._num_output_tokens,
+            "output_tokens_details": {"thinking_tokens": self._num_thinking_tokens},
         }
 
 
