@@ -238,6 +238,7 @@ class Server:
     def __init__(self, model: str) -> None:
         command = [sys.executable, "-m", "foreword.cli", "serve", model, "--port", "0", "--max-queued", "1000"]
         options = ["--max-num-seqs", str(MAX_NUM_SEQS), "--kv-cache-memory-bytes", str(KV_BYTES)]
+        options += ["--served-model-name", "foreword-demo"]
         self.process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
