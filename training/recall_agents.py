@@ -13,7 +13,7 @@ from typing import Any
 
 from foreword.demo import recall
 
-TOKENS_PER_TOOLS = 110
+TOKENS_PER_TOOLS = 137
 """Rough length of a list of tools with its instruction."""
 
 TOKENS_PER_ROUND = 61

@@ -5,6 +5,7 @@ Knows how a turn begins and ends in tokens, nothing of the model or the optimize
 
 from __future__ import annotations
 
+import json
 from itertools import accumulate
 from random import Random
 
@@ -13,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from foreword.demo import recall
-from recall_agents import SYSTEM_TEXTS, TOKENS_PER_ROUND, TOKENS_PER_TOOLS, changed, draw_tools, rounds
+from recall_agents import SYSTEM_TEXTS, TOKENS_PER_ROUND, changed, draw_tools, rounds
 from recall_tokenizer import END, START, TOOL_CALL, TOOL_CALL_END
 
 FIRST_TOKEN_WEIGHT = 2.0
 CALL_TOKEN_WEIGHT = 0.4
-TOOLS_SHARE = 0.4
+TOOLS_SHARE = 0.5
 """The share of samples with tools, of those that are long enough."""
 LOOKUP_SHARE = 0.85
 """The share of lists of tools that hold `lookup`. Without it, the model answers from its prompt."""
@@ -59,7 +60,8 @@ class SampleMaker:
         if length >= SHORTEST_WITH_TOOLS and self.rng.random() < TOOLS_SHARE:
             has_lookup = self.rng.random() < LOOKUP_SHARE
             tools = draw_tools(self.rng, with_lookup=has_lookup)
-            messages = self._lookups(length - TOKENS_PER_TOOLS) if has_lookup else self._conversation(length)
+            room = max(100, length - len(self.encode(json.dumps(tools)).ids) - 30)
+            messages = self._lookups(room) if has_lookup else self._conversation(room)
         else:
             messages = self._conversation(length)
         text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)

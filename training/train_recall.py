@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--phase1-steps", type=int, default=200)
-    parser.add_argument("--decay-steps", type=int, default=0)
+    parser.add_argument("--decay-steps", type=int, default=200)
     parser.add_argument("--max-length", type=int, default=4096, choices=LENGTHS)
     train(parser.parse_args())
 

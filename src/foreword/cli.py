@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="answer over HTTP, in OpenAI's dialect")
     serve.later = _add_serve_arguments
 
-    demo = commands.add_parser("demo", help="three workloads with and without the prefix cache, in a table")
+    demo = commands.add_parser("demo", help="four workloads with and without the prefix cache, in a table")
     demo.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
     demo.set_defaults(run=_demo)
 

@@ -9,9 +9,18 @@ from random import Random
 import pytest
 
 from foreword import LLM, SamplingParams
-from foreword.demo.recall import ask, conversation, make_document, num_facts_for
+from foreword.demo.recall import (
+    LOOKUP,
+    ask,
+    call_message,
+    conversation,
+    make_document,
+    num_facts_for,
+    opening,
+    result_message,
+)
 from foreword.demo.run import embedded_model
-from foreword.demo.workloads import Conversation, Workload, compare, make_workloads
+from foreword.demo.workloads import TOOLS, Conversation, Workload, compare, make_agents, make_workloads
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +43,46 @@ def test_a_chat_is_answered_rightly_and_alike_with_and_without_the_cache(engines
     assert all(turn.num_cached_tokens == 0 for turn in report.uncached)
 
 
+def test_agents_call_the_tool_and_answer_from_its_result_alike_with_and_without_the_cache(engines):
+    report = compare(*engines, make_agents(seed=3, num_agents=2, num_questions=3))
+    assert report.num_identical == report.num_correct == len(report.cached) == 2 * 3 * 2
+    assert report.hit_rate > 0.8
+
+
+def test_a_call_sent_back_in_tool_calls_has_the_tokens_that_the_model_wrote(engines):
+    rng = Random(11)
+    document = make_document(rng, 5)
+    (question,) = ask(rng, document, 1)
+    llm = engines[0]
+    asked = [{"role": "user", "content": question.text}]
+    written = llm.chat(asked, SamplingParams(temperature=0, max_tokens=50), tools=TOOLS)[0]
+    sent_back = [*asked, call_message(question), result_message(question)]
+    rendered = llm.tokenizer.render_chat(sent_back, template_inputs={"tools": TOOLS}).tolist()
+    generated = [*written.prompt_token_ids, *written.outputs[0].token_ids]
+    assert rendered[: len(generated)] == generated
+    answer = llm.chat(sent_back, SamplingParams(temperature=0, max_tokens=50), tools=TOOLS)[0].outputs[0].text
+    assert answer == question.answer
+
+
+def test_the_model_looks_facts_up_that_its_prompt_holds_only_if_it_has_the_tool(engines):
+    rng = Random(12)
+    document = make_document(rng, 20)
+    (question,) = ask(rng, document, 1)
+    params = SamplingParams(temperature=0, max_tokens=50)
+    others = [tool for tool in TOOLS if tool != LOOKUP]
+    texts = {
+        name: engines[0].chat(opening(document, question), params, tools=tools)[0].outputs[0].text
+        for name, tools in {"none": [], "others": others, "lookup": TOOLS}.items()
+    }
+    assert texts["none"] == texts["others"] == question.answer
+    assert json.loads(texts["lookup"].split("\n")[1])["arguments"] == {"fact": f"the {question.key}"}
+
+
 def test_workloads_depend_on_nothing_but_their_seed():
     assert make_workloads(3) == make_workloads(3)
     assert make_workloads(3) != make_workloads(4)
+    assert make_agents(3) == make_agents(3)
+    assert make_agents(3) != make_agents(4)
 
 
 def test_a_longer_conversation_begins_with_the_tokens_of_the_shorter_one(engines):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from foreword.demo.recall import LOOKUP
 from foreword.server.options import ServerConfig
 from live_server import FALCON, MODEL, ServerThread, embedded_llm, post
 
@@ -54,3 +55,8 @@ def test_what_is_no_input_of_a_template_is_refused(
         answer = post(own_template.url, path, {"messages": FALCON, "chat_template_kwargs": inputs})
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
+
+
+def test_a_template_without_tools_refuses_them(own_template: ServerThread) -> None:
+    answer = post(own_template.url, "/v1/chat/completions", {"messages": FALCON, "tools": [LOOKUP]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")

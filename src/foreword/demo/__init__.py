@@ -1,1 +1,1 @@
-"""The demo: an embedded model that answers from its prompt, and three workloads for it."""
+"""The demo: an embedded model that answers from its prompt, and four workloads for it."""

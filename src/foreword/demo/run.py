@@ -17,15 +17,16 @@ from rich.table import Table
 
 from foreword import LLM
 from foreword.demo.timing import TimingReport, time_shapes
-from foreword.demo.workloads import WorkloadReport, compare, make_workloads
+from foreword.demo.workloads import Agents, Workload, WorkloadReport, compare, make_agents, make_workloads
 
 EMBEDDED_KV_BYTES = 64 * 2**20
 TIMED_KV_BYTES = 512 * 2**20
 LEGEND = """\
 long document: many questions about one text. many users: one system prompt, all
-at once. computed, reused: prompt tokens that went through the model, or were
-found in the cache. cold, warm: median time to first token without the cache, and
-of hits. same: answers that are token for token those given without the cache.
+at once. agents: one system prompt and tools, all at once; calls are answers too.
+computed, reused: prompt tokens that went through the model, or were found in the
+cache. cold, warm: median time to first token without the cache, and of hits.
+same: answers that are token for token those given without the cache.
 """
 TIMING_LEGEND = """\
 made on the spot: its words mean nothing, its times do
@@ -68,7 +69,8 @@ def _run_workloads(console: Console) -> list[WorkloadReport]:
     with cached, uncached:
         if cached.inexactness:
             console.print(f"[yellow]this machine breaks bit-exactness: {cached.inexactness}[/]")
-        return [compare(cached, uncached, workload) for workload in make_workloads()]
+        workloads: list[Workload | Agents] = [*make_workloads(), make_agents()]
+        return [compare(cached, uncached, workload) for workload in workloads]
 
 
 def _run_timings() -> list[TimingReport]:

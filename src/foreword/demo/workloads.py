@@ -1,19 +1,49 @@
-"""Three everyday workloads with shared prefixes, for the embedded model.
+"""Four everyday workloads with shared prefixes, for the embedded model.
 
-Knows documents, questions and conversations; runs them on an `LLM` and counts hits and right answers. Knows nothing of
-tables or terminals.
+Knows documents, questions, conversations and tools; runs them on an `LLM` and counts hits and right answers. Knows
+nothing of tables or terminals.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 from statistics import median
+from typing import Any
 
 from foreword import LLM, RequestOutput, SamplingParams
-from foreword.demo.recall import Document, Question, ask, make_document, num_facts_for, opening
+from foreword.demo.recall import (
+    LOOKUP,
+    Document,
+    Message,
+    Question,
+    ask,
+    call_message,
+    make_document,
+    num_facts_for,
+    opening,
+)
 
 MAX_ANSWER_TOKENS = 12
+MAX_CALL_TOKENS = 40
+
+_CALL = re.compile(r"<tool_call>\n(\{.*\})\n</tool_call>")
+
+TOOLS = (
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Get the weather of a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    },
+    LOOKUP,
+)
+"""The tools of the agents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +64,27 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
+class Agents:
+    """Agents with one system prompt and one list of tools; each asks its questions, all agents together.
+
+    What the agents look up is in `notes`, which no prompt holds.
+    """
+
+    name: str
+    system_prompt: Document
+    notes: Document
+    questions: tuple[tuple[Question, ...], ...]
+
+    def look_up(self, call: Mapping[str, Any]) -> Message:
+        """The tool's answer to a call."""
+        wanted = call["function"]["arguments"].get("fact")
+        texts = (fact.text for fact in self.notes.facts if f"the {fact.key}" == wanted)
+        return {"role": "tool", "content": next(texts, f"There is no {wanted}.")}
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """One answered question."""
+    """One answer or one call."""
 
     token_ids: tuple[int, ...]
     correct: bool
@@ -84,8 +133,21 @@ class WorkloadReport:
         return median(turn.ttft_ms for turn in self.cached if turn.num_cached_tokens)
 
 
+def make_agents(seed: int = 0, num_agents: int = 4, num_questions: int = 3) -> Agents:
+    """The demo's agents; equal seeds give equal ones."""
+    rng = Random(f"agents {seed}")
+    notes = make_document(rng, num_agents * num_questions)
+    questions = ask(rng, notes, num_agents * num_questions)
+    return Agents(
+        "agents with a tool",
+        make_document(rng, num_facts_for(300)),
+        notes,
+        tuple(tuple(questions[agent::num_agents]) for agent in range(num_agents)),
+    )
+
+
 def make_workloads(seed: int = 0) -> list[Workload]:
-    """The demo's three workloads; equal seeds give equal ones."""
+    """The demo's workloads without tools; equal seeds give equal ones."""
     rng = Random(seed)
     long_document = make_document(rng, num_facts_for(1000))
     questions = ask(rng, long_document, 12)
@@ -120,24 +182,58 @@ def run_workload(llm: LLM, workload: Workload) -> tuple[Turn, ...]:
             else [output for history in histories for output in llm.chat(history, params)]
         )
         for conversation, history, output in zip(workload.conversations, histories, outputs, strict=True):
-            turns.append(_turn(output, conversation.questions[number]))
-            history.append({"role": "assistant", "content": output.outputs[0].text})
+            text = output.outputs[0].text
+            turns.append(_turn(output, correct=text.strip() == conversation.questions[number].answer))
+            history.append({"role": "assistant", "content": text})
             if number + 1 < len(conversation.questions):
                 history.append({"role": "user", "content": conversation.questions[number + 1].text})
     return tuple(turns)
 
 
-def _turn(output: RequestOutput, question: Question) -> Turn:
-    answer = output.outputs[0]
+def run_agents(llm: LLM, agents: Agents) -> tuple[Turn, ...]:
+    """Answer all questions: the model calls the tool, gets its result, and answers from that."""
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_CALL_TOKENS)
+    histories: list[list[Message]] = [
+        [{"role": "system", "content": agents.system_prompt.text}] for _ in agents.questions
+    ]
+    turns: list[Turn] = []
+    for number in range(len(agents.questions[0])):
+        asked = [questions[number] for questions in agents.questions]
+        for history, question in zip(histories, asked, strict=True):
+            history.append({"role": "user", "content": question.text})
+        for expected in (map(call_message, asked), map(_answer, asked)):
+            outputs = llm.chat(histories, params, tools=TOOLS)
+            for history, output, wanted in zip(histories, outputs, expected, strict=True):
+                message = _read_message(output.outputs[0].text)
+                turns.append(_turn(output, correct=message == wanted))
+                history += [message, *map(agents.look_up, message.get("tool_calls", ()))]
+    return tuple(turns)
+
+
+def _answer(question: Question) -> Message:
+    return {"role": "assistant", "content": question.answer}
+
+
+def _read_message(text: str) -> Message:
+    """The message that an answer's text stands for: a call, or the text itself."""
+    match = _CALL.fullmatch(text)
+    if match is None:
+        return {"role": "assistant", "content": text.strip()}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": json.loads(match[1])}]}
+
+
+def _turn(output: RequestOutput, *, correct: bool) -> Turn:
     return Turn(
-        token_ids=tuple(answer.token_ids),
-        correct=answer.text.strip() == question.answer,
+        token_ids=tuple(output.outputs[0].token_ids),
+        correct=correct,
         num_prompt_tokens=len(output.prompt_token_ids),
         num_cached_tokens=output.num_cached_tokens,
         ttft_ms=output.metrics.time_to_first_token_ms or 0.0,
     )
 
 
-def compare(cached: LLM, uncached: LLM, workload: Workload) -> WorkloadReport:
+def compare(cached: LLM, uncached: LLM, workload: Workload | Agents) -> WorkloadReport:
     """Run a workload on two engines of the same model; only one of them caches prefixes."""
+    if isinstance(workload, Agents):
+        return WorkloadReport(workload.name, run_agents(cached, workload), run_agents(uncached, workload))
     return WorkloadReport(workload.name, run_workload(cached, workload), run_workload(uncached, workload))

@@ -220,11 +220,6 @@ def test_images_stay_refused(tagged):
     assert answer.status_code == 400
 
 
-def test_a_template_without_tools_refuses_them(server):
-    answer = post(server.url, "/v1/chat/completions", {"messages": ASK, "tools": [WEATHER]})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-
-
 # -------------------------------------------------------------- reading calls
 
 
