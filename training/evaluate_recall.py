@@ -87,7 +87,7 @@ def make_case(rng: Random, tokenizer: PreTrainedTokenizerFast, length: int, numb
         case = _case(tokenizer, kind, messages, None, [len(messages) - 1])
         if len(case.ids) <= length:
             return case
-        num_facts -= 1
+        num_facts = max(1, num_facts - 1 - (len(case.ids) - length) // 12)
 
 
 def make_agent_case(rng: Random, tokenizer: PreTrainedTokenizerFast, length: int, number: int) -> Case:
@@ -105,7 +105,7 @@ def make_agent_case(rng: Random, tokenizer: PreTrainedTokenizerFast, length: int
         case = _case(tokenizer, kind, messages, draw_tools(rng), [last - 2, last])
         if len(case.ids) <= length or num_facts == 1:
             return case
-        num_facts -= 1
+        num_facts = max(1, num_facts - 1 - (len(case.ids) - length) // 12)
 
 
 def _case(

@@ -131,7 +131,7 @@ class WorkloadReport:
         return median(turn.ttft_ms for turn in self.cached if turn.num_cached_tokens)
 
 
-def make_agents(seed: int = 0, num_agents: int = 6, num_questions: int = 4) -> Agents:
+def make_agents(seed: int = 0, num_agents: int = 4, num_questions: int = 3) -> Agents:
     """The demo's agents; equal seeds give equal ones."""
     rng = Random(f"agents {seed}")
     notes = make_document(rng, num_agents * num_questions)
