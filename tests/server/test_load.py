@@ -87,5 +87,6 @@ def test_no_request_that_the_openapi_document_allows_makes_the_server_fail():
                 case.call_and_validate(checks=[not_a_server_error], timeout=60)
 
             try_out()
-        assert {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"} <= set(paths)
+        assert {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/v1/messages"} <= set(paths)
+        assert any(path.endswith(":generateContent") for path in paths)
         assert httpx.get(f"{server.url}/health").status_code == 200

@@ -106,6 +106,8 @@ class BodyLimits:
                 self._check_prompt(value)
             case "instructions":
                 self._check_text(name, value)
+            case "system":
+                self._check_conversation(name, [{"content": value}])
             case "tokens":
                 _at_most(value, self.max_model_len, name)
             case "allowed_token_ids":

@@ -207,6 +207,17 @@ def test_models_in_pages(ask, server):
 
 
 @pytest.mark.parametrize(
+    ("system", "told"),
+    [("x" * 500_000, "hold at most"), ([{}] * 9001, "contents of system has 9001")],
+    ids=["text", "blocks"],
+)
+def test_a_system_prompt_that_no_model_holds_is_refused_by_count(server, system, told):
+    answer = post(server.url, "/v1/messages", {**ASK, "system": system})
+    assert answer.status_code == 400
+    assert told in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"foo": 1}, "foo: Extra inputs are not permitted"),
