@@ -116,6 +116,20 @@ def test_marks_never_keep_a_request_from_running_and_what_broke_is_visible():
     assert world.ask(range(33), 32) == (0, [32]), "it is kept again once it is computed again"
 
 
+def test_a_block_that_is_lost_and_computed_again_counts_again():
+    world = World()
+    world.ask(range(16), 12)
+    manager, sequence = world.parts.manager, world.sequence(range(12))
+    middle = manager._found(sequence)[0][1:2]
+    manager.evict_blocks(middle)
+    (entry,) = world.entries()
+    assert entry.num_kept_tokens == 4
+    world.ask(range(500, 520))  # takes the block that is free now
+    assert world.ask(range(16), 12)[1] == [12]
+    manager.reset_prefix_cache()
+    assert world.entries() == []
+
+
 def test_marks_are_ignored_where_nothing_can_be_kept():
     assert World(max_pinned_share=0.0).ask(range(20), 12) == (0, [])
     assert World(enable_prefix_caching=False, max_pinned_share=0.0).ask(range(20), 12) == (0, [])

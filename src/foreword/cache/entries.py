@@ -104,8 +104,10 @@ class PinnableCache(CacheView):
             pins.unpin(name)
             return nothing
         ends_of_blocks = dict(zip(block_ids.tolist(), ends.tolist(), strict=True))
-        if known is not None:
-            ends_of_blocks = {**known.ends, **ends_of_blocks}
+        if known is not None:  # blocks that were lost count as missing, until others hold their tokens
+            found, has_now = set(ends_of_blocks.values()), set(pins.blocks_of(name).tolist())
+            old = {block: end for block, end in known.ends.items() if block in has_now or end not in found}
+            ends_of_blocks = {**old, **ends_of_blocks}
         self._entries[name] = _Entry(wish.owner, wish.source, sequence, ends_of_blocks)
         return self._entry(name, self._entries[name])
 
@@ -134,6 +136,12 @@ class PinnableCache(CacheView):
     def entries(self) -> list[CacheEntry]:
         """All entries, the oldest first, those too that lost their blocks."""
         return [self._entry(name, entry) for name, entry in self._entries.items()]
+
+    def _drop_empty_entries(self) -> None:
+        """End the entries that have lost all their blocks: after a reset."""
+        if self._pins is not None:
+            for name in [name for name in self._entries if not len(self._pins.blocks_of(name))]:
+                self.drop_entry(name)
 
     def _entry(self, name: str, entry: _Entry) -> CacheEntry:
         pins = self._checked_pins()

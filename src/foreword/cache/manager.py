@@ -405,6 +405,7 @@ class KVCacheManager(TieredCache):
                 f"(first: {next(iter(self._row_of))!r}); wait for them or abort them"
             )
         self._coordinator.clear()
+        self._drop_empty_entries()
         self.recent.reset()
 
     def check_integrity(self) -> None:

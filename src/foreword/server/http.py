@@ -6,6 +6,7 @@ Knows FastAPI and the protocol of an API's answers; knows nothing of their field
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Protocol
 
@@ -20,6 +21,8 @@ from foreword.server.bodies.json_pieces import to_json, to_long_json
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.dialects.dialect import Dialect, Event
 from foreword.server.service import Service
+
+logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 10.0
 """Seconds without an event after which a stream sends its dialect's ping. Some clients give up after 300."""
@@ -179,8 +182,10 @@ async def _streamed(request: Request, writer: AnswerWriter, frames: Frames) -> A
     try:
         async for events in _pinged(writer.events(), frames.ping):
             yield events if isinstance(events, bytes) else "".join(map(frames.frame, events)).encode()
-    except APIError as error:
-        yield frames.frame(dialect_of(request).error_event(error, request_id_of(request))).encode()
+    except Exception as error:
+        if not isinstance(error, APIError):
+            logger.exception("an answer could not be written to its end")
+        yield frames.frame(dialect_of(request).error_event(from_error(error), request_id_of(request))).encode()
     yield frames.end()
 
 

@@ -68,7 +68,9 @@ def _num_bytes(messages: Messages, written: str) -> int:
 
 
 def _size(value: Any) -> int:
-    """Estimated bytes of the texts in a message, however deep they lie."""
-    if isinstance(value, dict | list):
-        return sum(_size(one) for one in (value.values() if isinstance(value, dict) else value))
+    """Estimated bytes of a message, however deep its parts lie."""
+    if isinstance(value, dict):
+        return sys.getsizeof(value) + sum(_size(key) + _size(one) for key, one in value.items())
+    if isinstance(value, list):
+        return sys.getsizeof(value) + sum(map(_size, value))
     return sys.getsizeof(value)

@@ -232,8 +232,9 @@ class Service:
                 template_inputs=template_inputs,
             )
 
-        is_short = len(messages) < MANY_MESSAGES and "tools" not in (template_inputs or {})
-        if is_short and sum(len(message["content"] or "") for message in messages) < LONG_TEXT:
+        is_long = len(messages) >= MANY_MESSAGES or "tools" in (template_inputs or {})
+        is_long = is_long or any("tool_calls" in message or "reasoning_content" in message for message in messages)
+        if not is_long and sum(len(message["content"] or "") for message in messages) < LONG_TEXT:
             return render()
         return await asyncio.to_thread(render)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -206,13 +207,9 @@ class Tokenizer:
 
     def num_tokens_in(self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> int:
         """The number of tokens of a reply whose text begins in one of these spans of characters, markers counted."""
-        kept = self.marker_ids
-        lengths = range(len(token_ids))
-        ends = [
-            bisect_left(lengths, offset, key=lambda count: len(self.decode(token_ids[:count], kept)))
-            for span in spans
-            for offset in span
-        ]
+        push = self.detokenizer(self.marker_ids).push
+        lengths = list(accumulate((len(push(int(token_id))) for token_id in token_ids), initial=0))[:-1]
+        ends = [bisect_left(lengths, offset) for span in spans for offset in span]
         return sum(end - begin for begin, end in zip(ends[::2], ends[1::2], strict=True))
 
     def spell(self, token_ids: Sequence[int] | npt.NDArray[np.int32]) -> str:

@@ -240,6 +240,7 @@ class PlainPins:
             if block not in cached or not fits or not fits_owner:
                 break
             mine.append(block)
+        mine.sort(key=lambda block: wanted.index(block) if block in wanted else len(wanted))
         return [block for block in wanted if block in mine]
 
     def end(self, pin: int) -> None:

@@ -31,6 +31,8 @@ class _Pin:
     """A hit of its last block keeps it for this time from then on; None: hits do not."""
     blocks: dict[int, None] = field(default_factory=dict)
     """The blocks that it still has, head first."""
+    last: int | None = None
+    """Its last block, by which it is indexed."""
 
 
 class PinnedPolicy:
@@ -63,6 +65,8 @@ class PinnedPolicy:
         self._pins: dict[Hashable, _Pin] = {}
         self._holders: dict[int, list[Hashable]] = {}
         """Names of the pins that have a block, by block id."""
+        self._ending_at: dict[int, set[Hashable]] = {}
+        """Names of the pins that a hit refreshes, by their last block."""
         self._is_pinned: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self._is_cached: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
         self._is_free: npt.NDArray[np.bool_] = np.ones(num_blocks, np.bool_)
@@ -98,6 +102,9 @@ class PinnedPolicy:
             self._push(until, pin)
         held.until = max(held.until, until)
         fresh = list(self._add(pin, held, block_ids.tolist()))
+        in_order = {block_id: None for block_id in block_ids.tolist() if block_id in held.blocks}
+        held.blocks = in_order | held.blocks
+        self._note_last(pin, held)
         freed = np.array([block_id for block_id in fresh if self._is_free[block_id]], np.int32)
         self.inner.remove(freed)
         self._queue.append(freed)
@@ -162,10 +169,25 @@ class PinnedPolicy:
             if not holders:
                 del self._holders[block_id]
                 ended.append(block_id)
+        self._note_last(name, pin)
         gone = np.array(ended, np.int32)
         self._is_pinned[gone] = False
         self.num_pinned -= len(gone)
         return gone
+
+    def _note_last(self, name: Hashable, pin: _Pin) -> None:
+        """Keep the index of pins by their last block, for those that hits refresh."""
+        last = next(reversed(pin.blocks), None)
+        if pin.refresh_s is None or last == pin.last:
+            return
+        if pin.last is not None:
+            of_block = self._ending_at[pin.last]
+            of_block.discard(name)
+            if not of_block:
+                del self._ending_at[pin.last]
+        if last is not None:
+            self._ending_at.setdefault(last, set()).add(name)
+        pin.last = last
 
     def _lose(self, block_ids: BlockIds) -> None:
         """Take blocks whose content is gone from all their pins."""
@@ -279,10 +301,9 @@ class PinnedPolicy:
         if not self.num_pinned:
             return
         for block_id in block_ids[self._is_pinned[block_ids]].tolist():
-            for name in self._holders[block_id]:
+            for name in self._ending_at.get(block_id, ()):
                 held = self._pins[name]
-                if held.refresh_s is not None and next(reversed(held.blocks)) == block_id:
-                    held.until = max(held.until, self._now + held.refresh_s)
+                held.until = max(held.until, self._now + (held.refresh_s or 0.0))
 
     def note_forgotten(self, block_ids: BlockIds) -> None:
         self._is_cached[block_ids] = False
@@ -309,6 +330,12 @@ class PinnedPolicy:
         held = {(block_id, name) for name, pin in self._pins.items() for block_id in pin.blocks}
         assert held == {(b, name) for b, names in self._holders.items() for name in names}, "pins and holders differ"
         assert sorted({block_id for block_id, _ in held}) == pinned.tolist(), "a block's pins are miscounted"
+        ending: dict[int, set[Hashable]] = {}
+        for name, pin in self._pins.items():
+            if pin.refresh_s is not None and pin.blocks:
+                assert pin.last == next(reversed(pin.blocks)), "a pin's last block is miscounted"
+                ending.setdefault(pin.last, set()).add(name)
+        assert ending == self._ending_at, "the index of pins by their last block is wrong"
         owned = Counter(owner for _, owner in {(b, self._pins[name].owner) for b, name in held} if owner is not None)
         assert owned == self.num_pinned_by, "the pins of an owner are miscounted"
         assert max(owned.values(), default=0) <= self.max_pinned_by_owner, "an owner pins more than its share"

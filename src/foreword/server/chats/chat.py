@@ -84,7 +84,7 @@ class ChatAnswer:
         return ReplyDelta(parts, "tool_calls" if calls else delta.finish_reason)
 
     def num_reasoning_tokens(self) -> int:
-        """Tokens of all choices that lie in reasoning, its markers not counted. O(tokens) if there is any."""
+        """Tokens of all choices that lie in reasoning, its markers counted. O(tokens) if there is any."""
         return sum(
             self._tokenizer.num_tokens_in(choice.token_ids, reader.reasoning_spans)
             for choice in self.stream.outputs[0].outputs
@@ -95,7 +95,7 @@ class ChatAnswer:
         """Estimated bytes that `num_reasoning_tokens` reads: whether to call it on the event loop."""
         if not any(reader is not None and reader.reasoning_spans for reader in self._readers.values()):
             return 0
-        return 8 * sum(len(choice.token_ids) for choice in self.stream.outputs[0].outputs)
+        return 64 * sum(len(choice.token_ids) for choice in self.stream.outputs[0].outputs)
 
 
 def with_calls(parts: Sequence[Part], most: int) -> list[Part]:

@@ -25,12 +25,15 @@ def as_json(value: Any) -> str:
 
 # ------------------------------------------------------------------ schemas
 
+MOST_SCHEMAS = 64
+"""Most schemas that are looked at for one argument: references can make a small schema exponentially large."""
+
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """The schema of each function's parameters, by the function's name."""
     functions = [tool.get("function", tool) for tool in tools]
     return {
-        function["name"]: function.get("parameters") or {}
+        function["name"]: function["parameters"] if isinstance(function.get("parameters"), Mapping) else {}
         for function in functions
         if isinstance(function, Mapping) and isinstance(function.get("name"), str)
     }
@@ -38,15 +41,38 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any
 
 def cast(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with texts as values of the types that a schema of parameters gives them."""
-    properties = schema.get("properties") or {}
+    properties = properties_of(schema)
     return {
         key: _cast(value, types_of(properties.get(key), schema)) if isinstance(value, str) else value
         for key, value in arguments.items()
     }
 
 
+def properties_of(schema: Any) -> Mapping[str, Any]:
+    """The schemas of an object's members, by their names; none if the schema is not of that form."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def required_of(schema: Any) -> set[str]:
+    """Names of the members that an object must have; none if the schema is not of that form."""
+    required = schema.get("required") if isinstance(schema, Mapping) else None
+    return {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+
+
 def types_of(schema: Any, root: Mapping[str, Any]) -> list[str]:
-    """The names of the types that a schema allows, in its order; references lead into `root`."""
+    """The names of the types that a schema allows, in its order; references lead into `root`.
+
+    Clients may send any schema: what is not of JSON schema's form counts as missing, and no more than MOST_SCHEMAS
+    schemas are looked at.
+    """
+    return _types(schema, root, [MOST_SCHEMAS])
+
+
+def _types(schema: Any, root: Mapping[str, Any], left: list[int]) -> list[str]:
+    left[0] -= 1
+    if left[0] < 0:
+        return []
     for _ in range(8):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             break
@@ -57,11 +83,13 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> list[str]:
     if not isinstance(schema, Mapping):
         return []
     declared = schema.get("type")
-    types = [declared] if isinstance(declared, str) else list(declared or ())
-    for choice in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
-        types += types_of(choice, root)
+    declared = [declared] if isinstance(declared, str) else declared
+    types = [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []
+    for choices in (schema.get("anyOf"), schema.get("oneOf")):
+        for choice in choices if isinstance(choices, list) else ():
+            types += _types(choice, root, left)
     if not types and ("enum" in schema or "const" in schema):
-        values = schema.get("enum", [schema.get("const")])
+        values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
         types = list(dict.fromkeys(_TYPE_NAMES.get(type(value), "object") for value in values))
     return [*types, "null"] if schema.get("nullable") and "null" not in types else types
 

@@ -12,7 +12,16 @@ from typing import Any, Protocol
 
 import regex
 
-from foreword.text.reply.arguments import as_json, beginning_at, cast, items_of, schemas_of, types_of
+from foreword.text.reply.arguments import (
+    as_json,
+    beginning_at,
+    cast,
+    items_of,
+    properties_of,
+    required_of,
+    schemas_of,
+    types_of,
+)
 from foreword.text.reply.json_scan import JsonScanner
 from foreword.text.reply.parts import Call
 
@@ -225,9 +234,7 @@ class _TagBody:
             return
         (call,) = calls
         schema = self._schemas.get(call.name, {})
-        has_all = set(schema.get("required") or ()) <= set(self._values) and bool(
-            self._values or not schema.get("properties")
-        )
+        has_all = required_of(schema) <= set(self._values) and bool(self._values or not properties_of(schema))
         if self._key is None and not rest.strip() and has_all:
             self.calls = calls
             return

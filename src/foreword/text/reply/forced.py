@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foreword.text.reply.arguments import types_of
+from foreword.text.reply.arguments import properties_of, required_of, types_of
 from foreword.text.reply.format import BARE, ReplyFormat, family
 
 MAX_FORCED_CALLS = 16
@@ -77,8 +77,7 @@ class _Writer:
 
     def _tagged(self, name: str, schema: Mapping[str, Any], tags: Mapping[str, str]) -> list[str]:
         """The rules of arguments between tags: those of the schema, in its order."""
-        properties = schema.get("properties") or {}
-        required = set(schema.get("required") or ())
+        properties, required = properties_of(schema), required_of(schema)
         between = self.literal(tags.get("between", ""))
         rules, items = [], []
         for number, (key, one) in enumerate(properties.items()):
@@ -86,7 +85,7 @@ class _Writer:
             opening = self.literal(tags["open"].replace("{key}", key))
             rules += self._value(item, opening, one, schema, tags)
             items.append((item, key in required))
-        return [f"{name}: {_sequence(items, between)}", *rules]
+        return [*_sequence(name, items, between), *rules]
 
     def _value(
         self, item: str, opening: str, schema: Any, root: Mapping[str, Any], tags: Mapping[str, str]
@@ -95,7 +94,7 @@ class _Writer:
         mark = tags.get("string", "")
         quote = self.literal(mark)
         texts = schema.get("enum") if isinstance(schema, Mapping) else None
-        if texts and all(isinstance(text, str) for text in texts):
+        if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
             one_of = " | ".join(self.literal(mark + text + mark) or '""' for text in texts)
             return [f"{item}: {opening} ({one_of}) {closing}"]
         if types_of(schema, root) not in ([], ["string"]):
@@ -109,15 +108,14 @@ class _Writer:
         return [f"{item}: {opening} {quote} {item}_v {after}", f"{item}_v[suffix={json.dumps(ends)}]: /(?s:.*)/"]
 
 
-def _sequence(items: Sequence[tuple[str, bool]], between: str) -> str:
-    """Items in their order; those that are not required may be missing. Separators stand only between items."""
+def _sequence(name: str, items: Sequence[tuple[str, bool]], between: str) -> list[str]:
+    """Rules of items in their order; those not required may be missing. Separators stand only between items."""
     if not between:
-        return " ".join(item if needed else f"{item}?" for item, needed in items) or '""'
-    # With an item first, all others have a separator before them; one alternative for each item that may be first.
-    firsts = []
-    for index, (item, needed) in enumerate(items):
-        rest = [f"({between} {later})" + ("" if must else "?") for later, must in items[index + 1 :]]
-        firsts.append(" ".join([item, *rest]))
-        if needed:
-            return " | ".join(firsts)
-    return " | ".join([*firsts, '""'])
+        return [f"{name}: " + (" ".join(item if needed else f"{item}?" for item, needed in items) or '""')]
+    # The first item has no separator before it: rules f hold while no item was written, rules r after one.
+    rules = [f"{name}: {name}_f0"]
+    for number, (item, needed) in enumerate(items):
+        skipped = ("", "") if needed else (f" | {name}_f{number + 1}", f" | {name}_r{number + 1}")
+        rules.append(f"{name}_f{number}: {item} {name}_r{number + 1}{skipped[0]}")
+        rules.append(f"{name}_r{number}: {between} {item} {name}_r{number + 1}{skipped[1]}")
+    return [*rules, f'{name}_f{len(items)}: ""', f'{name}_r{len(items)}: ""']

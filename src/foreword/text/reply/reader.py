@@ -130,13 +130,14 @@ class ReplyReader:
 
     def _read_text(self, *, at_end: bool) -> bool:
         """Read up to the next marker, or to what may become one. Returns whether a marker was found."""
-        begin, was_reasoning = self._num_done + self._at, self.is_reasoning
+        was_reasoning = self.is_reasoning
+        self._marker_at = self._num_done + self._at
         found = self._read_to_marker(at_end=at_end)
         if was_reasoning:
-            before = self.reasoning_spans.pop() if self.reasoning_spans else (begin, begin)
+            before = self.reasoning_spans.pop() if self.reasoning_spans else (self._marker_at,) * 2
             self.reasoning_spans.append((before[0], self._num_done + self._at))
         elif self.is_reasoning:
-            self.reasoning_spans.append((begin, self._num_done + self._at))
+            self.reasoning_spans.append((self._marker_at, self._num_done + self._at))
         return found
 
     def _read_to_marker(self, *, at_end: bool) -> bool:
@@ -149,6 +150,7 @@ class ReplyReader:
             return False
         self._at = match.end()
         if self._region is None and field is not self._implicit:
+            self._marker_at = self._num_done + match.start()
             self._open(field, match)
             return True
         if self._region is None and match.start() == match.end():

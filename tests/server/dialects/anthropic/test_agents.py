@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import anthropic
@@ -268,3 +269,38 @@ def test_our_errors_have_its_statuses_and_types(error, status, kind, header):
     assert (answer.status, answer.body["error"]["type"], dict(answer.headers)) == (status, kind, header)
     assert answer.body["request_id"] == "req_1"
     assert DIALECT.error_event(error, "req_1") == ("error", answer.body)
+
+
+@pytest.mark.parametrize("max_tokens", [5, 20, 30, 36, 40, 50, 60])
+def test_a_call_cut_off_anywhere_is_an_answer(agents, max_tokens):
+    answer = httpx.post(f"{agents.url}/v1/messages", json={**FORCED, "messages": ASK, "max_tokens": max_tokens})
+    assert answer.status_code == 200
+    for block in answer.json()["content"]:
+        assert block["type"] == "text" or isinstance(block["input"], dict)
+
+
+@pytest.mark.parametrize("arguments", ["", '{"a": "\\ud83d"}', '{"a": NaN', '{"a": 1', "[" * 5000, '{"a": {"b": [1, 2'])
+def test_arguments_of_any_form_are_an_object(arguments):
+    (block,) = _blocks([Call("f", arguments, is_complete=False)])
+    assert isinstance(block["input"], dict)
+
+
+def test_a_page_of_models_has_no_number_that_python_cannot_read(agents):
+    headers = {"anthropic-version": "2023-06-01"}
+    answer = httpx.get(f"{agents.url}/v1/models?limit=000000001{'0' * 5000}", headers=headers)
+    assert answer.status_code == 400
+
+
+def test_a_stream_that_cannot_be_written_ends_with_an_error():
+    class Writer:
+        async def events(self) -> AsyncIterator[list[Any]]:
+            yield [("message_start", {})]
+            raise AttributeError("a fault of ours")
+
+    asked = SimpleNamespace(state=SimpleNamespace(dialect=DIALECT, request_id="req_1"))
+
+    async def read() -> bytes:
+        frames = server_http.ServerSent(DIALECT)
+        return b"".join([sent async for sent in server_http._streamed(asked, Writer(), frames)])
+
+    assert b'event: error\ndata: {"type":"error","error":{"type":"api_error"' in asyncio.run(read())

@@ -42,7 +42,9 @@ class MessageAnswer:
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         """Estimated bytes of these deltas."""
-        return BYTES_PER_TOKEN * sum(len(delta.token_ids) for delta in deltas)
+        is_last = any(delta.finish_reason is not None for delta in deltas)
+        counted = self._chat_answer.num_usage_bytes() if is_last else 0
+        return counted + BYTES_PER_TOKEN * sum(len(delta.token_ids) for delta in deltas)
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
@@ -134,7 +136,7 @@ def _blocks(parts: Iterable[Part]) -> list[dict[str, Any]]:
         elif event["type"] == "content_block_delta":
             delta = event["delta"]
             if delta["type"] == "input_json_delta":
-                blocks[-1]["input"] = from_json(delta["partial_json"], allow_partial=True)
+                blocks[-1]["input"] = _object(delta["partial_json"])
             else:
                 blocks[-1] |= {key: blocks[-1][key] + value for key, value in delta.items() if key != "type"}
     return blocks
@@ -188,6 +190,18 @@ class _BlockEvents:
 
     def _stop(self) -> dict[str, Any]:
         return {"type": "content_block_stop", "index": self._num_begun - 1}
+
+
+def _object(text: str) -> Any:
+    """The object that a JSON text is, or the part of it that is there; {} if not even that can be read."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return from_json(text or "{}", allow_partial=True, allow_inf_nan=False)
+    except ValueError:
+        return {}
 
 
 def _input_json(call: Call) -> str:

@@ -35,7 +35,7 @@ class Anthropic(Dialect):
 
     def models(self, service: Service, query: Mapping[str, str]) -> Mapping[str, Any]:
         names, limit = list(service.model_names), query.get("limit", "20")
-        if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MOST_MODELS:
+        if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MOST_MODELS:
             raise bad_request(f"limit: must be a number from 1 to {MOST_MODELS}")
         after, before, most = query.get("after_id"), query.get("before_id"), int(limit)
         for cursor in (after, before):

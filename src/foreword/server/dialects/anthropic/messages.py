@@ -150,14 +150,15 @@ class _Telling:
         return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": content}
 
     def _assistant(self, turn: _Turn) -> None:
+        texts: list[str] = []
+        thoughts: list[str] = []
         message: Plain = {"role": "assistant", "content": ""}
         for where, block in turn.blocks:
             match block:
                 case TextBlock():
-                    message["content"] += block.text
+                    texts.append(block.text)
                 case ThinkingBlock():
-                    if block.thinking:  # a server that hides reasoning sends an empty text
-                        message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
+                    thoughts.append(block.thinking)
                 case RedactedThinkingBlock():
                     pass  # nobody here can read it
                 case ToolUseBlock():
@@ -168,6 +169,9 @@ class _Telling:
                     )
                 case _:
                     raise _misplaced(where, block, "user")
+        message["content"] = "".join(texts)
+        if any(thoughts):  # a server that hides reasoning sends an empty text
+            message["reasoning_content"] = "".join(thoughts)
         self._told.append(message)
 
     def _system(self, turn: _Turn) -> None:

@@ -49,7 +49,9 @@ class GeneratedContent:
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         """Estimated bytes of these deltas."""
         per_token = 8 if self._num_top is None else 128 * (1 + self._num_top)
-        return per_token * sum(len(delta.token_ids) for delta in deltas)
+        is_last = any(delta.finish_reason is not None for delta in deltas)
+        counted = self._chat_answer.num_usage_bytes() if is_last else 0
+        return counted + per_token * sum(len(delta.token_ids) for delta in deltas)
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         """The body of an answer that is not streamed."""
@@ -78,6 +80,8 @@ class GeneratedContent:
 
     def _usage(self) -> Json:
         output = self.answer.outputs[0]
+        if output.finished:
+            self._num_thoughts = self._chat_answer.num_reasoning_tokens()
         num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
         usage: Json = {
             "promptTokenCount": num_prompt,
@@ -103,7 +107,6 @@ class GeneratedContent:
                 self._malformed[delta.choice] = f"Malformed function call: {part.name}({part.arguments})"
         if reply.finish_reason is not None:
             candidate |= self._end(delta, reply.finish_reason)
-            self._num_thoughts = self._chat_answer.num_reasoning_tokens()
         if delta.logprobs:
             candidate |= self._logprobs(delta.token_ids, delta.logprobs)
         return candidate

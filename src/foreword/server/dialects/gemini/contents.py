@@ -63,6 +63,10 @@ def plain_messages(contents: Sequence[Content], system: Content | None) -> list[
     return conversation.messages
 
 
+MOST_CALLS = 1024
+"""Most calls of one turn that may wait for their results."""
+
+
 @dataclass(slots=True)
 class _Conversation:
     """Messages so far, and the calls that wait for their results."""
@@ -94,6 +98,8 @@ class _Conversation:
             "function": {"name": call.name, "arguments": call.args or {}},
         }
         self.num_calls += 1
+        if len(self.waiting) == MOST_CALLS:
+            raise bad_request(f"a turn has more than {MOST_CALLS} calls; send fewer", param="contents")
         self.waiting.append(made)
         return made
 

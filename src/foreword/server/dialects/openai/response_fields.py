@@ -95,7 +95,7 @@ Item = Annotated[
 class ResponseTool(Part):
     """One of `tools`: a function, a custom tool, whose input is any text, or a namespace of functions."""
 
-    type: str
+    type: Word
     name: ToolName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None

@@ -125,14 +125,14 @@ def all_functions(tools: Sequence[ResponseTool]) -> Iterator[tuple[str, str | No
             for inner, function in enumerate(tool.tools or ()):
                 yield f"{where}.tools[{inner}]", tool.name, function
         elif tool.type.startswith("web_search"):
-            _warn_of(tool.type)
+            _warn_of_search()
         else:
             yield where, None, tool
 
 
 @functools.cache
-def _warn_of(kind: str) -> None:
-    logger.warning("requests have a tool of the type %r, which this server cannot run; the model does not see it", kind)
+def _warn_of_search() -> None:
+    logger.warning("requests have a web_search tool, which this server cannot run; the model does not see it")
 
 
 def plain_tools(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ from starlette.responses import Response
 
 from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import Delta
-from foreword.server.api_errors import bad_request
+from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.json_pieces import to_long_json
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import Limits, caller_of, sampling_params
@@ -187,8 +188,9 @@ class _ResponseAnswer:
         )
         if self._body.store is not False:
             said = [item for item in items if item["type"] == "message" or item["status"] == "completed"]
-            conversation = continued(self._conversation, _ITEMS.validate_python(said))
-            self._service.kept_responses.keep(self._tenant, conversation, response)
+            with suppress(APIError):  # a call that the server would not take back is not kept either
+                conversation = continued(self._conversation, _ITEMS.validate_python(said))
+                self._service.kept_responses.keep(self._tenant, conversation, response)
         return events, response
 
     def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:

@@ -1,0 +1,39 @@
+"""Kept responses stay within their bytes, whatever the conversations are made of."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from foreword.server.access.tenants import Tenant
+from foreword.server.kept_responses import KeptResponses
+
+
+def of_lists() -> Any:
+    return {"a": [[] for _ in range(20_000)]}
+
+
+def of_keys() -> Any:
+    return {f"{number}" * 50: 1 for number in range(5_000)}
+
+
+def of_numbers() -> Any:
+    return {"a": [{"b": float(number)} for number in range(10_000)]}
+
+
+@pytest.mark.parametrize("arguments", [of_lists, of_keys, of_numbers])
+def test_the_estimate_is_no_less_than_the_memory_that_calls_take(arguments: Any) -> None:
+    kept = KeptResponses()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(5):
+            call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments()}}
+            messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+            kept.keep(Tenant("t"), messages, {"id": f"r{number}"})
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert kept.num_bytes > 0.8 * grown > 100_000
