@@ -42,12 +42,14 @@ class ServerProcess:
 
     def __init__(self, *args: str, log: IO[str] | None = None, **environment: str) -> None:
         """`log` takes what it writes to standard error."""
+        # pytest writes the name of the running test there, which may be longer than a process can be given.
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "foreword.cli", "serve", "--port", "0", *args],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            env={**inherited, "OMP_NUM_THREADS": "1", **environment},
         )
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         stdout = self._process.stdout

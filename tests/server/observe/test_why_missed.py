@@ -468,7 +468,7 @@ def test_a_template_that_changes_earlier_turns_is_found_with_the_position():
         names = [change.conversation for change in last]
         assert names == ["answers with separate reasoning", "calls of tools with reasoning"]
         assert last[0].turn == last[1].turn == 1
-        assert last[1].was.startswith("think>")
+        assert "think>" in last[1].was
         assert with_template(llm, THINKING.replace("loop.index0 > ns.asked", "true")) == []
         (growing,) = with_template(llm, CALLING.replace("{{ call", "{{ messages | length }}{{ call"))
         assert (growing.conversation, growing.turn) == ("calls of tools", 1)

@@ -91,7 +91,7 @@ def test_events_come_in_their_order_and_nothing_follows_the_last(server):
 
 
 def test_the_second_call_reads_the_cache_and_each_sum_is_the_counted_prompt(ask):
-    document = "".join(f"The code of the copper falcon {number} is 4821.\n" for number in range(20))
+    document = "".join(f"The code of the pewter falcon {number} is 4821.\n" for number in range(20))
     told = {"system": [{"type": "text", "text": document}], "messages": QUESTION}
     usages = [ask.messages.create(**wish(**told)).usage for _ in range(2)]
     counted = ask.messages.count_tokens(model=MODEL, **told).input_tokens
