@@ -291,15 +291,6 @@ def build_engine(
         layout.describe(),
     )
 
-    def open_text_stream(params: SamplingParams) -> TextStream:
-        assert tokenizer is not None
-        return tokenizer.stream(
-            params.stop,
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-            kept_ids=tokenizer.marker_ids - limits.eos_token_ids if params.keep_markers else frozenset(),
-        )
-
     num_sinks = len(config.cache.sink_token_ids)
     runner = make_runner(model, storage, RunnerLimits.of(config, limits.max_model_len + num_sinks))
     if config.cache.sink_token_ids:
@@ -311,7 +302,7 @@ def build_engine(
         config.scheduler,
         runner,
         limits,
-        text=TextTools(open_text_stream, tokenizer.spellings) if tokenizer else None,
+        text=None if tokenizer is None else _text_tools(tokenizer, limits.eos_token_ids),
         keys=_block_keys(config, identity),
         tiers=TierDirector(
             [*host, *tiers],
@@ -324,6 +315,20 @@ def build_engine(
         ),
         seed=config.seed,
     )
+
+
+def _text_tools(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> TextTools:
+    """What an engine asks of a tokenizer. End tokens never appear in a text, even if they mark a call."""
+
+    def open_text_stream(params: SamplingParams) -> TextStream:
+        return tokenizer.stream(
+            params.stop,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            kept_ids=tokenizer.marker_ids - eos_token_ids if params.keep_markers else frozenset(),
+        )
+
+    return TextTools(open_text_stream, tokenizer.spellings)
 
 
 def make_runner(model: LoadedModel, storage: KVStorage, limits: RunnerLimits) -> ModelRunner:

@@ -266,6 +266,7 @@ def test_a_prefix_that_computes_faster_than_it_loads_is_computed() -> None:
     world.drain()
     assert (found.num_cached_tokens, tier.num_loads) == (0, 0)
     assert world.engine.report_tiers().tiers[0].loads.num_declined == 1
+    assert str(found.explanation) == "0 of 120 tokens found; in tier"
 
 
 def test_a_reset_forgets_what_is_under_way_and_the_tier_keeps_what_it_has() -> None:

@@ -44,19 +44,6 @@ def test_a_request_that_stops_waiting_for_its_load_says_so() -> None:
     assert world.manager.stats.misses[MissReason.LOADING] == 1
 
 
-def test_a_prefix_that_computes_faster_than_it_loads_is_said_to_be_in_the_tier() -> None:
-    tier = LateTier()
-    fill(tier, PROMPT * 3)
-    world = world_on(tier)
-    tier.load_s = 1e9
-    output(world, "teaches what a step costs", [9] * 80)
-    world.drain()
-    found = output(world, "second", PROMPT * 3)
-    world.drain()
-    assert found.explanation is not None
-    assert str(found.explanation) == "0 of 120 tokens found; in tier"
-
-
 def test_the_newest_dropped_keys_are_known() -> None:
     rng = np.random.default_rng(0)
     keys = [rng.bytes(32) for _ in range(30)]
