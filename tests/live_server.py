@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import httpx
@@ -140,3 +141,17 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None
 
 def post(url: str, path: str, body: Any, **options: Any) -> httpx.Response:
     return httpx.post(f"{url}{path}", json=body, timeout=120, **options)
+
+
+@contextmanager
+def tiny_server(folder: Path, chat_template: str) -> Iterator[ServerThread]:
+    """A tiny model with random weights and this chat template, served in this process."""
+    from tiny_models import RECIPES, save_model, save_tokenizer
+
+    save_model(folder, RECIPES["qwen3"])
+    save_tokenizer(folder, chat_template=chat_template)
+    with (
+        LLM(str(folder), kv_cache_memory_bytes=16 * 2**20, self_check=False) as llm,
+        ServerThread(llm, ServerConfig()) as server,
+    ):
+        yield server

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -15,17 +15,15 @@ import anthropic
 import httpx
 import pytest
 
-from foreword.llm import LLM
 from foreword.server import http as server_http
 from foreword.server.api_errors import engine_failed, timed_out, too_busy
 from foreword.server.dialects.anthropic.answer import _BlockEvents, _blocks
 from foreword.server.dialects.anthropic.dialect import Anthropic
 from foreword.server.dialects.anthropic.fields import CreateMessageRequest
 from foreword.server.dialects.anthropic.messages import chat_of
-from foreword.server.options import ServerConfig
 from foreword.text.reply import Call, Reasoning, Text
-from live_server import MODEL, ServerThread, wait_until
-from tiny_models import RECIPES, TOOL_TEMPLATE, save_model, save_tokenizer
+from live_server import MODEL, ServerThread, tiny_server, wait_until
+from tiny_models import TOOL_TEMPLATE
 
 TEMPLATE = "{% if enable_thinking %}<s>think{% endif %}" + TOOL_TEMPLATE.replace(
     "{{ m.content }}", "{{ m.reasoning_content or '' }}{{ m.content }}", 1
@@ -52,19 +50,10 @@ FORCED: dict[str, Any] = {
 DIALECT = Anthropic()
 
 
-def serve(folder, template: str) -> Iterator[ServerThread]:
-    save_model(folder, RECIPES["qwen3"])
-    save_tokenizer(folder, chat_template=template)
-    with (
-        LLM(str(folder), kv_cache_memory_bytes=16 * 2**20, self_check=False) as llm,
-        ServerThread(llm, ServerConfig()) as server,
-    ):
-        yield server
-
-
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory):
-    yield from serve(tmp_path_factory.mktemp("model"), TEMPLATE)
+    with tiny_server(tmp_path_factory.mktemp("model"), TEMPLATE) as server:
+        yield server
 
 
 @pytest.fixture
@@ -204,7 +193,7 @@ def test_a_system_message_is_written_in_place_whatever_the_template_takes(agents
     told = [*ASK, {"role": "system", "content": "be brief"}]
     assert [message["role"] for message in prompt_of(agents, messages=told)[0]] == ["user", "system"]
     assert agents.service.takes_system_anywhere
-    for other in serve(tmp_path, ALTERNATING):
+    with tiny_server(tmp_path, ALTERNATING) as other:
         messages, _, prompt = prompt_of(other, messages=told)
         assert messages == [{"role": "user", "content": "How warm?\n\nbe brief"}]
         assert prompt.index("be brief") > prompt.index("How warm?")

@@ -12,11 +12,9 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from foreword.llm import LLM
 from foreword.server.chats.shorten import STRIDE, shortened
-from foreword.server.options import ServerConfig
-from live_server import MODEL, ServerThread, client, post
-from tiny_models import RECIPES, TOOL_TEMPLATE, save_model, save_tokenizer
+from live_server import MODEL, client, post, tiny_server
+from tiny_models import TOOL_TEMPLATE
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Lisbon", "Oslo"]}}, "required": ["city"]}
 CITY["additionalProperties"] = False
@@ -29,13 +27,7 @@ ASK = "How warm?"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(folder, RECIPES["qwen3"])
-    save_tokenizer(folder, chat_template=TOOL_TEMPLATE)
-    with (
-        LLM(str(folder), kv_cache_memory_bytes=16 * 2**20, self_check=False) as llm,
-        ServerThread(llm, ServerConfig()) as server,
-    ):
+    with tiny_server(tmp_path_factory.mktemp("model"), TOOL_TEMPLATE) as server:
         yield server.url
 
 

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 
 import pytest
 
-from foreword.llm import LLM
 from foreword.server.chats.chat import with_calls
 from foreword.server.chats.tools import ToolChoice, ToolUse
-from foreword.server.options import ServerConfig
 from foreword.text import Tokenizer
 from foreword.text.reply import Call, Part, Reasoning, Text
 from foreword.text.reply.turn import Turn
-from live_server import MODEL, ServerThread, client, post
-from tiny_models import CHAT_TEMPLATE, RECIPES, TOOL_TEMPLATE, save_model, save_tokenizer
+from live_server import MODEL, client, post, tiny_server
+from tiny_models import CHAT_TEMPLATE, TOOL_TEMPLATE
 
 UNTAGGED = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHAT_TEMPLATE
 
@@ -45,25 +42,16 @@ CHECKED = {
 }
 
 
-def serve(tmp_path_factory: pytest.TempPathFactory, template: str) -> Iterator[ServerThread]:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(folder, RECIPES["qwen3"])
-    save_tokenizer(folder, chat_template=template)
-    with (
-        LLM(str(folder), kv_cache_memory_bytes=16 * 2**20, self_check=False) as llm,
-        ServerThread(llm, ServerConfig()) as server,
-    ):
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory):
+    with tiny_server(tmp_path_factory.mktemp("model"), TOOL_TEMPLATE) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def tagged(tmp_path_factory):
-    yield from serve(tmp_path_factory, TOOL_TEMPLATE)
-
-
-@pytest.fixture(scope="module")
 def untagged(tmp_path_factory):
-    yield from serve(tmp_path_factory, UNTAGGED)
+    with tiny_server(tmp_path_factory.mktemp("model"), UNTAGGED) as server:
+        yield server
 
 
 def assert_valid(calls) -> None:
