@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from foreword.errors import ChatTemplateError, InvalidRequestError, ModelLoadError
 from foreword.text import TextStream, Tokenizer
-from foreword.text.tokenizer import MOST_MESSAGE_ENDS
+from foreword.text.rendering import MOST_MESSAGE_ENDS
 
 CORPUS = [
     "The code of the amber falcon is 4821. What is the code of the amber falcon?",

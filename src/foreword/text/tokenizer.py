@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.errors import ChatTemplateError, ConfigError, InvalidRequestError, ModelLoadError
-from foreword.text.conversation import plain_messages
+from foreword.errors import InvalidRequestError, ModelLoadError
+from foreword.text.rendering import Renderer
 from foreword.text.reply.format import ReplyFormat, choose_format
 from foreword.text.stream import REPLACEMENT, Detokenizer, TextStream
 from foreword.text.tokenizer_files import find_tokenizer_files, one_line
-
-_NO_INPUTS = frozenset(
-    "conversation chat_template add_generation_prompt tokenize padding truncation max_length return_tensors "
-    "return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
-)
-"""Arguments of transformers' rendering that are not inputs of a template."""
 
 _MIN_TOKEN_CHARACTERS = 16
 """Least value of `max_token_characters`: some tokenizers drop characters, or have one token for all unknown words."""
@@ -37,11 +30,8 @@ MOST_SPELT = 4096
 PROMPT_END_TOKENS = (64, 4096)
 """The last tokens of a prompt, in which the beginning of the reply is looked for; more if there are too few."""
 
-MOST_MESSAGE_ENDS = 64
-"""Recurrent states may be saved at the ends of this many messages of a conversation: its last ones."""
 
-
-class Tokenizer:
+class Tokenizer(Renderer):
     """A Hugging Face tokenizer, fast or slow, as the rest of foreword uses it.
 
     Text is decoded without special tokens and exactly as the tokens spell it: transformers' optional
@@ -50,7 +40,7 @@ class Tokenizer:
 
     def __init__(self, hf_tokenizer: Any) -> None:
         """Wraps a loaded `transformers.PreTrainedTokenizerBase`; see also `load`."""
-        self._hf = hf_tokenizer
+        super().__init__(hf_tokenizer)
         eos_token_id: int | None = hf_tokenizer.eos_token_id
         self.eos_token_ids: frozenset[int] = frozenset() if eos_token_id is None else frozenset({eos_token_id})
         """End token of the tokenizer alone; a model's generation config may name more."""
@@ -103,32 +93,6 @@ class Tokenizer:
     def hf_tokenizer(self) -> Any:
         """The `transformers.PreTrainedTokenizerBase` that does the work."""
         return self._hf
-
-    @property
-    def chat_template(self) -> str | None:
-        """The template's source; None if there is none, or if there are several with names."""
-        template = self._hf.chat_template
-        return template if isinstance(template, str) else None
-
-    def set_chat_template(self, template: str) -> None:
-        """Use another chat template: its source, or the path of its file.
-
-        Raises ConfigError for a file that cannot be read, or a source that is not a template.
-        """
-        source = template
-        if "\n" not in template and "{" not in template:
-            try:
-                source = Path(template).expanduser().read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"chat_template={template!r} cannot be read as UTF-8 text: {error}") from error
-        from jinja2 import Environment, TemplateSyntaxError
-
-        try:
-            Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
-        except TemplateSyntaxError as error:
-            if "generation" not in str(error):  # transformers adds a block of this name
-                raise ConfigError(f"chat_template={template!r:.60} is not a Jinja template: {error}") from error
-        self._hf.chat_template = source
 
     def set_response_template(self, template: str | None) -> None:
         """Read replies by another form: a family's name, a file, or a response template's JSON text; None: its own.
@@ -235,83 +199,6 @@ class Tokenizer:
             self._token_texts[token_id] = text
         return text
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        template_inputs: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
-    ) -> npt.NDArray[np.int32]:
-        """Token ids of a conversation, with the tokenizer's chat template or the given one.
-
-        `messages` are mappings with at least `role` and `content`, a text or a list of text parts. `template_inputs`
-        are further values for the template, such as `tools` or `reasoning_effort`; it ignores those that it
-        does not know. The result ends where the assistant's answer begins; after the last message if
-        `add_generation_prompt` is False; inside the last message if `continue_final_message`. Raises
-        `InvalidRequestError` for malformed messages or inputs and `ChatTemplateError` when there is no template or it
-        refuses them.
-        """
-        conversation = plain_messages(messages)
-        if continue_final_message:
-            _check_continued(conversation, add_generation_prompt)
-        wrong = sorted(_NO_INPUTS & set(template_inputs or ()))
-        if wrong:
-            raise InvalidRequestError(f"{wrong[0]!r} is not an input of a chat template; leave it out")
-        if not chat_template and not self._hf.chat_template:
-            raise ChatTemplateError(
-                "the tokenizer has no chat template; use generate() with a prompt written out in full, or "
-                "add a chat_template.jinja file to the model's folder"
-            )
-        try:
-            token_ids = self._hf.apply_chat_template(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt is not False and not continue_final_message,
-                continue_final_message=continue_final_message,
-                tokenize=True,
-                return_dict=False,
-                **(template_inputs or {}),
-            )
-        except Exception as error:  # a template is a program: it may fail in any way
-            raise ChatTemplateError(
-                f"the chat template does not accept these messages (roles: "
-                f"{', '.join(str(message['role']) for message in conversation)}): {one_line(error)}"
-            ) from error
-        return np.array(token_ids, dtype=np.int32)
-
-    def message_ends(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        token_ids: npt.NDArray[np.int32],
-        *,
-        template_inputs: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
-    ) -> tuple[int, ...]:
-        """Lengths in tokens of the rendered conversation up to the end of each of its last messages, ascending.
-
-        A conversation that continues differently after a message shares these tokens with this one. Only the
-        MOST_MESSAGE_ENDS messages before the last one count, because each needs another rendering. Leaves out a message
-        if the template does not accept the conversation up to it. `template_inputs` and `chat_template` are those that
-        rendered `token_ids`.
-        """
-        ends = set()
-        for count in range(max(1, len(messages) - MOST_MESSAGE_ENDS), len(messages)):
-            try:
-                beginning = self.render_chat(
-                    messages[:count],
-                    add_generation_prompt=False,
-                    template_inputs=template_inputs,
-                    chat_template=chat_template,
-                )
-            except ChatTemplateError:
-                continue
-            length = min(len(beginning), len(token_ids))
-            parts = np.flatnonzero(beginning[:length] != token_ids[:length])
-            ends.add(int(parts[0]) if len(parts) else length)
-        return tuple(sorted(ends - {0}))
-
     def stream(
         self,
         stop: Sequence[str] = (),
@@ -374,12 +261,3 @@ class _Formats:
         if self._made is None or self._made[0] != wishes:
             self._made = wishes, choose_format(*wishes)
         return self._made[1]
-
-
-def _check_continued(conversation: Sequence[Mapping[str, Any]], add_generation_prompt: bool | None) -> None:
-    if add_generation_prompt:
-        raise InvalidRequestError(
-            "continue_final_message=True and add_generation_prompt=True cannot be combined; leave one out"
-        )
-    if not conversation[-1]["content"].strip():
-        raise InvalidRequestError("continue_final_message=True needs a last message with text to continue")
