@@ -23,7 +23,7 @@ from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, LookupExplanation, Numbered
 from foreword.chat import Chat
 from foreword.config import EngineConfig, engine_options
 from foreword.config.keywords import EngineKeywords
-from foreword.engine import CacheReport, Engine, Prompt
+from foreword.engine import CacheReport, Engine, Keep, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
 from foreword.request import RequestOutput, SamplingParams, one_each
 from foreword.text import Tokenizer
@@ -335,14 +335,13 @@ class LLM:
                 f"nothing can be pinned with enable_prefix_caching={self.config.cache.enable_prefix_caching} and "
                 f"max_pinned_share={self.config.cache.max_pinned_share}; open the LLM with other options"
             )
-        checked, engine = self._prompt(prompt), self.engine
-        engine.pin_prefix(checked, ttl_s)  # bad times are refused before anything is computed
+        checked, keep = self._prompt(prompt), Keep(ttl_s)
         self._compute(checked)
-        return engine.pin_prefix(checked, ttl_s)
+        return self.engine.entries.pin(checked, keep).num_kept_tokens
 
     def unpin_prefix(self, prompt: PromptInput) -> None:
         """End this prompt's pin: its blocks are evicted like all others, unless another prompt's pin keeps them too."""
-        self.engine.unpin_prefix(self._prompt(prompt))
+        self.engine.entries.unpin(self._prompt(prompt))
 
     def export_prefix(
         self, prompt: PromptInput, path: str | Path, *, with_text: bool = False, overwrite: bool = False

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from foreword.cache import CacheEntry, EntryWish, ExtraKeys, TokenSequence, entry_name
-from foreword.engine import Mark, Prompt
+from foreword.engine import BREAKPOINT, Keep, Mark, Prompt
 from foreword.request import SamplingParams
 from hash_runner import HashEngine
 
@@ -32,7 +32,7 @@ class World:
 
     def ask(self, tokens: range, *ends: int, owner: str | None = None, ttl_s: float = TTL_S) -> tuple[int, list[int]]:
         """Run a prompt with marks; returns the tokens found in the cache, and the tokens kept by each mark."""
-        prompt = prompt_of(tokens, owner, marks=tuple(Mark(end, ttl_s) for end in ends))
+        prompt = prompt_of(tokens, owner, marks=tuple(Mark(end, Keep(ttl_s, BREAKPOINT)) for end in ends))
         self._number += 1
         output = self.parts.engine.add_request(f"r{self._number}", prompt, ONE_TOKEN)
         self.parts.drain()
@@ -143,12 +143,12 @@ def test_a_mark_before_the_end_of_the_first_block_keeps_nothing():
 
 def test_an_aborted_request_leaves_no_entry():
     world = World()
-    prompt = prompt_of(range(20), marks=(Mark(12, TTL_S),))
+    prompt = prompt_of(range(20), marks=(Mark(12, Keep(TTL_S, BREAKPOINT)),))
     world.parts.engine.add_request("x", prompt, ONE_TOKEN)
     world.parts.engine.abort_request("x")
     world.parts.drain()
     assert world.entries() == []
-    assert not len(world.parts.engine._marked)
+    assert not len(world.parts.engine.entries._marked)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -18,7 +18,7 @@ from foreword.cache import (
     sha256_cbor,
 )
 from foreword.cache.groups.group_specs import FullAttentionSpec
-from foreword.engine import BlockKeys, Prompt
+from foreword.engine import BlockKeys, Keep, Prompt
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.request import SamplingParams
 from hash_runner import HashEngine
@@ -59,7 +59,9 @@ def test_a_pinned_prompt_stays_until_its_time_is_over(prefix_index: str) -> None
     parts = engine_of(clock, prefix_index=prefix_index)
     run(parts, "pinned", range(9))
     prompt = prompt_of(*range(9))
-    assert parts.engine.pin_prefix(prompt, 60.0) == (9 if prefix_index == "radix" else 8)  # a tail of one token
+    assert parts.engine.entries.pin(prompt, Keep(60.0)).num_kept_tokens == (
+        9 if prefix_index == "radix" else 8
+    )  # a tail of one token
     clock.now += 59.9
     flood(parts, "first")
     assert parts.engine.num_cached_tokens(prompt) >= 8
@@ -71,8 +73,8 @@ def test_a_pinned_prompt_stays_until_its_time_is_over(prefix_index: str) -> None
 def test_unpinning_ends_a_pin_at_once() -> None:
     parts = engine_of(Clock())
     run(parts, "pinned", range(9))
-    parts.engine.pin_prefix(prompt_of(*range(9)), 60.0)
-    parts.engine.unpin_prefix(prompt_of(*range(9)))
+    parts.engine.entries.pin(prompt_of(*range(9)), Keep(60.0))
+    parts.engine.entries.unpin(prompt_of(*range(9)))
     flood(parts, "then")
     assert parts.engine.num_cached_tokens(prompt_of(*range(9))) == 0
 
@@ -80,21 +82,21 @@ def test_unpinning_ends_a_pin_at_once() -> None:
 def test_the_budget_keeps_the_head_of_a_long_prompt() -> None:
     parts = engine_of(Clock(), num_blocks=8, max_pinned_share=0.25)
     run(parts, "pinned", range(17))
-    assert parts.engine.pin_prefix(prompt_of(*range(17)), 60.0) == 8
-    assert parts.engine.pin_prefix(prompt_of(*range(17)), 90.0) == 8
+    assert parts.engine.entries.pin(prompt_of(*range(17)), Keep(60.0)).num_kept_tokens == 8
+    assert parts.engine.entries.pin(prompt_of(*range(17)), Keep(90.0)).num_kept_tokens == 8
 
 
 def test_what_is_not_cached_or_shorter_than_a_block_is_not_pinned() -> None:
     parts = engine_of(Clock())
-    assert parts.engine.pin_prefix(prompt_of(*range(9)), 60.0) == 0
+    assert parts.engine.entries.pin(prompt_of(*range(9)), Keep(60.0)).num_kept_tokens == 0
     run(parts, "short", range(3))
-    assert parts.engine.pin_prefix(prompt_of(*range(3)), 60.0) == 0
+    assert parts.engine.entries.pin(prompt_of(*range(3)), Keep(60.0)).num_kept_tokens == 0
 
 
 def test_pins_never_keep_a_request_from_running() -> None:
     parts = engine_of(Clock(), num_blocks=4, max_pinned_share=1.0)
     run(parts, "pinned", range(16))
-    assert parts.engine.pin_prefix(prompt_of(*range(16)), 60.0) == 16
+    assert parts.engine.entries.pin(prompt_of(*range(16)), Keep(60.0)).num_kept_tokens == 16
     run(parts, "needs all", range(20, 36))
     assert parts.engine.num_cached_tokens(prompt_of(*range(16))) == 0
 
@@ -102,19 +104,19 @@ def test_pins_never_keep_a_request_from_running() -> None:
 @pytest.mark.parametrize("ttl_s", [0, -1.0, float("inf"), float("nan"), "60", None, True])
 def test_an_impossible_time_is_refused(ttl_s: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"ttl_s=.* is not a time; use a positive, finite number of seconds"):
-        engine_of(Clock()).engine.pin_prefix(prompt_of(1, 2, 3), ttl_s)
+        engine_of(Clock()).engine.entries.pin(prompt_of(1, 2, 3), Keep(ttl_s))
 
 
 @pytest.mark.parametrize("token_ids", [(), (1000,), (0, -1)])
 def test_an_impossible_prompt_is_refused(token_ids: tuple[int, ...]) -> None:
     with pytest.raises(InvalidRequestError):
-        engine_of(Clock()).engine.pin_prefix(prompt_of(*token_ids), 10.0)
+        engine_of(Clock()).engine.entries.pin(prompt_of(*token_ids), Keep(10.0))
 
 
 def test_without_a_budget_there_are_no_pins() -> None:
     parts = engine_of(Clock(), max_pinned_share=0.0)
     with pytest.raises(ConfigError, match="this cache has no pins; choose a max_pinned_share above 0"):
-        parts.engine.pin_prefix(prompt_of(1, 2, 3), 60.0)
+        parts.engine.entries.pin(prompt_of(1, 2, 3), Keep(60.0))
 
 
 def test_pins_reach_every_group_of_layers() -> None:

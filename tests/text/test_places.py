@@ -14,7 +14,9 @@ from foreword.text import Tokenizer
 from foreword.text.places import Conversation, Place, common_beginning
 from tiny_models import CHAT_TEMPLATE, TOOL_TEMPLATE, save_tokenizer
 
-PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}reply: {% endif %}"
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}reply: {% endif %}"
+)
 SYSTEM_FIRST = (
     "{% if messages[0].role == 'system' %}<s>{{ messages[0].content | trim }}\n{% endif %}"
     "{% for tool in tools or [] %}{{ tool.function.name }}({{ tool.function.parameters | tojson }}){% endfor %}</s>"
@@ -24,7 +26,8 @@ SYSTEM_FIRST = (
 FOLDED = (
     "{% if messages[0].role == 'system' %}{% set head, rest = messages[0].content ~ ' -- ', messages[1:] %}"
     "{% else %}{% set head, rest = '', messages %}{% endif %}"
-    "{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
+    "{% for m in rest %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}"
     "<s>{{ m.role }} {{ head if loop.first }}{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant {% endif %}"
 )

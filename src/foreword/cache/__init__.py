@@ -34,7 +34,12 @@ from foreword.cache.blocks.group_index import (
     get_group_id as get_group_id,
     make_block_hash_with_group_id as make_block_hash_with_group_id,
 )
-from foreword.cache.entries import CacheEntry as CacheEntry, EntryWish as EntryWish, entry_name as entry_name
+from foreword.cache.entries import (
+    PIN as PIN,
+    CacheEntry as CacheEntry,
+    EntryWish as EntryWish,
+    entry_name as entry_name,
+)
 from foreword.cache.eviction.choose import make_policy as make_policy
 from foreword.cache.eviction.free_queue import FreeKVCacheBlockQueue as FreeKVCacheBlockQueue
 from foreword.cache.eviction.pins import PinnedPolicy as PinnedPolicy

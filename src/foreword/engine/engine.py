@@ -17,22 +17,17 @@ and only inside a step. The later one depends on the earlier one: if that fails,
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from foreword.batch import Batch
 from foreword.cache import (
-    CacheEntry,
-    EntryWish,
     ExtraKeys,
     KVCacheManager,
     LookupExplanation,
@@ -40,12 +35,12 @@ from foreword.cache import (
     PrefixCacheStats,
     PrefixNode,
     TokenSequence,
-    entry_name,
 )
 from foreword.config import SchedulerConfig
 from foreword.engine.intake import Intake, continuation_ids
+from foreword.engine.keeper import Keeper
 from foreword.engine.outputs import Outputs
-from foreword.engine.prompt import BlockKeys, Mark, ModelLimits, Prompt, TextTools
+from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
 from foreword.engine.runner import Computed, LaunchingRunner, PendingStep, Runner
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.snapshot import Snapshot
@@ -87,8 +82,8 @@ class Engine:
         self._intake = Intake(manager, limits, text, keys, max_step_tokens=step, seed=seed)
         self.clock: Callable[[], float] = time.monotonic
         """The time at which pins end, in seconds."""
-        self._marked: WeakKeyDictionary[Request, Prompt] = WeakKeyDictionary()
-        """Prompts with marks whose first token is not there yet, by their first continuation."""
+        self.entries = Keeper(manager, self._tiers, self._checked_sequence, lambda: self.clock())
+        """The prefixes that owners asked to keep."""
         self._in_flight: deque[tuple[Batch, PendingStep, float]] = deque()
         """Launched batches in order, and the moments of launch; between steps at most one."""
         self.num_computed_tokens = 0
@@ -111,8 +106,7 @@ class Engine:
         output = self._outputs.open(request_id, prompt.text, prompt.token_ids.tolist(), requests)
         for request in requests:
             self.scheduler.add(request)
-        if prompt.marks and self.manager.keeps_prefixes:
-            self._marked[requests[0]] = prompt
+        self.entries.note_marks(requests[0], prompt)
         return output
 
     def truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
@@ -139,8 +133,11 @@ class Engine:
 
         Raises InvalidRequestError for a prompt that could not be served, ConfigError without a ledger.
         """
+        return self.manager.explain(self._checked_sequence(prompt))
+
+    def _checked_sequence(self, prompt: Prompt) -> TokenSequence:
         self._intake.check(prompt, SamplingParams(max_tokens=1))
-        return self.manager.explain(self._intake.sequence("", prompt))
+        return self._intake.sequence("", prompt)
 
     def num_cached_tokens(self, prompt: Prompt) -> int:
         """The number of leading tokens that a request would find cached now. Changes nothing, counts nothing."""
@@ -222,28 +219,12 @@ class Engine:
             entry.request.prompt_logprobs[entry.start :] = logprobs
         seconds = None if self._in_flight else time.monotonic() - started  # alone, so that the time is its own
         moved = self.scheduler.commit(batch.entries, result, seconds)
-        if self._marked:
-            self._keep_marked(moved)
+        for request, entries in self.entries.keep_marked(moved):
+            self._outputs.note_kept(request, entries)
         if interrupt is not None:
             self._outputs.collect(moved)
             raise interrupt
         return moved
-
-    def _keep_marked(self, moved: Sequence[Request]) -> None:
-        """Make entries of the marks of prompts that were computed."""
-        now = self.clock()
-        for request in moved:
-            prompt = self._marked.pop(request, None)
-            if prompt is None:
-                continue
-            self._outputs.note_kept(request, tuple(self._keep(prompt, mark, now) for mark in prompt.marks))
-
-    def _keep(self, prompt: Prompt, mark: Mark, now: float) -> CacheEntry:
-        sequence = self._intake.sequence("", replace(prompt, token_ids=prompt.token_ids[: mark.end]))
-        wish = EntryWish(now + mark.ttl_s, prompt.owner, mark.source, refresh_s=mark.ttl_s)
-        entry = self.manager.keep_prefix(sequence, wish, now)
-        self._tiers.offer_pinned(sequence, entry.num_kept_tokens)
-        return entry
 
     def _fail(self, batch: Batch, error: BaseException) -> NoReturn:
         """End the requests of a batch that could not be computed, and raise the error.
@@ -330,27 +311,6 @@ class Engine:
             with suppress(Exception):
                 self._settle()
         self._tiers.close(flush_s)
-
-    # -------------------------------------------------------------------- pins
-
-    def pin_prefix(self, prompt: Prompt, ttl_s: float) -> int:
-        """Evict this prompt's cached blocks last for `ttl_s` seconds; returns the number of protected tokens.
-
-        It pins whole blocks only, within the budget. Raises InvalidRequestError for an impossible
-        prompt or time, ConfigError if pins are switched off.
-        """
-        self._intake.check(prompt, SamplingParams(max_tokens=1))
-        if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0.0 < ttl_s < math.inf:
-            raise InvalidRequestError(f"ttl_s={ttl_s!r} is not a time; use a positive, finite number of seconds")
-        now = self.clock()
-        sequence = self._intake.sequence("", prompt)
-        entry = self.manager.keep_prefix(sequence, EntryWish(now + ttl_s), now)
-        self._tiers.offer_pinned(sequence, entry.num_kept_tokens)
-        return entry.num_kept_tokens
-
-    def unpin_prefix(self, prompt: Prompt) -> None:
-        """End the entry that `pin_prefix` made of this prompt; blocks that another entry keeps stay."""
-        self.manager.drop_entry(entry_name(self._intake.sequence("", prompt)))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if any room contradicts another."""

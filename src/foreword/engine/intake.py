@@ -94,7 +94,8 @@ class Intake:
         if not num_dropped:
             return prompt
         ends = tuple(end - num_dropped for end in prompt.message_ends if end > num_dropped)
-        return replace(prompt, token_ids=prompt.token_ids[num_dropped:], text=None, message_ends=ends)
+        marks = tuple(replace(mark, end=mark.end - num_dropped) for mark in prompt.marks if mark.end > num_dropped)
+        return replace(prompt, token_ids=prompt.token_ids[num_dropped:], text=None, message_ends=ends, marks=marks)
 
     def sequence(self, request_id: str, prompt: Prompt) -> TokenSequence:
         return TokenSequence(

@@ -6,14 +6,16 @@ Knows token ids and names of settings; knows nothing of how requests run.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache import NO_EXTRA_KEYS, BlockHash, ExtraKeys, HashFunction, chain_root, sha256
+from foreword.cache import NO_EXTRA_KEYS, PIN, BlockHash, ExtraKeys, HashFunction, chain_root, sha256
 from foreword.engine.outputs import OpenTextStream
+from foreword.errors import InvalidRequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +50,38 @@ class TextTools:
     """Token ids of a word, in each way that the tokenizer writes it."""
 
 
+BREAKPOINT, RESOURCE = "breakpoint", "resource"
+"""Sources of entries besides PIN: marks in requests, and prefixes that are resources of an API."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """How long a prefix is to be kept, and as what."""
+
+    ttl_s: float
+    """Seconds from the moment at which it is computed, or is used again."""
+    source: str = PIN
+    """Who asked; entries of different sources live and end apart."""
+    name: str | None = None
+    """The entry's name; None: the same prefix of the same owner and source is the same entry."""
+    until: float | None = None
+    """The end by the engine's clock, in place of `ttl_s`; then use does not keep it longer."""
+    is_refreshed: bool = True
+    """Whether a request that begins with all of it keeps it `ttl_s` from then on."""
+
+    def __post_init__(self) -> None:
+        ttl_s = self.ttl_s
+        if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0.0 < ttl_s < math.inf:
+            raise InvalidRequestError(f"ttl_s={ttl_s!r} is not a time; use a positive, finite number of seconds")
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in a prompt up to which it asks to be kept."""
+    """A place in a prompt up to which it is to be kept."""
 
     end: int
     """The number of tokens before the mark; only whole blocks before it are kept."""
-    ttl_s: float
-    """Seconds from the moment at which the prompt is computed, or is used again."""
-    source: str = "breakpoint"
-    """Who asked; entries of different sources live and end apart."""
+    keep: Keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +98,6 @@ class Prompt:
     message_ends: tuple[int, ...] = ()
     """Positions at which the messages of a conversation end, if known."""
     marks: tuple[Mark, ...] = ()
-    """In order of their ends. Once the prompt is computed, each becomes an entry of the cache."""
+    """Once the prompt is computed, each becomes an entry of the cache."""
     owner: str | None = None
     """Whose budget the entries take; None: only the budget of all."""

@@ -13,7 +13,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import NO_EXTRA_KEYS, ExtraKeys
-from foreword.engine import Prompt
+from foreword.engine import Keep, Mark, Prompt
 from foreword.errors import ChatTemplateError, ConfigError
 from foreword.llm import LLM
 from foreword.request import SamplingParams, StructuredOutputsParams, TokenConstraint
@@ -47,6 +47,7 @@ from foreword.server.options import ServerConfig
 from foreword.server.records import Records, RequestRecord
 from foreword.server.template_check import check_template, takes_system_anywhere, warn_of
 from foreword.text import Tokenizer
+from foreword.text.places import Place
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,19 @@ class Ending:
     """True or None: where the assistant's answer begins; False: after the last message."""
     continue_final_message: bool = False
     """Whether the prompt ends inside the last message."""
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Itself as keywords of the tokenizer's renderings."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMark:
+    """A place up to which a conversation's prompt is to be kept."""
+
+    place: Place
+    keep: Keep
 
 
 class Service:
@@ -225,34 +239,40 @@ class Service:
         """Token ids of a conversation."""
 
         def render() -> npt.NDArray[np.int32]:
-            return self.tokenizer.render_chat(
-                messages,
-                add_generation_prompt=ending.add_generation_prompt,
-                continue_final_message=ending.continue_final_message,
-                template_inputs=template_inputs,
-            )
+            return self.tokenizer.render_chat(messages, template_inputs=template_inputs, **ending.keywords)
 
-        is_long = len(messages) >= MANY_MESSAGES or "tools" in (template_inputs or {})
-        is_long = is_long or any("tool_calls" in message or "reasoning_content" in message for message in messages)
-        if not is_long and sum(len(message["content"] or "") for message in messages) < LONG_TEXT:
-            return render()
-        return await asyncio.to_thread(render)
+        return render() if _is_short(messages, template_inputs) else await asyncio.to_thread(render)
 
     async def conversation(
         self,
         messages: Sequence[Mapping[str, Any]],
         template_inputs: Mapping[str, Any] | None = None,
         ending: Ending = Ending(),
+        marks: Sequence[ChatMark] = (),
     ) -> Prompt:
-        """The prompt of a conversation. It finds the ends of messages only for models with recurrent layers."""
-        token_ids = await self.render_chat(messages, ending=ending, template_inputs=template_inputs)
+        """The prompt of a conversation. It finds the ends of messages only for models with recurrent layers.
+
+        Marks whose place the template does not show are left out.
+        """
+        if marks:
+            token_ids, ends = await asyncio.to_thread(
+                self.tokenizer.render_places,
+                messages,
+                [mark.place for mark in marks],
+                template_inputs=template_inputs,
+                **ending.keywords,
+            )
+            found = tuple(Mark(end, mark.keep) for mark, end in zip(marks, ends, strict=True) if end)
+        else:
+            token_ids, found = await self.render_chat(messages, ending=ending, template_inputs=template_inputs), ()
         if self.llm.engine.state_interval is None:
-            return Prompt(token_ids)
+            return Prompt(token_ids, marks=found)
         self.check_length(len(token_ids))
-        ends = await asyncio.to_thread(
+        message_ends = await asyncio.to_thread(
             self.tokenizer.message_ends, messages, token_ids, template_inputs=template_inputs
         )  # each beginning is rendered separately
-        return Prompt(token_ids, message_ends=ends)
+        all_ends = {*message_ends, *(mark.end for mark in found)}
+        return Prompt(token_ids, message_ends=tuple(sorted(all_ends)), marks=found)
 
     async def spell(self, words: Sequence[str]) -> None:
         """Have the tokenizer remember the spelling of these words, so that the engine need not wait for it."""
@@ -308,7 +328,12 @@ class Service:
                     params.n,
                     stream,
                 ),
-                replace(prompt, extra_keys=self._extra_keys(prompt.token_ids, salt), priority=caller.priority),
+                replace(
+                    prompt,
+                    extra_keys=self._extra_keys(prompt.token_ids, salt),
+                    priority=caller.priority,
+                    owner=self.tenants.owner(caller.tenant),
+                ),
                 params,
             )
             for number, prompt in enumerate(prompts)
@@ -357,6 +382,15 @@ class Service:
             if record.finished_time is not None
         ]
         return max(1, min(60, math.ceil(sum(times) / len(times)))) if times else 1
+
+
+def _is_short(messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any] | None) -> bool:
+    """Whether a conversation may be rendered on the event loop."""
+    if len(messages) >= MANY_MESSAGES or "tools" in (inputs or {}):
+        return False
+    if any("tool_calls" in message or "reasoning_content" in message for message in messages):
+        return False
+    return sum(len(message["content"] or "") for message in messages) < LONG_TEXT
 
 
 def digests(inputs: Mapping[str, Any]) -> dict[str, str]:

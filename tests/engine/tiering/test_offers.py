@@ -7,7 +7,7 @@ import pytest
 
 from engine.tiering.test_director import PROMPT, output, prompt_of, world_on
 from foreword.cache import KVCacheManager, TokenSequence
-from foreword.engine import TierDirector
+from foreword.engine import Keep, TierDirector
 from foreword.engine.tiering import offers as module
 from foreword.engine.tiering.offers import Offers, Rank
 from foreword.engine.tiering.step_cost import StepCost
@@ -152,7 +152,7 @@ def test_a_pinned_prefix_is_stored_before_what_waits_and_whatever_the_rule_says(
     output(world, "one", PROMPT, max_tokens=1)
     output(world, "other", [7] * 40, max_tokens=1)
     world.drain()
-    assert world.engine.pin_prefix(prompt_of(PROMPT), 60.0) == 40
+    assert world.engine.entries.pin(prompt_of(PROMPT), Keep(60.0)).num_kept_tokens == 40
     while world.engine.store_on():
         tier.finish()
     again = world_on(tier)

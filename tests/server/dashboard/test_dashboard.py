@@ -18,7 +18,7 @@ import pytest
 
 from foreword.cache import BlockState, LoadFailure, LookupExplanation, MissReason
 from foreword.cache.index.tree_view import MAX_SHOWN_TOKENS
-from foreword.engine import TierReport, TiersReport
+from foreword.engine import Keep, TierReport, TiersReport
 from foreword.engine.tiering.loads import LoadCounts
 from foreword.engine.tiering.offers import StoreCounts
 from foreword.server.dashboard import drawings
@@ -286,7 +286,9 @@ def test_a_part_of_the_tree_is_pinned_with_all_that_is_before_it():
             prompt = prompt_of_prefix(server.service, nodes, name)
             assert prompt is not None
             assert node.start < len(prompt.token_ids) <= node.start + node.num_tokens
-            num_pinned = server.ask(lambda engine, prompt=prompt: engine.pin_prefix(prompt, 60.0))
+            num_pinned = server.ask(
+                lambda engine, prompt=prompt: engine.entries.pin(prompt, Keep(60.0)).num_kept_tokens
+            )
             assert len(prompt.token_ids) // 16 * 16 <= num_pinned + 16
         assert prompt_of_prefix(server.service, nodes, "none") is None
 

@@ -103,6 +103,10 @@ class Tenants:
         own = self._keyed_hash("tenant", tenant.name)
         return own if cache_salt is None else f"{own}/{self._keyed_hash('salt', tenant.name, cache_salt)}"
 
+    def owner(self, tenant: Tenant) -> str | None:
+        """Whose budget a tenant's cache entries take; None if all clients are one tenant."""
+        return tenant.name if self.asks_for_keys else None
+
     def namespace_of_all(self, tenant: Tenant) -> str:
         """The beginning that all namespaces of a tenant have, and no namespace of another."""
         return self._keyed_hash("tenant", tenant.name)

@@ -5,6 +5,7 @@ Knows messages and tools as chat templates take them, and the service; knows no 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ from foreword.server.api_errors import bad_request
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.chats.shorten import Messages, shortened
 from foreword.server.chats.tools import Tool, ToolChoice, ToolUse
-from foreword.server.service import Caller, Ending, Service, digests
+from foreword.server.service import Caller, ChatMark, Ending, Service, digests
 from foreword.text import Tokenizer
 from foreword.text.reply import Call, Part, Reasoning, ReplyReader, Text
 from foreword.text.reply.turn import Turn
@@ -38,6 +39,8 @@ class Chat:
     """Whether the earliest messages are left out if the conversation is too long."""
     thinking_budget: int | None = None
     """Most tokens of reasoning; None: no limit of its own."""
+    marks: Sequence[ChatMark] = ()
+    """Places up to which the prompt is to be kept."""
     num_bytes: int = 0
     """Length of the body that asked; work on long ones leaves the event loop."""
 
@@ -48,6 +51,12 @@ class Chat:
         Tools are among them even if none may be called: the prefix stays the same.
         """
         return {**self.template_inputs, **({"tools": list(self.tools)} if self.tools else {})}
+
+    @property
+    def system(self) -> dict[str, Any]:
+        """The system messages at its beginning, as an input of the prompt like the others."""
+        first = itertools.takewhile(lambda message: message["role"] == "system", self.messages)
+        return {"system": [message["content"] for message in first]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,22 @@ class ChatAnswer:
             if (reader := self._readers.get(choice.index)) is not None and reader.reasoning_spans
         )
 
+    def num_written_tokens(self) -> dict[float, int]:
+        """Prompt tokens that the marks keep and that were not cached before, by `ttl_s`, the longest first.
+
+        A token counts for the longest time for which it is kept. Known with the first delta.
+        """
+        job = self.stream.jobs[0]
+        kept: dict[float, int] = {}
+        for mark, entry in zip(job.prompt.marks, self.stream.outputs[0].kept, strict=False):
+            kept[mark.keep.ttl_s] = max(kept.get(mark.keep.ttl_s, 0), entry.num_kept_tokens)
+        written: dict[float, int] = {}
+        known = job.record.num_cached_tokens
+        for ttl_s in sorted(kept, reverse=True):
+            written[ttl_s] = max(0, kept[ttl_s] - known)
+            known = max(known, kept[ttl_s])
+        return written
+
     def num_usage_bytes(self) -> int:
         """Estimated bytes that `num_reasoning_tokens` reads: whether to call it on the event loop."""
         if not any(reader is not None and reader.reasoning_spans for reader in self._readers.values()):
@@ -132,8 +157,9 @@ async def start_chat(
             return len(await service.render_chat(messages, ending=chat.ending, template_inputs=inputs))
 
         messages = await shortened(messages, service.max_prompt_len(params.max_tokens), count)
-    prompt = service.fit(await service.conversation(messages, inputs, chat.ending), params)
-    caller = replace(caller, template_digests=await off_loop(chat.num_bytes, lambda: digests(inputs)))
+    marks = chat.marks if messages is chat.messages else _still_there(chat, messages)
+    prompt = service.fit(await service.conversation(messages, inputs, chat.ending, marks), params)
+    caller = replace(caller, template_digests=await off_loop(chat.num_bytes, lambda: digests(inputs | chat.system)))
     turn, limits = Turn(service.tokenizer, prompt.token_ids), service.llm.engine.limits
     limit = turn.limit(
         params.open_constraint,
@@ -145,6 +171,18 @@ async def start_chat(
     params = replace(params, open_constraint=limit, keep_markers=True)
     answer = await service.start(caller, response_id, [prompt], params, stream=stream)
     return ChatAnswer(answer, use, turn, service.tokenizer)
+
+
+def _still_there(chat: Chat, messages: Messages) -> list[ChatMark]:
+    """The marks of a conversation in its shortened form."""
+    index_of = {id(message): index for index, message in enumerate(messages)}
+    kept = []
+    for mark in chat.marks:
+        at = mark.place.message
+        index = None if at is None else index_of.get(id(chat.messages[at]))
+        if at is None or index is not None:
+            kept.append(replace(mark, place=replace(mark.place, message=index)))
+    return kept
 
 
 async def num_prompt_tokens(service: Service, chat: Chat) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from nicegui import events, ui
 
 from foreword.cache import PrefixNode
-from foreword.engine import Prompt
+from foreword.engine import Keep, Prompt
 from foreword.errors import ForewordError
 from foreword.server.cache_api import listed_prompts, node_report
 from foreword.server.dashboard import drawings as draw
@@ -129,8 +129,8 @@ class Prefixes:
         if not await confirmed(question, "Pin"):
             return
         try:
-            num_pinned = await self._service.thread.call(lambda engine: engine.pin_prefix(prompt, seconds))
-            ui.notify(f"{draw.tokens(num_pinned)} pinned for {PIN_TIMES_S[seconds]}.")
+            entry = await self._service.thread.call(lambda engine: engine.entries.pin(prompt, Keep(seconds)))
+            ui.notify(f"{draw.tokens(entry.num_kept_tokens)} pinned for {PIN_TIMES_S[seconds]}.")
         except ForewordError as error:
             ui.notify(str(error), type="negative")
 
@@ -139,7 +139,7 @@ class Prefixes:
         if prompt is None or not await confirmed("Let this prefix be evicted like all others?", "Unpin"):
             return
         try:
-            await self._service.thread.call(lambda engine: engine.unpin_prefix(prompt))
+            await self._service.thread.call(lambda engine: engine.entries.unpin(prompt))
             ui.notify("Unpinned.")
         except ForewordError as error:
             ui.notify(str(error), type="negative")

@@ -15,11 +15,14 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from foreword.cache import common_length
 from foreword.server.answer_stream import Delta
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.chats.chat import ChatAnswer
 from foreword.server.dialects.anthropic.fields import CreateMessageRequest
+from foreword.server.dialects.anthropic.marks import TTL_S
 from foreword.server.dialects.dialect import Event
+from foreword.server.service import Service
 from foreword.text.reply import Call, Part, Reasoning, Text
 
 BYTES_PER_TOKEN = 64
@@ -34,8 +37,9 @@ class MessageAnswer:
 
     piece_depth = 4
 
-    def __init__(self, answer: ChatAnswer, body: CreateMessageRequest) -> None:
+    def __init__(self, answer: ChatAnswer, body: CreateMessageRequest, service: Service) -> None:
         self.answer = answer.stream
+        self._service = service
         self._chat_answer = answer
         self._body = body
         self._num_output_tokens = self._num_thinking_tokens = 0
@@ -49,6 +53,9 @@ class MessageAnswer:
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         (delta,) = deltas
+        if not self._body.max_tokens:  # only the prompt was wanted
+            ended = {"stop_reason": "max_tokens", "stop_sequence": None}
+            return self._message() | ended | {"usage": {**self._usage(), "service_tier": "standard"}}
         self._num_output_tokens = len(delta.token_ids)
         reply = self._chat_answer.read(delta)
         self._num_thinking_tokens = self._chat_answer.num_reasoning_tokens()
@@ -93,9 +100,26 @@ class MessageAnswer:
             "container": None,
         }
         if self._body.diagnostics is not None:
-            is_first = self._body.diagnostics.previous_message_id is None
-            message["diagnostics"] = None if is_first else {"cache_miss_reason": {"type": "unavailable"}}
+            message["diagnostics"] = self._diagnostics(self._body.diagnostics.previous_message_id)
         return message | self._context_management()
+
+    def _diagnostics(self, previous_id: str | None) -> dict[str, Any] | None:
+        """Why this prompt does not begin as an earlier one; None if it does, or if there is no earlier one."""
+        if previous_id is None:
+            return None
+        record = self.answer.jobs[0].record
+        earlier = self._service.records.of_response(previous_id, record.tenant)
+        if earlier is None:
+            return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+        if earlier.salt != record.salt:
+            return {"cache_miss_reason": {"type": "unavailable"}}
+        shared = common_length(record.prompt_token_ids, earlier.prompt_token_ids)
+        if shared == min(record.num_prompt_tokens, earlier.num_prompt_tokens):
+            return None
+        ours, theirs = record.template_digests, earlier.template_digests
+        changed = next((name for name in ("tools", "system") if ours.get(name) != theirs.get(name)), "messages")
+        missed = record.num_prompt_tokens - shared
+        return {"cache_miss_reason": {"type": f"{changed}_changed", "cache_missed_input_tokens": missed}}
 
     def _context_management(self) -> dict[str, Any]:
         return {} if self._body.context_management is None else {"context_management": {"applied_edits": []}}
@@ -111,12 +135,13 @@ class MessageAnswer:
 
     def _usage(self) -> dict[str, Any]:
         """The three counts of input add up to the prompt."""
-        record = self.answer.jobs[0].record
+        record, written = self.answer.jobs[0].record, self._chat_answer.num_written_tokens()
+        num_written = sum(written.values())
         return {
-            "input_tokens": record.num_computed_tokens,
-            "cache_creation_input_tokens": 0,
+            "input_tokens": record.num_computed_tokens - num_written,
+            "cache_creation_input_tokens": num_written,
             "cache_read_input_tokens": record.num_cached_tokens,
-            "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
+            "cache_creation": {f"ephemeral_{ttl}_input_tokens": written.get(TTL_S[ttl], 0) for ttl in TTL_S},
             "output_tokens": self._num_output_tokens,
             "output_tokens_details": {"thinking_tokens": self._num_thinking_tokens},
         }

@@ -40,15 +40,17 @@ async def create_message(
     if thinking is not None and thinking.type == "enabled":
         if thinking.budget_tokens is None:
             raise bad_request("thinking.enabled.budget_tokens: Field required")
-        if thinking.budget_tokens >= body.max_tokens:
+        if body.max_tokens and thinking.budget_tokens >= body.max_tokens:
             raise bad_request("max_tokens: must be greater than `thinking.budget_tokens`")
-    chat = await _chat(service, body, request)
     schema = output_format(body)
+    if not body.max_tokens:
+        _check_nothing_wanted(body)
+    chat = await _chat(service, body, request)
     structured = None if schema is None else StructuredOutputsParams(json=schema)
-    params = await sampling_params(service, body, Limits(body.max_tokens, None), structured)
+    params = await sampling_params(service, body, Limits(max(1, body.max_tokens), None), structured)
     caller = caller_of(body, request, tenant, "messages")
     answer = await start_chat(service, caller, new_id("msg_"), chat, params, stream=bool(body.stream))
-    return await respond(request, MessageAnswer(answer, body))
+    return await respond(request, MessageAnswer(answer, body, service))
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=takes(CountMessageTokensRequest))
@@ -71,6 +73,19 @@ async def _chat(service: Service, body: CreateMessageRequest | CountMessageToken
         if _changes_something(edit, service.max_model_len):
             raise _no_edits(edit)
     return await with_body(request, lambda: chat_of(service, body, request.state.num_body_bytes))
+
+
+def _check_nothing_wanted(body: CreateMessageRequest) -> None:
+    """Refuse wishes for an answer beside `max_tokens: 0`."""
+    wishes = {
+        "stream": bool(body.stream),
+        "thinking": body.thinking is not None and body.thinking.type == "enabled",
+        "output_config.format": output_format(body) is not None,
+        "tool_choice": body.tool_choice is not None and body.tool_choice.type in ("any", "tool"),
+    }
+    wanted = next((name for name, is_wanted in wishes.items() if is_wanted), None)
+    if wanted is not None:
+        raise bad_request(f"max_tokens: 0 cannot be combined with {wanted}; it only prepares the cache")
 
 
 def _changes_something(edit: dict[str, Any], max_model_len: int) -> bool:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from foreword.server.bodies.fields import Body, Positive, Word
+from foreword.server.bodies.fields import Body, Count, Word
 
 MIN_THINKING_TOKENS = 1024
 
@@ -222,7 +222,8 @@ class _Conversation(Body):
 class CreateMessageRequest(_Conversation):
     """POST /v1/messages."""
 
-    max_tokens: Positive
+    max_tokens: Count
+    """0: compute and keep the prompt, and answer nothing."""
     stream: bool | None = None
     stop_sequences: Annotated[list[StopSequence], Field(max_length=128)] | None = None
     diagnostics: Diagnostics | None = None

@@ -27,7 +27,9 @@ from foreword.server.dialects.anthropic.fields import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from foreword.server.dialects.anthropic.marks import Marks
 from foreword.server.service import Ending, Service
+from foreword.text.places import Place
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Beginning of a block that coding agents put before the system prompt; it may be another in each request."""
@@ -47,15 +49,18 @@ def chat_of(service: Service, body: Request, num_bytes: int) -> Chat:
         turns.pop()
     if continues:
         _check_continued(turns[-1], body)
-    messages = _system(body.system) + _Telling(in_place=service.takes_system_anywhere).messages(turns)
+    marks = Marks()
+    tools = _tools(body.tools or (), marks)
+    telling = _Telling(_system(body.system, marks), marks, in_place=service.takes_system_anywhere)
     thinking = body.thinking
     return Chat(
-        messages,
-        _tools(body.tools or ()),
+        telling.messages(turns),
+        tools,
         choice,
         inputs,
         Ending(continue_final_message=continues),
         thinking_budget=thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None,
+        marks=marks.checked(body.cache_control),
         num_bytes=num_bytes,
     )
 
@@ -99,11 +104,12 @@ def _turns(messages: Sequence[Message]) -> list[_Turn]:
 
 
 class _Telling:
-    """Writes turns as messages of a chat template."""
+    """Writes turns as messages of a chat template, after those that are there."""
 
-    def __init__(self, *, in_place: bool) -> None:
+    def __init__(self, told: list[Plain], marks: Marks, *, in_place: bool) -> None:
+        self._told = told
+        self._marks = marks
         self._in_place = in_place
-        self._told: list[Plain] = []
         self._names: dict[str, str] = {}
         """Names of the functions that were called, by the ids of the calls."""
 
@@ -119,11 +125,11 @@ class _Telling:
         return self._told
 
     def _user(self, turn: _Turn) -> None:
-        texts: list[str] = []
+        texts: list[tuple[str, TextBlock]] = []
         for where, block in turn.blocks:
             match block:
                 case TextBlock():
-                    texts.append(block.text)
+                    texts.append((where, block))
                 case ToolResultBlock():
                     self._add_text(texts)
                     texts = []
@@ -134,9 +140,9 @@ class _Telling:
             raise bad_request(f"{turn.where}.content: user messages must have non-empty content")
         self._add_text(texts)
 
-    def _add_text(self, texts: Sequence[str]) -> None:
-        if texts:
-            self._told.append({"role": "user", "content": "\n".join(texts)})
+    def _add_text(self, blocks: Sequence[tuple[str, TextBlock]]) -> None:
+        if blocks:
+            self._told.append({"role": "user", "content": _joined(blocks, self._marks, len(self._told))})
 
     def _result(self, where: str, block: ToolResultBlock) -> Plain:
         name = self._names.get(block.tool_use_id)
@@ -145,8 +151,10 @@ class _Telling:
                 f"{where}: unexpected `tool_use_id` found in `tool_result` blocks: {block.tool_use_id[:100]}. Each "
                 "`tool_result` block must have a corresponding `tool_use` block in a previous message."
             )
-        text = _joined(block.content or ())
-        content = f"Error: {text}" if block.is_error else text
+        at, begun = len(self._told), "Error: " if block.is_error else ""
+        parts = [(f"{where}.content.{number}", part) for number, part in enumerate(block.content or ())]
+        content = _joined(parts, self._marks, at, begun)
+        self._marks.see(where, block.cache_control, Place(at, len(content)))
         return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": content}
 
     def _assistant(self, turn: _Turn) -> None:
@@ -157,6 +165,8 @@ class _Telling:
             match block:
                 case TextBlock():
                     texts.append(block.text)
+                    if block.text:
+                        self._marks.see(where, block.cache_control, Place(len(self._told), sum(map(len, texts))))
                 case ThinkingBlock():
                     thoughts.append(block.thinking)
                 case RedactedThinkingBlock():
@@ -167,6 +177,7 @@ class _Telling:
                     message.setdefault("tool_calls", []).append(
                         {"id": block.id, "type": "function", "function": function}
                     )
+                    self._marks.see(where, block.cache_control, Place(len(self._told)))
                 case _:
                     raise _misplaced(where, block, "user")
         message["content"] = "".join(texts)
@@ -175,28 +186,36 @@ class _Telling:
         self._told.append(message)
 
     def _system(self, turn: _Turn) -> None:
+        blocks: list[tuple[str, TextBlock]] = []
         for where, block in turn.blocks:
             if not isinstance(block, TextBlock):
                 raise _misplaced(where, block, "user" if isinstance(block, ToolResultBlock) else "assistant")
-        text = _joined(block for _, block in turn.blocks if isinstance(block, TextBlock))
-        last = self._told[-1]
+            blocks.append((where, block))
+        last, at = self._told[-1], len(self._told)
         if self._in_place:
-            self._told.append({"role": "system", "content": text})
+            self._told.append({"role": "system", "content": _joined(blocks, self._marks, at)})
         elif last["role"] == "user":  # two turns of a user in succession are too many for some templates
-            last["content"] += f"\n\n{text}"
+            last["content"] = _joined(blocks, self._marks, at - 1, f"{last['content']}\n\n")
         else:
-            self._told.append({"role": "user", "content": text})
+            self._told.append({"role": "user", "content": _joined(blocks, self._marks, at)})
 
 
-def _system(blocks: Sequence[TextBlock] | None) -> list[Plain]:
-    blocks = list(blocks or ())
-    if blocks and blocks[0].text.startswith(BILLING_HEADER):
-        del blocks[0]
-    return [{"role": "system", "content": _joined(blocks)}] if blocks else []
+def _system(blocks: Sequence[TextBlock] | None, marks: Marks) -> list[Plain]:
+    placed = [(f"system.{number}", block) for number, block in enumerate(blocks or ())]
+    if placed and placed[0][1].text.startswith(BILLING_HEADER):
+        marks.see(placed[0][0], placed[0][1].cache_control, None)
+        del placed[0]
+    return [{"role": "system", "content": _joined(placed, marks, 0)}] if placed else []
 
 
-def _joined(blocks: Iterable[TextBlock]) -> str:
-    return "\n".join(block.text for block in blocks)
+def _joined(blocks: Iterable[tuple[str, TextBlock]], marks: Marks, index: int, begun: str = "") -> str:
+    """The texts of blocks as the rest of a message's content, which has begun so."""
+    text, separator = begun, ""
+    for where, block in blocks:
+        text, separator = f"{text}{separator}{block.text}", "\n"
+        if block.text:
+            marks.see(where, block.cache_control, Place(index, len(text)))
+    return text
 
 
 def _misplaced(where: str, block: AnyBlock, role: str) -> APIError:
@@ -219,10 +238,12 @@ def _check_continued(turn: _Turn, body: Request) -> None:
 # ---------------------------------------------------------------------- tools
 
 
-def _tools(tools: Sequence[Tool]) -> list[Plain]:
+def _tools(tools: Sequence[Tool], marks: Marks) -> list[Plain]:
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise bad_request("tools: Tool names must be unique.")
+    for number, tool in enumerate(tools):
+        marks.see(f"tools.{number}", tool.cache_control, Place(None, number + 1))
     return [
         {
             "type": "function",
