@@ -84,4 +84,5 @@ class Keeper:
 
     def entries(self) -> list[CacheEntry]:
         """All entries, the oldest first, those too that lost blocks."""
+        self._manager.expire_pins(self._clock())
         return self._manager.entries()

@@ -221,7 +221,7 @@ def test_a_system_prompt_that_no_model_holds_is_refused_by_count(server, system,
     ("change", "message"),
     [
         ({"foo": 1}, "foo: Extra inputs are not permitted"),
-        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+        ({"max_tokens": -1}, "max_tokens: Input should be greater than or equal to 0"),
         ({"max_tokens": None}, "max_tokens: Input should be a valid integer"),
         ({"speed": "fast"}, "speed: Input should be 'standard'"),
         ({"container": "c"}, "container: not supported"),
