@@ -32,6 +32,7 @@ from foreword.cache import (
 )
 from foreword.config import CacheConfig, EngineConfig, Environment, ModelConfig, TierConfig
 from foreword.engine import BlockKeys, Engine, ModelLimits, OtherIdentity, TextTools, TierDirector
+from foreword.engine.entry_file import EntryFile
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
 from foreword.model.checkpoint.weights_digest import WeightsDigest
 from foreword.model.cpu.head_start import head_start
@@ -107,6 +108,7 @@ def assemble(config: EngineConfig) -> Assembled:
             if isinstance(tier, DiskTier):
                 facts = manifest_facts(identity, config.model.model, engine.manager.block_size)
                 tier.describe(identity.namespace, facts)
+                engine.entries.open(EntryFile(tier.path_beside(f"{identity.namespace.hex()}.entries")))
         undo.pop_all()
     return Assembled(engine, tokenizer, plan_layout(config, model), identity, inexactness, model.kernel.explain)
 

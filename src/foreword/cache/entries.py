@@ -15,6 +15,7 @@ from foreword.cache.block_ids import NULL_BLOCK, BlockIds, Int64Array
 from foreword.cache.eviction.pins import PinnedPolicy
 from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.groups.coordinator import KVCacheCoordinator
+from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 from foreword.cache.view import CacheView
 from foreword.errors import ConfigError
@@ -49,12 +50,17 @@ class CacheEntry:
     num_kept_tokens: int
     """Tokens from its beginning that are kept: fewer if the budget did not cover it, or if blocks were needed."""
     until: float
+    refresh_s: float | None = None
+    """Time that a use keeps it from then on."""
+    last_key: BlockHash | None = None
+    """The key of its last whole block; None if it has none."""
 
 
 @dataclass(slots=True)
 class _Entry:
     owner: str | None
     source: str
+    refresh_s: float | None
     sequence: TokenSequence
     ends: dict[int, int]
     """End of the tokens in each block of the entry, by block id."""
@@ -108,7 +114,7 @@ class PinnableCache(CacheView):
             found, has_now = set(ends_of_blocks.values()), set(pins.blocks_of(name).tolist())
             old = {block: end for block, end in known.ends.items() if block in has_now or end not in found}
             ends_of_blocks = {**old, **ends_of_blocks}
-        self._entries[name] = _Entry(wish.owner, wish.source, sequence, ends_of_blocks)
+        self._entries[name] = _Entry(wish.owner, wish.source, wish.refresh_s, sequence, ends_of_blocks)
         return self._entry(name, self._entries[name])
 
     def _takes_another(self, owner: str | None) -> bool:
@@ -133,9 +139,12 @@ class PinnableCache(CacheView):
         entry = self._entries.get(name)
         return None if entry is None else self._entry(name, entry)
 
-    def entries(self) -> list[CacheEntry]:
-        """All entries, the oldest first, those too that lost their blocks."""
-        return [self._entry(name, entry) for name, entry in self._entries.items()]
+    def entries(self, *, count_kept: bool = True) -> list[CacheEntry]:
+        """All entries, the oldest first, those too that lost their blocks.
+
+        Counting what is kept reads the ids of all their blocks; without it `num_kept_tokens` is 0.
+        """
+        return [self._entry(name, entry, count_kept=count_kept) for name, entry in self._entries.items()]
 
     def _drop_empty_entries(self) -> None:
         """End the entries that have lost all their blocks: after a reset."""
@@ -143,14 +152,24 @@ class PinnableCache(CacheView):
             for name in [name for name in self._entries if not len(self._pins.blocks_of(name))]:
                 self.drop_entry(name)
 
-    def _entry(self, name: str, entry: _Entry) -> CacheEntry:
+    def _entry(self, name: str, entry: _Entry, *, count_kept: bool = True) -> CacheEntry:
         pins = self._checked_pins()
-        kept = set(pins.blocks_of(name).tolist())
+        kept = set(pins.blocks_of(name).tolist()) if count_kept else ()
         missing = min((end for block_id, end in entry.ends.items() if block_id not in kept), default=np.inf)
         num_kept = max((end for block_id, end in entry.ends.items() if block_id in kept and end < missing), default=0)
         until = pins.end_of(name)
         assert until is not None
-        return CacheEntry(name, entry.owner, entry.source, len(entry.sequence), num_kept, until)
+        keys = entry.sequence.block_hashes()
+        return CacheEntry(
+            name,
+            entry.owner,
+            entry.source,
+            len(entry.sequence),
+            num_kept,
+            until,
+            entry.refresh_s,
+            keys[-1] if keys else None,
+        )
 
     def expire_pins(self, now: float) -> None:
         """End entries whose time is over; called once a step."""

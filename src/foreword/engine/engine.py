@@ -157,6 +157,7 @@ class Engine:
         """
         # Errors and interrupts go on to the caller, but leave no uncomputed blocks in the cache.
         self.manager.expire_pins(self.clock())
+        self.entries.save()
         batch = self._plan() if self._in_flight else None
         if batch is not None:
             self._launch(batch)
@@ -252,6 +253,7 @@ class Engine:
 
         It returns at once: a tier's threads write. While requests run, steps move stores on.
         """
+        self.entries.save()
         return self._tiers.go_on(is_busy=self.has_unfinished_requests())
 
     @property
@@ -310,6 +312,7 @@ class Engine:
         if self._in_flight:
             with suppress(Exception):
                 self._settle()
+        self.entries.save(at_once=True)
         self._tiers.close(flush_s)
 
     def check_integrity(self) -> None:

@@ -5,14 +5,20 @@ Knows prompts, marks and time; knows nothing of steps. A mark of a prompt become
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-from foreword.cache import CacheEntry, EntryWish, KVCacheManager, TokenSequence, entry_name
+from foreword.cache import BlockHash, CacheEntry, EntryWish, KVCacheManager, TokenSequence, entry_name
+from foreword.engine.entry_file import EntryFile, SavedEntry
 from foreword.engine.prompt import Keep, Mark, Prompt
 from foreword.engine.tiering.director import TierDirector
 from foreword.request import Request
+
+SAVE_EVERY_S = 10.0
+"""Least seconds between two writings of the entries, which a restart goes on with."""
 
 
 class Keeper:
@@ -26,13 +32,22 @@ class Keeper:
         clock: Callable[[], float],
     ) -> None:
         self._manager, self._tiers, self._sequence_of, self._clock = manager, tiers, sequence_of, clock
+        self._file: EntryFile | None = None
+        self._asleep: dict[str, SavedEntry] = {}
+        """Entries of an earlier process, by name, until a prompt begins with them."""
+        self._last_saved = -math.inf
+        self.wall_clock: Callable[[], float] = time.time
+        """Seconds since 1970: the time that restarts share."""
         self._marked: WeakKeyDictionary[Request, Prompt] = WeakKeyDictionary()
         """Prompts with marks whose first token is not there yet, by their first continuation."""
 
     def note_marks(self, request: Request, prompt: Prompt) -> None:
         """Keep what a prompt marks, once its first continuation has a token."""
-        if prompt.marks and self._manager.keeps_prefixes:
-            self._marked[request] = prompt
+        if not self._manager.keeps_prefixes:
+            return
+        marks = (*prompt.marks, *(self._woken(request.sequence, prompt.owner) if self._asleep else ()))
+        if marks:
+            self._marked[request] = replace(prompt, marks=marks)
 
     def keep_marked(self, moved: Iterable[Request]) -> Iterator[tuple[Request, tuple[CacheEntry, ...]]]:
         """Make entries of the marks of prompts that were computed."""
@@ -56,6 +71,7 @@ class Keeper:
             sequence, EntryWish(until, prompt.owner, keep.source, keep.name, refresh_s), now
         )
         self._tiers.offer_pinned(sequence, entry.num_kept_tokens)
+        self._asleep.pop(entry.name, None)
         return entry
 
     def unpin(self, prompt: Prompt) -> None:
@@ -65,11 +81,14 @@ class Keeper:
     def drop(self, name: str) -> None:
         """End an entry now. Prompts on their way do not make it again. Blocks that another entry keeps stay kept."""
         self._manager.drop_entry(name)
+        self._asleep.pop(name, None)
         self._change_marks(name, None)
 
     def set_end(self, name: str, until: float) -> None:
         """Move an entry's end, nearer or farther, for prompts on their way too."""
         self._manager.set_entry_end(name, until, self._clock())
+        if name in self._asleep:
+            self._asleep[name] = replace(self._asleep[name], until=self._to_wall(until))
         self._change_marks(name, until)
 
     def _change_marks(self, name: str, until: float | None) -> None:
@@ -82,7 +101,62 @@ class Keeper:
                 )
                 self._marked[request] = replace(prompt, marks=tuple(changed))
 
-    def entries(self) -> list[CacheEntry]:
-        """All entries, the oldest first, those too that lost blocks."""
-        self._manager.expire_pins(self._clock())
-        return self._manager.entries()
+    def entries(self, *, count_kept: bool = True) -> list[CacheEntry]:
+        """All entries, the oldest first, those too that lost blocks; see `KVCacheManager.entries`."""
+        now = self._clock()
+        self._manager.expire_pins(now)
+        return [
+            *self._manager.entries(count_kept=count_kept),
+            *(entry for entry in map(self._sleeping, self._asleep.values()) if entry.until > now),
+        ]
+
+    # ----------------------------------------------------------------- restarts
+
+    def open(self, file: EntryFile) -> None:
+        """Go on with the entries that an earlier process left, and save those of this one there.
+
+        An earlier entry has no blocks in memory until a prompt begins with it: tiers have them.
+        """
+        self._file = file
+        self._asleep = {entry.name: entry for entry in file.read() if entry.until > self.wall_clock()}
+
+    def save(self, *, at_once: bool = False) -> None:
+        """Write all entries to the file, if there is one; at most every `SAVE_EVERY_S` seconds unless `at_once`."""
+        if self._file is None or not (at_once or time.monotonic() >= self._last_saved + SAVE_EVERY_S):
+            return
+        known = self.entries(count_kept=False)
+        if known or self._file.path.exists():
+            self._file.write(
+                [
+                    SavedEntry(
+                        one.name,
+                        one.owner,
+                        one.source,
+                        one.num_tokens,
+                        one.last_key.hex(),
+                        self._to_wall(one.until),
+                        one.refresh_s,
+                    )
+                    for one in known
+                    if one.last_key is not None
+                ]
+            )
+        self._last_saved = time.monotonic()
+
+    def _woken(self, sequence: TokenSequence, owner: str | None) -> Iterator[Mark]:
+        """Marks for the entries of an earlier process that a prompt begins with."""
+        number_of = {key.hex(): number for number, key in enumerate(sequence.block_hashes(), start=1)}
+        for entry in self._asleep.values():
+            number = number_of.get(entry.last_key)
+            if number is not None and entry.owner == owner and entry.until > self.wall_clock():
+                until = self._clock() + entry.until - self.wall_clock() if entry.refresh_s is None else None
+                keep = Keep(entry.refresh_s or 1.0, entry.source, entry.name, until)
+                yield Mark(number * sequence.block_size, keep)
+
+    def _sleeping(self, entry: SavedEntry) -> CacheEntry:
+        until = self._clock() + entry.until - self.wall_clock()
+        last_key = BlockHash(bytes.fromhex(entry.last_key))
+        return CacheEntry(entry.name, entry.owner, entry.source, entry.num_tokens, 0, until, entry.refresh_s, last_key)
+
+    def _to_wall(self, until: float) -> float:
+        return self.wall_clock() + until - self._clock()

@@ -157,6 +157,10 @@ class DiskTier:
         except OSError as error:
             logger.warning("the manifest of namespace %s cannot be written: %s", namespace.hex(), error)
 
+    def path_beside(self, name: str) -> Path:
+        """Path of a file beside the segments, which only the user of the directory can read."""
+        return self._state.directory.root / name
+
     def described(self) -> dict[bytes, Facts]:
         """What `describe` has written down in this directory so far, by namespace. Reads small files."""
         state = self._state
