@@ -47,6 +47,8 @@ class CacheEntry:
     source: str
     num_tokens: int
     """Tokens of the prefix that was to be kept."""
+    num_whole_tokens: int
+    """Tokens in its whole blocks."""
     num_kept_tokens: int
     """Tokens from its beginning that are kept: fewer if the budget did not cover it, or if blocks were needed."""
     until: float
@@ -54,6 +56,11 @@ class CacheEntry:
     """Time that a use keeps it from then on."""
     last_key: BlockHash | None = None
     """The key of its last whole block; None if it has none."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything is kept but the part of a block at its end."""
+        return self.num_kept_tokens >= self.num_whole_tokens
 
 
 @dataclass(slots=True)
@@ -82,6 +89,11 @@ class PinnableCache(CacheView):
         """Whether it has a policy that can."""
         return self._pins is not None
 
+    @property
+    def num_broken_pins(self) -> int:
+        """Blocks of entries that were given away because no other block was free."""
+        return 0 if self._pins is None else self._pins.num_broken
+
     def keep_prefix(self, sequence: TokenSequence, wish: EntryWish, now: float) -> CacheEntry:
         """Make an entry of a sequence's cached blocks, or add them to it; its end is never moved nearer.
 
@@ -92,7 +104,7 @@ class PinnableCache(CacheView):
         self.expire_pins(now)
         name = wish.name if wish.name is not None else entry_name(sequence, wish.owner, wish.source)
         known = self._entries.get(name)
-        nothing = CacheEntry(name, wish.owner, wish.source, len(sequence), 0, now)
+        nothing = CacheEntry(name, wish.owner, wish.source, len(sequence), self._whole(sequence), 0, now)
         if known is None and not self._takes_another(wish.owner):
             return nothing
         block_ids, ends = self._found(sequence)
@@ -165,11 +177,15 @@ class PinnableCache(CacheView):
             entry.owner,
             entry.source,
             len(entry.sequence),
+            self._whole(entry.sequence),
             num_kept,
             until,
             entry.refresh_s,
             keys[-1] if keys else None,
         )
+
+    def _whole(self, sequence: TokenSequence) -> int:
+        return len(sequence) // self.block_size * self.block_size
 
     def expire_pins(self, now: float) -> None:
         """End entries whose time is over; called once a step."""

@@ -331,7 +331,14 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """Statistics, states of blocks and lengths of queues, as they are now."""
-        return Snapshot.of(self.scheduler, self._counted_before, self.num_computed_tokens, self.report_tiers())
+        return Snapshot.of(
+            self.scheduler,
+            self._counted_before,
+            self.num_computed_tokens,
+            self.report_tiers(),
+            self.entries.entries(),
+            self.clock(),
+        )
 
     @property
     def state_interval(self) -> int | None:

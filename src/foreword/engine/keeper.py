@@ -156,7 +156,17 @@ class Keeper:
     def _sleeping(self, entry: SavedEntry) -> CacheEntry:
         until = self._clock() + entry.until - self.wall_clock()
         last_key = BlockHash(bytes.fromhex(entry.last_key))
-        return CacheEntry(entry.name, entry.owner, entry.source, entry.num_tokens, 0, until, entry.refresh_s, last_key)
+        return CacheEntry(
+            entry.name,
+            entry.owner,
+            entry.source,
+            entry.num_tokens,
+            entry.num_tokens,
+            0,
+            until,
+            entry.refresh_s,
+            last_key,
+        )
 
     def _to_wall(self, until: float) -> float:
         return self.wall_clock() + until - self._clock()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from foreword.cache import BlockState, EvictionCause, PrefixCacheStats
+from foreword.cache import BlockState, CacheEntry, EvictionCause, PrefixCacheStats
 from foreword.engine.tiering.director import TiersReport
 
 if TYPE_CHECKING:
@@ -58,12 +59,24 @@ class Snapshot:
     """Tokens that went through the model since the engine started."""
     tiers: TiersReport
     """Loads, stores and what the tiers hold; of no tiers if nothing lies below the pool."""
+    entries: Sequence[CacheEntry]
+    """Prefixes that owners asked to keep."""
+    num_broken_pins: int
+    """Blocks of entries that were given away since the engine started, because no other block was free."""
+    clock: float
+    """The engine's time, by which entries end."""
     taken: float = field(default_factory=time.monotonic)
     """Seconds of the monotonic clock."""
 
     @classmethod
     def of(
-        cls, scheduler: Scheduler, before: PrefixCacheStats, num_computed_tokens: int, tiers: TiersReport
+        cls,
+        scheduler: Scheduler,
+        before: PrefixCacheStats,
+        num_computed_tokens: int,
+        tiers: TiersReport,
+        entries: Sequence[CacheEntry],
+        clock: float,
     ) -> Snapshot:
         """The present moment. `before` are the counters up to the last reset."""
         manager = scheduler.manager
@@ -85,6 +98,9 @@ class Snapshot:
             num_preemptions=scheduler.num_preemptions,
             num_computed_tokens=num_computed_tokens,
             tiers=tiers,
+            entries=entries,
+            num_broken_pins=manager.num_broken_pins,
+            clock=clock,
         )
 
     @property

@@ -23,9 +23,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foreword import __version__
 from foreword.errors import ForewordError
 from foreword.llm import LLM
-from foreword.server import about, cache_api
+from foreword.server import about, cache_api, cache_entries
 from foreword.server.api_errors import APIError
 from foreword.server.bodies.fields import Body
+from foreword.server.cache_entries import EntryChange, PinRequest
 from foreword.server.dialects.openai.fields import DetokenizeRequest, ExplainRequest, TokenizeRequest
 from foreword.server.dialects.registry import DIALECTS, choose
 from foreword.server.http import error_response
@@ -35,7 +36,7 @@ from foreword.server.service import Service, new_id
 
 logger = logging.getLogger(__name__)
 
-OWN_BODIES: tuple[type[Body], ...] = (TokenizeRequest, DetokenizeRequest, ExplainRequest)
+OWN_BODIES: tuple[type[Body], ...] = (TokenizeRequest, DetokenizeRequest, ExplainRequest, PinRequest, EntryChange)
 
 
 def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
@@ -64,6 +65,7 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
             app.include_router(router)
     app.include_router(about.router)
     app.include_router(cache_api.router)
+    app.include_router(cache_entries.router)
     document_bodies(app, [*OWN_BODIES, *(body for dialect in DIALECTS for body in dialect.bodies)])
     _add_error_handlers(app)
     if config.allowed_origins:

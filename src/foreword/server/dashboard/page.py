@@ -21,6 +21,7 @@ from foreword.server.api_errors import APIError
 from foreword.server.dashboard import drawings as draw
 from foreword.server.dashboard.chat import Chat
 from foreword.server.dashboard.confirm import confirmed
+from foreword.server.dashboard.entry_rows import entry_rows
 from foreword.server.dashboard.memory_curve import memory_curve
 from foreword.server.dashboard.model_card import model_card
 from foreword.server.dashboard.prefixes import Prefixes
@@ -120,6 +121,8 @@ class View:
             if self._service.llm.engine.tier_names:
                 with _card("Below the pool", "span12"):
                     self._tiers = _Html(test_id="tiers")
+            with _card("Kept prefixes", "span12") as self._entries_card:
+                self._entries = _Html(test_id="entries")
             self._more = self._chart("What would more memory bring", "span12", test_id="more-memory")
             self._latest = self._chart("Latest requests", "span12", test_id="latest")
             for change in self._service.template_changes:
@@ -180,6 +183,8 @@ class View:
         self._pool.show(draw.pool_map(look.block_states))
         if self._tiers is not None:
             self._tiers.show(tier_rows(look.tiers))
+        self._entries_card.set_visibility(bool(look.entries))
+        self._entries.show(entry_rows(look, with_tenants=service.tenants.asks_for_keys))
         if not has_traffic:
             return
         lately = [record for record in records if now - (record.finished_time or now) < window_s]

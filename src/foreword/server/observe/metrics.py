@@ -15,8 +15,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram,
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from foreword.cache import BlockState, EvictionCause, MissReason
-from foreword.engine import Snapshot, TiersReport
+from foreword.cache import PIN, BlockState, EvictionCause, MissReason
+from foreword.engine import BREAKPOINT, RESOURCE, Snapshot, TiersReport
 from foreword.server.listeners import ListenerHealth
 from foreword.server.observe import tier_numbers
 from foreword.server.observe.insight import Insight
@@ -158,6 +158,20 @@ class _EngineCollector(Collector):
         states = {state.name.lower(): look.num_in_state(state) for state in BlockState}
         yield self._gauges("kv_cache_blocks", "Blocks by state.", "state", states)
         yield self._gauge("kv_cache_tail_blocks", "Cached blocks that are only partly filled.", look.num_tails)
+
+        yield from self._entries(look)
+
+    def _entries(self, look: Snapshot) -> Iterator[Metric]:
+        """Prefixes that are kept on request, by who asked."""
+        sources = sorted({PIN, BREAKPOINT, RESOURCE, *(entry.source for entry in look.entries)})
+        of = {source: [entry for entry in look.entries if entry.source == source] for source in sources}
+        for name, meaning, values in (
+            ("cache_entries", "Prefixes to be kept.", {s: len(of[s]) for s in of}),
+            ("cache_entries_broken", "Those not kept whole.", {s: sum(not e.is_whole for e in of[s]) for s in of}),
+            ("cache_entry_tokens", "Tokens kept.", {s: sum(e.num_kept_tokens for e in of[s]) for s in of}),
+        ):
+            yield self._gauges(name, meaning, "source", values)
+        yield self._counter("cache_entry_blocks_broken", "Blocks of entries given away.", look.num_broken_pins)
 
     def _tiers(self, report: TiersReport) -> Iterator[Metric]:
         """Nothing if nothing lies below the pool."""
