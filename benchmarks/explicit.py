@@ -3,9 +3,9 @@
     PYTHONPATH=src python benchmarks/explicit.py [--model DIR] [--rounds 8] [--json]
 
 One engine, the `value` policy, a pool of 256 blocks of 16 tokens. Each round is a flood of documents of 600 tokens,
-each asked for twice, then one request that begins with the prefix (1,024 tokens) and ends with 32 tokens of its own. The
-same seeded rounds run without the mark and with it, in turn, on a fresh cache. The limit of the first token is that of
-32 tokens without a prefix: what a whole hit leaves to compute.
+each asked for twice, then one request that begins with the prefix (1,024 tokens) and ends with 32 tokens of its own.
+The same seeded rounds run without the mark and with it, in turn, on a fresh cache. The limit of the first token is
+that of 32 tokens without a prefix: what a whole hit leaves to compute.
 
 The cost of marking is processor time to render and tokenize a conversation of 40 messages (about 30,000 characters)
 with 4 marks, and without. It needs a tokenizer with a chat template; the embedded model has one. The last line is JSON.

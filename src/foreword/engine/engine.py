@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,9 +93,14 @@ class Engine:
 
     # ------------------------------------------------------------------ intake
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, answered: Sequence[Sequence[int]] = ()
+    ) -> RequestOutput:
         """Queue a prompt. Returns its output, which later steps fill in place.
 
+        `answered`: for each of the `n` continuations the tokens that another engine has generated; they go on from
+        there, with the same bits. This needs a `seed` unless sampling is greedy, and the output has log probabilities
+        of the new tokens alone. A continuation that these tokens end is finished at once.
         Raises InvalidRequestError (nothing is queued then) when the request can never be served.
         """
         for own_id in (request_id, *continuation_ids(request_id, params.n)):
@@ -103,10 +108,16 @@ class Engine:
                 raise InvalidRequestError(f"request id {own_id!r} is in use; give each request its own")
         prompt = self.truncate(prompt, params)
         requests = self._intake.requests(request_id, prompt, params)
+        if answered:
+            self._intake.resume(requests, answered)
         output = self._outputs.open(request_id, prompt.text, prompt.token_ids.tolist(), requests)
         for request in requests:
             self.scheduler.add(request)
         self.entries.note_marks(requests[0], prompt)
+        if any(answered):
+            for request in requests:
+                self.scheduler.finish_if_answered(request)
+            self._outputs.collect(requests)
         return output
 
     def truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:

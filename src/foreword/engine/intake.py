@@ -65,6 +65,23 @@ class Intake:
             request.is_fork = True
         return requests
 
+    def resume(self, requests: Sequence[Request], answered: Sequence[Sequence[int]]) -> None:
+        """Let requests go on from tokens that were generated elsewhere. Raises InvalidRequestError."""
+        if len(answered) != len(requests):
+            raise InvalidRequestError(f"there are {len(answered)} answers to resume, for n={len(requests)}")
+        params = requests[0].params
+        if params.seed is None and params.temperature > 0:
+            raise InvalidRequestError("only an answer with a seed can be resumed; give a seed, or temperature=0")
+        for request, token_ids in zip(requests, answered, strict=True):
+            wrong = [token_id for token_id in token_ids if not 0 <= token_id < self._limits.vocab_size]
+            if wrong or len(token_ids) > request.max_tokens:
+                what = f"token id {wrong[0]}" if wrong else f"{len(token_ids)} tokens"
+                raise InvalidRequestError(
+                    f"an answer of {what} cannot be resumed; ids are 0 to {self._limits.vocab_size - 1}, and at most "
+                    f"{request.max_tokens} tokens may come"
+                )
+            request.sequence.extend(token_ids)
+
     def _spellings(self, words: Sequence[str]) -> list[Sequence[int]]:
         """Tokens of words, each in every way that the tokenizer spells it. Raises InvalidRequestError."""
         if not words:

@@ -158,6 +158,6 @@ class Outputs:
         output.explanation = first.explanation
         if first.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *first.prompt_logprobs]
-        group.describes_prompt = first.num_output_tokens > 0
+        group.describes_prompt = first.metrics.first_token_time is not None
         if group.describes_prompt and len(group.answers) == 1 and group.answers[0].stream is None:
             group.quiet = first

@@ -321,6 +321,11 @@ class Scheduler:
         alive, progress = self._running.still_run(entries), self._running.progress.take(entries.rows)
         return bool((~alive | (progress["num_computed"] == entries.ends)).any())
 
+    def finish_if_answered(self, request: Request) -> None:
+        """Finish a queued request whose answer, generated elsewhere, is complete."""
+        if request.num_output_tokens:
+            self._finish_if_due(request, int(request.sequence.token_ids[-1]))
+
     def _finish_if_due(self, request: Request, token_id: int) -> None:
         num_tokens = request.num_output_tokens
         if request.has_run_dry:
