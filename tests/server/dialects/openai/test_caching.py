@@ -57,8 +57,8 @@ class World(ServerThread):
 
     def forget(self) -> None:
         """Empty the cache, entries too."""
-        self.ask(lambda engine: [engine.entries.drop(entry.name) for entry in engine.entries.entries()])
-        self.flood()
+        wait_until(lambda: self.service.thread.num_choices == 0)
+        self.ask(lambda engine: engine.reset_prefix_cache())
 
 
 def document(name: str, lines: int = 8) -> str:
