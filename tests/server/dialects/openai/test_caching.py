@@ -283,7 +283,8 @@ def test_earlier_turns_keep_their_entries_and_mark_nothing_again(fresh):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prewarmed_prompt_has_no_output_and_hits_later(fresh, stream):
-    answer = fresh.respond([user([given(document("ebony"), LONG)])], {"prewarm": True}, stream=stream)
+    told, many = [user([given(document("ebony"), LONG)])], {"min_tokens": 3}
+    answer = fresh.respond(told, {"prewarm": True}, stream=stream, extra_body=many)
     if stream:
         events = list(answer)
         assert [event.type.rpartition(".")[2] for event in events] == ["created", "in_progress", "completed"]

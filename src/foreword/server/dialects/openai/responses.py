@@ -76,9 +76,10 @@ async def create_response(
         num_bytes=request.state.num_body_bytes,
     )
     wants_logprobs = "message.output_text.logprobs" in (body.include or []) or body.top_logprobs is not None
-    most = 1 if caching.is_prewarm else body.max_output_tokens  # the engine always generates something
-    limits = Limits(most, (body.top_logprobs or 0) if wants_logprobs else None)
+    limits = Limits(body.max_output_tokens, (body.top_logprobs or 0) if wants_logprobs else None)
     params = await sampling_params(service, body, limits, structured_outputs(body, _response_format(body.text)))
+    if caching.is_prewarm:  # the engine always generates something
+        params = replace(params, max_tokens=1, min_tokens=0)
     extras = Extras(service, tenant, request, body, caching)
     caller = caller_of(body, request, tenant, "responses", cache_key=body.prompt_cache_key)
     caller = replace(caller, is_uncached=caching.is_off)
