@@ -136,6 +136,22 @@ class AnswerStream:
         self._arrived.clear()
         await self._arrived.wait()
 
+    def num_written_tokens(self) -> dict[float, int]:
+        """Prompt tokens that the marks keep and that were not cached before, by `ttl_s`.
+
+        A token counts for the longest time for which it is kept. Known with the first delta of each prompt.
+        """
+        written: dict[float, int] = {}
+        for job, output in zip(self.jobs, self.outputs, strict=True):
+            kept: dict[float, int] = {}
+            for mark, entry in zip(job.prompt.marks, output.kept, strict=False):
+                kept[mark.keep.ttl_s] = max(kept.get(mark.keep.ttl_s, 0), entry.num_kept_tokens)
+            known = job.record.num_cached_tokens
+            for ttl_s in sorted(kept, reverse=True):
+                written[ttl_s] = written.get(ttl_s, 0) + max(0, kept[ttl_s] - known)
+                known = max(known, kept[ttl_s])
+        return written
+
     def close(self, outcome: str = "disconnected") -> None:
         """Abort the unfinished jobs; the engine frees their blocks at its next step."""
         if not self._done:

@@ -47,6 +47,8 @@ class RequestRecord:
     """Digests, by name, of the chat template's inputs besides the messages."""
     num_choices: int = 1
     stream: bool = False
+    is_uncached: bool = False
+    """Whether the call asked that the cache have no part in it."""
     created: float = field(default_factory=time.time)
     """Seconds since 1970."""
     arrival_time: float = field(default_factory=time.monotonic)

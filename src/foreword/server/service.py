@@ -73,6 +73,8 @@ class Caller:
     """W3C `traceparent` header of the call."""
     template_digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of the chat template's inputs besides the messages."""
+    is_uncached: bool = False
+    """Whether its prompts neither use the cache nor leave anything in it that another could use."""
     priority: int = 0
     """Priority under the "priority" policy; lower goes first."""
 
@@ -313,6 +315,9 @@ class Service:
         if self.thread.num_choices + num_choices > self._max_choices:
             raise too_busy(self._seconds_until_free())
         salt = self.tenants.namespace(caller.tenant, caller.cache_salt)
+        if caller.is_uncached:  # what it leaves is evicted like other blocks
+            salt = self.tenants.namespace(caller.tenant, secrets.token_hex(16))
+            params = replace(params, skip_reading_prefix_cache=True)
         jobs = [
             Job(
                 RequestRecord(
@@ -327,6 +332,7 @@ class Service:
                     caller.template_digests,
                     params.n,
                     stream,
+                    is_uncached=caller.is_uncached,
                 ),
                 replace(
                     prompt,

@@ -63,9 +63,9 @@ def test_usage_says_from_which_tier_cached_tokens_came(tmp_path: Path) -> None:
     assert "cache_exact" not in loaded
 
 
-def test_usage_without_tiers_is_what_it_was() -> None:
+def test_usage_without_tiers_names_none() -> None:
     with serving(None, cache_exact=False) as server:
-        assert details(complete(server)) == {"cached_tokens": 0, "audio_tokens": 0}
+        assert details(complete(server)) == {"cached_tokens": 0, "cache_write_tokens": 0, "audio_tokens": 0}
 
 
 def test_usage_says_that_another_arithmetic_may_have_computed_the_cache(tmp_path: Path) -> None:

@@ -100,22 +100,6 @@ class ChatAnswer:
             if (reader := self._readers.get(choice.index)) is not None and reader.reasoning_spans
         )
 
-    def num_written_tokens(self) -> dict[float, int]:
-        """Prompt tokens that the marks keep and that were not cached before, by `ttl_s`, the longest first.
-
-        A token counts for the longest time for which it is kept. Known with the first delta.
-        """
-        job = self.stream.jobs[0]
-        kept: dict[float, int] = {}
-        for mark, entry in zip(job.prompt.marks, self.stream.outputs[0].kept, strict=False):
-            kept[mark.keep.ttl_s] = max(kept.get(mark.keep.ttl_s, 0), entry.num_kept_tokens)
-        written: dict[float, int] = {}
-        known = job.record.num_cached_tokens
-        for ttl_s in sorted(kept, reverse=True):
-            written[ttl_s] = max(0, kept[ttl_s] - known)
-            known = max(known, kept[ttl_s])
-        return written
-
     def num_usage_bytes(self) -> int:
         """Estimated bytes that `num_reasoning_tokens` reads: whether to call it on the event loop."""
         if not any(reader is not None and reader.reasoning_spans for reader in self._readers.values()):

@@ -135,7 +135,7 @@ class MessageAnswer:
 
     def _usage(self) -> dict[str, Any]:
         """The three counts of input add up to the prompt."""
-        record, written = self.answer.jobs[0].record, self._chat_answer.num_written_tokens()
+        record, written = self.answer.jobs[0].record, self.answer.num_written_tokens()
         num_written = sum(written.values())
         return {
             "input_tokens": record.num_computed_tokens - num_written,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
@@ -18,6 +19,7 @@ from foreword.server.calls import Limits, caller_of, sampling_params
 from foreword.server.chats.chat import Chat, ChatAnswer, calls_of, reasoning_of, start_chat, text_of
 from foreword.server.chats.tools import ToolChoice
 from foreword.server.dialects.openai import format as form
+from foreword.server.dialects.openai.caching import Breakpoints, Caching
 from foreword.server.dialects.openai.choices import ChoicesAnswer, Chunk
 from foreword.server.dialects.openai.extras import Extras
 from foreword.server.dialects.openai.fields import ChatRequest, NamedToolChoice
@@ -38,24 +40,30 @@ async def chat_completions(
     """Answer a conversation."""
     service = service_of(request)
     check_call(service, body)
-    chat = await with_body(request, lambda: _chat(body, request.state.num_body_bytes))
-    extras = Extras(service, tenant, request, body)
+    chat, caching = await with_body(request, lambda: _chat(body, request.state.num_body_bytes))
+    extras = Extras(service, tenant, request, body, caching)
     params = await sampling_params(service, body, _limits(body), structured_outputs(body, body.response_format))
     caller = caller_of(body, request, tenant, "chat.completions", cache_key=body.prompt_cache_key)
+    caller = replace(caller, is_uncached=caching.is_off)
     answer = await start_chat(service, caller, new_id("chatcmpl-"), chat, params, stream=bool(body.stream))
     return await respond(request, _ChatCompletion(service, answer, body, extras))
 
 
-def _chat(body: ChatRequest, num_bytes: int) -> Chat:
-    return Chat(
-        plain_messages(body.messages),
+def _chat(body: ChatRequest, num_bytes: int) -> tuple[Chat, Caching]:
+    breakpoints = Breakpoints()
+    messages = plain_messages(body.messages, breakpoints)
+    caching = Caching(body, breakpoints)
+    chat = Chat(
+        messages,
         plain_tools(body.tools),
         _tool_choice(body),
         template_inputs(body.reasoning_effort, body.chat_template_kwargs),
         ending_of(body),
         thinking_budget=body.thinking_budget,
+        marks=caching.chat_marks(len(messages)),
         num_bytes=num_bytes,
     )
+    return chat, caching
 
 
 def _tool_choice(body: ChatRequest) -> ToolChoice:

@@ -74,7 +74,9 @@ class ChoicesAnswer(ABC):
             yield [(None, {**self._frame(self.chunk_name, []), **last, **extras})]
 
     def _usage(self) -> Chunk:
-        return form.usage(self.answer.outputs, self._service.llm, self._num_reasoning_tokens())
+        return form.usage(
+            self.answer.outputs, self._service.llm, self.answer.num_written_tokens(), self._num_reasoning_tokens()
+        )
 
     def _num_reasoning_tokens(self) -> int:
         return 0

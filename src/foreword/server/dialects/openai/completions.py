@@ -6,6 +6,7 @@ Knows OpenAI's fields and their meaning for texts and token ids; choices.py has 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.calls import Limits, caller_of, sampling_params
 from foreword.server.dialects.openai import format as form
+from foreword.server.dialects.openai.caching import Caching
 from foreword.server.dialects.openai.choices import ChoicesAnswer, Chunk
 from foreword.server.dialects.openai.extras import Extras
 from foreword.server.dialects.openai.fields import CompletionRequest
@@ -40,11 +42,16 @@ async def completions(
     check_call(service, body)
     if body.best_of not in (None, body.n or 1):
         raise bad_request(f"best_of={body.best_of} is not supported, other than equal to n", param="best_of")
+    caching = Caching(body)
     caller = caller_of(body, request, tenant, "completions", cache_key=body.prompt_cache_key)
-    extras = Extras(service, tenant, request, body)
+    caller = replace(caller, is_uncached=caching.is_off)
+    extras = Extras(service, tenant, request, body, caching)
     limits = _completion_limits(body)
     params = await sampling_params(service, body, limits, structured_outputs(body, body.response_format))
-    prompts = [service.fit(Prompt(prompt), params) for prompt in await _prompts(service, body, request)]
+    prompts = [
+        service.fit(Prompt(prompt, marks=caching.text_marks(len(prompt))), params)
+        for prompt in await _prompts(service, body, request)
+    ]
     answer = await service.start(caller, new_id("cmpl-"), prompts, params, stream=bool(body.stream))
     return await respond(request, _Completion(service, answer, body, extras))
 

@@ -7,15 +7,11 @@ first difference on) and `comparison_reusable_tokens` (of the earlier response).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from foreword.cache import LookupExplanation, MissReason, common_length
-from foreword.server.api_errors import bad_request
 from foreword.server.observe.explanations import told_to_client
 from foreword.server.records import RequestRecord
-
-_OPTIONS = {"mode", "ttl", "comparison_response_id", "prewarm"}
 
 _TEMPLATE_REASONS = {"tools": "tools_changed", "reasoning_effort": "reasoning_effort_changed"}
 """Other inputs of a prompt, and OpenAI's names for a change in them.
@@ -27,22 +23,8 @@ nor its verbosity, nor a service tier changes a prompt.
 FORGOTTEN = "forgotten"
 """The cache no longer has an account of the prompt: it was reset, or evicted the prompt long ago."""
 
-
-def comparison_response_id(options: Mapping[str, Any] | None) -> str | None:
-    """The response to compare with, if `prompt_cache_options` name one. Raises APIError 400 for unsupported options."""
-    options = options or {}
-    unknown = sorted(set(options) - _OPTIONS)
-    if unknown:
-        raise bad_request(
-            f"Unrecognized request argument supplied: prompt_cache_options.{unknown[0]}",
-            param=f"prompt_cache_options.{unknown[0]}",
-        )
-    if options.get("prewarm"):
-        raise bad_request("prompt_cache_options.prewarm is not supported by this server", param="prompt_cache_options")
-    wanted = options.get("comparison_response_id")
-    if wanted is not None and not isinstance(wanted, str):
-        raise bad_request("comparison_response_id must be a string", param="prompt_cache_options")
-    return wanted
+UNCACHED = "uncached"
+"""One of the two asked that the cache have no part in it."""
 
 
 def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: int) -> dict[str, Any]:
@@ -55,6 +37,8 @@ def diagnose(record: RequestRecord, earlier: RequestRecord | None, block_size: i
         return {"type": "comparison_response_not_found"}
     if record.first_scheduled_time is None:
         return {"type": "unavailable"}
+    if record.is_uncached or earlier.is_uncached:
+        return {"type": "unavailable", "reason": UNCACHED}
     ours, theirs = record.prompt_token_ids, earlier.prompt_token_ids
     shared = common_length(ours, theirs)
     if record.salt != earlier.salt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from foreword.server.api_errors import APIError
+from foreword.server.api_errors import APIError, InvalidFieldError, UnknownFieldError
 from foreword.server.dialects.dialect import Dialect, ErrorAnswer, Event
 from foreword.server.dialects.openai import chat, completions, responses
 from foreword.server.dialects.openai.fields import ChatRequest, CompletionRequest
@@ -40,7 +40,15 @@ class OpenAI(Dialect):
 
 
 def _body(error: APIError) -> dict[str, Any]:
-    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
+    code = error.code
+    match error:
+        case UnknownFieldError():
+            code = "unknown_parameter"
+        case InvalidFieldError(problem="Field required"):
+            code = "missing_required_parameter"
+        case InvalidFieldError():
+            code = "invalid_value"
+    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": code}}
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

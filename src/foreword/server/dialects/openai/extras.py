@@ -12,7 +12,9 @@ from fastapi import Request
 
 from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import AnswerStream
-from foreword.server.dialects.openai.diagnostics import comparison_response_id, diagnose
+from foreword.server.dialects.openai.caching import Caching
+from foreword.server.dialects.openai.diagnostics import diagnose
+from foreword.server.dialects.openai.fields import AnyCall
 from foreword.server.observe.explanations import cache_report
 from foreword.server.records import RequestRecord
 from foreword.server.service import Service
@@ -21,14 +23,14 @@ HEADER = "x-foreword-cache"
 
 
 class Extras:
-    """The extras that one call asked for. Raises APIError 400 when built from invalid options."""
+    """The extras that one call asked for."""
 
-    def __init__(self, service: Service, tenant: Tenant, request: Request, body: Any) -> None:
+    def __init__(self, service: Service, tenant: Tenant, request: Request, body: AnyCall, caching: Caching) -> None:
+        self.caching = caching
         self._service = service
         self._tenant = tenant
         in_body = body.foreword is not None and body.foreword.cache
         self._wants_cache = in_body or request.headers.get(HEADER, "").lower() in ("1", "true", "yes")
-        self._compare_with = comparison_response_id(body.prompt_cache_options)
 
     def of(self, answer: AnswerStream) -> dict[str, Any]:
         """Fields to add to the body of a finished answer; none if the call asked for none.
@@ -40,15 +42,11 @@ class Extras:
         if self._wants_cache:
             reports = [self._report(record) for record in records]
             fields["foreword"] = {"cache": reports[0] if len(reports) == 1 else reports}
-        if self._compare_with is not None:
-            earlier = self._service.records.of_response(self._compare_with, self._tenant.name)
+        if self.caching.compare_with is not None:
+            earlier = self._service.records.of_response(self.caching.compare_with, self._tenant.name)
             block_size = self._service.llm.layout.block_size
             fields["prompt_cache_diagnostics"] = diagnose(records[0], earlier, block_size)
-            fields["prompt_cache_options"] = {
-                "mode": "implicit",
-                "ttl": "30m",
-                "comparison_response_id": self._compare_with,
-            }
+            fields["prompt_cache_options"] = self.caching.options()
         return fields
 
     def _report(self, record: RequestRecord) -> dict[str, Any]:

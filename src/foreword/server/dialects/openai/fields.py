@@ -58,6 +58,36 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
+CacheTtl = Literal["30m", "12h"]
+
+
+class Breakpoint(Body):
+    """`prompt_cache_breakpoint` of a content part."""
+
+    mode: Literal["explicit"]
+    ttl: CacheTtl | None = None
+
+
+class CacheOptions(Body):
+    """`prompt_cache_options`; OpenAI has the comparison in responses alone."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: CacheTtl | None = None
+    comparison_response_id: str | None = None
+
+
+class ShortCacheOptions(CacheOptions):
+    """`prompt_cache_options` of chat and completions."""
+
+    ttl: Literal["30m"] | None = None
+
+
+class ResponseCacheOptions(CacheOptions):
+    """`prompt_cache_options` of responses."""
+
+    prewarm: bool | None = None
+
+
 BadWord = Annotated[str, Field(min_length=1, max_length=64)]
 
 
@@ -80,9 +110,9 @@ class AnyCall(Body):
     stream: bool | None = None
     # OpenAI's caching.
     prompt_cache_key: Identifier | None = None
-    prompt_cache_retention: Word | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_options: CacheOptions | None = None
     # Accepted, without effect here.
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Identifier | None = None
     metadata: Metadata | None = None
@@ -112,6 +142,7 @@ class AnyCall(Body):
 class _ChoicesCall(AnyCall):
     """Fields that chat and completions share."""
 
+    prompt_cache_options: ShortCacheOptions | None = None
     n: Positive | None = None
     stream_options: StreamOptions | None = None
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
@@ -123,10 +154,18 @@ class _ChoicesCall(AnyCall):
 
 
 class TextPart(Part):
-    """A piece of a message's content. Cache breakpoints of other APIs are ignored."""
+    """A piece of a message's content. Cache marks of other APIs are ignored."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
+    prompt_cache_breakpoint: Any = None
+    """A `Breakpoint`; caching.py checks it, and knows its place."""
+
+
+class Unmarkable(Part):
+    """A part that cannot have a breakpoint; the field is here to be refused."""
+
+    prompt_cache_breakpoint: Any = None
 
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -168,7 +207,7 @@ class CalledFunction(Part):
     arguments: str
 
 
-class EarlierCall(Part):
+class EarlierCall(Unmarkable):
     """One of `tool_calls` in an earlier answer."""
 
     id: str
@@ -176,7 +215,7 @@ class EarlierCall(Part):
     function: CalledFunction
 
 
-class ChatMessage(Part):
+class ChatMessage(Unmarkable):
     """A message; fields of OpenAI's answers that mean nothing here are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

@@ -5,17 +5,22 @@ Knows the field names of answers; knows nothing of HTTP, nor how an answer was m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foreword.llm import LLM
 from foreword.request import RequestOutput, TokenLogprobs
 from foreword.server.answer_stream import Delta
+from foreword.server.dialects.openai.caching import TTL_S
 from foreword.text import Tokenizer
 
 REPLACEMENT = "\ufffd"
 LOWEST = -9999.0
 """Stands for the log probability of an impossible token, which JSON cannot express."""
+
+
+Written = Mapping[float, int]
+"""Prompt tokens that were written to the cache, by the seconds for which they are kept."""
 
 
 def bytes_per_token(num_top: int | None) -> int:
@@ -28,24 +33,31 @@ def num_bytes(deltas: Sequence[Delta], num_top: int) -> int:
     return sum(len(delta.token_ids) * bytes_per_token(None if delta.logprobs is None else num_top) for delta in deltas)
 
 
-def usage(outputs: Sequence[RequestOutput], llm: LLM, num_reasoning: int = 0) -> dict[str, Any]:
+def usage(outputs: Sequence[RequestOutput], llm: LLM, written: Written, num_reasoning: int = 0) -> dict[str, Any]:
     """`usage` of chat and completions, over all prompts of a call."""
     prompt, cached, completion = _num_tokens(outputs)
+    found = {"cached_tokens": cached, "cache_write_tokens": sum(written.values())}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0, **_from_tiers(outputs, llm)},
+        "prompt_tokens_details": {**found, "audio_tokens": 0, **_from_tiers(outputs, llm)},
         "completion_tokens_details": {"reasoning_tokens": num_reasoning, "audio_tokens": 0},
     }
 
 
-def response_usage(outputs: Sequence[RequestOutput], llm: LLM, num_reasoning: int) -> dict[str, Any]:
+def response_usage(outputs: Sequence[RequestOutput], llm: LLM, written: Written, num_reasoning: int) -> dict[str, Any]:
     """`usage` of responses."""
     prompt, cached, completion = _num_tokens(outputs)
+    by_ttl = {f"ttl_{ttl}_tokens": written.get(seconds, 0) for ttl, seconds in TTL_S.items()}
+    cache = {
+        "cached_tokens": cached,
+        "cache_write_tokens": sum(written.values()),
+        "cache_write_tokens_details": by_ttl,
+    }
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0, **_from_tiers(outputs, llm)},
+        "input_tokens_details": {**cache, **_from_tiers(outputs, llm)},
         "output_tokens": completion,
         "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": prompt + completion,

@@ -15,6 +15,7 @@ from fastapi import Request
 from foreword.server.api_errors import bad_request
 from foreword.server.bodies.body_limits import MAX_DEPTH
 from foreword.server.bodies.json_scan import parse_json, scan_json
+from foreword.server.dialects.openai.caching import Breakpoints, refuse_breakpoint
 from foreword.server.dialects.openai.fields import (
     ChatMessage,
     ChatRequest,
@@ -49,14 +50,15 @@ def ending_of(body: ChatRequest | TokenizeRequest | ExplainRequest) -> Ending:
 _SAME_NAMES = ("name", "tool_call_id", "reasoning_content")
 
 
-def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[ChatMessage], breakpoints: Breakpoints) -> list[dict[str, Any]]:
     """Messages as chat templates know them: texts joined, OpenAI's "developer" as "system"."""
-    return [_plain_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_plain_message(message, index, breakpoints) for index, message in enumerate(messages)]
 
 
-def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
-    content = message.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+def _plain_message(message: ChatMessage, index: int, breakpoints: Breakpoints) -> dict[str, Any]:
+    content, where = message.content, f"messages[{index}]"
+    refuse_breakpoint(message, where)
+    text = breakpoints.text(content, f"{where}.content", index)
     plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
     if message.function_call or message.audio:
         raise bad_request("function_call and audio are not supported by this server", param=where)
@@ -69,6 +71,8 @@ def _plain_message(message: ChatMessage, where: str) -> dict[str, Any]:
         for key in ("name", "tool_call_id", "reasoning_content")
         if (value := getattr(message, key)) is not None
     }
+    for number, call in enumerate(message.tool_calls or ()):
+        refuse_breakpoint(call, f"{where}.tool_calls[{number}]")
     if message.tool_calls:
         plain["tool_calls"] = [
             {
@@ -97,7 +101,7 @@ async def read_prompt(
         inputs = template_inputs(body.reasoning_effort, body.chat_template_kwargs)
         if body.tools:
             inputs["tools"] = plain_tools(body.tools)
-        return None if body.messages is None else plain_messages(body.messages), inputs
+        return None if body.messages is None else plain_messages(body.messages, Breakpoints()), inputs
 
     messages, inputs = await with_body(request, read)
     if (body.prompt is None) == (messages is None):

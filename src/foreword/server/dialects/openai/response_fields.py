@@ -11,12 +11,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from foreword.server.bodies.fields import Body, Identifier, Part, Positive, TemplateInputs, Word
-from foreword.server.dialects.openai.fields import AnyCall, StreamOptions, TextPart, ToolName
+from foreword.server.dialects.openai.fields import (
+    AnyCall,
+    ResponseCacheOptions,
+    StreamOptions,
+    TextPart,
+    ToolName,
+    Unmarkable,
+)
 
 Content = str | Annotated[list[TextPart], Field(fail_fast=True)]
 
 
-class InputMessage(Part):
+class InputMessage(Unmarkable):
     """A message, or the text of an earlier response."""
 
     type: Literal["message"] | None = None
@@ -24,7 +31,7 @@ class InputMessage(Part):
     content: Content
 
 
-class FunctionCallItem(Part):
+class FunctionCallItem(Unmarkable):
     """A call in an earlier response."""
 
     type: Literal["function_call"]
@@ -34,7 +41,7 @@ class FunctionCallItem(Part):
     arguments: str
 
 
-class CustomCallItem(Part):
+class CustomCallItem(Unmarkable):
     """A call of a custom tool in an earlier response; its input is any text."""
 
     type: Literal["custom_tool_call"]
@@ -43,7 +50,7 @@ class CustomCallItem(Part):
     input: str
 
 
-class CallOutputItem(Part):
+class CallOutputItem(Unmarkable):
     """The result of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -58,7 +65,7 @@ class ReasoningText(Part):
     text: str
 
 
-class ReasoningItem(Part):
+class ReasoningItem(Unmarkable):
     """The reasoning of an earlier response."""
 
     type: Literal["reasoning"]
@@ -67,7 +74,7 @@ class ReasoningItem(Part):
     encrypted_content: str | None = None
 
 
-class OtherItem(Part):
+class OtherItem(Unmarkable):
     """An item of another type, which is refused by its name."""
 
     type: str
@@ -92,7 +99,7 @@ Item = Annotated[
 ]
 
 
-class ResponseTool(Part):
+class ResponseTool(Unmarkable):
     """One of `tools`: a function, a custom tool, whose input is any text, or a namespace of functions."""
 
     type: Word
@@ -147,6 +154,7 @@ class ResponsesRequest(AnyCall):
 
     input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
+    prompt_cache_options: ResponseCacheOptions | None = None
     max_output_tokens: Positive | None = None
     previous_response_id: Identifier | None = None
     store: bool | None = None

@@ -15,10 +15,10 @@ from typing import Any
 
 from foreword.server.api_errors import bad_request
 from foreword.server.chats.tools import ToolChoice
+from foreword.server.dialects.openai.caching import Breakpoints, refuse_breakpoint
 from foreword.server.dialects.openai.messages import arguments_for_template
 from foreword.server.dialects.openai.response_fields import (
     CallOutputItem,
-    Content,
     CustomCallItem,
     FunctionCallItem,
     InputMessage,
@@ -41,22 +41,27 @@ CUSTOM_INPUT = {
 """The arguments of the function that a custom tool is for the model."""
 
 
-def continued(conversation: Sequence[Message], given: str | Sequence[Item]) -> list[Message]:
-    """A conversation and the items that follow it. Raises APIError 400 for items that make no sense there."""
+def continued(conversation: Sequence[Message], given: str | Sequence[Item], breakpoints: Breakpoints) -> list[Message]:
+    """A conversation and the items that follow it, whose breakpoints are taken.
+
+    Raises APIError 400 for items that make no sense there.
+    """
     messages = list(conversation)
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
     reasoning: str | None = None
     for number, item in enumerate(given):
-        where = f"input[{number}]"
+        where, index = f"input[{number}]", len(messages)
+        refuse_breakpoint(item, where)
         match item:
             case InputMessage(role="assistant"):
-                messages.append(_assistant(_text(item.content), reasoning))
+                messages.append(_assistant(breakpoints.text(item.content, f"{where}.content", index), reasoning))
                 reasoning = None
             case InputMessage():
                 role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": _text(item.content)})
+                text = breakpoints.text(item.content, f"{where}.content", index)
+                messages.append({"role": role, "content": text})
             case FunctionCallItem() | CustomCallItem():
                 if reasoning is not None or not messages or messages[-1]["role"] != "assistant":
                     messages.append(_assistant("", reasoning))
@@ -70,7 +75,7 @@ def continued(conversation: Sequence[Message], given: str | Sequence[Item]) -> l
                     message = f"No tool call found for the output with call_id {item.call_id[:100]!r}"
                     raise bad_request(f"{message}; send the call before it", param=f"{where}.call_id")
                 result = {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id]}
-                messages.append({**result, "content": _text(item.output)})
+                messages.append({**result, "content": breakpoints.text(item.output, f"{where}.output", index)})
             case ReasoningItem():
                 reasoning = (reasoning or "") + _reasoning(item, where)
             case _:
@@ -79,10 +84,6 @@ def continued(conversation: Sequence[Message], given: str | Sequence[Item]) -> l
                     param=f"{where}.type",
                 )
     return messages
-
-
-def _text(content: Content) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _assistant(text: str, reasoning: str | None) -> Message:
@@ -121,8 +122,10 @@ def all_functions(tools: Sequence[ResponseTool]) -> Iterator[tuple[str, str | No
     """Place, namespace and tool of everything that can be called. Raises APIError 400 for what is not."""
     for number, tool in enumerate(tools):
         where = f"tools[{number}]"
+        refuse_breakpoint(tool, where)
         if tool.type == "namespace":
             for inner, function in enumerate(tool.tools or ()):
+                refuse_breakpoint(function, f"{where}.tools[{inner}]")
                 yield f"{where}.tools[{inner}]", tool.name, function
         elif tool.type.startswith("web_search"):
             _warn_of_search()

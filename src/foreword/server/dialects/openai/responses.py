@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from foreword.server.calls import Limits, caller_of, sampling_params
 from foreword.server.chats.chat import Chat, ChatAnswer, start_chat
 from foreword.server.dialects.dialect import Event
 from foreword.server.dialects.openai import format as form
+from foreword.server.dialects.openai.caching import Breakpoints, Caching
 from foreword.server.dialects.openai.extras import Extras
 from foreword.server.dialects.openai.fields import JsonSchema, ResponseFormat
 from foreword.server.dialects.openai.messages import check_call, template_inputs
@@ -59,8 +61,10 @@ async def create_response(
     if body.background:
         raise bad_request("background=true is not supported by this server; leave it out", param="background")
     before = _kept(request).get(tenant, body.previous_response_id)[0] if body.previous_response_id is not None else []
-    conversation = await with_body(request, lambda: continued(before, body.input))
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    breakpoints = Breakpoints(len(head))
+    conversation = await with_body(request, lambda: continued(before, body.input, breakpoints))
+    caching = Caching(body, breakpoints)
     tools = plain_tools(body.tools or ())
     chat = Chat(
         [*head, *conversation],
@@ -68,13 +72,17 @@ async def create_response(
         tool_choice(body),
         template_inputs(body.reasoning.effort if body.reasoning is not None else None, body.chat_template_kwargs),
         shortens=body.truncation == "auto",
+        marks=caching.chat_marks(len(head) + len(conversation)),
         num_bytes=request.state.num_body_bytes,
     )
     wants_logprobs = "message.output_text.logprobs" in (body.include or []) or body.top_logprobs is not None
     limits = Limits(body.max_output_tokens, (body.top_logprobs or 0) if wants_logprobs else None)
     params = await sampling_params(service, body, limits, structured_outputs(body, _response_format(body.text)))
-    extras = Extras(service, tenant, request, body)
+    if caching.is_prewarm:  # the engine always generates something
+        params = replace(params, max_tokens=1, min_tokens=0)
+    extras = Extras(service, tenant, request, body, caching)
     caller = caller_of(body, request, tenant, "responses", cache_key=body.prompt_cache_key)
+    caller = replace(caller, is_uncached=caching.is_off)
     answer = await start_chat(service, caller, new_id("resp_"), chat, params, stream=bool(body.stream))
     return await respond(request, _ResponseAnswer(service, answer, body, tenant, conversation, extras))
 
@@ -160,6 +168,8 @@ class _ResponseAnswer:
                 yield await off_loop(self._num_bytes, partial(self._last_events, delta.finish_reason))
 
     def _read(self, delta: Delta) -> list[Event]:
+        if self._extras.caching.is_prewarm:
+            return []
         logprobs = self._logprobs(delta)
         parts = self._chat_answer.read(delta).parts or ([Text("")] if logprobs else [])
         events: list[Event] = []
@@ -176,12 +186,14 @@ class _ResponseAnswer:
 
     def _finish(self, finish_reason: str | None) -> tuple[list[Event], dict[str, Any]]:
         """The events that end the output, and the finished response, which is kept."""
-        status = "completed" if finish_reason == "stop" else "incomplete"
-        events, items = [*self._output.finish(status)], self._output.items
+        is_prewarm = self._extras.caching.is_prewarm
+        status = "completed" if finish_reason == "stop" or is_prewarm else "incomplete"
+        events = [] if is_prewarm else [*self._output.finish(status)]
+        items = self._output.items
         response = self._response(
             status,
             output=items,
-            usage=form.response_usage(self.answer.outputs, self._service.llm, self._chat_answer.num_reasoning_tokens()),
+            usage=self._usage(),
             incomplete_details=None if status == "completed" else {"reason": _why_incomplete(finish_reason)},
             completed_at=int(time.time()),
             **self._extras.of(self.answer),
@@ -189,9 +201,17 @@ class _ResponseAnswer:
         if self._body.store is not False:
             said = [item for item in items if item["type"] == "message" or item["status"] == "completed"]
             with suppress(APIError):  # a call that the server would not take back is not kept either
-                conversation = continued(self._conversation, _ITEMS.validate_python(said))
+                conversation = continued(self._conversation, _ITEMS.validate_python(said), Breakpoints())
                 self._service.kept_responses.keep(self._tenant, conversation, response)
         return events, response
+
+    def _usage(self) -> dict[str, Any]:
+        answer = self.answer
+        num_reasoning = self._chat_answer.num_reasoning_tokens()
+        usage = form.response_usage(answer.outputs, self._service.llm, answer.num_written_tokens(), num_reasoning)
+        if self._extras.caching.is_prewarm:
+            usage |= {"output_tokens": 0, "total_tokens": usage["input_tokens"]}
+        return usage
 
     def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
         if delta.logprobs is None:
@@ -217,6 +237,8 @@ class _ResponseAnswer:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
+            "prompt_cache_options": self._extras.caching.options(),
+            "prompt_cache_retention": body.prompt_cache_retention,
             "store": body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"}, **text},
