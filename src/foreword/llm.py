@@ -10,7 +10,6 @@ import itertools
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -25,6 +24,7 @@ from foreword.config import EngineConfig, engine_options
 from foreword.config.keywords import EngineKeywords
 from foreword.engine import CacheReport, Engine, Keep, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
+from foreword.offline import run_all
 from foreword.request import RequestOutput, SamplingParams, one_each
 from foreword.text import Tokenizer
 from foreword.text.conversation import ChatKeywords, template_inputs
@@ -33,9 +33,6 @@ from foreword.tiers.disk.manifest import manifest_facts
 from foreword.tiers.prefix_file.manifest import ExportReport, ImportReport, check_shareable, check_target
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress
-
     from foreword.grammar import Grammars  # imports llguidance, which is loaded on demand
 
 Message = Mapping[str, Any]
@@ -224,25 +221,8 @@ class LLM:
         each = one_each(params, len(prompts))
         if show_progress is None:
             show_progress = len(prompts) > 1 and sys.stderr.isatty()
-        engine = self.engine
-        outputs: list[RequestOutput] = []
-        try:
-            for prompt, one in zip(prompts, each, strict=True):
-                outputs.append(engine.add_request(self._next_id(), prompt, self._constrained(one)))
-            self._step_until_done(outputs, show_progress)
-        except BaseException:
-            for output in outputs:
-                engine.abort_request(output.request_id)
-            raise
-        return outputs
-
-    def _step_until_done(self, outputs: list[RequestOutput], show_progress: bool) -> None:
-        with progress_bar() if show_progress else nullcontext() as bar:
-            task = bar.add_task("prompts", total=len(outputs)) if bar else None
-            while not all(output.finished for output in outputs):
-                moved = self.engine.step()
-                if bar is not None and task is not None:
-                    bar.advance(task, sum(output.finished for output in moved))
+        wanted = [self._constrained(one) for one in each]
+        return run_all(self.engine, prompts, wanted, self._next_id, show_progress=show_progress)
 
     def _chat(self, prompt: Prompt, rendering: ChatKeywords) -> Chat:
         turn = Turn(self._tokenizer_for("chat()"), prompt.token_ids)
@@ -438,12 +418,3 @@ def _token_array(token_ids: Any) -> npt.NDArray[np.int32]:
     if wrong.size:
         raise InvalidRequestError(f"prompt token {wrong[0]} is out of range; ids are 0 or more")
     return array.astype(np.int32)
-
-
-def progress_bar(console: Console | None = None) -> Progress:
-    """A bar that counts requests, on standard error unless a console is given."""
-    from rich import console as consoles
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console or consoles.Console(stderr=True), transient=True)

@@ -120,6 +120,10 @@ class Engine:
             self._outputs.collect(requests)
         return output
 
+    def next_seeds(self, count: int) -> list[int]:
+        """The seeds that the next requests get if their parameters have none."""
+        return self._intake.next_seeds(count)
+
     def truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
         """The end of a prompt that `truncate_prompt_tokens` keeps."""
         return self._intake.truncate(prompt, params)

@@ -36,8 +36,9 @@ class Intake:
     def requests(self, request_id: str, prompt: Prompt, params: SamplingParams) -> list[Request]:
         """The requests that continue a prompt, which meet in the prefix cache. Raises InvalidRequestError."""
         max_tokens = self.check(prompt, params)
+        [drawn] = self.next_seeds(1)
         self._num_added += 1
-        seed = params.seed if params.seed is not None else self._seed + 0x9E3779B9 * self._num_added
+        seed = params.seed if params.seed is not None else drawn
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos or params.open_constraint is not None:  # a grammar's end always ends the answer
             stop_ids |= self._limits.eos_token_ids
@@ -64,6 +65,9 @@ class Intake:
         for request in requests[1:]:
             request.is_fork = True
         return requests
+
+    def next_seeds(self, count: int) -> list[int]:
+        return [self._seed + 0x9E3779B9 * (self._num_added + number + 1) for number in range(count)]
 
     def resume(self, requests: Sequence[Request], answered: Sequence[Sequence[int]]) -> None:
         """Let requests go on from tokens that were generated elsewhere. Raises InvalidRequestError."""
