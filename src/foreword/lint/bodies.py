@@ -7,7 +7,7 @@ part that is no text, such as an image, is written as its type in brackets, beca
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -37,18 +37,16 @@ class Conversation:
 
 def read_body(body: Mapping[str, Any]) -> Conversation | None:
     """The conversation of a body; None if it has none. Raises InvalidRequestError, naming the field."""
-    read: Callable[[Mapping[str, Any]], Conversation]
-    if "contents" in body:
-        read = _google
-    elif "messages" in body:
-        read = _anthropic if _is_anthropic(body) else _openai
-    elif "input" in body:
-        read = _responses
-    else:
+    if not {"contents", "messages", "input"} & set(body):
         return None
     try:
-        conversation = read(body)
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        if "contents" in body:
+            conversation = _google(body)
+        elif "input" in body:
+            conversation = _responses(body)
+        else:
+            conversation = _anthropic(body) if _is_anthropic(body) else _openai(body)
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(
             f"the body with the keys {', '.join(list(body)[:6])} cannot be read ({type(error).__name__}: "
             f"{str(error)[:60]}); give the body that an API takes"

@@ -14,9 +14,9 @@ import numpy as np
 
 from foreword.errors import ConfigError
 from foreword.lint.align import TokenIds
-from foreword.lint.causes import Cause, Reader, Spell
+from foreword.lint.causes import KEEP_HISTORY, Cause, Reader, Spell
 from foreword.lint.prompts import LintPrompt, same_conversation, same_kind
-from foreword.lint.slots import Span, find_slots
+from foreword.lint.slots import Slot, Span, find_slots
 from foreword.replay.keys import PrefixKeys, chain, content_ids_of_tokens
 from foreword.replay.one_pass import OnePass
 from foreword.replay.trace import RecordedRequest
@@ -92,11 +92,19 @@ def lint_prompts(
         )
     bench, reader = _Bench(prompts, block_tokens, cache_tokens), Reader(prompts, spell)
     hit_rate, least_tokens = bench.score.hit_rate, STABLE_BLOCKS * block_tokens
-    findings: list[Finding] = []
+    findings: dict[tuple[str, ...], Finding] = {}
+    concerned: dict[tuple[str, ...], set[int]] = {}
 
     def mend(prompts: Sequence[TokenIds], groups: Sequence[Sequence[int]]) -> None:
         taken = bench.mend(_fixes(prompts, groups, reader, least_tokens))
-        findings.extend(_finding(fix, saved, rate, bench, reader) for fix, saved, rate in taken)
+        for fix, saved, rate in taken:
+            known = findings.pop(fix.key, None)  # in a kind, and again in conversations
+            finding = known or _finding(fix, bench, reader)
+            prompts_of = concerned.setdefault(fix.key, set())
+            prompts_of |= fix.prompts
+            findings[fix.key] = replace(
+                finding, num_prompts=len(prompts_of), wasted_tokens=finding.wasted_tokens + saved, hit_rate_after=rate
+            )
         bench.settle([fix for fix, *_ in taken])
 
     kinds = same_kind(bench.prompts)
@@ -106,7 +114,7 @@ def lint_prompts(
     times = [prompt.timestamp_ms for prompt in prompts if prompt.timestamp_ms is not None]
     span = max(times) - min(times) if len(times) == len(prompts) > 1 else 0.0
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    return LintReport(len(prompts), num_tokens, span or None, hit_rate, findings, bench.prompts)
+    return LintReport(len(prompts), num_tokens, span or None, hit_rate, [*findings.values()], bench.prompts)
 
 
 # ---------------------------------------------------------------------- remedies
@@ -114,43 +122,49 @@ def lint_prompts(
 
 @dataclass(slots=True)
 class _Fix:
-    """The remedy of one or several slots with the same cause."""
+    """The remedy of all slots with the same cause in the same place of their prompts."""
 
     cause: Cause
-    pattern: int
-    spans: dict[int, Span]
-    texts: dict[int, TokenIds] = field(default_factory=dict)
-    """What to write in place of each span; where there is none, the span goes to the end."""
+    key: tuple[str, ...]
+    """Equal for equal causes after equal text."""
+    slots: list[Slot]
+    texts: list[dict[int, TokenIds]] = field(default_factory=list)
+    """For each slot, what to write there by prompt; where there is nothing, its text goes to the end."""
+
+    @property
+    def prompts(self) -> set[int]:
+        return {index for slot in self.slots for index in slot.spans}
 
 
 def _fixes(
     prompts: Sequence[TokenIds], groups: Iterable[Sequence[int]], reader: Reader, least_tokens: int
 ) -> list[_Fix]:
-    """Remedies, those of equal causes after equal text joined; the earliest places first."""
+    """The remedies; the earliest places first."""
     fixes: dict[tuple[str, ...], _Fix] = {}
     for group in groups:
         for slot in find_slots(prompts, group, reader.words, least_tokens):
             cause = reader.cause(slot, prompts)
             begin = slot.spans[slot.pattern][0]
             before = reader.text(prompts[slot.pattern][max(0, begin - SHOWN_TOKENS) : begin])
-            key = cause.names[0], *LETTERS.findall(before)[-2:]
-            fix = fixes.setdefault(key, _Fix(cause, slot.pattern, {}))
-            fix.spans |= slot.spans
-            if cause.keeps:
-                fix.texts |= _first_texts(prompts, slot.spans, reader, by_words="turns" not in cause.names[0])
-    most = sorted(fixes.values(), key=lambda fix: -len(fix.spans))[:MAX_TRIED]
-    return sorted(most, key=lambda fix: fix.spans[fix.pattern][0])
+            # Earlier turns are rewritten in many places of a conversation, by one template.
+            place = () if cause.remedy == KEEP_HISTORY else LETTERS.findall(before)[-2:]
+            key = (cause.names[0], *place)
+            fix = fixes.setdefault(key, _Fix(cause, key, []))
+            fix.slots.append(slot)
+            fix.texts.append(_first_texts(prompts, slot.spans, reader, cause) if cause.keeps else {})
+    most = sorted(fixes.values(), key=lambda fix: -len(fix.prompts))[:MAX_TRIED]
+    return sorted(most, key=lambda fix: fix.slots[0].spans[fix.slots[0].pattern][0])
 
 
 def _first_texts(
-    prompts: Sequence[TokenIds], spans: dict[int, Span], reader: Reader, *, by_words: bool
+    prompts: Sequence[TokenIds], spans: dict[int, Span], reader: Reader, cause: Cause
 ) -> dict[int, TokenIds]:
     """For each prompt, the text of the first prompt (with the same words) at its slot."""
     first: dict[tuple[str, ...], TokenIds] = {}
     texts = {}
     for index, span in sorted(spans.items()):
         own = prompts[index][slice(*span)]
-        words = tuple(sorted(reader.words(own))) if by_words else ()
+        words = () if cause.remedy == KEEP_HISTORY else tuple(sorted(reader.words(own)))
         texts[index] = first.setdefault(words, own)
     return texts
 
@@ -194,7 +208,7 @@ class _Bench:
         for fix in fixes:
             recorded = list(self._recorded)
             together = [*(one for one, *_ in taken), fix]
-            for index in fix.spans:
+            for index in fix.prompts:
                 recorded[index] = self._record(_rewritten(self.prompts, index, together))
             score = self._replay(recorded)
             saved = self.score.num_computed - score.num_computed
@@ -206,15 +220,21 @@ class _Bench:
     def settle(self, fixes: Sequence[_Fix]) -> None:
         """Write the prompts with these remedies."""
         unknown = [
-            replace(fix, texts={index: np.full(len(text), -1, np.int32) for index, text in fix.texts.items()})
+            replace(
+                fix,
+                texts=[
+                    {index: np.full(len(text), -1, np.int32) for index, text in texts.items()} for texts in fix.texts
+                ],
+            )
             for fix in fixes
         ]
         self.origins = [_rewritten(self.origins, index, unknown) for index in range(len(self.prompts))]
         self.prompts = [_rewritten(self.prompts, index, fixes) for index in range(len(self.prompts))]
         for fix in fixes:
-            for index in fix.spans.keys() - fix.texts.keys():
-                begin, end = fix.spans[index]
-                self._num_moved[index] += end - begin
+            for slot, texts in zip(fix.slots, fix.texts, strict=True):
+                for index in slot.spans.keys() - texts.keys():
+                    begin, end = slot.spans[index]
+                    self._num_moved[index] += end - begin
 
     def unmoved(self) -> list[TokenIds]:
         """The prompts without what was moved to their ends."""
@@ -236,31 +256,36 @@ def _rewritten(prompts: Sequence[TokenIds], index: int, fixes: Sequence[_Fix]) -
     """A prompt with these remedies."""
     tokens = prompts[index]
     pieces, last, at = [], [], 0
-    for fix in sorted((fix for fix in fixes if index in fix.spans), key=lambda fix: fix.spans[index]):
-        begin, end = fix.spans[index]
+    edits = [
+        (slot.spans[index], texts.get(index))
+        for fix in fixes
+        for slot, texts in zip(fix.slots, fix.texts, strict=True)
+        if index in slot.spans
+    ]
+    for (begin, end), text in sorted(edits, key=lambda edit: edit[0]):
         pieces.append(tokens[at:begin])
-        if index in fix.texts:
-            pieces.append(fix.texts[index])
+        if text is not None:
+            pieces.append(text)
         else:
             last.append(tokens[begin:end])
         at = max(at, end)
     return np.concatenate([*pieces, tokens[at:], *last])
 
 
-def _finding(fix: _Fix, saved: int, hit_rate: float, bench: _Bench, reader: Reader) -> Finding:
-    tokens, begin = bench.prompts[fix.pattern], fix.spans[fix.pattern][0]
-    origin = bench.origins[fix.pattern][begin:]
-    examples = dict.fromkeys(
-        reader.text(bench.prompts[index][span[0] : span[0] + SHOWN_TOKENS]) for index, span in sorted(fix.spans.items())
-    )
+def _finding(fix: _Fix, bench: _Bench, reader: Reader) -> Finding:
+    """The finding of a remedy, shown by its first slot; without its figures."""
+    slot = fix.slots[0]
+    tokens, begin = bench.prompts[slot.pattern], slot.spans[slot.pattern][0]
+    origin = bench.origins[slot.pattern][begin:]
+    texts = (reader.text(bench.prompts[index][at : at + SHOWN_TOKENS]) for index, (at, _) in sorted(slot.spans.items()))
     return Finding(
         fix.cause.names,
         fix.cause.remedy,
-        len(fix.spans),
-        fix.pattern,
+        0,
+        slot.pattern,
         int(origin[np.argmax(origin >= 0)]),
         reader.text(tokens[max(0, begin - SHOWN_TOKENS) : begin]),
-        tuple(examples)[:MAX_EXAMPLES],
-        saved,
-        hit_rate,
+        tuple(dict.fromkeys(texts))[:MAX_EXAMPLES],
+        0,
+        0.0,
     )

@@ -7,10 +7,11 @@ of a line with a time; or a text; or token ids. A line that is none of these is 
 from __future__ import annotations
 
 import gzip
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ from foreword.replay.lines import parse_json_line, timestamp_ms
 from foreword.text import Tokenizer
 
 MAX_REPORTED_LINES = 5
+DATE_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+"""The call by which chat templates write today's date."""
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+MAX_TIME_MS = 1e14
 WITHOUT_TEXT = (
     "holds ids of hashed blocks, as `foreword serve --record` writes them, and neither text nor tokens; give bodies of "
     "requests as your client or proxy logs them, or look at the dashboard, which has the tokens of recent requests"
@@ -97,15 +102,20 @@ def _prompt(record: Any, where: str, tokenizer: Tokenizer) -> LintPrompt:
             f"{where} has the keys {', '.join(list(record)[:6]) or '(none)'}; give the body of a request with "
             "messages, input, contents or prompt, or token_ids"
         )
-    inputs = {**_clock(time), **conversation.inputs}
-    return LintPrompt(tokenizer.render_chat(conversation.messages, template_inputs=inputs), time, conversation.texts)
+    token_ids = tokenizer.render_chat(
+        conversation.messages,
+        template_inputs=conversation.inputs,
+        chat_template=_dated(tokenizer.chat_template or "", time),
+    )
+    return LintPrompt(token_ids, time, conversation.texts)
 
 
-def _clock(time_ms: float | None) -> dict[str, Any]:
-    """The clock of templates that write a date: it stood at the time of the request."""
-    if time_ms is None:
-        return {}
-    return {"strftime_now": lambda form: datetime.fromtimestamp(time_ms / 1000, UTC).strftime(form)}
+def _dated(template: str, time_ms: float | None) -> str | None:
+    """The template with the date of the request in place of today's; None if it writes none, or if no time is known."""
+    if time_ms is None or not DATE_CALL.search(template):
+        return None
+    moment = EPOCH + timedelta(milliseconds=min(time_ms, MAX_TIME_MS))
+    return DATE_CALL.sub(lambda call: repr(moment.strftime(call[2])), template)
 
 
 def _time(record: Mapping[str, Any], where: str) -> float | None:
