@@ -51,10 +51,10 @@ def test_the_report_names_causes_places_waste_and_hit_rates(model, tmp_path, cap
     assert f"{NUM_REQUESTS} requests have it" in printed
     assert " a day)" in printed
     assert "Hit rate then: 86.2%" in printed
-    assert lint(tmp_path / "requests.jsonl.gz", model, "--json", "--max-requests", 10) == 0
+    assert lint(tmp_path / "requests.jsonl.gz", model, "--json", "--max-requests", 12) == 0
     captured = capsys.readouterr()
     report = json.loads(captured.out)
-    assert (report["requests"], report["malformed_lines"], len(report["findings"])) == (10, 0, 1)
+    assert (report["requests"], report["malformed_lines"], len(report["findings"])) == (12, 0, 1)
     assert report["findings"][0]["causes"] == ["an id"]
     assert report["hit_rate"] < 0.1 < 0.8 < report["hit_rate_after"]
     assert report["wasted_tokens_a_day"] > report["wasted_tokens"]

@@ -30,6 +30,8 @@ SHOWN_TOKENS = 16
 LETTERS = re.compile(r"[^\W\d_]+")
 MAX_EXAMPLES = 3
 DAY_MS = 86_400_000.0
+MIN_SPAN_MS = 600_000.0
+"""Shortest recording from which a day is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,9 @@ class LintReport:
         return sum(finding.wasted_tokens for finding in self.findings)
 
     def a_day(self, num_tokens: int) -> float | None:
-        """Tokens a day at the rate of these requests; None if their times are not known."""
-        return num_tokens * DAY_MS / self.span_ms if self.span_ms else None
+        """Tokens a day at the rate of these requests; None if their times are not known, or too close together."""
+        span_ms = self.span_ms
+        return None if span_ms is None or span_ms < MIN_SPAN_MS else num_tokens * DAY_MS / span_ms
 
 
 def lint_prompts(
@@ -112,9 +115,9 @@ def lint_prompts(
     unmoved = bench.unmoved()
     mend(unmoved, [group for kind in kinds for group in same_conversation(unmoved, kind)])
     times = [prompt.timestamp_ms for prompt in prompts if prompt.timestamp_ms is not None]
-    span = max(times) - min(times) if len(times) == len(prompts) > 1 else 0.0
+    span_ms = max(times) - min(times) if len(times) == len(prompts) > 1 else None
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    return LintReport(len(prompts), num_tokens, span or None, hit_rate, [*findings.values()], bench.prompts)
+    return LintReport(len(prompts), num_tokens, span_ms, hit_rate, [*findings.values()], bench.prompts)
 
 
 # ---------------------------------------------------------------------- remedies

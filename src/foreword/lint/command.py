@@ -95,7 +95,7 @@ def _print_finding(number: int, finding: Finding, report: LintReport, console: C
     console.print(f"\n{number}. {causes[0].upper()}{causes[1:]}, {where}", style="bold", markup=False, soft_wrap=True)
     before = finding.before[-MAX_SHOWN // 2 :]
     for lead, example in zip([repr(before)[1:-1], *[""] * len(finding.examples)], finding.examples, strict=False):
-        shown = repr(example[: MAX_SHOWN // 2])[1:-1]
+        shown = repr(example[: MAX_SHOWN // 2].rstrip())[1:-1]
         console.print(f"     {lead:>{len(repr(before)) - 2}} | {shown}", markup=False, soft_wrap=True)
     wasted = _rate(report, finding.wasted_tokens)
     console.print(

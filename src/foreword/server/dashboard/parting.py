@@ -94,7 +94,7 @@ def _finding(finding: Finding, report: LintReport) -> str:
     causes = " and ".join(finding.causes)
     a_day = report.a_day(finding.wasted_tokens)
     rate = "" if a_day is None else f", at this rate {draw.count(round(a_day))} a day"
-    texts = "\n".join(f"{finding.before}\u25b8{text}" for text in finding.examples)
+    texts = "\n".join(f"{finding.before}\u25b8{text}".replace("\n", "\u21b5") for text in finding.examples)
     return (
         f"<div><b>{escape(causes[0].upper() + causes[1:])}</b> at token {draw.count(finding.position)}, in "
         f"{draw.requests(finding.num_prompts)}: {draw.tokens(finding.wasted_tokens)} computed again{rate}. "
