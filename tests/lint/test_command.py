@@ -7,9 +7,14 @@ import json
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from foreword.cli import main
 from foreword.demo.run import embedded_model
+from foreword.errors import TraceError
+from foreword.lint.file import read_prompts
+from foreword.text import Tokenizer
 from lint.planted import FACTS, NUM_REQUESTS, conversation, question
 from tiny_models import save_tokenizer
 
@@ -23,6 +28,11 @@ DATED = (
 def model():
     with embedded_model() as folder:
         yield folder
+
+
+@pytest.fixture(scope="module")
+def model_tokenizer(model):
+    return Tokenizer.load(str(model))
 
 
 def lint(file, model, *options):
@@ -61,12 +71,11 @@ def test_the_report_names_causes_places_waste_and_hit_rates(model, tmp_path, cap
     assert "An id" in captured.err
 
 
-def test_without_times_waste_is_counted_for_a_thousand_requests_and_token_ids_will_do(model, tmp_path, capsys):
-    from foreword.text import Tokenizer
-
-    tokenizer = Tokenizer.load(str(model))
+def test_without_times_waste_is_counted_for_a_thousand_requests_and_token_ids_will_do(
+    model, model_tokenizer, tmp_path, capsys
+):
     file = tmp_path / "tokens.jsonl"
-    prompts = [tokenizer.render_chat(body["messages"]).tolist() for body in bodies("counter")]
+    prompts = [model_tokenizer.render_chat(body["messages"]).tolist() for body in bodies("counter")]
     file.write_text(
         "\n".join(json.dumps({"prompt_token_ids": prompt}) for prompt in prompts[:-1]) + f"\n{prompts[-1]}\n"
     )
@@ -120,6 +129,32 @@ def test_bad_input_is_located_and_explained(model, tmp_path, capsys, content, op
     file.write_text(content)
     assert lint(file, model, *options) == 2
     assert expected in capsys.readouterr().err
+
+
+NAMES = (
+    "role content text type parts contents messages input output system systemInstruction tools function name "
+    "arguments tool_calls functionCall functionResponse thinking call_id id input_schema prompt token_ids timestamp "
+    "body chat_template_kwargs instructions functionDeclarations tool_use_id"
+).split()
+VALUES = "user assistant model system text tool_use tool_result thinking function_call reasoning message {} [".split()
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 5) | st.sampled_from(VALUES),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
+    max_leaves=24,
+)
+ITEMS = st.lists(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=5).map(lambda one: {"role": "user", **one}))
+BODIES = st.builds(lambda name, items: {name: items}, st.sampled_from(["messages", "input", "contents"]), ITEMS)
+
+
+@given(st.lists(JSON | BODIES, min_size=1, max_size=3))
+def test_any_json_is_a_prompt_or_a_counted_error(model_tokenizer, tmp_path_factory, values):
+    file = tmp_path_factory.mktemp("any") / "any.jsonl"
+    file.write_text("\n".join(map(json.dumps, values)))
+    try:
+        found = read_prompts(file, model_tokenizer)
+    except TraceError:
+        return
+    assert len(found.prompts) + found.num_malformed == len(values)
 
 
 def test_files_and_models_that_are_not_there_are_named(model, tmp_path, capsys):

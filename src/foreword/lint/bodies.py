@@ -46,6 +46,10 @@ def read_body(body: Mapping[str, Any]) -> Conversation | None:
             conversation = _responses(body)
         else:
             conversation = _anthropic(body) if _is_anthropic(body) else _openai(body)
+        if body.get("chat_template_kwargs"):
+            conversation.inputs |= dict(body["chat_template_kwargs"])
+        if body.get("reasoning_effort"):
+            conversation.inputs["reasoning_effort"] = body["reasoning_effort"]
     except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(
             f"the body with the keys {', '.join(list(body)[:6])} cannot be read ({type(error).__name__}: "
@@ -53,9 +57,6 @@ def read_body(body: Mapping[str, Any]) -> Conversation | None:
         ) from error
     if not conversation.messages:
         raise InvalidRequestError("the body holds no message; give at least one")
-    for name in ("chat_template_kwargs", "reasoning_effort"):
-        if body.get(name):
-            conversation.inputs |= body[name] if name == "chat_template_kwargs" else {name: body[name]}
     return conversation
 
 
