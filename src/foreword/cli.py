@@ -1,4 +1,4 @@
-"""The command line: foreword generate | serve | demo | bench | replay | cache.
+"""The command line: foreword generate | serve | demo | bench | replay | lint | cache.
 
 Knows arguments, the terminal and exit codes; other modules do the work. Logging is configured only here. Exit codes: 0
 done, 1 a check of `demo` or `bench` failed or `cache` found damage, 2 a user's mistake, 130 interrupted.
@@ -129,6 +129,9 @@ def _parser() -> argparse.ArgumentParser:
         "replay", help="what caches of other sizes and policies would find in recorded traffic"
     )
     replay.later = _arguments_of("foreword.replay.command")
+
+    lint = commands.add_parser("lint", help="why recorded prompts part early, and what mending that would save")
+    lint.later = _arguments_of("foreword.lint.command")
 
     cache = commands.add_parser("cache", help="what lies in a cache directory, whether it is sound, and what can go")
     actions = cache.add_subparsers(title="actions", required=True, metavar="ACTION")

@@ -215,7 +215,7 @@ class LineParser:
         lengths = [length for name in names if (length := _number(record, name, 0, where)) is not None]
         block_tokens = self.block_tokens or TOKEN_BLOCK_TOKENS
         return ParsedLine(
-            _timestamp_ms(record, where),
+            timestamp_ms(record, where),
             content_ids_of_tokens(tokens, block_tokens),
             len(tokens),
             lengths[0] if lengths else DEFAULT_OUTPUT_TOKENS,
@@ -239,7 +239,7 @@ def _number(record: Mapping[str, Any], name: str, least: int, where: str) -> int
     return value
 
 
-def _timestamp_ms(record: Mapping[str, Any], where: str) -> float | None:
+def timestamp_ms(record: Mapping[str, Any], where: str) -> float | None:
     """`timestamp` is in ms, as in Mooncake's format; `created` in s, as in OpenAI's format."""
     for name, scale in (("timestamp", 1.0), ("created", 1000.0)):
         value = record.get(name)

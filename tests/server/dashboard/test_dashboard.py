@@ -23,6 +23,7 @@ from foreword.engine.tiering.loads import LoadCounts
 from foreword.engine.tiering.offers import StoreCounts
 from foreword.server.dashboard import drawings
 from foreword.server.dashboard.page import RATE_S, tokens_per_second
+from foreword.server.dashboard.parting import compared, parting
 from foreword.server.dashboard.pinning import prompt_of_prefix
 from foreword.server.dashboard.tier_rows import tier_rows
 from foreword.server.options import ServerConfig
@@ -198,6 +199,22 @@ def test_the_chat_shows_reuse_turn_by_turn(browser, watched):
 
 
 @needs_browser
+def test_a_click_says_why_recent_prompts_part_early(browser):
+    with ServerProcess() as server:
+        for minute in range(6):
+            ask(server.url, f"What is code {minute}?", f"It is 2026-11-24 10:{minute:02d}.\n{DOCUMENT}")
+        page = open_dashboard(browser, server.url)
+        page.get_by_role("tab", name="Requests").click()
+        page.get_by_test_id("parting-button").click()
+        page.get_by_test_id("parting").get_by_text("A date or time").wait_for()
+        shown = page.get_by_test_id("parting").inner_text()
+        assert all(text in shown for text in ("6 requests", "computed again", "Write it after what stays the same"))
+        BUILD.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=BUILD / "parting-desktop-light.png", full_page=True)
+        page.context.close()
+
+
+@needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("device", ["desktop", "phone"])
 def test_every_tab_fits_desktop_and_phone_in_light_and_dark(browser, watched, device, scheme):
@@ -270,6 +287,27 @@ def test_without_the_key_neither_page_nor_socket_nor_files_open():
 def test_a_server_without_dashboard_has_none():
     with ServerProcess("--no-dashboard") as server:
         assert httpx.get(f"{server.url}/dashboard/").status_code == 404
+
+
+# ------------------------------------------------------- prompts that part early
+
+
+def test_recent_prompts_of_one_namespace_are_compared_and_what_clients_sent_is_escaped():
+    with embedded_llm() as llm, ServerThread(llm, ServerConfig()) as server:
+        for minute in range(4):
+            for salt in ({}, {"cache_salt": "s"})[: 1 + minute % 2]:
+                document = f"<b>10:{minute:02d}</b>\n{DOCUMENT}"
+                messages = [{"role": "system", "content": document}, {"role": "user", "content": f"What is {minute}?"}]
+                post(server.url, "/v1/chat/completions", {"messages": messages, "max_tokens": 1, **salt})
+        records = compared(server.service.records.recent(100))
+        assert [record.salt for record in records] == [records[0].salt] * 4
+        assert records == sorted(records, key=lambda record: record.created)
+        drawn = parting(records, server.service.tokenizer)
+        assert "A date or time</b> at token" in drawn
+        assert "<b>10" not in drawn
+        assert "&lt;b&gt;10:" in drawn
+        assert "No prompts part early among 1 request" in parting(records[:1], server.service.tokenizer)
+        assert "0 requests" in parting(compared([]), server.service.tokenizer)
 
 
 # ------------------------------------------------------------------------ pins

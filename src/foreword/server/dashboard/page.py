@@ -24,6 +24,7 @@ from foreword.server.dashboard.confirm import confirmed
 from foreword.server.dashboard.entry_rows import entry_rows
 from foreword.server.dashboard.memory_curve import memory_curve
 from foreword.server.dashboard.model_card import model_card
+from foreword.server.dashboard.parting import Parting
 from foreword.server.dashboard.prefixes import Prefixes
 from foreword.server.dashboard.style import ICON, STYLE
 from foreword.server.dashboard.tier_rows import tier_rows
@@ -68,9 +69,10 @@ class View:
                 self._overview()
             with ui.tab_panel(names[1]):
                 self._prefixes = Prefixes(service)
-            with ui.tab_panel(names[2]), ui.element("div").classes("card span12"):
-                ui.html('<div class="title">Recent requests</div>', sanitize=False)
-                self._rows = _Html(test_id="requests")
+            with ui.tab_panel(names[2]), ui.element("div").classes("grid"):
+                self._parting = Parting(service)
+                with _card("Recent requests", "span12"):
+                    self._rows = _Html(test_id="requests")
             with ui.tab_panel(names[3]):
                 Chat(service)
         ui.timer(REFRESH_S, self._refresh)
@@ -162,6 +164,7 @@ class View:
             self._show_overview(look, records)
         elif self._panels.value == "Requests":
             self._rows.show(self._request_rows(records, NUM_ROWS))
+            self._parting.refresh()
         elif self._panels.value == "Prefixes":
             await self._prefixes.refresh()
 

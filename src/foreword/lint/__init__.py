@@ -1,0 +1,1 @@
+"""Lint: finds out why prompts that should share a beginning part early, and what mending that would save."""

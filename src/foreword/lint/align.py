@@ -1,0 +1,117 @@
+"""Alignment: which tokens of two prompts agree, in order.
+
+Knows token ids alone. It works like patience diff (Bram Cohen): runs of tokens that occur once in each prompt are
+anchors; the longest chain of anchors in order is extended to both sides.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache import common_length
+
+TokenIds = npt.NDArray[np.int32]
+Shingles = npt.NDArray[np.uint64]
+
+SHINGLE_TOKENS = 6
+"""Tokens of a run that is long enough to be no accident."""
+MAX_RUNS = 400
+"""Most runs among which the chain is looked for, because that takes quadratic time; the longest ones are kept."""
+_FACTORS = np.cumprod(np.full(SHINGLE_TOKENS, 0x9E3779B97F4A7C15, np.uint64)) | np.uint64(1)
+_MIXER = np.uint64(0xBF58476D1CE4E5B9)
+
+
+class Block(NamedTuple):
+    """Tokens that agree: `length` of them, from `ours` in the one prompt and from `theirs` in the other."""
+
+    ours: int
+    theirs: int
+    length: int
+
+
+def shingles(tokens: TokenIds) -> Shingles:
+    """A hash of each run of `SHINGLE_TOKENS` tokens, [tokens - SHINGLE_TOKENS + 1]."""
+    count = len(tokens) - SHINGLE_TOKENS + 1
+    if count < 1:
+        return np.empty(0, np.uint64)
+    mixed = (tokens.astype(np.uint64) + np.uint64(1)) * _MIXER
+    mixed ^= mixed >> np.uint64(31)
+    total = np.zeros(count, np.uint64)
+    for offset, factor in enumerate(_FACTORS):
+        total += mixed[offset : offset + count] * factor
+    return total
+
+
+def aligned(ours: TokenIds, theirs: TokenIds) -> list[Block]:
+    """The blocks of tokens that agree, ascending in both prompts. The first is the common beginning, maybe empty."""
+    begin = common_length(ours, theirs)
+    blocks = [Block(0, 0, begin)]
+    chain = _chain(_runs(ours[begin:], theirs[begin:]))
+    end_of_both = Block(len(ours) - begin, len(theirs) - begin, 0)
+    for number, run in enumerate(chain):
+        last = blocks[-1]
+        start, start_theirs, end = run.ours + begin, run.theirs + begin, run.ours + begin + run.length
+        free = min(start - last.ours - last.length, start_theirs - last.theirs - last.length)
+        if free < 0:  # the last block was extended into this one
+            start, start_theirs, free = start - free, start_theirs - free, 0
+            if start >= end:
+                continue
+        back = _common_end(ours[start - free : start], theirs[start_theirs - free : start_theirs])
+        start, start_theirs = start - back, start_theirs - back
+        ahead = chain[number + 1] if number + 1 < len(chain) else end_of_both
+        length = common_length(ours[start : ahead.ours + begin], theirs[start_theirs : ahead.theirs + begin])
+        if (start, start_theirs) == (last.ours + last.length, last.theirs + last.length):
+            blocks[-1] = last._replace(length=last.length + length)
+        elif length:
+            blocks.append(Block(start, start_theirs, length))
+    return blocks
+
+
+def _common_end(ours: TokenIds, theirs: TokenIds) -> int:
+    return common_length(ours[::-1], theirs[::-1])
+
+
+def _runs(ours: TokenIds, theirs: TokenIds) -> list[Block]:
+    """Runs of shingles that occur once in each prompt and follow each other in both, by their place in the first."""
+    found = []
+    for tokens in (ours, theirs):
+        values, places, counts = np.unique(shingles(tokens), return_index=True, return_counts=True)
+        found.append((values[counts == 1], places[counts == 1]))
+    (mine, my_places), (their, their_places) = found
+    _, left, right = np.intersect1d(mine, their, assume_unique=True, return_indices=True)
+    if not len(left):
+        return []
+    order = np.argsort(my_places[left])
+    places, others = my_places[left][order], their_places[right][order]
+    # A run goes on while both places advance alike, over at most a shingle's length.
+    steps, steps_theirs = np.diff(places), np.diff(others)
+    breaks = np.flatnonzero((steps != steps_theirs) | (steps > SHINGLE_TOKENS)) + 1
+    starts, ends = np.concatenate(([0], breaks)), np.concatenate((breaks, [len(places)])) - 1
+    lengths = places[ends] - places[starts] + SHINGLE_TOKENS
+    runs = [Block(*map(int, run)) for run in zip(places[starts], others[starts], lengths, strict=True)]
+    if len(runs) > MAX_RUNS:
+        runs = sorted(sorted(runs, key=lambda run: -run.length)[:MAX_RUNS])
+    return runs
+
+
+def _chain(runs: list[Block]) -> list[Block]:
+    """The heaviest chain of runs that ascends in both prompts."""
+    if not runs:
+        return []
+    theirs, lengths = (np.array([run[field] for run in runs], np.int64) for field in (1, 2))
+    weights = lengths.copy()
+    before = np.full(len(runs), -1)
+    for number in range(1, len(runs)):
+        fits = np.where(theirs[:number] < theirs[number], weights[:number], -1)
+        best = int(np.argmax(fits))
+        if fits[best] > 0:
+            weights[number] += fits[best]
+            before[number] = best
+    at, chain = int(np.argmax(weights)), []
+    while at >= 0:
+        chain.append(runs[at])
+        at = int(before[at])
+    return chain[::-1]

@@ -1,0 +1,294 @@
+"""The linter's core: what makes prompts of one kind part early, what that costs, and what the remedies would save.
+
+Knows prompts as token ids, and the replay's caches; knows no files and no terminal. It rewrites the prompts as each
+remedy would, and replays them: a figure here is what the replay found, not an estimate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from foreword.errors import ConfigError
+from foreword.lint.align import TokenIds
+from foreword.lint.causes import KEEP_HISTORY, Cause, Reader, Spell
+from foreword.lint.prompts import LintPrompt, same_conversation, same_kind
+from foreword.lint.slots import Slot, Span, find_slots
+from foreword.replay.keys import PrefixKeys, chain, content_ids_of_tokens
+from foreword.replay.one_pass import OnePass
+from foreword.replay.trace import RecordedRequest
+
+BLOCK_TOKENS = 16
+STABLE_BLOCKS = 2
+"""Differences with fewer blocks between them are one slot: nothing would be found between them."""
+MAX_TRIED = 24
+"""Most slots of one round whose remedies are tried, those with most prompts."""
+SHOWN_TOKENS = 16
+LETTERS = re.compile(r"[^\W\d_]+")
+MAX_EXAMPLES = 3
+DAY_MS = 86_400_000.0
+MIN_SPAN_MS = 600_000.0
+"""Shortest recording from which a day is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A place at which prompts of one kind part early."""
+
+    causes: tuple[str, ...]
+    remedy: str
+    num_prompts: int
+    """Prompts that have this place."""
+    first_request: int
+    """Number of a request that shows it, from 0."""
+    position: int
+    """First token of the place, in that request."""
+    before: str
+    """The text before the place."""
+    examples: tuple[str, ...]
+    """Different texts of the place, each with what follows."""
+    wasted_tokens: int
+    """Tokens that were computed again because of it, once the findings before it are mended."""
+    hit_rate_after: float
+    """Hit rate with this and the findings before it mended."""
+
+
+@dataclass(frozen=True, slots=True)
+class LintReport:
+    """The result for all prompts."""
+
+    num_requests: int
+    num_tokens: int
+    span_ms: float | None
+    """Time from the first to the last request; None if it is not known."""
+    hit_rate: float
+    """Share of the tokens that a cache finds in the prompts as they are."""
+    findings: list[Finding]
+    mended: list[TokenIds]
+    """The prompts as all remedies together would write them."""
+
+    @property
+    def hit_rate_after(self) -> float:
+        """The share with all findings mended."""
+        return self.findings[-1].hit_rate_after if self.findings else self.hit_rate
+
+    @property
+    def wasted_tokens(self) -> int:
+        return sum(finding.wasted_tokens for finding in self.findings)
+
+    def a_day(self, num_tokens: int) -> float | None:
+        """Tokens a day at the rate of these requests; None if their times are not known, or too close together."""
+        span_ms = self.span_ms
+        return None if span_ms is None or span_ms < MIN_SPAN_MS else num_tokens * DAY_MS / span_ms
+
+
+def lint_prompts(
+    prompts: Sequence[LintPrompt], spell: Spell, *, block_tokens: int = BLOCK_TOKENS, cache_tokens: int | None = None
+) -> LintReport:
+    """Find what makes prompts part early; `spell` is `Tokenizer.spell`. `cache_tokens` None: an unlimited cache."""
+    if block_tokens < 1 or (cache_tokens is not None and cache_tokens < block_tokens):
+        raise ConfigError(
+            f"block_tokens={block_tokens}, cache_tokens={cache_tokens}: a cache must hold a block of at least one token"
+        )
+    bench, reader = _Bench(prompts, block_tokens, cache_tokens), Reader(prompts, spell)
+    hit_rate, least_tokens = bench.score.hit_rate, STABLE_BLOCKS * block_tokens
+    findings: dict[tuple[str, ...], Finding] = {}
+    concerned: dict[tuple[str, ...], set[int]] = {}
+
+    def mend(prompts: Sequence[TokenIds], groups: Sequence[Sequence[int]]) -> None:
+        taken = bench.mend(_fixes(prompts, groups, reader, least_tokens))
+        for fix, saved, rate in taken:
+            known = findings.pop(fix.key, None)  # in a kind, and again in conversations
+            finding = known or _finding(fix, bench, reader)
+            prompts_of = concerned.setdefault(fix.key, set())
+            prompts_of |= fix.prompts
+            findings[fix.key] = replace(
+                finding, num_prompts=len(prompts_of), wasted_tokens=finding.wasted_tokens + saved, hit_rate_after=rate
+            )
+        bench.settle([fix for fix, *_ in taken])
+
+    kinds = same_kind(bench.prompts)
+    mend(bench.prompts, kinds)
+    unmoved = bench.unmoved()
+    mend(unmoved, [group for kind in kinds for group in same_conversation(unmoved, kind)])
+    times = [prompt.timestamp_ms for prompt in prompts if prompt.timestamp_ms is not None]
+    span_ms = max(times) - min(times) if len(times) == len(prompts) > 1 else None
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    return LintReport(len(prompts), num_tokens, span_ms, hit_rate, [*findings.values()], bench.prompts)
+
+
+# ---------------------------------------------------------------------- remedies
+
+
+@dataclass(slots=True)
+class _Fix:
+    """The remedy of all slots with the same cause in the same place of their prompts."""
+
+    cause: Cause
+    key: tuple[str, ...]
+    """Equal for equal causes after equal text."""
+    slots: list[Slot]
+    texts: list[dict[int, TokenIds]] = field(default_factory=list)
+    """For each slot, what to write there by prompt; where there is nothing, its text goes to the end."""
+
+    @property
+    def prompts(self) -> set[int]:
+        return {index for slot in self.slots for index in slot.spans}
+
+
+def _fixes(
+    prompts: Sequence[TokenIds], groups: Iterable[Sequence[int]], reader: Reader, least_tokens: int
+) -> list[_Fix]:
+    """The remedies; the earliest places first."""
+    fixes: dict[tuple[str, ...], _Fix] = {}
+    for group in groups:
+        for slot in find_slots(prompts, group, reader.words, least_tokens):
+            cause = reader.cause(slot, prompts)
+            begin = slot.spans[slot.pattern][0]
+            before = reader.text(prompts[slot.pattern][max(0, begin - SHOWN_TOKENS) : begin])
+            # Earlier turns are rewritten in many places of a conversation, by one template.
+            place = () if cause.remedy == KEEP_HISTORY else LETTERS.findall(before)[-2:]
+            key = (cause.names[0], *place)
+            fix = fixes.setdefault(key, _Fix(cause, key, []))
+            fix.slots.append(slot)
+            fix.texts.append(_first_texts(prompts, slot.spans, reader, cause) if cause.keeps else {})
+    most = sorted(fixes.values(), key=lambda fix: -len(fix.prompts))[:MAX_TRIED]
+    return sorted(most, key=lambda fix: fix.slots[0].spans[fix.slots[0].pattern][0])
+
+
+def _first_texts(
+    prompts: Sequence[TokenIds], spans: dict[int, Span], reader: Reader, cause: Cause
+) -> dict[int, TokenIds]:
+    """For each prompt, the text of the first prompt (with the same words) at its slot."""
+    first: dict[tuple[str, ...], TokenIds] = {}
+    texts = {}
+    for index, span in sorted(spans.items()):
+        own = prompts[index][slice(*span)]
+        words = () if cause.remedy == KEEP_HISTORY else tuple(sorted(reader.words(own)))
+        texts[index] = first.setdefault(words, own)
+    return texts
+
+
+@dataclass(frozen=True, slots=True)
+class _Score:
+    """What a cache finds in prompts."""
+
+    num_found: int
+    num_tokens: int
+
+    @property
+    def num_computed(self) -> int:
+        return self.num_tokens - self.num_found
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_found / max(1, self.num_tokens)
+
+
+class _Bench:
+    """Prompts as the remedies so far write them, and what a cache finds in them."""
+
+    def __init__(self, prompts: Sequence[LintPrompt], block_tokens: int, cache_tokens: int | None) -> None:
+        self._block_tokens = block_tokens
+        self._capacity = None if cache_tokens is None else cache_tokens // block_tokens
+        self._times = [prompt.timestamp_ms for prompt in prompts]
+        self.prompts = [prompt.token_ids for prompt in prompts]
+        self.origins = [np.arange(len(prompt.token_ids), dtype=np.int32) for prompt in prompts]
+        """The place of each token in the prompt as it was sent; -1 for one that a remedy wrote."""
+        self._num_moved = [0] * len(prompts)
+        self._recorded = [self._record(tokens) for tokens in self.prompts]
+        self.score = self._replay(self._recorded)
+
+    def mend(self, fixes: Sequence[_Fix]) -> list[tuple[_Fix, int, float]]:
+        """Take each remedy that saves tokens beside those before it; the tokens, and the hit rate with it.
+
+        `settle` writes the prompts with the remedies that were taken.
+        """
+        taken: list[tuple[_Fix, int, float]] = []
+        for fix in fixes:
+            recorded = list(self._recorded)
+            together = [*(one for one, *_ in taken), fix]
+            for index in fix.prompts:
+                recorded[index] = self._record(_rewritten(self.prompts, index, together))
+            score = self._replay(recorded)
+            saved = self.score.num_computed - score.num_computed
+            if saved >= STABLE_BLOCKS * self._block_tokens:
+                taken.append((fix, saved, score.hit_rate))
+                self._recorded, self.score = recorded, score
+        return taken
+
+    def settle(self, fixes: Sequence[_Fix]) -> None:
+        """Write the prompts with these remedies."""
+        unknown = [
+            replace(
+                fix,
+                texts=[
+                    {index: np.full(len(text), -1, np.int32) for index, text in texts.items()} for texts in fix.texts
+                ],
+            )
+            for fix in fixes
+        ]
+        self.origins = [_rewritten(self.origins, index, unknown) for index in range(len(self.prompts))]
+        self.prompts = [_rewritten(self.prompts, index, fixes) for index in range(len(self.prompts))]
+        for fix in fixes:
+            for slot, texts in zip(fix.slots, fix.texts, strict=True):
+                for index in slot.spans.keys() - texts.keys():
+                    begin, end = slot.spans[index]
+                    self._num_moved[index] += end - begin
+
+    def unmoved(self) -> list[TokenIds]:
+        """The prompts without what was moved to their ends."""
+        return [tokens[: len(tokens) - moved] for tokens, moved in zip(self.prompts, self._num_moved, strict=True)]
+
+    def _record(self, tokens: TokenIds) -> tuple[PrefixKeys, int]:
+        return content_ids_of_tokens(tokens, self._block_tokens), len(tokens)
+
+    def _replay(self, recorded: Sequence[tuple[PrefixKeys, int]]) -> _Score:
+        cache = OnePass()
+        count = cache.unlimited if self._capacity is None else cache.follow(self._capacity)
+        for time, (content, length) in zip(self._times, recorded, strict=True):
+            cache.admit(RecordedRequest(time, chain(content), length, 1, self._block_tokens))
+        cache.flush()
+        return _Score(count.tokens, sum(length for _, length in recorded))
+
+
+def _rewritten(prompts: Sequence[TokenIds], index: int, fixes: Sequence[_Fix]) -> TokenIds:
+    """A prompt with these remedies."""
+    tokens = prompts[index]
+    pieces, last, at = [], [], 0
+    edits = [
+        (slot.spans[index], texts.get(index))
+        for fix in fixes
+        for slot, texts in zip(fix.slots, fix.texts, strict=True)
+        if index in slot.spans
+    ]
+    for (begin, end), text in sorted(edits, key=lambda edit: edit[0]):
+        pieces.append(tokens[at:begin])
+        if text is not None:
+            pieces.append(text)
+        else:
+            last.append(tokens[begin:end])
+        at = max(at, end)
+    return np.concatenate([*pieces, tokens[at:], *last])
+
+
+def _finding(fix: _Fix, bench: _Bench, reader: Reader) -> Finding:
+    """The finding of a remedy, shown by its first slot; without its figures."""
+    slot = fix.slots[0]
+    tokens, begin = bench.prompts[slot.pattern], slot.spans[slot.pattern][0]
+    origin = bench.origins[slot.pattern][begin:]
+    texts = (reader.text(bench.prompts[index][at : at + SHOWN_TOKENS]) for index, (at, _) in sorted(slot.spans.items()))
+    return Finding(
+        fix.cause.names,
+        fix.cause.remedy,
+        0,
+        slot.pattern,
+        int(origin[np.argmax(origin >= 0)]),
+        reader.text(tokens[max(0, begin - SHOWN_TOKENS) : begin]),
+        tuple(dict.fromkeys(texts))[:MAX_EXAMPLES],
+        0,
+        0.0,
+    )

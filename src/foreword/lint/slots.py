@@ -1,0 +1,118 @@
+"""Slots: the places at which prompts of one kind differ although they agree again after it.
+
+Knows token ids and alignments with one prompt of the kind, its pattern. A place of the pattern varies if some of the
+prompts that go on after it differ there.
+
+    pattern   [ stable ][ slot ][ stable ........ ][ tail: nobody agrees any more ]
+    a prompt  [ stable ][ own ][ stable ........ ][ its own question ]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from foreword.lint.align import Block, TokenIds, aligned
+
+VARIES = 0.1
+"""Least share of the prompts that differ at a place which varies."""
+MAX_JOINED = 8
+"""Most successive differences that are tried as one that only changes an order."""
+
+Words = Callable[[TokenIds], tuple[str, ...]]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place that varies, in all prompts of the kind that go on after it."""
+
+    pattern: int
+    """The prompt that the others were compared with."""
+    spans: dict[int, Span] = field(default_factory=dict)
+    """First token, and the first token after it, by prompt."""
+
+
+def find_slots(prompts: Sequence[TokenIds], kind: Sequence[int], words: Words, least_tokens: int) -> list[Slot]:
+    """The slots of prompts of one kind, in their order. Differences less than `least_tokens` apart are one slot."""
+    pattern = max(kind, key=lambda index: len(prompts[index]))
+    alignments = {
+        index: _trimmed(aligned(prompts[index], prompts[pattern]), least_tokens) for index in kind if index != pattern
+    }
+    length = len(prompts[pattern])
+    # Entry 2 i is the gap before token i of the pattern, where others may have more; entry 2 i + 1 is the token.
+    differs, reaches = np.zeros(2 * length + 2, np.int64), np.zeros(2 * length + 2, np.int64)
+    for index, blocks in alignments.items():
+        reaches[0] += 1
+        reaches[2 * _end(blocks) + 1] -= 1
+        for begin, end in _differences(prompts[index], prompts[pattern], blocks, words):
+            differs[2 * begin] += 1
+            differs[2 * end + 1] -= 1
+    differs, reaches = np.cumsum(differs), np.cumsum(reaches)
+    places = np.flatnonzero((differs > 0) & (differs >= VARIES * reaches))
+    if not len(places):
+        return []
+    breaks = np.flatnonzero(np.diff(places) > 2 * least_tokens) + 1
+    runs = [(int(run[0]) // 2, int(run[-1] + 1) // 2) for run in np.split(places, breaks)]
+    slots = []
+    for begin, end in runs:
+        spans = {
+            index: (_to_ours(blocks, begin, last=False), _to_ours(blocks, end, last=True))
+            for index, blocks in alignments.items()
+            if end + least_tokens <= _end(blocks)
+        }
+        if spans:
+            slots.append(Slot(pattern, {pattern: (begin, end), **spans}))
+    return slots
+
+
+def _trimmed(blocks: list[Block], least_tokens: int) -> list[Block]:
+    """Without the last blocks that are short: they may agree by accident."""
+    while len(blocks) > 1 and blocks[-1].length < least_tokens:
+        blocks.pop()
+    return blocks
+
+
+def _end(blocks: Sequence[Block]) -> int:
+    """The token of the pattern after the last one that agrees."""
+    return blocks[-1].theirs + blocks[-1].length
+
+
+def _differences(ours: TokenIds, theirs: TokenIds, blocks: Sequence[Block], words: Words) -> list[Span]:
+    """Spans of the pattern that differ, up to the last block. A change of order is one span."""
+    gaps = [
+        (before.ours + before.length, after.ours, before.theirs + before.length, after.theirs)
+        for before, after in pairwise(blocks)
+    ]
+    spans, number = [], 0
+    while number < len(gaps):
+        begin, begin_theirs, last = gaps[number][0], gaps[number][2], number
+        for end in range(number, min(len(gaps), number + MAX_JOINED)):
+            mine, their = words(ours[begin : gaps[end][1]]), words(theirs[begin_theirs : gaps[end][3]])
+            if len(mine) == len(their) and mine and Counter(mine) == Counter(their):
+                last = end
+                break
+        spans.append((begin_theirs, gaps[last][3]))
+        number = last + 1
+    return spans
+
+
+def _to_ours(blocks: Sequence[Block], place: int, *, last: bool) -> int:
+    """A place of the pattern in the prompt: the first that it may be, or the last."""
+    if last:
+        block = next((one for one in reversed(blocks) if one.theirs <= place), blocks[0])
+        if place > block.theirs + block.length:
+            return blocks[blocks.index(block) + 1].ours
+        return block.ours + place - block.theirs
+    block = next(one for one in blocks if place <= one.theirs + one.length)
+    return block.ours + max(0, place - block.theirs) if place >= block.theirs else _end_of_ours(blocks, block)
+
+
+def _end_of_ours(blocks: Sequence[Block], block: Block) -> int:
+    """The end of the block before this one in the prompt: where the difference between them begins."""
+    before = blocks[max(0, blocks.index(block) - 1)]
+    return before.ours + before.length
