@@ -269,6 +269,27 @@ def _wait_until_stored(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_a_pinned_prefix_stays_pinned_over_a_restart(tiny_models: TinyModels, tmp_path: Path) -> None:
+    folder = tiny_models.folder("qwen2")
+    prefix = {"prompt_token_ids": PROMPT[:320]}
+    with open_llm(folder, cache_dir=tmp_path / "cache") as llm:
+        assert llm.pin_prefix(prefix, ttl_s=3600) == 320
+    with open_llm(folder, cache_dir=tmp_path / "cache", num_gpu_blocks_override=64, kv_cache_memory_bytes=None) as llm:
+        (entry,) = llm.engine.entries.entries()
+        assert (entry.num_tokens, entry.num_kept_tokens, entry.source) == (320, 0, "pin")
+        assert generate(llm, PROMPT[:330]).num_cached_tokens >= 320, "from disk"
+        (entry,) = llm.engine.entries.entries()
+        assert entry.is_whole
+        for number in range(4):
+            generate(llm, random_tokens(np.random.default_rng(50 + number), 600))
+        assert generate(llm, PROMPT[:330]).cached_tokens_by_tier["memory"] >= 320, "no flood pushed it out"
+        llm.unpin_prefix(prefix)
+        llm.engine.check_integrity()
+    with open_llm(folder, cache_dir=tmp_path / "cache") as llm:
+        assert llm.engine.entries.entries() == []
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_files_are_for_their_user_alone_and_say_whose_they_are(tiny_models: TinyModels, tmp_path: Path) -> None:
     mask = os.umask(0)
     try:
