@@ -7,6 +7,8 @@
 #   PIP_ARGS="..."       further arguments for pip, for instance another package index
 
 PYTHON ?= python3
+# Where this forbids Python to keep compiled modules, each process compiles 4,000 modules of torch and others again.
+export PYTHONDONTWRITEBYTECODE :=
 PIP_ARGS ?=
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV := .venv
