@@ -68,7 +68,7 @@ def test_hits_of_every_length_around_windows_chunks_and_cells(
     """Windows of 8 and 24, chunks of 12, blocks and cells of 4."""
     prompt = random_tokens(np.random.default_rng(1), 53)
     hits = []
-    for num_shared in (*range(1, 17), 23, 24, 25, 26, 36, 37, 48, 49, 52, 53):
+    for num_shared in (1, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 23, 24, 25, 37, 52, 53):
         engine = build_engine(model, block_size=4)
         complete(engine, [prompt[:num_shared]], greedy(1), name="first")
         outputs = complete(engine, [prompt], greedy(3), name="second")
