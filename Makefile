@@ -7,6 +7,8 @@
 #   PIP_ARGS="..."       further arguments for pip, for instance another package index
 
 PYTHON ?= python3
+# Where this forbids Python to keep compiled modules, each process compiles 4,000 modules of torch and others again.
+export PYTHONDONTWRITEBYTECODE :=
 PIP_ARGS ?=
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV := .venv
@@ -17,7 +19,7 @@ BENCHMARKS := $(wildcard benchmarks/workloads.py benchmarks/cache_core.py benchm
 	benchmarks/hybrid.py benchmarks/state_machine.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-slow test-gpu check format bench clean
+.PHONY: help demo test kernels test-fast test-slow test-gpu check format bench clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,7 +27,13 @@ help: ## list these targets
 demo: $(INSTALLED) ## prompts answered with and without the prefix cache, in a table
 	$(BIN)/foreword demo
 
-test: check test-fast ## check, then the fast tests
+test: $(INSTALLED_DEV) ## check, then the fast tests
+	@$(MAKE) --no-print-directory -j 2 check kernels
+	@$(MAKE) --no-print-directory test-fast
+
+# Beside `check`, which leaves a core idle. Else each process of the tests compiles the kernels, for most of a minute.
+kernels: $(INSTALLED_DEV)
+	$(BIN)/foreword generate src/foreword/demo/weights --prompt "The kernels" --max-tokens 2
 
 # Tests run in as many processes as there are cores, at most 4: each imports torch and makes its own models.
 # OpenMP's threads wait by spinning, which takes time from the other processes.

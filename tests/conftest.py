@@ -5,6 +5,7 @@ FOREWORD_TEST_DEVICE names the device on which models run ("cuda" in `make test-
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
@@ -34,6 +35,11 @@ def pytest_configure() -> None:
                 "nothing was tested. Use a machine with a GPU and a CUDA build of torch",
                 returncode=2,
             )
+
+
+def pytest_collection_finish() -> None:
+    """Imported modules are half a million objects, which the collector would go through again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

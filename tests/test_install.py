@@ -57,7 +57,7 @@ def test_torch_has_an_upper_bound() -> None:
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 def test_the_demo_installs_no_tools_of_developers_and_the_tests_do(tmp_path: Path) -> None:
-    demo, test = planned("demo", tmp_path / "venv"), planned("test", tmp_path / "venv")
+    demo, test = planned("demo", tmp_path / "venv"), planned("test-fast", tmp_path / "venv")
     assert [extras_of(line) for line in demo.splitlines() if "pip install" in line] == [{"serve"}]
     assert [extras_of(line) for line in test.splitlines() if "pip install" in line] == [{"serve"}, {"dev"}]
 

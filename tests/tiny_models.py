@@ -293,6 +293,15 @@ class Oracle:
             folder, dtype=dtype, attn_implementation="eager"
         ).eval()
         self._answers: dict[tuple[int, ...], list[int]] = {}
+        self._likeliest: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+
+    def likeliest(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+        """The likeliest token at each place of an answer, in one pass: equal to the answer only if that is greedy."""
+        key = tuple(prompt), tuple(answer)
+        if key not in self._likeliest:
+            logits = self.logits([*prompt, *answer[:-1]])[len(prompt) - 1 :]
+            self._likeliest[key] = logits.argmax(-1).tolist()
+        return self._likeliest[key]
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """The likeliest continuation of exactly `num_tokens` tokens; the end token is one like any other."""

@@ -142,12 +142,17 @@ SPAN_GRID = {
 }
 
 
+REACHES = [(torch.float32, 1), (torch.float32, 8), (torch.float32, 256), (torch.bfloat16, 64), (torch.bfloat16, 100)]
+
+
 @pytest.mark.parametrize("spans", SPAN_GRID.values(), ids=SPAN_GRID)
 @pytest.mark.parametrize(
-    ("dtype", "reach"),
-    [*((torch.float32, reach) for reach in (None, 1, 8, 256)), *((torch.bfloat16, reach) for reach in (1, 64, 100))],
+    ("kind", "dtype", "reach"),
+    [
+        ("sliding_window", torch.float32, None),
+        *((kind, *reach) for kind in ("sliding_window", "local_chunk") for reach in REACHES),
+    ],
 )
-@pytest.mark.parametrize("kind", ["sliding_window", "local_chunk"])
 def test_the_edges_of_chunks_and_tiles(
     kernel: AttentionKernel, spans: list[tuple[int, int]], kind: str, reach: int | None, dtype: torch.dtype
 ) -> None:

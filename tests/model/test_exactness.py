@@ -41,7 +41,7 @@ from tiny_models import (
 FAMILIES = ["llama", "qwen2", "qwen3_moe", "gpt_oss", "gemma2", "llama4_text", "phi3", "odd_llama", "mqa_llama"]
 """With tied embeddings, experts, sinks, softcap, chunks, heads of 16 and 20, and an intermediate size of 100."""
 RECURRENT = ["mamba2", "qwen3_next", "falcon_h1", "granitemoehybrid", "bamba", "lfm2"]
-NUM_TOKENS = 10
+NUM_TOKENS = 4
 BLOCK_SIZE = 4
 Logits = dict[int, Tensor]
 """Position -> logits [vocab] of the token that follows it."""
@@ -91,7 +91,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=CASES, ids="-".join)
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> LoadedModel:
     family, dtype, kernel = request.param
     loaded = tiny_models.loaded(family, dtype)
@@ -99,13 +99,13 @@ def model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> LoadedMode
     return replace(loaded, kernel=make_kernel(name, loaded.device))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def prompt() -> list[int]:
     """Longer than one chunk of KV and than two tiles of queries."""
     return random_tokens(np.random.default_rng(11), 301)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def alone(model: LoadedModel, prompt: list[int]) -> Logits:
     """What every other way of computing has to reproduce: one request, one chunk, no cache."""
     recorded = Recorded(model, enable_prefix_caching=False)
@@ -123,7 +123,7 @@ def test_a_hit_gives_the_bits_of_a_miss(model: LoadedModel, prompt: list[int], a
 
 
 def test_a_hit_of_every_length_gives_the_bits_of_a_miss(model: LoadedModel, prompt: list[int], alone: Logits) -> None:
-    for num_shared in (4, 60, 128, 252, 256, 260, 299):
+    for num_shared in (60, 252, 256, 260, 299):
         recorded = Recorded(model)
         recorded.run("other", prompt[:num_shared], 1)
         recorded.run("hit", prompt)
@@ -139,7 +139,7 @@ def test_a_whole_prompt_hit_gives_the_bits_of_a_miss(model: LoadedModel, prompt:
     assert_same_bits(recorded.logits["hit-0"], recorded.logits["miss-0"])
 
 
-@pytest.mark.parametrize("budget", [7, 37, 130])
+@pytest.mark.parametrize("budget", [7, 130])
 def test_chunks_do_not_show(model: LoadedModel, prompt: list[int], alone: Logits, budget: int) -> None:
     recorded = Recorded(model, max_num_batched_tokens=budget)
     recorded.run("chunked", prompt)
@@ -179,9 +179,9 @@ def test_kv_written_while_decoding_gives_the_bits_of_prefill(model: LoadedModel,
     rng = np.random.default_rng(13)
     warm, cold = Recorded(model), Recorded(model, enable_prefix_caching=False)
     first = prompt[:101]
-    second = first + warm.run("turn 1", first, 40) + random_tokens(rng, 5)
+    second = first + warm.run("turn 1", first, 24) + random_tokens(rng, 5)
     warm.run("turn 2", second)
-    assert warm.engine.manager.stats.hits == 140, "the answer's blocks were not hit"
+    assert warm.engine.manager.stats.hits == 124, "the answer's blocks were not hit"
     cold.run("turn 2", second)
     assert_same_bits(warm.logits["turn 2-0"], cold.logits["turn 2-0"])
 
@@ -191,14 +191,14 @@ def test_kv_decoded_in_company_gives_the_bits_of_prefill(model: LoadedModel, pro
     rng = np.random.default_rng(14)
     warm = Recorded(model)
     firsts = [prompt[start : start + 23] for start in (0, 20, 40)]
-    answers = complete(warm.engine, firsts, greedy(20), name="turn 1")
+    answers = complete(warm.engine, firsts, greedy(12), name="turn 1")
     for number, (first, answer) in enumerate(zip(firsts, answers, strict=True)):
         second = first + answer.outputs[0].token_ids + random_tokens(rng, 5)
         warm.run(f"turn 2 of {number}", second)
         cold = Recorded(model, enable_prefix_caching=False)
         cold.run("turn 2", second)
         assert_same_bits(warm.logits[f"turn 2 of {number}-0"], cold.logits["turn 2-0"])
-    assert warm.engine.manager.stats.hits == 3 * 40
+    assert warm.engine.manager.stats.hits == 3 * 32
 
 
 def test_preemption_does_not_show(model: LoadedModel, prompt: list[int]) -> None:
@@ -241,17 +241,18 @@ def test_cells_give_equal_bits_whatever_was_hit_and_however_steps_were_cut(
     """Of prefill: a state behind generated tokens comes from another path (docs/decisions/0007)."""
     options = {"block_size": 4, "state_block_size": 12, "state_interval": 24}
     cold = Recorded(recurrent, enable_prefix_caching=False, **options)
+    prompt = prompt[:200]
     cold.run("alone", prompt)
     expected = cold.logits["alone-0"]
-    for num_shared in (24, 130, 252, 300):
+    for num_shared in (24, 130, 199):
         warm = Recorded(recurrent, **options)
         warm.run("other", prompt[:num_shared], 1)
         warm.run("hit", prompt)
         assert warm.engine.manager.stats.hits == num_shared // 12 * 12
         assert_same_bits(warm.logits["hit-0"], expected)
-    for budget in (13, 37, 130):
+    for budget in (13, 130):
         cut = Recorded(recurrent, max_num_batched_tokens=budget, **options)
-        add(cut.engine, "beside", prompt[5:40], greedy(40))
+        add(cut.engine, "beside", prompt[5:40], greedy(20))
         cut.engine.step()
         cut.run("cut", prompt)
         assert_same_bits(cut.logits["cut-0"], expected)
@@ -269,7 +270,7 @@ def num_threads() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [2, 3, 4])
+@pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.usefixtures("num_threads")
 def test_several_threads_keep_the_bits(model: LoadedModel, prompt: list[int], threads: int) -> None:
     torch.set_num_threads(threads)
@@ -292,7 +293,7 @@ def test_the_self_check_finds_nothing(model: LoadedModel) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("num_threads")
-@pytest.mark.parametrize("threads", [2, 3, 4])
+@pytest.mark.parametrize("threads", [2, 3])
 def test_the_self_check_finds_nothing_with_several_threads(model: LoadedModel, threads: int) -> None:
     torch.set_num_threads(threads)
     assert find_inexactness(model) is None

@@ -81,7 +81,7 @@ def test_no_request_that_the_openapi_document_allows_makes_the_server_fail():
 
             @given(case=operation.as_strategy())
             @settings(
-                max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
+                max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
             )
             def try_out(case: schemathesis.Case) -> None:
                 case.call_and_validate(checks=[not_a_server_error], timeout=60)

@@ -153,7 +153,7 @@ def test_random_requests_keep_every_policy_and_index_in_step(name, index):
         20, block_size=2, eviction_policy=policy, index=RadixIndex(20, 2) if index == "radix" else None
     )
     live = {}
-    for number in range(1200):
+    for number in range(500):
         kind = rng.random()
         if kind < 0.4:
             seq = sequence(str(number), [rng.randint(0, 1) for _ in range(rng.randint(1, 14))], 2)

@@ -260,16 +260,16 @@ def run_episodes(kind: str, seeds: range) -> tuple[int, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_request_is_served_what_was_not_computed_for_it(kind):
-    num_hit_tokens, num_partial_hits = run_episodes(kind, range(40))
+    num_hit_tokens, num_partial_hits = run_episodes(kind, range(16))
     assert num_hit_tokens > 100
     assert (num_partial_hits > 100) == (kind == "radix")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_a_thousand_episodes_no_request_is_served_what_was_not_computed_for_it(kind):
-    num_hit_tokens, _ = run_episodes(kind, range(1000, 2000))
-    assert num_hit_tokens > (2_500 if kind == "full and recurrent" else 5_000)  # of which whole cells are found alone
+def test_in_many_more_episodes_no_request_is_served_what_was_not_computed_for_it(kind):
+    num_hit_tokens, _ = run_episodes(kind, range(1000, 1400))
+    assert num_hit_tokens > (1_000 if kind == "full and recurrent" else 2_000)  # of which whole cells are found alone
 
 
 def test_the_memory_notices_a_wrong_hit():

@@ -25,7 +25,7 @@ def test_value_keeps_a_conversation_through_a_think_time_that_lru_cannot_outlast
     for name in ("lru", "value"):
         manager = KVCacheManager(60, block_size=2, eviction_policy=name)
         hits[name] = 0
-        for number in range(4000):
+        for number in range(2000):
             for at in (number, number - 40):
                 size = 2 if at % 4 else 12  # what comes again brings little
                 if at == number or (at >= 0 and size == 2):
@@ -34,7 +34,7 @@ def test_value_keeps_a_conversation_through_a_think_time_that_lru_cannot_outlast
                     hits[name] += run(manager, f"{at} {number}", tokens)
         manager.check_integrity()
     assert hits["lru"] == 0
-    assert hits["value"] > 2000
+    assert hits["value"] > 800
 
 
 def use(policy, *numbers):

@@ -290,7 +290,7 @@ MIXES = {
 def test_random_lives_hit_and_hold_exactly_what_the_oracle_says(mix):
     for seed, num_blocks in enumerate((24, 40, 90)):
         life = Life(MIXES[mix], num_blocks, seed)
-        life.run(300)
+        life.run(200)
         assert life.hits
         assert life.refusals or num_blocks > 24 or mix.endswith("alone")
 
@@ -313,7 +313,7 @@ def test_random_mixes_of_groups_live_without_a_leak():
             )
         if len(specs) == 1 and isinstance(specs[0], FullAttentionSpec):
             continue  # token-level and whole-prompt hits: test_manager.py
-        Life(specs, rng.choice([40, 120]), seed).run(200)
+        Life(specs, rng.choice([40, 120]), seed).run(120)
 
 
 # -------------------------------------------------------------------------------------- small cases

@@ -93,7 +93,7 @@ def test_random_tenants_meet_in_public_prefixes_only():
     chance = random.Random(5)
     caches = {index: manager(index, 4096) for index in ("radix", "hash")}
     seen: list[tuple[str, list[int]]] = []
-    for number in range(400):
+    for number in range(200):
         public = chance.random() < 0.7
         tokens = [*(PUBLIC if public else [3]), *(chance.randint(0, 1) for _ in range(chance.randint(1, 14)))]
         salt = chance.choice(["alice", "bob"])

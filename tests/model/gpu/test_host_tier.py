@@ -33,14 +33,14 @@ def test_a_small_pool_over_host_memory_answers_as_a_large_one(
         return TierDirector(made, memory, manager, NAMESPACE)
 
     setup = Setup(model, num_blocks=48, max_num_seqs=2, make_tiers=make_tiers)
-    for _ in range(3):
+    for _ in range(2):
         assert answers(setup.engine, work) == wanted
         while setup.engine.store_on():
             pass
         setup.engine.manager.evict_blocks(range(setup.engine.manager.num_blocks))
     report = setup.engine.report_tiers()
     assert report.tiers[0].loads.num_loads > 5
-    assert report.tiers[0].loads.num_tokens > 100
+    assert report.tiers[0].loads.num_tokens > 50
     setup.engine.check_integrity()
     made[0].check_integrity()
     setup.engine.close()
