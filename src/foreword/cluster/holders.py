@@ -1,0 +1,77 @@
+"""Which replicas hold which blocks: one table for all replicas, so that one walk along a prompt serves them all.
+
+Knows block keys and replicas' slots (small numbers); knows neither tokens nor load. A key's holders are the bits of one
+integer. The walk ANDs the integers of the prompt's keys: a replica's depth is the number of steps that its bit survives.
+
+    keys of the prompt      k0    k1    k2    k3
+    holders (slots 2 1 0)   111   011   011   001
+    AND up to here          111   011   011   001       depths: slot 0: 4, slot 1: 3, slot 2: 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from itertools import accumulate, groupby, repeat, takewhile
+from operator import and_, or_
+
+import numpy as np
+
+from foreword.cache.block_ids import Int64Array
+
+Key = Hashable
+"""A block's key: `BlockHash` of foreword's replicas, integers of others."""
+FEW_BITS = 8
+"""Up to this number of bits, finding them one by one is faster than numpy."""
+
+
+class HolderIndex:
+    """The replicas that hold each block, as bits of an integer. A key without holders takes no memory."""
+
+    def __init__(self) -> None:
+        self._holders: dict[Key, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def add(self, keys: list[Key], slot: int) -> None:
+        """Note that the slot's replica holds these blocks."""
+        held = map(self._holders.get, keys, repeat(0))
+        self._holders.update(zip(keys, map(or_, held, repeat(1 << slot)), strict=False))
+
+    def discard(self, keys: Iterable[Key], slot: int) -> None:
+        """Note that the slot's replica does not hold these blocks."""
+        keep = ~(1 << slot)
+        for key in keys:
+            left = self._holders.get(key, 0) & keep
+            if left:
+                self._holders[key] = left
+            else:
+                self._holders.pop(key, None)
+
+    def holds(self, key: Key, slot: int) -> bool:
+        """Whether the slot's replica holds this block."""
+        return bool(self._holders.get(key, 0) >> slot & 1)
+
+    def depths(self, keys: Iterable[Key], among: int, num_slots: int) -> Int64Array:
+        """The number of leading blocks that each replica holds, [num_slots]; 0 for slots whose bit `among` lacks."""
+        depths = np.zeros(num_slots, np.int64)
+        masks = accumulate(map(self._holders.get, keys, repeat(0)), and_, initial=among)
+        before, depth = among, -1  # the initial mask is no block
+        for mask, run in groupby(takewhile(bool, masks)):
+            depths[slots_of(before ^ mask)] = max(0, depth)
+            before = mask
+            depth += len(tuple(run))
+        depths[slots_of(before)] = max(0, depth)
+        return depths
+
+
+def slots_of(mask: int) -> list[int] | Int64Array:
+    """The numbers of the bits that are set, in ascending order."""
+    if mask.bit_count() > FEW_BITS:
+        raw = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)
+        return np.flatnonzero(np.unpackbits(raw, bitorder="little"))
+    slots = []
+    while mask:
+        slots.append((mask & -mask).bit_length() - 1)
+        mask &= mask - 1
+    return slots
