@@ -58,7 +58,10 @@ class Reservation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Arrays with one entry for each slot, as a rule sees them for one request. Read only; valid for one decision."""
+    """Arrays with one entry for each slot, as a rule sees them for one request. Read only.
+
+    Those after `decode_s` are views, valid until the next call of the core.
+    """
 
     request: RoutingRequest
     block_tokens: int
@@ -90,6 +93,7 @@ class Fleet:
 class Candidate:
     """One replica in the eyes of one decision."""
 
+    chosen: bool
     replica: str
     hit_tokens: int
     backlog_s: float
@@ -98,7 +102,6 @@ class Candidate:
     decode_s: float
     cost_s: float
     """Infinite: the replica was not usable."""
-    chosen: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +133,11 @@ class Decision:
         """Every replica with the parts of its cost, the cheapest first."""
         fleet = self.fleet
         hit_tokens = np.minimum(fleet.hit_blocks * fleet.block_tokens, fleet.request.num_tokens - 1)
-        parts = (hit_tokens, fleet.backlog_s, fleet.prefill_s, fleet.price_s, fleet.decode_s, self.costs)
-        columns = [part.tolist() for part in parts]
+        columns = (hit_tokens, fleet.backlog_s, fleet.prefill_s, fleet.price_s, fleet.decode_s, self.costs)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
         found = [
-            Candidate(name, *row, chosen=slot == self.slot)
-            for slot, (name, row) in enumerate(zip(self.names, zip(*columns, strict=True), strict=True))
+            Candidate(slot == self.slot, name, *row)
+            for slot, (name, row) in enumerate(zip(self.names, rows, strict=True))
             if name
         ]
         return sorted(found, key=lambda each: (each.cost_s, not each.chosen, each.replica))

@@ -1,7 +1,7 @@
 """Which replicas hold which blocks: one table for all replicas, so that one walk along a prompt serves them all.
 
-Knows block keys and replicas' slots (small numbers); knows neither tokens nor load. A key's holders are the bits of one
-integer. The walk ANDs the integers of the prompt's keys: a replica's depth is the number of steps that its bit survives.
+Knows block keys and replicas' slots (small numbers); knows neither tokens nor load. A key's holders are the bits of
+one integer. The walk ANDs the integers of the prompt's keys: a replica is as deep as its bit survives.
 
     keys of the prompt      k0    k1    k2    k3
     holders (slots 2 1 0)   111   011   011   001
@@ -10,8 +10,9 @@ integer. The walk ANDs the integers of the prompt's keys: a replica's depth is t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable
-from itertools import accumulate, groupby, repeat, takewhile
+from itertools import accumulate, repeat
 from operator import and_, or_
 
 import numpy as np
@@ -54,24 +55,31 @@ class HolderIndex:
 
     def depths(self, keys: Iterable[Key], among: int, num_slots: int) -> Int64Array:
         """The number of leading blocks that each replica holds, [num_slots]; 0 for slots whose bit `among` lacks."""
+        held = list(map(self._holders.get, keys, repeat(0)))
+        end = held.index(0) if 0 in held else len(held)
+        masks = list(accumulate(held[:end], and_, initial=among))
+        masks.reverse()  # an AND only clears bits, so these numbers ascend
+        slots: list[int] = []
+        depth_of: list[int] = []
+        at, deeper = 0, 0
+        while at < len(masks):
+            mask, depth = masks[at], len(masks) - 1 - at
+            found = slots_of(mask ^ deeper)
+            slots += found
+            depth_of += [depth] * len(found)
+            at, deeper = bisect_right(masks, mask, at), mask
         depths = np.zeros(num_slots, np.int64)
-        masks = accumulate(map(self._holders.get, keys, repeat(0)), and_, initial=among)
-        before, depth = among, -1  # the initial mask is no block
-        for mask, run in groupby(takewhile(bool, masks)):
-            depths[slots_of(before ^ mask)] = max(0, depth)
-            before = mask
-            depth += len(tuple(run))
-        depths[slots_of(before)] = max(0, depth)
+        depths[slots] = depth_of
         return depths
 
 
-def slots_of(mask: int) -> list[int] | Int64Array:
-    """The numbers of the bits that are set, in ascending order."""
+def slots_of(mask: int) -> list[int]:
+    """The numbers of the bits that are set."""
     if mask.bit_count() > FEW_BITS:
         raw = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)
-        return np.flatnonzero(np.unpackbits(raw, bitorder="little"))
+        return np.flatnonzero(np.unpackbits(raw, bitorder="little")).tolist()
     slots = []
     while mask:
-        slots.append((mask & -mask).bit_length() - 1)
-        mask &= mask - 1
+        slots.append(mask.bit_length() - 1)
+        mask ^= 1 << slots[-1]
     return slots

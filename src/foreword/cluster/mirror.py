@@ -1,7 +1,7 @@
 """What one replica holds: an exact mirror from its events, and what the requests sent to it will add.
 
-Knows keys, parents and batch numbers; knows neither load nor sockets. The mirror either equals the replica's index as of
-the last batch, or says that it does not (`is_synced`): it never credits a state that it cannot vouch for.
+Knows keys, parents and batch numbers; knows neither load nor sockets. The mirror either equals the replica's index as
+of the last batch, or says that it does not (`is_synced`), and is then not used.
 
     observe(batch n + 1) ...       applied; synced
     observe(batch n + 3)           n + 2 is missing: not synced, the batch waits
@@ -11,7 +11,7 @@ the last batch, or says that it does not (`is_synced`): it never credits a state
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,16 +45,15 @@ class ReplicaMirror:
         self.num_gaps = self.num_duplicates = self.num_restarts = 0
         self.parents: dict[Key, Key | None] = {}
         """The replica's blocks, each with the block before it."""
-        self.life = 0
-        """Changes when claims lose their meaning."""
         self._holders, self._ages = holders, ages
         self._publisher_id: bytes | None = None
         self._next_number = 0
         self._is_wrong = False
         """The events contradict the mirror: only a snapshot or a reset helps."""
         self._waiting: dict[int, EventBatch] = {}
-        self._claims: Counter[Key] = Counter()
-        """The number of requests under way that will leave each of these blocks."""
+        self._claims: dict[int, list[Key]] = {}
+        """Blocks that requests under way will leave, by claim."""
+        self._next_claim = 0
         self._ends: OrderedDict[Key, float] = OrderedDict()
         """Last blocks of prefixes and the times of their last uses, about in the order of eviction."""
 
@@ -95,9 +94,8 @@ class ReplicaMirror:
         self._start_after(-1)
         self._waiting.clear()
         self.is_synced = False
-        self._holders.discard(self._claims, self.slot)
-        self._claims.clear()
-        self.life += 1
+        for claim in list(self._claims):
+            self.unclaim(claim)
 
     def _start_after(self, number: int) -> None:
         """Begin with no blocks, and with the batch after this number."""
@@ -162,23 +160,20 @@ class ReplicaMirror:
             self._ends.move_to_end(last)
             self._ends[last] = now
 
-    def claim(self, keys: list[Key]) -> None:
-        """Expect these blocks: a request that will compute them was sent to the replica."""
-        self._claims.update(keys)
+    def claim(self, keys: list[Key]) -> int:
+        """Expect these blocks: a request that will compute them was sent to the replica. Returns the claim's number."""
         self._holders.add(keys, self.slot)
+        self._claims[self._next_claim] = keys
+        self._next_claim += 1
+        return self._next_claim - 1
 
-    def unclaim(self, keys: Sequence[Key], life: int) -> None:
-        """End a claim that was made in this `life`. Blocks that no event and no other claim reports are dropped."""
-        if life != self.life:
-            return
-        gone = []
-        for key in keys:
-            self._claims[key] -= 1
-            if not self._claims[key]:
-                del self._claims[key]
-                if key not in self.parents:
-                    gone.append(key)
-        self._holders.discard(gone, self.slot)
+    def unclaim(self, claim: int) -> None:
+        """End a claim; later calls change nothing. Blocks that no event has reported are dropped.
+
+        Another claim may have the same blocks, if the replica evicted them in between; they lose their credit too.
+        """
+        keys = self._claims.pop(claim, ())
+        self._holders.discard([key for key in keys if key not in self.parents], self.slot)
 
     def oldest_use(self, now: float) -> float:
         """The time of the last use of what is evicted next (an estimate)."""
@@ -186,9 +181,9 @@ class ReplicaMirror:
 
     def check_integrity(self, keys: Sequence[Key]) -> None:
         """Compare the mirror with the shared index, for all keys that exist."""
+        claimed = {key for claim in self._claims.values() for key in claim}
         for key in keys:
             held = self._holders.holds(key, self.slot)
             assert held or key not in self.parents, "the index lacks a block"
-            assert not held or key in self.parents or key in self._claims, "the index credits a block that nobody has"
+            assert not held or key in self.parents or key in claimed, "the index credits a block that nobody has"
         assert set(self._ends) <= set(self.parents)
-        assert all(count > 0 for count in self._claims.values())

@@ -1,6 +1,7 @@
 """How several routers share their reservations: numbered updates, a whole state after a gap, an end by silence.
 
-Knows reservations and numbers; knows no sockets. Routers share load and not blocks: all of them read the replicas' events.
+Knows reservations and numbers; knows no sockets. Routers share load and not blocks: all of them read the replicas'
+events.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Peer:
     """Another router, as far as its updates have come."""
 
     heard_at: float
-    life: str = ""
+    life: str | None = None
     next_number: int = 0
     is_synced: bool = False
 

@@ -24,6 +24,8 @@ class ReuseAges:
     def __init__(self) -> None:
         self._ended: FloatArray = np.zeros(NUM_DOUBLINGS)
         self._reused: FloatArray = np.zeros(NUM_DOUBLINGS)
+        self._chances: FloatArray | None = None
+        """For each doubling; None after a note."""
 
     def note_reuse(self, age_s: float) -> None:
         """A prefix was used again at this age."""
@@ -33,12 +35,14 @@ class ReuseAges:
     def note_eviction(self, age_s: float) -> None:
         """A prefix was evicted at this age."""
         self._ended[_doubling(age_s)] += 1
+        self._chances = None
 
     def chances(self, ages_s: FloatArray) -> FloatArray:
         """The expected uses that are lost for each block evicted at these ages, 0 to 1."""
+        if self._chances is None:
+            self._chances = self._reused / (np.cumsum(self._ended[::-1])[::-1] + 1)
         doublings = np.log2(np.maximum(ages_s, 1)).astype(np.int64)
-        chances = self._reused / (np.cumsum(self._ended[::-1])[::-1] + 1)
-        found: FloatArray = chances[np.minimum(doublings, NUM_DOUBLINGS - 1)]
+        found: FloatArray = self._chances[np.minimum(doublings, NUM_DOUBLINGS - 1)]
         return found
 
 

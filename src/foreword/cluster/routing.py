@@ -1,7 +1,7 @@
 """RoutingCore: which replica a request goes to, and the reservation of its work, in one call.
 
-Knows keys, tokens, replicas' names and times that callers pass in; knows no text, sockets, threads or clocks, and draws no
-random numbers: equal calls give equal decisions. One request's life:
+Knows keys, tokens, replicas' names and times that callers pass in; knows no text, sockets, threads or clocks, and draws
+no random numbers: equal calls give equal decisions. One request's life:
 
     decision = choose(request, now)              the cheapest replica; its work is reserved, its blocks are expected
     note_started(reservation, now)               optional: the replica computes the prompt
@@ -47,7 +47,7 @@ class RoutingOptions:
     block_tokens: int = 16
     """Tokens per block, the same on all replicas."""
     hit_weight: float = HIT_WEIGHT
-    """Lambda: a hit may cost this many times its own prefill time in the queue. 0 minimises each request's own wait; more
+    """Lambda: the weight of a hit beyond the prefill time that it saves. 0 minimises each request's own wait; more
     keeps the caches apart, so that later requests wait less."""
     price_weight: float = 1.0
     """Weight of the evicted blocks' price; 0 leaves it out."""
@@ -106,8 +106,7 @@ class _Expected:
     """Blocks that a reservation's replica is going to have, and the hit that the decision counted on."""
 
     mirror: ReplicaMirror
-    life: int
-    keys: list[Key]
+    claim: int
     hit_tokens: int
 
 
@@ -156,13 +155,13 @@ class RoutingCore:
             slots.names[slot : slot + 1], slots.mirrors[slot : slot + 1] = [name], [mirror]
             slots.of_name[name] = slot
             self._ring.add(name, slot)
-        row = self._loads.table[slots.of_name[name]]
-        row["usable"], row["num_blocks"] = True, spec.num_blocks
-        row["rate"], row["decode_s"], row["other_tokens"] = spec.tokens_per_s, spec.decode_s, 0
+        slot, table = slots.of_name[name], self._loads.table
+        table.usable[slot], table.num_blocks[slot] = True, spec.num_blocks
+        table.rate[slot], table.decode_s[slot], table.other_tokens[slot] = spec.tokens_per_s, spec.decode_s, 0
 
     def retire(self, name: str) -> None:
         """Send no more requests to a replica; those that it has go on."""
-        self._loads.table[self._slot(name)]["usable"] = False
+        self._loads.table.usable[self._slot(name)] = False
 
     def leave(self, name: str, now: float) -> list[Reservation]:
         """Forget a replica. Returns this router's open reservations there, which are released."""
@@ -211,9 +210,9 @@ class RoutingCore:
         return [name for name, slot in self._slots.of_name.items() if not self._slots.mirrors[slot].is_synced]
 
     def _note_mirror(self, slot: int, now: float) -> bool:
-        mirror, row = self._slots.mirrors[slot], self._loads.table[slot]
-        row["is_synced"], row["num_held"] = mirror.is_synced, len(mirror.parents)
-        row["oldest_use"] = mirror.oldest_use(now)
+        mirror, table = self._slots.mirrors[slot], self._loads.table
+        table.is_synced[slot], table.num_held[slot] = mirror.is_synced, len(mirror.parents)
+        table.oldest_use[slot] = mirror.oldest_use(now)
         self._known = self._known | 1 << slot if mirror.is_synced else self._known & ~(1 << slot)
         return mirror.is_synced
 
@@ -224,13 +223,14 @@ class RoutingCore:
 
         Raises NoReplicaError if there is none.
         """
-        self._expire(now)
+        for peer in [name for name, peer in self._peers.items() if peer.heard_at + self.options.peer_silence_s < now]:
+            self.forget_router(peer, now)
         attempt = 1
         if (earlier := self._attempts.get(request.request_id)) is not None:
             attempt = earlier.attempt + 1
             self.release(earlier, now)
         fleet = self._fleet(request, now, exclude)
-        degraded = not (fleet.usable & self._loads.table["is_synced"]).any()
+        degraded = not (fleet.usable & self._loads.table.is_synced).any()
         costs = np.where(fleet.usable, self._rule(fleet), np.inf)
         if degraded:
             slot = self._ring.find(request.affinity(), fleet.usable, fleet.num_open, self.options.load_slack)
@@ -241,28 +241,28 @@ class RoutingCore:
         hit_tokens = min(hit_blocks * self.options.block_tokens, request.num_tokens - 1)
         self._reserve(reservation, Work(slot, request.num_tokens, request.num_tokens - hit_tokens), now)
         self._attempts[request.request_id] = reservation
-        mirror, new = self._slots.mirrors[slot], request.keys[hit_blocks:]
-        mirror.claim(new)
+        mirror = self._slots.mirrors[slot]
         if hit_blocks:
             mirror.touch(request.keys[hit_blocks - 1], now)
-            self._loads.table[slot]["oldest_use"] = mirror.oldest_use(now)
-        self._expected[reservation] = _Expected(mirror, mirror.life, new, hit_tokens)
+            self._loads.table.oldest_use[slot] = mirror.oldest_use(now)
+        self._expected[reservation] = _Expected(mirror, mirror.claim(request.keys[hit_blocks:]), hit_tokens)
         self.counts.decisions += 1
         self.counts.degraded += degraded
         return Decision(reservation, slot, degraded, hit_tokens, fleet, costs, tuple(self._slots.names))
 
     def _fleet(self, request: RoutingRequest, now: float, exclude: Collection[str]) -> Fleet:
         table, size = self._loads.table, self.options.block_tokens
-        usable = table["usable"].copy()
-        usable[[self._slots.of_name[name] for name in exclude if name in self._slots.of_name]] = False
+        usable = table.usable.copy()
+        if exclude:
+            usable[[self._slots.of_name[name] for name in exclude if name in self._slots.of_name]] = False
         if not usable.any():
             raise NoReplicaError(
                 f"none of {len(self.replicas)} replicas can take request {request.request_id!r} ({len(exclude)} are "
                 "excluded); wait until a replica joins"
             )
         hits = self._holders.depths(request.keys, self._known, len(table))
-        rate, waiting = table["rate"], table["waiting_tokens"]
-        free = np.maximum(table["num_blocks"] - table["num_held"] - (waiting / size).astype(np.int64), 0)
+        rate, waiting = table.rate, table.waiting_tokens
+        free = np.maximum(table.num_blocks - table.num_held - (waiting / size).astype(np.int64), 0)
         evicted = np.maximum(len(request.keys) - hits - free, 0)
         price = self.options.price_weight * evicted * size / rate
         return Fleet(
@@ -272,14 +272,14 @@ class RoutingCore:
             hits,
             self._loads.backlogs(now),
             np.maximum(request.num_tokens - hits * size, 1) / rate,
-            price * self._ages.chances(now - table["oldest_use"]) if evicted.any() else price,
-            table["decode_s"] * (table["num_open"] - table["num_waiting"]),
-            table["num_waiting"].copy(),
-            table["num_open"].copy(),
-            waiting.copy(),
-            table["active_tokens"].copy(),
+            price * self._ages.chances(now - table.oldest_use) if evicted.any() else price,
+            table.decode_s * (table.num_open - table.num_waiting),
+            table.num_waiting,
+            table.num_open,
+            waiting,
+            table.active_tokens,
             free,
-            table["num_blocks"].copy(),
+            table.num_blocks,
         )
 
     def _cost(self, fleet: Fleet) -> FloatArray:
@@ -307,6 +307,7 @@ class RoutingCore:
         counts.delivered_tokens += cached_tokens
         counts.overcredited_tokens += max(0, expected.hit_tokens - cached_tokens)
         self._expectations.append((now + self.options.expectation_s, expected))
+        self._expire(now)
 
     def release(self, reservation: Reservation, now: float) -> bool:
         """The request has ended, was rejected or died with its replica. False, and no change, if it was released."""
@@ -314,7 +315,7 @@ class RoutingCore:
             return False
         expected = self._expected.pop(reservation, None)
         if expected is not None:  # its prompt was never computed
-            expected.mirror.unclaim(expected.keys, expected.life)
+            expected.mirror.unclaim(expected.claim)
         if self._attempts.get(reservation.request_id) == reservation:
             del self._attempts[reservation.request_id]
         if reservation.router == self.router:
@@ -322,11 +323,10 @@ class RoutingCore:
         return True
 
     def _expire(self, now: float) -> None:
+        """End the expectations whose time is over."""
         while self._expectations and self._expectations[0][0] <= now:
             _, expected = self._expectations.popleft()
-            expected.mirror.unclaim(expected.keys, expected.life)
-        for peer in [name for name, peer in self._peers.items() if peer.heard_at + self.options.peer_silence_s < now]:
-            self.forget_router(peer, now)
+            expected.mirror.unclaim(expected.claim)
 
     # ------------------------------------------------------------------ other routers
 

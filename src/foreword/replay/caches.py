@@ -84,9 +84,7 @@ class LruCache:
 class ManagerCache:
     """The engine's manager and radix index, with a named policy or a given one."""
 
-    def __init__(
-        self, capacity: int, eviction_policy: str | EvictionPolicy, ledger: CacheLedger | None = None
-    ) -> None:
+    def __init__(self, capacity: int, eviction_policy: str | EvictionPolicy, ledger: CacheLedger | None = None) -> None:
         _check_capacity(capacity)
         self.capacity = capacity
         index = RadixIndex(capacity, PIECES)

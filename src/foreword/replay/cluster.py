@@ -1,8 +1,8 @@
-"""Many replicas in simulated time: routers with the real `RoutingCore`, pools with the real cache, prompts in a line.
+"""Many replicas in simulated time: routers with the real `RoutingCore`, pools with the real cache.
 
-Knows arrivals, rates and delays; computes no tokens. A replica computes one prompt after the other at its rate, looks for
-a hit when it begins, and generates answers beside that at no cost. Its pool is the engine's `KVCacheManager`; its events
-reach the routers late if asked. `foreword.replay.timing` has steps, batches and decoding instead, for few replicas.
+Knows arrivals, rates and delays; computes no tokens. A replica computes one prompt after the other at its rate, looks
+for a hit when it begins, and generates answers beside that at no cost. Its pool is the engine's `KVCacheManager`; its
+events reach the routers late if asked. `foreword.replay.timing` has steps, batches and decoding instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from itertools import count
 import numpy as np
 
 from foreword.cache import CacheLedger, EventLog, TokenSequence
-from foreword.cluster import EventBatch, LoadUpdate, ReplicaSpec, Reservation, RoutingCore, RoutingOptions, RoutingRequest
+from foreword.cluster import (
+    EventBatch,
+    LoadUpdate,
+    ReplicaSpec,
+    Reservation,
+    RoutingCore,
+    RoutingOptions,
+    RoutingRequest,
+)
 from foreword.cluster.routing import HIT_WEIGHT
 from foreword.errors import ConfigError, NoReplicaError
 from foreword.replay.caches import ManagerCache, as_sequence
@@ -128,6 +136,8 @@ class ClusterSimulation:
         """(time, order, what happens): a heap."""
         self._order = count()
         self._lives = count()
+        self._goes_on = True
+        """Requests may still come."""
         self._stranded: list[_Job] = []
         self._ttft: list[float] = []
         self._computed: dict[str, int] = {}
@@ -147,6 +157,7 @@ class ClusterSimulation:
             self._run(until=at_s)
             self.now = at_s
             self._arrive(recorded, number)
+        self._goes_on = False
         self._run(until=float("inf"))
         return self._report()
 
@@ -268,7 +279,7 @@ class ClusterSimulation:
         for number, core in enumerate(self.cores):
             core.beat()
             self._share(number)
-        if self._events:
+        if self._goes_on:
             self._at(self.now + BEAT_S, self._beat)
 
     # ------------------------------------------------------------------ replicas
@@ -278,9 +289,7 @@ class ClusterSimulation:
         rate = options.tokens_per_s[number % len(options.tokens_per_s)]
         life = next(self._lives).to_bytes(16, "big")
         events = EventLog()
-        pool = ManagerCache(
-            options.num_blocks, options.eviction_policy, CacheLedger(options.num_blocks, events=events)
-        )
+        pool = ManagerCache(options.num_blocks, options.eviction_policy, CacheLedger(options.num_blocks, events=events))
         self.replicas[name] = _Replica(name, rate, life, pool, events)
         for core in self.cores:
             core.join(name, ReplicaSpec(options.num_blocks, rate))

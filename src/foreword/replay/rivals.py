@@ -1,8 +1,8 @@
 """Rules of other routers, as costs of replicas, to be compared with ours on equal traffic.
 
 Knows what `Fleet` says; keeps at most a counter or a seeded generator. The rules are written from their published
-descriptions. All of them get exact and fresh knowledge of caches and load, including requests under way, which their own
-systems estimate, poll or lack: the comparison is kind to them.
+descriptions. All of them get exact and fresh knowledge of caches and load, including requests under way, which their
+own systems estimate, poll or lack: the comparison is kind to them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from foreword.cache.block_ids import Int64Array
 from foreword.cluster import Fleet, Rule
 from foreword.cluster.reuse_ages import FloatArray
 from foreword.errors import ConfigError
@@ -49,8 +50,8 @@ class PowerOfTwo:
 class RayPrefix:
     """Ray Serve LLM's PrefixCacheAffinityRouter: the longest match, among equals the shortest queue.
 
-    Matches below a tenth of the prompt go to the smallest tree. Only if queues differ by more than `threshold` requests,
-    power of two decides. Ray's code has an infinite threshold, its documentation 10.
+    Matches below a tenth of the prompt go to the smallest tree. Power of two decides if queues differ by more than
+    `threshold` requests. Ray's code has an infinite threshold, its documentation 10.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -70,7 +71,7 @@ class RayPrefix:
 class SglangCacheAware:
     """SGLang's gateway, `cache_aware`: the longest match if it is more than half of the prompt, else the smallest tree.
 
-    If the longest queue is more than 32 above the shortest and more than 1.1 times as long, the shortest queue is chosen.
+    The shortest queue is chosen if the longest has more than 32 requests more and is more than 1.1 times as long.
     """
 
     def __call__(self, fleet: Fleet) -> FloatArray:
@@ -104,9 +105,10 @@ class Dynamo:
         return costs
 
 
-def _shortest_queue(fleet: Fleet, first: FloatArray) -> FloatArray:
+def _shortest_queue(fleet: Fleet, first: Int64Array) -> FloatArray:
     """Orders replicas by `first`, and equal ones by their queues."""
-    return first + fleet.num_waiting / (1.0 + fleet.num_waiting.max())
+    costs: FloatArray = first + fleet.num_waiting / (1.0 + fleet.num_waiting.max())
+    return costs
 
 
 _RULES: dict[str, Callable[[], Rule | None]] = {
