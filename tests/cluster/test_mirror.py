@@ -2,7 +2,8 @@
 
 import random
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from foreword.cache import AllBlocksCleared, BlockRemoved, BlockStored, CacheLedger, EventLog
 from foreword.cluster import EventBatch, ReplicaMirror
