@@ -366,27 +366,3 @@ def test_a_silent_or_restarted_router_loses_its_reservations():
     one.choose(prompt("late", "c", 0), 7.0)
     assert one.export_load().updates[0].reservation.request_id == "late"
     assert loads_of(one) == pytest.approx([0.01])
-
-
-def test_routers_that_decide_at_the_same_moment_do_not_all_fill_the_idle_replica():
-    cores = [make_core(4, share_load=True, router=f"router-{n}") for n in range(3)]
-    for sender, receiver in itertools.permutations(cores, 2):
-        sender.beat()
-        receiver.merge(sender.take_updates(), 0.0)
-    for core in cores:  # so that they know each other's share
-        for peer in core._peers.values():
-            peer.recent_tokens = 1000
-        core._recent_tokens = 1000
-    store_load = [core.note_load(name, 30) for core in cores for name in ("r1", "r2", "r3")]
-    assert store_load
-    chosen = [
-        core.choose(prompt(f"{n}.{core.router}", f"{n}.{core.router}", 2), 0.0) for core in cores for n in range(4)
-    ]
-    counts = [sum(each.replica == name for each in chosen) for name in ("r0", "r1", "r2", "r3")]
-    assert max(counts) <= 6
-    for core in cores:
-        updates = core.take_updates()
-        for peer in cores:
-            if peer is not core:
-                peer.merge(updates, 0.0)
-    assert loads_of(cores[0]) == pytest.approx(loads_of(cores[1]))

@@ -55,9 +55,7 @@ class HolderIndex:
 
     def depths(self, keys: Iterable[Key], among: int, num_slots: int) -> Int64Array:
         """The number of leading blocks that each replica holds, [num_slots]; 0 for slots whose bit `among` lacks."""
-        held = list(map(self._holders.get, keys, repeat(0)))
-        end = held.index(0) if 0 in held else len(held)
-        masks = list(accumulate(held[:end], and_, initial=among))
+        masks = list(accumulate(map(self._holders.get, keys, repeat(0)), and_, initial=among))
         masks.reverse()  # an AND only clears bits, so these numbers ascend
         slots: list[int] = []
         depth_of: list[int] = []

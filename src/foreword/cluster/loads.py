@@ -41,8 +41,6 @@ class SlotTable:
     waiting_tokens: FloatArray
     other_tokens: FloatArray
     """Tokens to compute of which only the replica knows."""
-    guessed_tokens: FloatArray
-    """Tokens that other routers may have reserved, about which nothing was heard yet."""
     head_tokens: FloatArray
     head_since: FloatArray
     active_tokens: FloatArray
@@ -150,7 +148,7 @@ class Loads:
         """Seconds until each replica has computed the prompts that wait there, [slots]."""
         table = self.table
         computed = np.minimum(np.maximum(now - table.head_since, 0) * table.rate, table.head_tokens)
-        seconds: FloatArray = (table.waiting_tokens + table.other_tokens + table.guessed_tokens - computed) / table.rate
+        seconds: FloatArray = (table.waiting_tokens + table.other_tokens - computed) / table.rate
         return seconds
 
     def _begin_head(self, slot: int, now: float) -> None:

@@ -7,7 +7,7 @@ events.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -58,14 +58,6 @@ class Peer:
     life: str | None = None
     next_number: int = 0
     is_synced: bool = False
-    recent_tokens: int = 0
-    """Tokens that it reserved of late."""
-    guessed: dict[int, int] = field(default_factory=dict)
-    """Tokens by slot that it may have reserved since it was heard: its share of what this router did meanwhile.
-
-    Routers that decide at the same time from the same state place the same kind of work on the same replicas. Without
-    this guess they would all fill the replica that looks idle.
-    """
 
     def follows(self, update: LoadUpdate, now: float) -> bool:
         """Whether this is the next update. At a gap, or after a restart, the peer is no longer synced."""

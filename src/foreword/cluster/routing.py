@@ -36,8 +36,6 @@ from foreword.cluster.ring import HashRing
 from foreword.errors import ConfigError, NoReplicaError
 
 HIT_WEIGHT = 4.0
-RECENT_TOKENS = 1_000_000
-"""Reserved tokens after which those of all routers count half."""
 Rule = Callable[[Fleet], FloatArray]
 """The cost of each slot; the lowest of the usable ones is chosen."""
 
@@ -140,7 +138,6 @@ class RoutingCore:
         """Blocks expected until a time, in its order."""
         self._outbox = Outbox(router, life)
         self._peers: dict[str, Peer] = {}
-        self._recent_tokens = 0
 
     # ------------------------------------------------------------------ replicas
 
@@ -293,16 +290,6 @@ class RoutingCore:
     def _reserve(self, reservation: Reservation, work: Work, now: float) -> None:
         self._loads.reserve(reservation, work, now)
         self._tell(Change.RESERVED, reservation, work.prompt_tokens, work.computed_tokens)
-        self._recent_tokens += work.computed_tokens
-        for peer in self._peers.values():
-            share = min(1.0, (peer.recent_tokens + 1) / (self._recent_tokens + 1))
-            guess = int(share * work.computed_tokens)
-            peer.guessed[work.slot] = peer.guessed.get(work.slot, 0) + guess
-            self._loads.table.guessed_tokens[work.slot] += guess
-        if self._recent_tokens > RECENT_TOKENS:
-            self._recent_tokens //= 2
-            for peer in self._peers.values():
-                peer.recent_tokens //= 2
 
     def note_started(self, reservation: Reservation, now: float) -> None:
         """The replica begins to compute the prompt."""
@@ -366,7 +353,6 @@ class RoutingCore:
         lost = dict[str, None]()
         for update in updates:
             peer = self._peers.setdefault(update.router, Peer(now))
-            self._drop_guess(peer)
             if update.life != peer.life:
                 self._release_all(update.router, now)
             if peer.follows(update, now):
@@ -379,7 +365,6 @@ class RoutingCore:
         """Take the whole state of another router's reservations. Ignores one that is older than the updates seen."""
         peer = self._peers.setdefault(load.router, Peer(now))
         peer.heard_at = now
-        self._drop_guess(peer)
         if peer.is_synced and peer.life == load.life and load.number < peer.next_number:
             return
         self._release_all(load.router, now, keep={update.reservation for update in load.updates})
@@ -389,20 +374,12 @@ class RoutingCore:
 
     def forget_router(self, router: str, now: float) -> None:
         """Another router has ended; its reservations end too."""
-        peer = self._peers.pop(router, None)
-        if peer is not None:
-            self._drop_guess(peer)
+        self._peers.pop(router, None)
         self._release_all(router, now)
-
-    def _drop_guess(self, peer: Peer) -> None:
-        for slot, tokens in peer.guessed.items():
-            self._loads.table.guessed_tokens[slot] -= tokens
-        peer.guessed.clear()
 
     def _apply(self, update: LoadUpdate, now: float) -> None:
         match update.change:
             case Change.RESERVED:
-                self._peers[update.router].recent_tokens += update.computed_tokens
                 slot = self._slots.of_name.get(update.reservation.replica)
                 if slot is not None and update.reservation not in self._loads.open:
                     self._loads.reserve(
