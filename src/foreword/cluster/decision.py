@@ -82,8 +82,6 @@ class Fleet:
     """Requests without an end."""
     waiting_tokens: FloatArray
     """Prompt tokens to compute before the first tokens of the requests that wait."""
-    active_tokens: FloatArray
-    """Prompt tokens of open requests, cached or not."""
     free_blocks: Int64Array
     num_blocks: Int64Array
     """Capacity."""

@@ -43,7 +43,6 @@ class SlotTable:
     """Tokens to compute of which only the replica knows."""
     head_tokens: FloatArray
     head_since: FloatArray
-    active_tokens: FloatArray
     num_waiting: Int64Array
     num_open: Int64Array
 
@@ -94,7 +93,6 @@ class Loads:
         table, slot, waiting = self.table, work.slot, self._waiting[work.slot]
         waiting[reservation] = work.computed_tokens
         table.waiting_tokens[slot] += work.computed_tokens
-        table.active_tokens[slot] += work.prompt_tokens
         table.num_waiting[slot] += 1
         table.num_open[slot] += 1
         if len(waiting) == 1:
@@ -135,7 +133,6 @@ class Loads:
         self.note_prefilled(reservation, now)
         work = self.open.pop(reservation)
         table, slot = self.table, work.slot
-        table.active_tokens[slot] -= work.prompt_tokens
         table.num_open[slot] -= 1
         return True
 
@@ -166,5 +163,4 @@ class Loads:
             assert table.num_open[slot] == len(mine)
             assert table.num_waiting[slot] == len(waiting)
             assert table.waiting_tokens[slot] == sum(waiting.values())
-            assert table.active_tokens[slot] == sum(work.prompt_tokens for work in mine.values())
             assert table.head_tokens[slot] == next(iter(waiting.values()), 0)

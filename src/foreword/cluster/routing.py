@@ -277,7 +277,6 @@ class RoutingCore:
             table.num_waiting,
             table.num_open,
             waiting,
-            table.active_tokens,
             free,
             table.num_blocks,
         )
@@ -298,7 +297,11 @@ class RoutingCore:
     def note_first_token(self, reservation: Reservation, now: float, cached_tokens: int) -> None:
         """The first token has come; the replica had `cached_tokens` of the prompt."""
         work = self._loads.open.get(reservation)
-        if work is None or not self._loads.note_prefilled(reservation, now, work.prompt_tokens - cached_tokens):
+        if (
+            work is None
+            or reservation.router != self.router
+            or not self._loads.note_prefilled(reservation, now, work.prompt_tokens - cached_tokens)
+        ):
             return
         self._tell(Change.PREFILLED, reservation)
         expected, counts = self._expected.pop(reservation), self.counts

@@ -85,11 +85,14 @@ class SglangCacheAware:
 
 
 class LlmD:
-    """llm-d's scorers: 2 x matched share + 1 x free share of the KV cache + 1 x shortness of the queue."""
+    """llm-d's scorers: 2 x matched share + 1 x free share of the KV cache + 1 x shortness of the queue.
+
+    Of four readings of "free share" (nothing, blocks held, prompts open, prompts waiting) the last waited least.
+    """
 
     def __call__(self, fleet: Fleet) -> FloatArray:
         matched = fleet.hit_blocks / max(1, len(fleet.request.keys))
-        used = np.minimum(fleet.active_tokens / (fleet.num_blocks * fleet.block_tokens), 1)
+        used = np.minimum(fleet.waiting_tokens / (fleet.num_blocks * fleet.block_tokens), 1)
         queues = fleet.num_waiting[fleet.usable]
         shortest, spread = int(queues.min()), max(1, int(queues.max() - queues.min()))
         score: FloatArray = 2 * matched + (1 - used) + (1 - (fleet.num_waiting - shortest) / spread)
@@ -97,11 +100,14 @@ class LlmD:
 
 
 class Dynamo:
-    """NVIDIA Dynamo's cost: blocks to prefill, those under way included, and blocks that decode."""
+    """NVIDIA Dynamo's cost: blocks to prefill, those under way included.
+
+    Blocks that decode are left out: they delay nobody in this simulation, and with them the rule waits longer.
+    """
 
     def __call__(self, fleet: Fleet) -> FloatArray:
         missing = fleet.waiting_tokens + fleet.request.num_tokens - fleet.hit_blocks * fleet.block_tokens
-        costs: FloatArray = (np.maximum(missing, 0) + fleet.active_tokens) / fleet.block_tokens
+        costs: FloatArray = np.maximum(missing, 0) / fleet.block_tokens
         return costs
 
 
