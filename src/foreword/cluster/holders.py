@@ -36,8 +36,12 @@ class HolderIndex:
 
     def add(self, keys: list[Key], slot: int) -> None:
         """Note that the slot's replica holds these blocks."""
-        held = map(self._holders.get, keys, repeat(0))
-        self._holders.update(zip(keys, map(or_, held, repeat(1 << slot)), strict=False))
+        bit = 1 << slot
+        if self._holders.keys().isdisjoint(keys):  # the usual case, at half the cost
+            self._holders.update(dict.fromkeys(keys, bit))
+        else:
+            held = map(self._holders.get, keys, repeat(0))
+            self._holders.update(zip(keys, map(or_, held, repeat(bit)), strict=False))
 
     def discard(self, keys: Iterable[Key], slot: int) -> None:
         """Note that the slot's replica does not hold these blocks."""
@@ -65,7 +69,9 @@ class HolderIndex:
             found = slots_of(mask ^ deeper)
             slots += found
             depth_of += [depth] * len(found)
-            at, deeper = bisect_right(masks, mask, at), mask
+            deeper, at = mask, at + 1
+            if at < len(masks) and masks[at] == mask:
+                at = bisect_right(masks, mask, at)
         depths = np.zeros(num_slots, np.int64)
         depths[slots] = depth_of
         return depths

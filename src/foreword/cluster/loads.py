@@ -31,7 +31,6 @@ class SlotTable:
     """One array for each property of replicas, with an entry for each slot."""
 
     usable: npt.NDArray[np.bool_]
-    is_synced: npt.NDArray[np.bool_]
     num_blocks: Int64Array
     num_held: Int64Array
     oldest_use: FloatArray

@@ -130,7 +130,8 @@ class RoutingCore:
         self._holders, self._ages, self._ring, self._loads = HolderIndex(), ReuseAges(), HashRing(), Loads()
         self._slots = _Slots()
         self._known = 0
-        """Bits of the slots whose mirrors are synced."""
+        """Bits of the slots whose mirrors are synced, and below of those that may be chosen."""
+        self._usable = 0
         self._attempts: dict[str, Reservation] = {}
         """The latest open reservation of each of this router's requests."""
         self._expected: dict[Reservation, _Expected] = {}
@@ -156,12 +157,15 @@ class RoutingCore:
             slots.of_name[name] = slot
             self._ring.add(name, slot)
         slot, table = slots.of_name[name], self._loads.table
+        self._usable |= 1 << slot
         table.usable[slot], table.num_blocks[slot] = True, spec.num_blocks
         table.rate[slot], table.decode_s[slot], table.other_tokens[slot] = spec.tokens_per_s, spec.decode_s, 0
 
     def retire(self, name: str) -> None:
         """Send no more requests to a replica; those that it has go on."""
-        self._loads.table.usable[self._slot(name)] = False
+        slot = self._slot(name)
+        self._usable &= ~(1 << slot)
+        self._loads.table.usable[slot] = False
 
     def leave(self, name: str, now: float) -> list[Reservation]:
         """Forget a replica. Returns this router's open reservations there, which are released."""
@@ -211,7 +215,7 @@ class RoutingCore:
 
     def _note_mirror(self, slot: int, now: float) -> bool:
         mirror, table = self._slots.mirrors[slot], self._loads.table
-        table.is_synced[slot], table.num_held[slot] = mirror.is_synced, len(mirror.parents)
+        table.num_held[slot] = len(mirror.parents)
         table.oldest_use[slot] = mirror.oldest_use(now)
         self._known = self._known | 1 << slot if mirror.is_synced else self._known & ~(1 << slot)
         return mirror.is_synced
@@ -229,8 +233,15 @@ class RoutingCore:
         if (earlier := self._attempts.get(request.request_id)) is not None:
             attempt = earlier.attempt + 1
             self.release(earlier, now)
-        fleet = self._fleet(request, now, exclude)
-        degraded = not (fleet.usable & self._loads.table.is_synced).any()
+        excluded = [self._slots.of_name[name] for name in exclude if name in self._slots.of_name]
+        usable = self._usable & ~sum(1 << slot for slot in set(excluded))
+        if not usable:
+            raise NoReplicaError(
+                f"none of {len(self.replicas)} replicas can take request {request.request_id!r} ({len(excluded)} are "
+                "excluded); wait until a replica joins"
+            )
+        fleet = self._fleet(request, now, excluded)
+        degraded = not usable & self._known
         costs = np.where(fleet.usable, self._rule(fleet), np.inf)
         if degraded:
             slot = self._ring.find(request.affinity(), fleet.usable, fleet.num_open, self.options.load_slack)
@@ -250,16 +261,11 @@ class RoutingCore:
         self.counts.degraded += degraded
         return Decision(reservation, slot, degraded, hit_tokens, fleet, costs, tuple(self._slots.names))
 
-    def _fleet(self, request: RoutingRequest, now: float, exclude: Collection[str]) -> Fleet:
+    def _fleet(self, request: RoutingRequest, now: float, excluded: list[int]) -> Fleet:
         table, size = self._loads.table, self.options.block_tokens
         usable = table.usable.copy()
-        if exclude:
-            usable[[self._slots.of_name[name] for name in exclude if name in self._slots.of_name]] = False
-        if not usable.any():
-            raise NoReplicaError(
-                f"none of {len(self.replicas)} replicas can take request {request.request_id!r} ({len(exclude)} are "
-                "excluded); wait until a replica joins"
-            )
+        if excluded:
+            usable[excluded] = False
         hits = self._holders.depths(request.keys, self._known, len(table))
         rate, waiting = table.rate, table.waiting_tokens
         free = np.maximum(table.num_blocks - table.num_held - (waiting / size).astype(np.int64), 0)
