@@ -92,7 +92,7 @@ def filled_core(num_replicas: int, families: list[list[bytes]]) -> RoutingCore:
     return core
 
 
-def select_us(num_replicas: int, rounds: int, per_round: int = 100) -> float:
+def select_us(num_replicas: int, rounds: int, per_round: int = NUM_FAMILIES) -> float:
     """Microseconds of processor time for one decision."""
     families = [[_key(family, at) for at in range(NUM_BLOCKS)] for family in range(NUM_FAMILIES)]
     core = filled_core(num_replicas, families)
@@ -124,7 +124,7 @@ def main() -> None:
     requests = list(TraceReader(args.trace)) if args.trace else made_up(args.requests, args.seed)
     if args.quick:
         requests = requests[:300]
-    selects = {f"select_us_{number}": select_us(number, 2 if args.quick else 20) for number in (8, 64, 1000)}
+    selects = {f"select_us_{number}": select_us(number, 3 if args.quick else 100) for number in (8, 64, 1000)}
     print("  ".join(f"{name} {value}" for name, value in selects.items()), flush=True)
     rivals = [rule for rule in args.rules.split(",") if rule != COST]
     ours, overload = serve(requests, COST), serve(requests, f"{COST}, overload", 4500.0)
