@@ -85,7 +85,7 @@ def filled_core(num_replicas: int, families: list[list[bytes]]) -> RoutingCore:
     """A router whose replicas hold a quarter of the families, each to another depth."""
     core, rng = RoutingCore(RoutingOptions(16)), np.random.default_rng(0)
     for replica in range(num_replicas):
-        core.join(f"replica-{replica}", ReplicaSpec(20_000, 6000.0))
+        core.join(f"replica-{replica}", ReplicaSpec(20_000, 6000.0, is_prefix_closed=True))
         for number, family in enumerate(rng.choice(NUM_FAMILIES, NUM_FAMILIES // 4, replace=False)):
             held = families[family][: int(rng.integers(1, NUM_BLOCKS))]
             core.observe(f"replica-{replica}", EventBatch(b"", number, (BlockStored(tuple(held), None, (), 16),)), 0.0)

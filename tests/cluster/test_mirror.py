@@ -187,6 +187,25 @@ def test_one_walk_finds_the_depth_of_every_replica(held, keys, among):
     assert not len(index)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 39), st.lists(st.integers(0, 1), max_size=7)), max_size=60), st.integers(0))
+def test_a_search_finds_what_the_walk_finds_on_the_mirrors_of_radix_pools(prompts, among):
+    index, pools = HolderIndex(), [Pool() for _ in range(40)]
+    mirrors = [ReplicaMirror(slot, index, ReuseAges()) for slot in range(40)]
+    for slot, content in prompts:
+        pools[slot].take(content)
+        mirrors[slot].observe(pools[slot].batches[-1], 0.0)
+    for _, content in [*prompts, (0, [1] * 30)]:
+        keys = Pool().take(content)
+        for mask in ((1 << 40) - 1, among & (1 << 40) - 1):
+            walked = index.depths(keys, mask, 40).tolist()
+            assert index.depths(keys, mask, 40, closed=True).tolist() == walked
+    deep = [("deep", at) for at in range(40)]
+    for slot in range(40):  # more depths than a search is made for
+        index.add(deep[: slot + 1], slot)
+    assert index.depths(deep, (1 << 40) - 1, 40, closed=True).tolist() == list(range(1, 41))
+
+
 def test_the_bits_of_large_numbers_are_found():
     rng = random.Random(0)
     for size in (1, 5, 9, 700):

@@ -11,7 +11,7 @@ one integer. The walk ANDs the integers of the prompt's keys: a replica is as de
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from itertools import accumulate, repeat
 from operator import and_, or_
 
@@ -21,6 +21,8 @@ from foreword.cache.block_ids import Int64Array
 
 Key = Hashable
 """A block's key: `BlockHash` of foreword's replicas, integers of others."""
+MAX_LEVELS = 24
+"""Up to this number of different depths, a search is faster than a walk."""
 FEW_BITS = 8
 """Up to this number of bits, finding them one by one is faster than numpy."""
 
@@ -57,24 +59,57 @@ class HolderIndex:
         """Whether the slot's replica holds this block."""
         return bool(self._holders.get(key, 0) >> slot & 1)
 
-    def depths(self, keys: Iterable[Key], among: int, num_slots: int) -> Int64Array:
-        """The number of leading blocks that each replica holds, [num_slots]; 0 for slots whose bit `among` lacks."""
-        masks = list(accumulate(map(self._holders.get, keys, repeat(0)), and_, initial=among))
-        masks.reverse()  # an AND only clears bits, so these numbers ascend
+    def depths(self, keys: list[Key], among: int, num_slots: int, closed: bool = False) -> Int64Array:
+        """The number of leading blocks that each replica holds, [num_slots]; 0 for slots whose bit `among` lacks.
+
+        `closed` promises that who holds a block holds all blocks before it. A search then takes the place of the walk,
+        unless replicas end at very many depths.
+        """
+        levels = self._search(keys, among) if closed else None
+        depths = np.zeros(num_slots, np.int64)
         slots: list[int] = []
         depth_of: list[int] = []
-        at, deeper = 0, 0
-        while at < len(masks):
-            mask, depth = masks[at], len(masks) - 1 - at
+        deeper = 0
+        for depth, mask in levels if levels is not None else self._walk(keys, among):
             found = slots_of(mask ^ deeper)
             slots += found
             depth_of += [depth] * len(found)
-            deeper, at = mask, at + 1
-            if at < len(masks) and masks[at] == mask:
-                at = bisect_right(masks, mask, at)
-        depths = np.zeros(num_slots, np.int64)
+            deeper = mask
         depths[slots] = depth_of
         return depths
+
+    def _walk(self, keys: list[Key], among: int) -> Iterator[tuple[int, int]]:
+        """Each depth at which replicas end, and those that reach it; the deepest first."""
+        masks = list(accumulate(map(self._holders.get, keys, repeat(0)), and_, initial=among))
+        masks.reverse()  # an AND only clears bits, so these numbers ascend
+        at = 0
+        while at < len(masks):
+            mask = masks[at]
+            yield len(masks) - 1 - at, mask
+            at += 1
+            if at < len(masks) and masks[at] == mask:
+                at = bisect_right(masks, mask, at)
+
+    def _search(self, keys: list[Key], among: int) -> list[tuple[int, int]] | None:
+        """The same as `_walk`, from few look-ups; None if there are more than `MAX_LEVELS` depths."""
+        get, levels = self._holders.get, list[tuple[int, int]]()
+        low, mask = 0, among  # the first `low` blocks are held by all of `mask`
+        while mask:
+            if len(levels) == MAX_LEVELS:
+                return None
+            high = len(keys) + 1
+            while high - low > 1:
+                middle = (low + high) // 2
+                if get(keys[middle - 1], 0) & mask == mask:
+                    low = middle
+                else:
+                    high = middle
+            levels.append((low, mask))
+            if high > len(keys):
+                break
+            low, mask = high, mask & get(keys[high - 1], 0)
+        levels.reverse()
+        return levels
 
 
 def slots_of(mask: int) -> list[int]:

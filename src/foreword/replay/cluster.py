@@ -292,7 +292,7 @@ class ClusterSimulation:
         pool = ManagerCache(options.num_blocks, options.eviction_policy, CacheLedger(options.num_blocks, events=events))
         self.replicas[name] = _Replica(name, rate, life, pool, events)
         for core in self.cores:
-            core.join(name, ReplicaSpec(options.num_blocks, rate))
+            core.join(name, ReplicaSpec(options.num_blocks, rate, is_prefix_closed=True))
             core.install_snapshot(name, EventBatch(life, -1), self.now)
         stranded, self._stranded = self._stranded, []
         for job in stranded:
