@@ -13,6 +13,7 @@ Knows only names. `ForewordError` catches all of them; each message names the wr
     ├── CacheBusyError             the cache cannot be reset while requests hold its blocks
     ├── AllocationError            (also a ValueError)  the cache is asked for slots or blocks that cannot be given
     ├── EventsLostError            a stream of cache events has a gap
+    ├── NoReplicaError             no replica may take the request
     ├── TraceError                 a recorded trace cannot be read
     └── EngineError                a step failed and its requests were aborted, or the engine is closed
 """
@@ -66,6 +67,10 @@ class AllocationError(ForewordError, ValueError):
 
 class EventsLostError(ForewordError):
     """A stream of cache events has a gap, so a state rebuilt from it is wrong."""
+
+
+class NoReplicaError(ForewordError):
+    """No replica may take the request now; another attempt may succeed once one joins."""
 
 
 class TraceError(ForewordError):

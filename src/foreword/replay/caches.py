@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from foreword.cache import EvictionPolicy, KVCacheManager, RadixIndex, TokenSequence
+from foreword.cache import CacheLedger, EvictionPolicy, KVCacheManager, RadixIndex, TokenSequence
 from foreword.errors import ConfigError
 from foreword.replay.keys import NO_KEYS, PrefixKeys
 from foreword.replay.trace import RecordedRequest
@@ -84,26 +84,35 @@ class LruCache:
 class ManagerCache:
     """The engine's manager and radix index, with a named policy or a given one."""
 
-    def __init__(self, capacity: int, eviction_policy: str | EvictionPolicy) -> None:
+    def __init__(self, capacity: int, eviction_policy: str | EvictionPolicy, ledger: CacheLedger | None = None) -> None:
         _check_capacity(capacity)
         self.capacity = capacity
+        index = RadixIndex(capacity, PIECES)
         self.manager = KVCacheManager(
-            capacity, block_size=PIECES, index=RadixIndex(capacity, PIECES), eviction_policy=eviction_policy
+            capacity, block_size=PIECES, index=index, eviction_policy=eviction_policy, ledger=ledger
         )
 
     def admit(self, request: RecordedRequest) -> int:
-        num_tokens = PIECES * len(request.keys)
-        if not 0 < len(request.keys) <= self.capacity:
+        return self.admit_sequence(as_sequence(request))
+
+    def admit_sequence(self, sequence: TokenSequence) -> int:
+        """`admit` for a request whose sequence was made before."""
+        num_tokens = PIECES * sequence.num_full_blocks
+        if not 0 < num_tokens <= PIECES * self.capacity:
             return 0
         manager = self.manager
         manager.begin_step()
-        sequence = TokenSequence("request", as_token_ids(request), block_size=PIECES)
         hit = manager.get_computed_blocks(sequence)
         admitted = manager.allocate_slots(sequence, num_tokens, hit)
         assert admitted is not None, "a request that fits was not admitted"
         manager.take_copies()
         manager.free(sequence.request_id)
         return hit.num_shared_tokens // PIECES
+
+
+def as_sequence(request: RecordedRequest) -> TokenSequence:
+    """The request's blocks as a sequence of blocks of `PIECES` tokens."""
+    return TokenSequence("request", as_token_ids(request), block_size=PIECES)
 
 
 def as_token_ids(request: RecordedRequest) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

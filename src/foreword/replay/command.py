@@ -9,7 +9,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,9 +18,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from foreword.errors import ConfigError
 from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity, parse_with_unit, read_model_config
+from foreword.replay.cluster_command import add_cluster_arguments, cluster_options, simulate_cluster
 from foreword.replay.lines import PromptEncoder
 from foreword.replay.picture import check_format, write_picture
 from foreword.replay.report import as_json, capacity_name, gigabytes, print_report, table_of
+from foreword.replay.rivals import RULES
 from foreword.replay.simulator import OPTIMUM, ReplayResult, Simulation
 from foreword.replay.tiers import TierOption, replay_tiers
 from foreword.replay.timing import Routing, StepCost, TimingOptions, simulate_time
@@ -78,10 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     time.add_argument(
         "--routing",
-        choices=get_args(Routing),
-        default="prefix_aware",
-        help="which replica a request goes to (default: prefix_aware)",
+        choices=dict.fromkeys((*get_args(Routing), *RULES)),
+        metavar="RULE",
+        help="which replica a request goes to: round_robin, least_loaded or prefix_aware (default)",
     )
+    add_cluster_arguments(parser)
     parser.add_argument("--json", action="store_true", help="end with one JSON line; all else goes to stderr")
 
 
@@ -93,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     bytes_per_token = _kv_bytes_per_token(args)
     simulation = Simulation(_names(args.policy, "policy", DEFAULT_POLICIES), (), sampling_rate=args.sample)
     _capacities(args.capacity, 1, bytes_per_token)
-    cost = _step_cost(args)
+    cluster, cost = cluster_options(args), _step_cost(args)
     tier = None if args.tier is None else TierOption.parse(args.tier)
     if tier is not None:
         tier.capacity(1, bytes_per_token)
@@ -110,12 +113,25 @@ def run(args: argparse.Namespace) -> int:
         print_report(result, console, args.trace.name, bytes_per_token)
         tiers = [] if tier is None else _replay_tier(tier, reader, result, bytes_per_token, console)
         timing = _simulate_time(args, reader, result, cost, console) if cost is not None else {}
+        served = [
+            (policy, capacity, replace(cluster, num_blocks=capacity.num_blocks, eviction_policy=policy))
+            for policy in result.hits
+            for capacity in result.capacities
+            if cluster is not None and policy != OPTIMUM
+        ]
+        clusters = simulate_cluster(served, reader, console) if served else {}
         for file in args.picture:
             write_picture(result, file, args.trace.name, bytes_per_token)
             console.print(f"wrote {file}", markup=False)
         if args.json:
             report = as_json(result, bytes_per_token)
-            report = {**report, "tiers": tiers, "timing": timing, "malformed_lines": reader.num_malformed}
+            report = {
+                **report,
+                "tiers": tiers,
+                "timing": timing,
+                "cluster": clusters,
+                "malformed_lines": reader.num_malformed,
+            }
             print(json.dumps(report), flush=True)
     except BrokenPipeError:
         raise
@@ -140,7 +156,7 @@ def _step_cost(args: argparse.Namespace) -> StepCost | None:
     cost = StepCost.of_model(
         read_model_config(args.model), flops_per_s=args.flops, bytes_per_s=float(parse_with_unit(args.bandwidth))
     )
-    TimingOptions(1, cost, args.replicas, args.routing)
+    TimingOptions(1, cost, args.replicas, args.routing or "prefix_aware")
     return cost
 
 
@@ -178,7 +194,8 @@ def _simulate_time(
     args: argparse.Namespace, reader: TraceReader, result: ReplayResult, cost: StepCost, console: Console
 ) -> dict[str, dict[str, Any]]:
     """Reports by policy, by capacity's name."""
-    replicas = f"{args.replicas} replicas, {args.routing}" if args.replicas > 1 else "one replica"
+    routing: Routing = args.routing or "prefix_aware"
+    replicas = f"{args.replicas} replicas, {routing}" if args.replicas > 1 else "one replica"
     console.print(f"\nServed in time by {replicas}; seconds to the first token and step", style="bold")
     table = table_of("policy", "capacity", "p50", "p90", "p99", "step p90", "hits", "tokens/s", "busy")
     found: dict[str, dict[str, Any]] = {}
@@ -186,7 +203,7 @@ def _simulate_time(
     for policy in (policy for policy in result.hits if policy != OPTIMUM):
         found[policy] = {}
         for capacity in result.capacities:
-            options = TimingOptions(capacity.num_blocks, cost, args.replicas, args.routing, policy)
+            options = TimingOptions(capacity.num_blocks, cost, args.replicas, routing, policy)
             with _progress(reader, f"{policy}, {capacity.name}", console):
                 report = simulate_time(reader, options)
             found[policy][capacity.name] = asdict(report)

@@ -1,0 +1,39 @@
+"""Many replicas: what each of them holds and has to do, and which one a request goes to.
+
+`RoutingCore` is the door. This room is pure: no sockets, threads or clocks.
+"""
+
+from foreword.cluster.decision import (
+    Candidate as Candidate,
+)
+from foreword.cluster.decision import (
+    Decision as Decision,
+)
+from foreword.cluster.decision import (
+    Fleet as Fleet,
+)
+from foreword.cluster.decision import (
+    Reservation as Reservation,
+)
+from foreword.cluster.decision import (
+    RoutingRequest as RoutingRequest,
+)
+from foreword.cluster.mirror import EventBatch as EventBatch
+from foreword.cluster.mirror import ReplicaMirror as ReplicaMirror
+from foreword.cluster.peers import LoadUpdate as LoadUpdate
+from foreword.cluster.peers import RouterLoad as RouterLoad
+from foreword.cluster.routing import (
+    ReplicaSpec as ReplicaSpec,
+)
+from foreword.cluster.routing import (
+    RoutingCore as RoutingCore,
+)
+from foreword.cluster.routing import (
+    RoutingCounts as RoutingCounts,
+)
+from foreword.cluster.routing import (
+    RoutingOptions as RoutingOptions,
+)
+from foreword.cluster.routing import (
+    Rule as Rule,
+)

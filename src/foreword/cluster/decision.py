@@ -1,0 +1,141 @@
+"""A request as a router sees it, and a decision that explains itself.
+
+Knows keys, tokens and seconds; knows no text, and makes no decision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache import TokenSequence
+from foreword.cache.block_ids import Int64Array
+from foreword.cluster.holders import Key
+from foreword.cluster.reuse_ages import FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRequest:
+    """A prompt by its block keys, which include adapter, salt and media: other tenants' blocks cannot match."""
+
+    request_id: str
+    keys: list[Key]
+    num_tokens: int
+    stable_blocks: int | None = None
+    """Leading blocks up to the deepest boundary that later requests share, such as the end of the system prompt and the
+    tools. Used only where nothing is known of the caches; None: all blocks."""
+    session: str | None = None
+    """Replaces the boundary if there is one."""
+
+    @classmethod
+    def of_sequence(
+        cls, sequence: TokenSequence, stable_tokens: int | None = None, session: str | None = None
+    ) -> RoutingRequest:
+        """The request of a tokenised prompt, with the engine's own keys."""
+        stable = None if stable_tokens is None else stable_tokens // sequence.block_size
+        return cls(sequence.request_id, list(sequence.block_hashes()), len(sequence), stable, session)
+
+    def affinity(self) -> object:
+        """What the hash ring places: the session, else the stable boundary, else the request itself."""
+        if self.session is not None:
+            return self.session
+        known = self.keys[: self.stable_blocks]
+        return known[-1] if known else self.request_id
+
+
+class Reservation(NamedTuple):
+    """Work that a router has placed on a replica; also its key in every later call."""
+
+    router: str
+    request_id: str
+    attempt: int
+    """1, or more after a rejection or a death. A late echo of an earlier attempt therefore releases nothing."""
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Arrays with one entry for each slot, as a rule sees them for one request. Read only.
+
+    Those after `decode_s` are views, valid until the next call of the core.
+    """
+
+    request: RoutingRequest
+    block_tokens: int
+    usable: npt.NDArray[np.bool_]
+    """Whether the replica may be chosen."""
+    hit_blocks: Int64Array
+    backlog_s: FloatArray
+    """Time until the replica has computed the prompts that it already has."""
+    prefill_s: FloatArray
+    """Time of this prompt's part that is not cached."""
+    price_s: FloatArray
+    """Time to compute the evicted blocks again, times the chance that they would have been used."""
+    decode_s: FloatArray
+    """Delay by the answers that the replica generates meanwhile."""
+    num_waiting: Int64Array
+    """Requests without a first token."""
+    num_open: Int64Array
+    """Requests without an end."""
+    waiting_tokens: FloatArray
+    """Prompt tokens to compute before the first tokens of the requests that wait."""
+    free_blocks: Int64Array
+    num_blocks: Int64Array
+    """Capacity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One replica in the eyes of one decision."""
+
+    chosen: bool
+    replica: str
+    hit_tokens: int
+    backlog_s: float
+    prefill_s: float
+    price_s: float
+    decode_s: float
+    cost_s: float
+    """Infinite: the replica was not usable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The chosen replica, with the reservation that was made in the same call."""
+
+    reservation: Reservation
+    slot: int
+    degraded: bool
+    """No usable replica's cache was known, so the hash ring decided."""
+    hit_tokens: int
+    """The part of the prompt that the chosen replica is expected to have."""
+    fleet: Fleet
+    costs: FloatArray
+    names: tuple[str, ...]
+    """The replica in each slot; empty for slots in no use."""
+
+    @property
+    def replica(self) -> str:
+        """The chosen replica's name."""
+        return self.reservation.replica
+
+    @property
+    def predicted_ttft_s(self) -> float:
+        """The expected time to the first token; for admission and Retry-After."""
+        return float(self.fleet.backlog_s[self.slot] + self.fleet.prefill_s[self.slot])
+
+    def candidates(self) -> list[Candidate]:
+        """Every replica with the parts of its cost, the cheapest first."""
+        fleet = self.fleet
+        hit_tokens = np.minimum(fleet.hit_blocks * fleet.block_tokens, fleet.request.num_tokens - 1)
+        columns = (hit_tokens, fleet.backlog_s, fleet.prefill_s, fleet.price_s, fleet.decode_s, self.costs)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        found = [
+            Candidate(slot == self.slot, name, *row)
+            for slot, (name, row) in enumerate(zip(self.names, rows, strict=True))
+            if name
+        ]
+        return sorted(found, key=lambda each: (each.cost_s, not each.chosen, each.replica))

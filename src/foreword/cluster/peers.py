@@ -1,0 +1,99 @@
+"""How several routers share their reservations: numbered updates, a whole state after a gap, an end by silence.
+
+Knows reservations and numbers; knows no sockets. Routers share load and not blocks: all of them read the replicas'
+events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from foreword.cluster.decision import Reservation
+
+
+class Change(StrEnum):
+    """What happened to a reservation."""
+
+    RESERVED = "reserved"
+    PREFILLED = "prefilled"
+    RELEASED = "released"
+    ALIVE = "alive"
+    """Nothing; the router still runs."""
+
+
+class LoadUpdate(NamedTuple):
+    """One change of one router's reservations."""
+
+    router: str
+    life: str
+    """Names one life of the router's process."""
+    number: int
+    """Consecutive from 0 in each life."""
+    change: Change
+    reservation: Reservation
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLoad:
+    """All open reservations of one router."""
+
+    router: str
+    life: str
+    number: int
+    """The last update that is included; -1 for none."""
+    updates: tuple[LoadUpdate, ...]
+    """What makes these reservations, with numbers that mean nothing."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """Another router, as far as its updates have come."""
+
+    heard_at: float
+    life: str | None = None
+    next_number: int = 0
+    is_synced: bool = False
+
+    def follows(self, update: LoadUpdate, now: float) -> bool:
+        """Whether this is the next update. At a gap, or after a restart, the peer is no longer synced."""
+        self.heard_at = now
+        if update.life == self.life and update.number < self.next_number:
+            return False  # a duplicate
+        if update.life != self.life and update.number == 0:
+            self.life, self.next_number, self.is_synced = update.life, 0, True
+        elif update.life != self.life or update.number > self.next_number:
+            self.is_synced = False
+        if self.is_synced:
+            self.next_number += 1
+        return self.is_synced
+
+
+class Outbox:
+    """This router's updates for its peers, until the caller takes them."""
+
+    def __init__(self, router: str, life: str) -> None:
+        self.router, self.life = router, life
+        self.next_number = 0
+        self._updates: list[LoadUpdate] = []
+
+    def put(self, change: Change, reservation: Reservation, prompt_tokens: int = 0, computed_tokens: int = 0) -> None:
+        """Add an update with the next number."""
+        self._updates.append(
+            LoadUpdate(self.router, self.life, self.next_number, change, reservation, prompt_tokens, computed_tokens)
+        )
+        self.next_number += 1
+
+    def take(self) -> list[LoadUpdate]:
+        """The updates since the last call."""
+        taken, self._updates = self._updates, []
+        return taken
+
+    def whole(self, changes: Iterable[tuple[Change, Reservation, int, int]]) -> RouterLoad:
+        """The state that these changes make, as of the newest update."""
+        updates = tuple(LoadUpdate(self.router, self.life, -1, *change) for change in changes)
+        return RouterLoad(self.router, self.life, self.next_number - 1, updates)

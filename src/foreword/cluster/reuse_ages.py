@@ -1,0 +1,50 @@
+"""How likely the blocks that a full pool evicts next would have been used again.
+
+Knows ages of prefixes in seconds; knows neither keys nor replicas.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+NUM_DOUBLINGS = 24
+
+
+class ReuseAges:
+    """Learns, for each doubling of the age, the share of the prefixes reaching it that are used again within it.
+
+    A block that a pool takes in stays for about the age at which that pool evicts. Room for it costs the older blocks a
+    doubling or so of their age, hence about `chances(age)` uses for each block (hazard rate times age).
+    """
+
+    def __init__(self) -> None:
+        self._ended: FloatArray = np.zeros(NUM_DOUBLINGS)
+        self._reused: FloatArray = np.zeros(NUM_DOUBLINGS)
+        self._chances: FloatArray | None = None
+        """For each doubling; None after a note."""
+
+    def note_reuse(self, age_s: float) -> None:
+        """A prefix was used again at this age."""
+        self._reused[_doubling(age_s)] += 1
+        self.note_eviction(age_s)
+
+    def note_eviction(self, age_s: float) -> None:
+        """A prefix was evicted at this age."""
+        self._ended[_doubling(age_s)] += 1
+        self._chances = None
+
+    def chances(self, ages_s: FloatArray) -> FloatArray:
+        """The expected uses that are lost for each block evicted at these ages, 0 to 1."""
+        if self._chances is None:
+            self._chances = self._reused / (np.cumsum(self._ended[::-1])[::-1] + 1)
+        doublings = np.log2(np.maximum(ages_s, 1)).astype(np.int64)
+        found: FloatArray = self._chances[np.minimum(doublings, NUM_DOUBLINGS - 1)]
+        return found
+
+
+def _doubling(age_s: float) -> int:
+    return min(NUM_DOUBLINGS - 1, int(math.log2(max(age_s, 1.0))))

@@ -1,0 +1,54 @@
+"""Where a request goes when nothing is known of the caches: consistent hashing with bounded loads.
+
+Knows names and slots of replicas and numbers of requests; knows no blocks. The method is that of Mirrokni, Thorup and
+Zadimoghaddam (2018): clockwise from the request's point, the first replica that has room takes it, where room is
+`1 + slack` times the fair share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_left
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache.block_ids import Int64Array
+
+POINTS_PER_REPLICA = 64
+
+
+class HashRing:
+    """Points of replicas on a circle of 64-bit numbers."""
+
+    def __init__(self) -> None:
+        self._points: list[tuple[int, int]] = []
+        """(point, slot), in order."""
+
+    def add(self, name: str, slot: int) -> None:
+        """Add a replica. Its points depend on its name alone."""
+        points = [(_point(f"{name}\n{number}"), slot) for number in range(POINTS_PER_REPLICA)]
+        self._points = sorted(self._points + points)
+
+    def remove(self, slot: int) -> None:
+        """Remove the slot's replica."""
+        self._points = [point for point in self._points if point[1] != slot]
+
+    def find(self, key: object, usable: npt.NDArray[np.bool_], num_open: Int64Array, slack: float) -> int:
+        """The slot of the first usable replica with room, clockwise from the key's point.
+
+        `num_open` [slots] counts open requests. One replica always has room: the one with the fewest.
+        """
+        room = math.ceil((1 + slack) * (int(num_open[usable].sum()) + 1) / int(np.count_nonzero(usable)))
+        start = bisect_left(self._points, (_point(key), -1))
+        for at in range(start, start + len(self._points)):
+            slot = self._points[at % len(self._points)][1]
+            if usable[slot] and num_open[slot] < room:
+                return slot
+        raise AssertionError("no replica has room")
+
+
+def _point(key: object) -> int:
+    data = key if isinstance(key, bytes) else str(key).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")

@@ -1,0 +1,432 @@
+"""RoutingCore: which replica a request goes to, and the reservation of its work, in one call.
+
+Knows keys, tokens, replicas' names and times that callers pass in; knows no text, sockets, threads or clocks, and draws
+no random numbers: equal calls give equal decisions. One request's life:
+
+    decision = choose(request, now)              the cheapest replica; its work is reserved, its blocks are expected
+    note_started(reservation, now)               optional: the replica computes the prompt
+    note_first_token(reservation, now, cached)   the work is done; compares the hit with the predicted one
+    release(reservation, now)                    the end, a rejection or a death; may be called again
+    choose(request, now, exclude)                a further attempt; the one before is released
+
+The cost of a replica, in seconds:
+
+    backlog + (1 + hit_weight) * uncached / rate + price of the evicted blocks + decode pressure
+
+Whatever the cost chooses has the least, so for every other replica j: backlog - backlog(j) <= (1 + hit_weight) * (the
+prefill seconds that the hit saves against j) + (price and decode seconds of j - its own). A request never queues longer
+for its hit than that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foreword.cluster.decision import Decision, Fleet, Reservation, RoutingRequest
+from foreword.cluster.holders import HolderIndex, Key
+from foreword.cluster.loads import Loads, Work
+from foreword.cluster.mirror import EventBatch, ReplicaMirror
+from foreword.cluster.peers import Change, LoadUpdate, Outbox, Peer, RouterLoad
+from foreword.cluster.reuse_ages import FloatArray, ReuseAges
+from foreword.cluster.ring import HashRing
+from foreword.errors import ConfigError, NoReplicaError
+
+HIT_WEIGHT = 4.0
+Rule = Callable[[Fleet], FloatArray]
+"""The cost of each slot; the lowest of the usable ones is chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingOptions:
+    """How a router weighs its replicas."""
+
+    block_tokens: int = 16
+    """Tokens per block, the same on all replicas."""
+    hit_weight: float = HIT_WEIGHT
+    """Lambda: the weight of a hit beyond the prefill time that it saves. 0 minimises each request's own wait; more
+    keeps the caches apart, so that later requests wait less."""
+    price_weight: float = 1.0
+    """Weight of the evicted blocks' price; 0 leaves it out."""
+    load_slack: float = 0.25
+    """Without knowledge of the caches: a replica may have this share more than its fair part of the open requests."""
+    expectation_s: float = 60.0
+    """Time from the first token until blocks that no event has reported are no longer expected."""
+    share_load: bool = False
+    """Whether `take_updates` has updates for other routers."""
+    peer_silence_s: float = 5.0
+    """Time after which the reservations of a silent router end."""
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1:
+            raise ConfigError(f"block_tokens={self.block_tokens} is too small; use at least 1")
+        for name in ("hit_weight", "price_weight", "load_slack", "expectation_s", "peer_silence_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name}={getattr(self, name)} is out of range; use a number of at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """What a replica says when it joins."""
+
+    num_blocks: int
+    tokens_per_s: float
+    """Prefill tokens a second; corrected by what is measured."""
+    decode_s: float = 0.0
+    """Delay of a new request's first token by each answer that the replica generates."""
+    is_prefix_closed: bool = False
+    """Whether the replica never holds a block without those before it, as foreword's radix index; decisions are faster
+    if all replicas say so."""
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 1 or not 0 < self.tokens_per_s < float("inf") or not 0 <= self.decode_s < float("inf"):
+            raise ConfigError(
+                f"a replica with num_blocks={self.num_blocks}, tokens_per_s={self.tokens_per_s} and decode_s="
+                f"{self.decode_s} cannot serve; use at least 1 block, a rate above 0 and a delay of at least 0"
+            )
+
+
+@dataclass(slots=True)
+class RoutingCounts:
+    """Sums since the start."""
+
+    decisions: int = 0
+    degraded: int = 0
+    """Decisions of the hash ring, for want of any knowledge."""
+    prompt_tokens: int = 0
+    """Of the requests with a first token, like the next three."""
+    predicted_tokens: int = 0
+    delivered_tokens: int = 0
+    overcredited_tokens: int = 0
+    """Predicted tokens that the replica did not have."""
+
+
+@dataclass(slots=True)
+class _Expected:
+    """Blocks that a reservation's replica is going to have, and the hit that the decision counted on."""
+
+    mirror: ReplicaMirror
+    claim: int
+    hit_tokens: int
+
+
+@dataclass(slots=True)
+class _Slots:
+    names: list[str] = field(default_factory=list)
+    mirrors: list[ReplicaMirror] = field(default_factory=list)
+    of_name: dict[str, int] = field(default_factory=dict)
+
+
+class RoutingCore:
+    """The state of one router and its decisions. `life` names this process, for its peers."""
+
+    def __init__(
+        self, options: RoutingOptions, *, router: str = "router", life: str = "", rule: Rule | None = None
+    ) -> None:
+        self.options = options
+        self.router = router
+        self.counts = RoutingCounts()
+        self._rule = rule or self._cost
+        self._holders, self._ages, self._ring, self._loads = HolderIndex(), ReuseAges(), HashRing(), Loads()
+        self._slots = _Slots()
+        self._known = 0
+        """Bits of the slots whose mirrors are synced, and below of those that may be chosen."""
+        self._usable = 0
+        self._open_prefixes = 0
+        """Bits of the slots whose replicas may hold a block without those before it."""
+        self._attempts: dict[str, Reservation] = {}
+        """The latest open reservation of each of this router's requests."""
+        self._expected: dict[Reservation, _Expected] = {}
+        self._expectations: deque[tuple[float, _Expected]] = deque()
+        """Blocks expected until a time, in its order."""
+        self._outbox = Outbox(router, life)
+        self._peers: dict[str, Peer] = {}
+
+    # ------------------------------------------------------------------ replicas
+
+    @property
+    def replicas(self) -> list[str]:
+        """The names of the replicas that have joined and not left."""
+        return list(self._slots.of_name)
+
+    def join(self, name: str, spec: ReplicaSpec) -> None:
+        """Add a replica of which nothing is known yet, or take a retired one back."""
+        slots = self._slots
+        if name not in slots.of_name:
+            slot = slots.names.index("") if "" in slots.names else self._loads.add_slot()
+            mirror = ReplicaMirror(slot, self._holders, self._ages)
+            slots.names[slot : slot + 1], slots.mirrors[slot : slot + 1] = [name], [mirror]
+            slots.of_name[name] = slot
+            self._ring.add(name, slot)
+        slot, table = slots.of_name[name], self._loads.table
+        self._usable |= 1 << slot
+        self._open_prefixes = self._open_prefixes & ~(1 << slot) | (not spec.is_prefix_closed) << slot
+        table.usable[slot], table.num_blocks[slot] = True, spec.num_blocks
+        table.rate[slot], table.decode_s[slot], table.other_tokens[slot] = spec.tokens_per_s, spec.decode_s, 0
+
+    def retire(self, name: str) -> None:
+        """Send no more requests to a replica; those that it has go on."""
+        slot = self._slot(name)
+        self._usable &= ~(1 << slot)
+        self._loads.table.usable[slot] = False
+
+    def leave(self, name: str, now: float) -> list[Reservation]:
+        """Forget a replica. Returns this router's open reservations there, which are released."""
+        slot = self._slot(name)
+        self.retire(name)
+        lost = [reservation for reservation, work in self._loads.open.items() if work.slot == slot]
+        for reservation in lost:
+            self.release(reservation, now)
+        self._slots.mirrors[slot].forget()
+        self._note_mirror(slot, now)
+        self._ring.remove(slot)
+        self._open_prefixes &= ~(1 << slot)
+        del self._slots.of_name[name]
+        self._slots.names[slot] = ""
+        return [reservation for reservation in lost if reservation.router == self.router]
+
+    def note_load(self, name: str, waiting_tokens: int) -> None:
+        """A replica reports the prompt tokens that it has to compute, from all routers and callers."""
+        self._loads.note_truth(self._slot(name), waiting_tokens)
+
+    def _slot(self, name: str) -> int:
+        slot = self._slots.of_name.get(name)
+        if slot is None:
+            raise ConfigError(f"replica {name!r} is unknown; call join first. Known: {', '.join(self.replicas)}")
+        return slot
+
+    # ------------------------------------------------------------------ knowledge
+
+    def observe(self, name: str, batch: EventBatch, now: float) -> bool:
+        """Take a replica's next events. False: its cache is not known now, and a snapshot is needed."""
+        slot = self._slot(name)
+        self._slots.mirrors[slot].observe(batch, now)
+        return self._note_mirror(slot, now)
+
+    def install_snapshot(self, name: str, snapshot: EventBatch, now: float) -> bool:
+        """Take a replica's whole state. False: batches after it are missing, and a newer one is needed."""
+        slot = self._slot(name)
+        self._slots.mirrors[slot].install(snapshot, now)
+        return self._note_mirror(slot, now)
+
+    def mirror(self, name: str) -> ReplicaMirror:
+        """What is known of a replica's cache. Read only."""
+        return self._slots.mirrors[self._slot(name)]
+
+    def unsynced(self) -> list[str]:
+        """The replicas that need a snapshot."""
+        return [name for name, slot in self._slots.of_name.items() if not self._slots.mirrors[slot].is_synced]
+
+    def _note_mirror(self, slot: int, now: float) -> bool:
+        mirror, table = self._slots.mirrors[slot], self._loads.table
+        table.num_held[slot] = len(mirror.parents)
+        table.oldest_use[slot] = mirror.oldest_use(now)
+        self._known = self._known | 1 << slot if mirror.is_synced else self._known & ~(1 << slot)
+        return mirror.is_synced
+
+    # ------------------------------------------------------------------ decisions
+
+    def choose(self, request: RoutingRequest, now: float, exclude: Collection[str] = ()) -> Decision:
+        """Choose a replica outside `exclude` and reserve the work there. Releases the request's earlier attempt.
+
+        Raises NoReplicaError if there is none.
+        """
+        for peer in [name for name, peer in self._peers.items() if peer.heard_at + self.options.peer_silence_s < now]:
+            self.forget_router(peer, now)
+        attempt = 1
+        if (earlier := self._attempts.get(request.request_id)) is not None:
+            attempt = earlier.attempt + 1
+            self.release(earlier, now)
+        excluded = [self._slots.of_name[name] for name in exclude if name in self._slots.of_name]
+        usable = self._usable & ~sum(1 << slot for slot in set(excluded))
+        if not usable:
+            raise NoReplicaError(
+                f"none of {len(self.replicas)} replicas can take request {request.request_id!r} ({len(excluded)} are "
+                "excluded); wait until a replica joins"
+            )
+        fleet = self._fleet(request, now, excluded)
+        degraded = not usable & self._known
+        costs = np.where(fleet.usable, self._rule(fleet), np.inf)
+        if degraded:
+            slot = self._ring.find(request.affinity(), fleet.usable, fleet.num_open, self.options.load_slack)
+        else:
+            slot = _least(costs, fleet)
+        reservation = Reservation(self.router, request.request_id, attempt, self._slots.names[slot])
+        hit_blocks = int(fleet.hit_blocks[slot])
+        hit_tokens = min(hit_blocks * self.options.block_tokens, request.num_tokens - 1)
+        self._reserve(reservation, Work(slot, request.num_tokens, request.num_tokens - hit_tokens), now)
+        self._attempts[request.request_id] = reservation
+        mirror = self._slots.mirrors[slot]
+        if hit_blocks:
+            mirror.touch(request.keys[hit_blocks - 1], now)
+            self._loads.table.oldest_use[slot] = mirror.oldest_use(now)
+        self._expected[reservation] = _Expected(mirror, mirror.claim(request.keys[hit_blocks:]), hit_tokens)
+        self.counts.decisions += 1
+        self.counts.degraded += degraded
+        return Decision(reservation, slot, degraded, hit_tokens, fleet, costs, tuple(self._slots.names))
+
+    def _fleet(self, request: RoutingRequest, now: float, excluded: list[int]) -> Fleet:
+        table, size = self._loads.table, self.options.block_tokens
+        usable = table.usable.copy()
+        if excluded:
+            usable[excluded] = False
+        hits = self._holders.depths(request.keys, self._known, len(table), closed=not self._open_prefixes)
+        rate, waiting = table.rate, table.waiting_tokens
+        free = np.maximum(table.num_blocks - table.num_held - (waiting / size).astype(np.int64), 0)
+        evicted = np.maximum(len(request.keys) - hits - free, 0)
+        price = self.options.price_weight * evicted * size / rate
+        return Fleet(
+            request,
+            size,
+            usable,
+            hits,
+            self._loads.backlogs(now),
+            np.maximum(request.num_tokens - hits * size, 1) / rate,
+            price * self._ages.chances(now - table.oldest_use) if evicted.any() else price,
+            table.decode_s * (table.num_open - table.num_waiting),
+            table.num_waiting,
+            table.num_open,
+            waiting,
+            free,
+            table.num_blocks,
+        )
+
+    def _cost(self, fleet: Fleet) -> FloatArray:
+        weight = 1 + self.options.hit_weight
+        costs: FloatArray = fleet.backlog_s + weight * fleet.prefill_s + fleet.price_s + fleet.decode_s
+        return costs
+
+    def _reserve(self, reservation: Reservation, work: Work, now: float) -> None:
+        self._loads.reserve(reservation, work, now)
+        self._tell(Change.RESERVED, reservation, work.prompt_tokens, work.computed_tokens)
+
+    def note_started(self, reservation: Reservation, now: float) -> None:
+        """The replica begins to compute the prompt."""
+        self._loads.note_started(reservation, now)
+
+    def note_first_token(self, reservation: Reservation, now: float, cached_tokens: int) -> None:
+        """The first token has come; the replica had `cached_tokens` of the prompt."""
+        work = self._loads.open.get(reservation)
+        if (
+            work is None
+            or reservation.router != self.router
+            or not self._loads.note_prefilled(reservation, now, work.prompt_tokens - cached_tokens)
+        ):
+            return
+        self._tell(Change.PREFILLED, reservation)
+        expected, counts = self._expected.pop(reservation), self.counts
+        counts.prompt_tokens += work.prompt_tokens
+        counts.predicted_tokens += expected.hit_tokens
+        counts.delivered_tokens += cached_tokens
+        counts.overcredited_tokens += max(0, expected.hit_tokens - cached_tokens)
+        self._expectations.append((now + self.options.expectation_s, expected))
+        self._expire(now)
+
+    def release(self, reservation: Reservation, now: float) -> bool:
+        """The request has ended, was rejected or died with its replica. False, and no change, if it was released."""
+        if not self._loads.release(reservation, now):
+            return False
+        expected = self._expected.pop(reservation, None)
+        if expected is not None:  # its prompt was never computed
+            expected.mirror.unclaim(expected.claim)
+        if self._attempts.get(reservation.request_id) == reservation:
+            del self._attempts[reservation.request_id]
+        if reservation.router == self.router:
+            self._tell(Change.RELEASED, reservation)
+        return True
+
+    def _expire(self, now: float) -> None:
+        """End the expectations whose time is over."""
+        while self._expectations and self._expectations[0][0] <= now:
+            _, expected = self._expectations.popleft()
+            expected.mirror.unclaim(expected.claim)
+
+    # ------------------------------------------------------------------ other routers
+
+    def take_updates(self) -> list[LoadUpdate]:
+        """Changes of this router's reservations since the last call, for its peers' `merge`."""
+        return self._outbox.take()
+
+    def beat(self) -> None:
+        """Add an update that only says that this router lives. Call it more often than `peer_silence_s`."""
+        self._tell(Change.ALIVE, Reservation(self.router, "", 0, ""))
+
+    def export_load(self) -> RouterLoad:
+        """All of this router's open reservations, for a peer that has missed updates."""
+        changes = []
+        for reservation, work in self._loads.open.items():
+            if reservation.router == self.router:
+                changes.append((Change.RESERVED, reservation, work.prompt_tokens, work.computed_tokens))
+                if reservation not in self._expected:
+                    changes.append((Change.PREFILLED, reservation, 0, 0))
+        return self._outbox.whole(changes)
+
+    def merge(self, updates: Sequence[LoadUpdate], now: float) -> list[str]:
+        """Take other routers' updates. Returns the routers whose `export_load` is needed."""
+        lost = dict[str, None]()
+        for update in updates:
+            peer = self._peers.setdefault(update.router, Peer(now))
+            if update.life != peer.life:
+                self._release_all(update.router, now)
+            if peer.follows(update, now):
+                self._apply(update, now)
+            elif not peer.is_synced:
+                lost[update.router] = None
+        return list(lost)
+
+    def install_load(self, load: RouterLoad, now: float) -> None:
+        """Take the whole state of another router's reservations. Ignores one that is older than the updates seen."""
+        peer = self._peers.setdefault(load.router, Peer(now))
+        peer.heard_at = now
+        if peer.is_synced and peer.life == load.life and load.number < peer.next_number:
+            return
+        self._release_all(load.router, now, keep={update.reservation for update in load.updates})
+        peer.life, peer.next_number, peer.is_synced = load.life, load.number + 1, True
+        for update in load.updates:
+            self._apply(update, now)
+
+    def forget_router(self, router: str, now: float) -> None:
+        """Another router has ended; its reservations end too."""
+        self._peers.pop(router, None)
+        self._release_all(router, now)
+
+    def _apply(self, update: LoadUpdate, now: float) -> None:
+        match update.change:
+            case Change.RESERVED:
+                slot = self._slots.of_name.get(update.reservation.replica)
+                if slot is not None and update.reservation not in self._loads.open:
+                    self._loads.reserve(
+                        update.reservation, Work(slot, update.prompt_tokens, update.computed_tokens), now
+                    )
+            case Change.PREFILLED:
+                self._loads.note_prefilled(update.reservation, now)
+            case Change.RELEASED:
+                self._loads.release(update.reservation, now)
+
+    def _release_all(self, router: str, now: float, keep: Collection[Reservation] = ()) -> None:
+        for reservation in [each for each in self._loads.open if each.router == router and each not in keep]:
+            self._loads.release(reservation, now)
+
+    def _tell(self, change: Change, reservation: Reservation, prompt_tokens: int = 0, computed_tokens: int = 0) -> None:
+        if self.options.share_load:
+            self._outbox.put(change, reservation, prompt_tokens, computed_tokens)
+
+    def check_integrity(self, keys: Sequence[Key]) -> None:
+        """Compare sums and mirrors with what they are made from, for all keys that exist."""
+        self._loads.check_integrity()
+        for name, slot in self._slots.of_name.items():
+            mirror = self._slots.mirrors[slot]
+            mirror.check_integrity(keys)
+            assert bool(self._known >> slot & 1) == mirror.is_synced, f"the knowledge of {name} is wrong"
+        assert set(self._expected) <= set(self._loads.open), "a released request is expected to leave blocks"
+
+
+def _least(costs: FloatArray, fleet: Fleet) -> int:
+    """The slot with the least cost; among equals the one with the most free blocks, then with the fewest requests."""
+    ties = np.flatnonzero(costs == costs.min())
+    if len(ties) > 1:
+        ties = ties[np.lexsort((ties, fleet.num_open[ties], -fleet.free_blocks[ties]))]
+    return int(ties[0])

@@ -1,0 +1,221 @@
+"""Many replicas in simulated time: every request is served once, by the rule, with what routers know."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foreword.cli import main
+from foreword.errors import ConfigError
+from foreword.replay.caches import LruCache
+from foreword.replay.cluster import ClusterOptions, ClusterSimulation, FleetChange
+from foreword.replay.keys import as_content_ids, chain
+from foreword.replay.rivals import RULES
+from foreword.replay.trace import RecordedRequest, TraceReader
+from replay.workloads import chat
+
+MOONCAKE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation_trace.jsonl"
+OPTIONS = ClusterOptions(num_blocks=150, tokens_per_s=(8000.0,), num_replicas=4)
+
+
+def recorded(count=400, spacing_s=0.006, seed=0):
+    prompts = chat(np.random.default_rng(seed), count)
+    return [
+        RecordedRequest(1000 * spacing_s * n, chain(as_content_ids(list(map(int, ids)))), 16 * len(ids) - n % 16, 5, 16)
+        for n, ids in enumerate(prompts)
+        if len(ids) <= 100
+    ]
+
+
+def serve(trace, options=OPTIONS, **changes):
+    return ClusterSimulation(replace(options, **changes)).serve(trace)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_serves_every_request_once(rule):
+    trace = recorded()
+    report = serve(trace, routing=rule)
+    assert (report.requests, report.requests_refused, report.requests_retried) == (len(trace), 0, 0)
+    assert 0 < report.hit_ratio < 1
+    assert report.ttft_s["p50"] <= report.ttft_s["p99"]
+    assert report.degraded == 0
+    assert serve(trace, routing=rule) == report, "equal runs differ"
+
+
+def test_one_replica_is_a_line_in_which_each_prompt_finds_what_the_cache_holds_when_it_begins():
+    trace, cache = recorded(), LruCache(150)
+    free_at, waits, hits = 0.0, [], 0
+    for request in trace:
+        arrived = request.timestamp_ms / 1000
+        held = cache.admit(request)
+        hits += held
+        computed = max(1, request.num_prompt_tokens - request.tokens_of(held))
+        free_at = max(free_at, arrived) + computed / 8000
+        waits.append(free_at - arrived)
+    report = serve(trace, num_replicas=1)
+    assert report.mean_ttft_s == pytest.approx(np.mean(waits))
+    assert report.hit_ratio == hits / sum(len(request.keys) for request in trace)
+    assert report.work_max_over_mean == 1
+
+
+def test_our_rule_waits_less_than_round_robin_and_power_of_two_and_finds_more():
+    trace = recorded(spacing_s=0.005)
+    ours, *others = (serve(trace, routing=rule) for rule in ("cost", "round_robin", "power_of_two"))
+    for other in others:
+        assert ours.mean_ttft_s < 0.9 * other.mean_ttft_s
+        assert ours.hit_ratio > 1.05 * other.hit_ratio
+
+
+def test_late_events_cost_little_and_are_seen_in_the_counts():
+    trace = recorded()
+    fresh, stale = serve(trace, num_blocks=1000), serve(trace, num_blocks=1000, event_delay_s=1.0)
+    assert stale.mean_ttft_s < 1.1 * fresh.mean_ttft_s
+    stale = serve(trace, event_delay_s=1.0)
+    assert stale.requests == len(trace)
+    assert stale.overcredited_tokens > serve(trace).overcredited_tokens
+
+
+def test_routers_that_share_reservations_wait_less_than_routers_that_do_not():
+    trace = recorded(spacing_s=0.005)
+    alone = serve(trace)
+    shared = serve(trace, num_routers=3)
+    apart = serve(trace, num_routers=3, update_delay_s=None)
+    assert shared.requests == apart.requests == len(trace)
+    assert alone.mean_ttft_s <= shared.mean_ttft_s * 1.05
+    assert shared.mean_ttft_s < apart.mean_ttft_s
+    assert shared.mean_ttft_s < 1.3 * alone.mean_ttft_s
+
+
+def test_requests_of_a_replica_that_dies_are_served_elsewhere_and_a_new_one_takes_its_share():
+    trace = recorded(spacing_s=0.005)
+    changes = (
+        FleetChange(1.0, "replica-2", joins=False),
+        FleetChange(1.6, "replica-2", joins=True),
+        FleetChange(1.7, "replica-4", joins=True),
+    )
+    for routers in (1, 3):
+        simulation = ClusterSimulation(replace(OPTIONS, changes=changes, num_routers=routers))
+        report = simulation.serve(trace)
+        assert report.requests == len(trace)
+        assert report.requests_retried > 0
+        assert set(simulation._computed) == {f"replica-{n}" for n in range(5)}
+        for core in simulation.cores:
+            assert core.export_load().updates == ()
+            core.check_integrity([])
+
+
+def test_requests_wait_where_there_is_no_replica_until_one_joins():
+    changes = (FleetChange(0.1, "replica-0", joins=False), FleetChange(1.0, "replica-7", joins=True))
+    trace = recorded(100)
+    report = serve(trace, num_replicas=1, changes=changes)
+    assert report.requests == len(trace)
+    assert report.ttft_s["p50"] > 0.4
+    gone = serve(trace, num_replicas=1, changes=changes[:1])
+    assert gone.requests + gone.requests_refused == len(trace)
+    assert gone.requests_refused > 50
+
+
+def test_a_faster_replica_computes_more():
+    simulation = ClusterSimulation(replace(OPTIONS, tokens_per_s=(12000.0, 4000.0)))
+    simulation.serve(recorded(spacing_s=0.005))
+    computed = simulation._computed
+    assert computed["replica-0"] + computed["replica-2"] > 1.8 * (computed["replica-1"] + computed["replica-3"])
+
+
+def test_other_policies_run_in_the_replicas_pools():
+    trace = recorded()
+    assert serve(trace, eviction_policy="value").hit_ratio != serve(trace).hit_ratio
+
+
+def test_prompts_larger_than_a_pool_are_refused():
+    report = serve(recorded(), num_blocks=20)
+    assert 0 < report.requests_refused < report.requests + report.requests_refused == len(recorded())
+
+
+def test_mistakes_are_refused():
+    with pytest.raises(ConfigError, match="no arrival times"):
+        serve([recorded(1)[0]._replace(timestamp_ms=None)])
+    with pytest.raises(ConfigError, match="routing='best' is unknown"):
+        serve([], routing="best")
+    with pytest.raises(ConfigError, match="num_routers=0"):
+        serve([], num_routers=0)
+    with pytest.raises(ConfigError, match=r"tokens_per_s=\(0.0,\)"):
+        serve([], tokens_per_s=(0.0,))
+    with pytest.raises(ConfigError, match="replica 'nobody' cannot die"):
+        serve(recorded(50), changes=(FleetChange(0.1, "nobody", joins=False),))
+
+
+@pytest.mark.skipif(not MOONCAKE.exists(), reason="the recorded trace is not here")
+def test_the_recording_whose_prompts_all_begin_alike_does_not_go_to_one_replica():
+    trace = list(TraceReader(MOONCAKE, max_requests=1200))
+    ours = serve(trace, num_blocks=3750, tokens_per_s=(6000.0,), num_replicas=8)
+    assert len({int(request.keys[0]) for request in trace}) == 1
+    assert ours.work_max_over_mean < 1.3
+    least = serve(trace, num_blocks=3750, tokens_per_s=(6000.0,), num_replicas=8, routing="round_robin")
+    assert ours.hit_ratio > 1.5 * least.hit_ratio
+    assert ours.mean_ttft_s < 0.6 * least.mean_ttft_s
+
+
+# ------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def file(tmp_path):
+    lines = [
+        {"timestamp": 40 * n, "input_length": 2048, "output_length": 3, "hash_ids": [0, n % 5, 100 + n % 9, 1000 + n]}
+        for n in range(80)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return path
+
+
+def test_the_command_serves_a_recording_by_the_core(file, capsys):
+    command = [
+        "replay",
+        str(file),
+        "--policy",
+        "lru,optimum",
+        "--capacity",
+        "50,90",
+        "--prefill-rate",
+        "9000,6000",
+    ]
+    more = [
+        "--replicas",
+        "3",
+        "--routers",
+        "2",
+        "--event-delay",
+        "0.1",
+        "--fleet",
+        "1:-replica-1,2:+replica-1",
+        "--json",
+    ]
+    assert main([*command, *more]) == 0
+    printed = capsys.readouterr()
+    assert "Served in time by 3 replicas, cost, 2 routers" in printed.err
+    found = json.loads(printed.out)["cluster"]
+    assert list(found) == ["lru"]
+    for capacity in ("50", "90"):
+        assert found["lru"][capacity]["requests"] == 80
+    assert main([*command, "--routing", "llm_d"]) == 0
+    assert "8 replicas" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prefill-rate", "fast"], "'fast'"),
+        (["--prefill-rate", "1e3", "--flops", "1e9"], "two models of time"),
+        (["--prefill-rate", "1e3", "--routing", "least_loaded"], "routing='least_loaded' is unknown"),
+        (["--prefill-rate", "1e3", "--fleet", "3:replica-1"], "not understood at '3:replica-1'"),
+        (["--prefill-rate", "1e3", "--fleet", "x:-replica-1"], "'x'"),
+        (["--prefill-rate", "1e3", "--replicas", "0"], "num_replicas=0"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(file, arguments, message, capsys):
+    assert main(["replay", str(file), "--capacity", "90", *arguments]) != 0
+    assert message in capsys.readouterr().err
