@@ -188,7 +188,10 @@ class ContentFolder:
         if payload is None:
             raise ValueError("the file is not what was written under its name")
         fields, _, source = bytes(payload).partition(b"\n")
-        found = _CONTENT.validate_python({**json.loads(fields), "source": source}, strict=True)
+        try:
+            found = _CONTENT.validate_python({**json.loads(fields), "source": source})
+        except (ValueError, TypeError) as error:  # pydantic's message would repeat what the file holds
+            raise ValueError("the file has other fields") from error
         if found.id != content_id:
             raise ValueError("the file has the content of another")
         return found
