@@ -488,6 +488,16 @@ def test_a_client_that_leaves_while_its_content_is_computed_leaves_nothing(serve
     assert httpx.get(f"{server.url}/v1/cachedContents").json() == {}
 
 
+@pytest.mark.parametrize("options", [{"max_pinned_share": 0.0}, {"enable_prefix_caching": False}])
+def test_an_engine_that_keeps_nothing_serves_them_all_the_same(options):
+    with embedded_llm(**options) as llm, ServerThread(llm, ServerConfig()) as server, google(server.url) as ask:
+        cache = make(ask, facts("gone"))
+        assert (cached(use(ask, cache)) > 0) == ("max_pinned_share" in options)
+        ask.caches.update(name=cache.name, config={"ttl": "9s"})
+        ask.caches.delete(name=cache.name)
+        refused_everywhere(ask, cache.name)
+
+
 # ------------------------------------------------------------ tenants, pressure
 
 
