@@ -15,7 +15,6 @@ reader finds the old content, the new one, or none.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
 import json
 import logging
@@ -95,11 +94,10 @@ class ContentFolder:
                 self._files.unlink(path / name)
 
     def versions(self) -> dict[str, Version]:
-        """The ids of all files, and their versions; empty if the folder cannot be read."""
+        """The ids of all files, and their versions; none if the folder is gone. Raises OSError."""
         try:
             names = self._files.list_folder(self._path)
-        except OSError as error:
-            logger.warning("cached contents cannot be listed: %s", error)
+        except FileNotFoundError:
             return {}
         found = ((name, self.version(name)) for name in names if is_content_id(name))
         return {name: version for name, version in found if version is not None}
@@ -113,13 +111,13 @@ class ContentFolder:
         return Version(status.st_mtime_ns, status.st_size, status.st_ino)
 
     def read(self, content_id: str) -> CachedContent | None:
-        """What a file holds; None, with a warning, if it is damaged or has another key."""
+        """What a file holds; None, with a warning, if it is damaged or has another key. Raises OSError."""
         path = self._path / content_id
         try:
             return self._opened(content_id, self._bytes(path))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             logger.warning("the cached content %s is left out: %s; delete the file if nobody needs it", path, error)
             return None
 
@@ -164,7 +162,7 @@ class ContentFolder:
         try:
             num_bytes = self._files.fstat(fd).st_size
             if num_bytes > MAX_FILE_BYTES:
-                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+                raise ValueError(f"the file has {num_bytes} bytes")
             content = bytearray(num_bytes)
             return content[: read_fully(self._files, fd, memoryview(content), 0, uncached=False)]
         finally:

@@ -37,7 +37,7 @@ class CachedContents:
         self._coming: list[CachedContent] = []
         self._writing = asyncio.Lock()
         if folder is not None:
-            self._take(self._changed(folder, folder.versions()))
+            self._take(self._news(folder))
             for one in self._expired():
                 self._forget(one.id)
                 folder.delete(one.id)
@@ -155,25 +155,33 @@ class CachedContents:
         if folder is None:
             return
         async with self._writing:
-            there = await asyncio.to_thread(folder.versions)
-            for content_id in self._versions.keys() - there.keys():
-                self._forget(content_id)
-            self._take(await asyncio.to_thread(self._changed, folder, there))
+            self._take(await asyncio.to_thread(self._news, folder))
 
-    def _changed(
-        self, folder: ContentFolder, there: dict[str, Version]
-    ) -> list[tuple[str, Version, CachedContent | None]]:
-        """The files that differ from what is known, and what they hold."""
-        news = [(name, version) for name, version in there.items() if version != self._versions.get(name)]
-        return [(name, version, folder.read(name)) for name, version in news]
+    def _news(self, folder: ContentFolder) -> list[tuple[str, Version | None, CachedContent | None]]:
+        """The files that differ from what is known, and what they hold; those are left out that cannot be read now."""
+        try:
+            there = folder.versions()
+        except OSError as error:
+            logger.warning("cached contents cannot be listed: %s", error)
+            return []
+        news: list[tuple[str, Version | None, CachedContent | None]] = [
+            (name, None, None) for name in self._versions.keys() - there.keys()
+        ]
+        for name, version in there.items():
+            if version != self._versions.get(name):
+                try:
+                    news.append((name, version, folder.read(name)))
+                except OSError as error:
+                    logger.warning("a cached content cannot be read: %s", error)
+        return news
 
-    def _take(self, changed: list[tuple[str, Version, CachedContent | None]]) -> None:
-        for name, version, one in changed:
-            self._versions[name] = version  # of damaged ones too, so that they are read once
+    def _take(self, news: list[tuple[str, Version | None, CachedContent | None]]) -> None:
+        for name, version, one in news:
+            self._forget(name)
+            if version is not None:
+                self._versions[name] = version  # of damaged ones too, so that they are read once
             if one is not None:
                 self._kept[name] = one
-            else:
-                self._kept.pop(name, None)
 
     def _forget(self, content_id: str) -> None:
         self._kept.pop(content_id, None)

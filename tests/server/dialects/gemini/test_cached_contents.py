@@ -23,6 +23,7 @@ from foreword.llm import LLM
 from foreword.server.options import ServerConfig
 from live_server import FACTS, MODEL, ServerThread, embedded_llm, tiny_server, wait_until
 from server.dialects.gemini.sdk import ENDLESS, QUESTION, config, generate, google
+from tiny_models import RECIPES, save_model, save_tokenizer
 
 BLOCK = 16
 GONE = "CachedContent not found (or permission denied)"
@@ -245,6 +246,30 @@ def test_a_template_that_wants_an_answer_after_each_question_gets_one_question(t
         joined = [*body["contents"], *asked["contents"]]
         whole = generate(server.url, {**asked, "contents": joined}).json()["usageMetadata"]
         assert whole["promptTokenCount"] == usage["promptTokenCount"]
+
+
+def test_recurrent_states_at_the_end_of_a_content_are_kept(tmp_path):
+    save_model(tmp_path, RECIPES["qwen3_next"])
+    save_tokenizer(tmp_path, chat_template=ONE_BY_ONE)
+    document = "".join(f"Line {number} of it.\n" for number in range(30))
+    with (
+        LLM(str(tmp_path), kv_cache_memory_bytes=16 * 2**20, self_check=False) as llm,
+        serving(llm) as server,
+        google(server.url) as ask,
+    ):
+        cache = make(ask, [document, "And now?"], system_instruction="Be brief.")
+        total = cache.usage_metadata.total_token_count
+        answers = [use(ask, cache, max_output_tokens=3) for _ in range(2)]
+        apart = types.HttpOptions(extra_body={"cache_salt": "apart"})
+        parts = [types.Content(role="user", parts=[types.Part(text=text) for text in (document, "And now?")])]
+        parts.append(types.Content(role="user", parts=[types.Part(text=QUESTION)]))
+        fields = {"system_instruction": "Be brief.", "max_output_tokens": 3, "response_logprobs": True}
+        whole = ask.models.generate_content(model=MODEL, contents=parts, config=config(**fields, http_options=apart))
+        assert cached(whole) == 0
+        assert bits(whole) == bits(answers[0]) == bits(answers[1])
+        size, interval = llm.layout.block_size, llm.engine.state_interval
+        assert interval > total, "no state would be saved there without the mark"
+        assert cached(answers[0]) == total // size * size
 
 
 def test_a_salt_belongs_to_the_cached_content(server, ask):
