@@ -88,17 +88,10 @@ async def respond(request: Request, writer: AnswerWriter, frames: Frames | None 
 
     `frames` is the form of a stream: server-sent events, unless something else is given.
     """
-    answer, limit_s = writer.answer, service_of(request).config.request_timeout_s
-    if not answer.whole:
+    if not writer.answer.whole:
+        limit_s = service_of(request).config.request_timeout_s
         return _EventStream(request, writer, limit_s, frames or ServerSent(dialect_of(request)))
-    try:
-        async with asyncio.timeout(limit_s):
-            deltas = await _unless_disconnected(request, _collect(answer))
-    except TimeoutError:
-        answer.close("timeout")
-        raise timed_out(limit_s) from None
-    finally:
-        answer.close()
+    deltas = await finished(request, writer.answer)
     if deltas is None:
         return Response(status_code=499)  # nobody reads this
 
@@ -106,6 +99,20 @@ async def respond(request: Request, writer: AnswerWriter, frames: Frames | None 
         return Response(to_long_json(writer.whole(deltas), writer.piece_depth), media_type="application/json")
 
     return await off_loop(writer.num_bytes(deltas), write)
+
+
+async def finished(request: Request, answer: AnswerStream) -> list[Delta] | None:
+    """Wait for the end of an answer: its deltas, or None if the client leaves first. Raises APIError."""
+    limit_s = service_of(request).config.request_timeout_s
+    try:
+        async with asyncio.timeout(limit_s):
+            deltas: list[Delta] | None = await _unless_disconnected(request, _collect(answer))
+            return deltas
+    except TimeoutError:
+        answer.close("timeout")
+        raise timed_out(limit_s) from None
+    finally:
+        answer.close()
 
 
 async def _collect(answer: AnswerStream) -> list[Delta]:

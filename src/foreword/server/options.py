@@ -55,6 +55,8 @@ class ServerConfig:
     """Most tokens of one prompt; None: what `max_model_len` leaves."""
     max_choices: int = 128
     """Most choices of one call: n times the number of prompts."""
+    max_cached_contents: int = 256
+    """Most cached contents (Gemini's API) of one tenant; all together have at most 16 times as many. 0: none."""
     request_timeout_s: float = 600.0
     """Most seconds from a request's arrival to its last token."""
     body_timeout_s: float = 60.0
@@ -71,6 +73,8 @@ class ServerConfig:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is too small; use a positive number")
         self._check_times()
+        if self.max_cached_contents < 0:
+            raise ConfigError(f"max_cached_contents={self.max_cached_contents} is negative; use 0 to keep none")
         if self.max_queued < 0:
             raise ConfigError(f"max_queued={self.max_queued} is negative; use 0 to refuse whatever cannot run at once")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:

@@ -45,7 +45,14 @@ from foreword.server.observe.tracing import Tracing
 from foreword.server.observe.traffic_log import TrafficLog, log_request
 from foreword.server.options import ServerConfig
 from foreword.server.records import Records, RequestRecord
-from foreword.server.template_check import check_template, takes_system_anywhere, warn_of
+from foreword.server.resources.folder import open_folder
+from foreword.server.resources.store import CachedContents
+from foreword.server.template_check import (
+    check_template,
+    takes_successive_questions,
+    takes_system_anywhere,
+    warn_of,
+)
 from foreword.text import Tokenizer
 from foreword.text.places import Place
 
@@ -147,6 +154,8 @@ class Service:
         warn_of(self.template_changes)
         self.takes_system_anywhere = llm.tokenizer is not None and takes_system_anywhere(llm.tokenizer)
         """Whether the chat template writes a system message in the middle of a conversation where it stands."""
+        self.takes_successive_questions = llm.tokenizer is None or takes_successive_questions(llm.tokenizer)
+        """Whether the chat template takes two user messages in succession."""
         self.shared_prefixes = SharedPrefixes(
             [prefix for path in config.share_prefix for prefix in self._read_prefix(path)]
         )
@@ -159,6 +168,11 @@ class Service:
         )
         scan_json(b"{}")  # compiles it before requests wait for it
         self.kept_responses = KeptResponses()
+        self.clock: Callable[[], float] = time.time
+        """The wall clock by which resources expire, in seconds since 1970."""
+        self.cached_contents = CachedContents(
+            lambda: self.clock(), config.max_cached_contents, open_folder(llm.config.tiers, llm.cache_identity.model_id)
+        )
         self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
         self._grammar_lock = asyncio.Lock()
 
@@ -199,6 +213,7 @@ class Service:
         return {
             "records": self.records.num_finished_bytes,
             "responses": self.kept_responses.num_bytes,
+            "cached_contents": self.cached_contents.num_bytes,
             "grammars": self.llm.num_grammar_bytes,
             "record_queue": 0 if self.recorder is None else self.recorder.num_waiting_bytes,
         }

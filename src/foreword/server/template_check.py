@@ -123,6 +123,15 @@ def takes_system_anywhere(tokenizer: Tokenizer) -> bool:
     return text.count(note["content"]) == 1 and text.index(note["content"]) > text.index(question["content"])
 
 
+def takes_successive_questions(tokenizer: Tokenizer) -> bool:
+    """Whether the template takes two user messages in succession; some want an answer between them."""
+    try:
+        tokenizer.render_chat([{"role": "user", "content": "one"}] * 2)
+    except ForewordError:
+        return False
+    return True
+
+
 def warn_of(changes: Sequence[TemplateChange]) -> None:
     """Log what the check found."""
     for change in changes:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from foreword.engine import Prompt
 from foreword.request import SamplingParams
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
@@ -173,6 +174,12 @@ async def num_prompt_tokens(service: Service, chat: Chat) -> int:
     """Length of a conversation's prompt. Raises what `start_chat` raises for a chat that this model cannot answer."""
     await _tool_use(service, chat)
     return len(await service.render_chat(chat.messages, ending=chat.ending, template_inputs=chat.inputs))
+
+
+async def read_prompt(service: Service, chat: Chat) -> Prompt:
+    """A conversation's prompt with its marks. Raises what `start_chat` raises."""
+    await _tool_use(service, chat)
+    return await service.conversation(chat.messages, chat.inputs, chat.ending, chat.marks)
 
 
 async def _tool_use(service: Service, chat: Chat) -> ToolUse:

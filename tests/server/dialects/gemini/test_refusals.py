@@ -116,7 +116,6 @@ def test_a_models_name_may_have_slashes_and_names_come_in_pages(locked):
         ),
         ({"contents": [{"parts": [{"fileData": {"fileUri": "x"}}]}]}, "contents[0].parts[0]"),
         ({"systemInstruction": {"parts": [{"functionCall": {"name": "f"}}]}}, "systemInstruction"),
-        ({"cachedContent": "cachedContents/a"}, "cachedContent"),
         ({"store": True}, None),
         ({"continuationToken": "AA=="}, None),
         ({"model": "models/other"}, "model"),
@@ -245,7 +244,7 @@ def test_no_random_body_is_an_error_of_the_servers(server):
     [
         f"/v1beta/models/{MODEL}:embedContent",
         f"/v1/models/{MODEL}:generateContents",
-        "/v1beta/cachedContents",
+        "/v1beta/cachedContents/a/b",
         "/v1alpha/files",
     ],
 )

@@ -9,33 +9,78 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from foreword.engine import Keep
 from foreword.server.api_errors import bad_request
 from foreword.server.chats.chat import Chat
 from foreword.server.chats.tools import ToolChoice
 from foreword.server.dialects.gemini.fields import (
+    CachedSource,
     Content,
     ContentPart,
     FunctionDeclaration,
     GenerateContentRequest,
     GoogleFunctionCall,
     GoogleFunctionResponse,
+    GoogleTool,
+    GoogleToolConfig,
     ThinkingConfig,
 )
 from foreword.server.dialects.gemini.schemas import json_schema
+from foreword.server.service import ChatMark, Service
+from foreword.text.places import Place
 
 
-def read_chat(body: GenerateContentRequest, chat_template: str | None, num_bytes: int) -> Chat:
-    """The chat that a request asks for. Raises APIError 400 for what makes no sense, or no prompt."""
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What reading a chat needs to know of the chat template."""
+
+    text: str
+    takes_successive_questions: bool = True
+
+    @classmethod
+    def of(cls, service: Service) -> Template:
+        """The template of the served model."""
+        text = None if service.llm.tokenizer is None else service.llm.tokenizer.chat_template
+        return cls(text or "", service.takes_successive_questions)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBeginning:
+    """A cached content at the beginning of a chat."""
+
+    source: CachedSource
+    keep: Keep
+
+
+def read_chat(
+    body: GenerateContentRequest, template: Template, num_bytes: int, cached: CachedBeginning | None = None
+) -> Chat:
+    """The chat that a request asks for; it keeps the prompt up to the end of `cached`.
+
+    Raises APIError 400 for what makes no sense, or no prompt.
+    """
     thinking = body.generation_config.thinking_config if body.generation_config is not None else None
-    tools = _tools(body)
+    first = body if cached is None else cached.source
+    tools, conversation = _tools(first.tools), _Conversation(joins=not template.takes_successive_questions)
+    marks = []
+    if first.system_instruction is not None and first.system_instruction.parts:
+        texts = _texts(first.system_instruction.parts, "systemInstruction")
+        conversation.messages.append({"role": "system", "content": "".join(texts)})
+    if cached is not None:
+        conversation.tell(cached.source.contents or (), "cachedContent.contents")
+        before = conversation.size()
+    conversation.tell(body.contents, "contents")
+    if cached is not None:
+        marks.append(ChatMark(conversation.place_of(before), cached.keep))
     return Chat(
-        plain_messages(body.contents, body.system_instruction),
+        conversation.messages,
         tools,
-        _tool_choice(body, [tool["function"]["name"] for tool in tools]),
-        {} if thinking is None else _thinking_inputs(thinking, chat_template or ""),
+        _tool_choice(first.tool_config, [tool["function"]["name"] for tool in tools]),
+        {} if thinking is None else _thinking_inputs(thinking, template.text),
         num_bytes=num_bytes,
+        marks=marks,
         thinking_budget=None if thinking is None or (thinking.thinking_budget or 0) < 1 else thinking.thinking_budget,
     )
 
@@ -43,28 +88,16 @@ def read_chat(body: GenerateContentRequest, chat_template: str | None, num_bytes
 # ------------------------------------------------------------------- messages
 
 
-def plain_messages(contents: Sequence[Content], system: Content | None) -> list[dict[str, Any]]:
-    """Messages as chat templates know them. Raises APIError 400."""
-    conversation = _Conversation()
-    if system is not None and system.parts:
-        texts = _texts(system.parts, "systemInstruction")
-        conversation.messages.append({"role": "system", "content": "".join(texts)})
-    for number, content in enumerate(contents):
-        where = f"contents[{number}]"
-        if not content.parts:
-            raise bad_request(f"{where}.parts must not be empty", param=f"{where}.parts")
-        match content.role:
-            case "model":
-                conversation.answer(content.parts, where)
-            case None | "" | "user" | "function":
-                conversation.ask(content.parts, where)
-            case _:
-                raise bad_request(f"{where}.role is not valid; use a valid role: user, model", param=f"{where}.role")
-    return conversation.messages
-
-
 MOST_CALLS = 1024
 """Most calls of one turn that may wait for their results."""
+
+
+class _Size(NamedTuple):
+    num_messages: int
+    num_characters: int
+    """Of the last message's content."""
+    num_calls: int
+    """Of the last message."""
 
 
 @dataclass(slots=True)
@@ -74,6 +107,37 @@ class _Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     waiting: list[dict[str, Any]] = field(default_factory=list)
     num_calls: int = 0
+    joins: bool = False
+    """Whether questions in succession become one message, because the template refuses them."""
+
+    def tell(self, contents: Sequence[Content], name: str) -> None:
+        """Add contents. Raises APIError 400."""
+        for number, content in enumerate(contents):
+            where = f"{name}[{number}]"
+            if not content.parts:
+                raise bad_request(f"{where}.parts must not be empty", param=f"{where}.parts")
+            match content.role:
+                case "model":
+                    self.answer(content.parts, where)
+                case None | "" | "user" | "function":
+                    self.ask(content.parts, where)
+                case _:
+                    message = f"{where}.role is not valid; use a valid role: user, model"
+                    raise bad_request(message, param=f"{where}.role")
+
+    def size(self) -> _Size:
+        """Its size now."""
+        last = self.messages[-1] if self.messages else {"content": ""}
+        return _Size(len(self.messages), len(last["content"]), len(last.get("tool_calls", ())))
+
+    def place_of(self, size: _Size) -> Place:
+        """Where it ended when it had this size."""
+        if not size.num_messages:
+            return Place(0, 0)
+        at = size.num_messages - 1
+        last = self.messages[at]
+        is_whole = (len(last["content"]), len(last.get("tool_calls", ()))) == (size.num_characters, size.num_calls)
+        return Place(at, None if is_whole else size.num_characters)
 
     def answer(self, parts: Sequence[ContentPart], where: str) -> None:
         """Add what the model said. Contents in a row are one answer: streams come back in their pieces."""
@@ -113,12 +177,18 @@ class _Conversation:
                     text = (text or "") + more
                 case GoogleFunctionResponse() as result:
                     if text is not None:
-                        self.messages.append({"role": "user", "content": text})
+                        self._say(text)
                         text = None
                     self.messages.append(self._result(result, place))
                 case GoogleFunctionCall():
                     raise bad_request(f"{where} is the user's; it has results of calls, not calls", param=place)
         if text is not None:
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        if self.joins and self.messages and self.messages[-1]["role"] == "user":
+            self.messages[-1]["content"] += f"\n\n{text}"
+        else:
             self.messages.append({"role": "user", "content": text})
 
     def _result(self, result: GoogleFunctionResponse, where: str) -> dict[str, Any]:
@@ -158,11 +228,11 @@ def _texts(parts: Sequence[ContentPart], where: str) -> list[str]:
 # ---------------------------------------------------------------------- tools
 
 
-def _tools(body: GenerateContentRequest) -> list[dict[str, Any]]:
+def _tools(tools: Sequence[GoogleTool] | None) -> list[dict[str, Any]]:
     """Tools as chat templates take them."""
     return [
         _tool(declaration, f"tools[{number}].functionDeclarations[{at}]")
-        for number, tool in enumerate(body.tools or ())
+        for number, tool in enumerate(tools or ())
         for at, declaration in enumerate(tool.function_declarations or ())
     ]
 
@@ -179,8 +249,8 @@ def _tool(declaration: FunctionDeclaration, where: str) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "parameters": plain or {"type": "object", "properties": {}}}}
 
 
-def _tool_choice(body: GenerateContentRequest, known: Sequence[str]) -> ToolChoice:
-    config = body.tool_config.function_calling_config if body.tool_config is not None else None
+def _tool_choice(tool_config: GoogleToolConfig | None, known: Sequence[str]) -> ToolChoice:
+    config = tool_config.function_calling_config if tool_config is not None else None
     where = "toolConfig.functionCallingConfig"
     if config is None:
         return ToolChoice()

@@ -6,10 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from foreword.server.access.tenants import shown_key
-from foreword.server.api_errors import APIError, UnknownFieldError, bad_request
+from foreword.server.api_errors import APIError, UnknownFieldError
 from foreword.server.dialects.dialect import Dialect, ErrorAnswer, Event
-from foreword.server.dialects.gemini import endpoints
-from foreword.server.dialects.gemini.fields import CountTokensRequest, GenerateContentRequest
+from foreword.server.dialects.gemini import cached_contents, endpoints
+from foreword.server.dialects.gemini.fields import (
+    CountTokensRequest,
+    CreateCachedContentRequest,
+    GenerateContentRequest,
+    UpdateCachedContentRequest,
+)
+from foreword.server.dialects.gemini.paths import number_in, page_size
 from foreword.server.service import Service
 
 _STATUSES = {405: 404, 408: 504}
@@ -24,21 +30,25 @@ _NAMES = {
     504: "DEADLINE_EXCEEDED",
 }
 _TYPE = "type.googleapis.com/google.rpc."
-PAGE_SIZE, MAX_PAGE_SIZE = 50, 1000
 
 
 class Gemini(Dialect):
     """The API of google-genai's clients. Their streams end with their last chunk, and bear nothing but chunks."""
 
     name = "gemini"
-    routers = (endpoints.router,)
-    bodies = (GenerateContentRequest, CountTokensRequest)
+    routers = (endpoints.router, cached_contents.router)
+    bodies = (
+        GenerateContentRequest,
+        CountTokensRequest,
+        CreateCachedContentRequest,
+        UpdateCachedContentRequest,
+    )
 
     def speaks(self, path: str, headers: Mapping[str, str]) -> bool:
         return (
             "x-goog-api-key" in headers
             or "x-goog-api-client" in headers
-            or path.startswith(("/v1beta/", "/v1alpha/"))
+            or path.startswith(("/v1beta/", "/v1alpha/", "/v1/cachedContents"))
             or path.rpartition(":")[2] in endpoints.METHODS
         )
 
@@ -52,8 +62,8 @@ class Gemini(Dialect):
         return None, _body(error)
 
     def models(self, service: Service, query: Mapping[str, str]) -> Mapping[str, Any]:
-        size, start = (_number(query, name) for name in ("pageSize", "pageToken"))
-        end = start + min(size or PAGE_SIZE, MAX_PAGE_SIZE)
+        start = number_in(query, "pageToken")
+        end = start + page_size(query)
         page: dict[str, Any] = {"models": [_model(service, name) for name in service.model_names[start:end]]}
         return page | ({"nextPageToken": str(end)} if end < len(service.model_names) else {})
 
@@ -90,13 +100,6 @@ def _message(error: APIError) -> str:
     return str(error)
 
 
-def _number(query: Mapping[str, str], name: str) -> int:
-    given = query.get(name, "") or "0"
-    if not given.isdecimal() or len(given) > 9:
-        raise bad_request(f"{name}={given!r:.60} is not valid; send a number, or leave it out", param=name)
-    return int(given)
-
-
 def _model(service: Service, name: str) -> dict[str, Any]:
     return {
         "name": f"models/{name}",
@@ -105,7 +108,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "description": "Served by foreword.",
         "inputTokenLimit": service.max_model_len,
         "outputTokenLimit": service.max_model_len,
-        "supportedGenerationMethods": ["generateContent", "countTokens"],
+        "supportedGenerationMethods": ["generateContent", "countTokens", "createCachedContent"],
         "temperature": 1.0,
         "topP": 1.0,
         "maxTemperature": 2.0,

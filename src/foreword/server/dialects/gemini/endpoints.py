@@ -5,19 +5,20 @@ Knows Google's paths and what its fields mean for a chat; answer.py writes the a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request
-from foreword.server.bodies.fields import Body
+from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import caller_of
 from foreword.server.chats.chat import Chat, num_prompt_tokens, start_chat
 from foreword.server.dialects.gemini.answer import GeneratedContent, tokens_of_text
-from foreword.server.dialects.gemini.contents import read_chat
+from foreword.server.dialects.gemini.cached_contents import Use, settle, use_of
+from foreword.server.dialects.gemini.contents import Template, read_chat
 from foreword.server.dialects.gemini.fields import (
     CountTokensRequest,
     GenerateContentRequest,
@@ -25,29 +26,17 @@ from foreword.server.dialects.gemini.fields import (
     ThinkingConfig,
 )
 from foreword.server.dialects.gemini.generation import sampling_params, structured_outputs
+from foreword.server.dialects.gemini.paths import served
 from foreword.server.http import Authorized, JsonArray, dialect_of, json_response, respond, service_of
-from foreword.server.intake import body_of, takes, with_body
+from foreword.server.intake import body_of, with_body
 from foreword.server.service import Service, new_id
 
-VERSIONS = ("v1", "v1beta", "v1alpha")
 METHODS = ("generateContent", "streamGenerateContent", "countTokens")
 
 router = APIRouter(tags=["gemini"])
 
 
-def _post(method: str, model: type[Body]) -> Callable[[Any], Any]:
-    """Make an endpoint of a function: a method of a model, in all versions."""
-
-    def add(function: Any) -> Any:
-        for version in VERSIONS:
-            path = f"/{version}/models/{{model:path}}:{method}"
-            router.add_api_route(path, function, methods=["POST"], openapi_extra=takes(model))
-        return function
-
-    return add
-
-
-@_post("generateContent", GenerateContentRequest)
+@served(router, "POST", "models/{model:path}:generateContent", GenerateContentRequest)
 async def generate_content(
     model: str,
     body: Annotated[GenerateContentRequest, Depends(body_of(GenerateContentRequest))],
@@ -58,7 +47,7 @@ async def generate_content(
     return await respond(request, await _start(model, body, request, tenant, stream=False))
 
 
-@_post("streamGenerateContent", GenerateContentRequest)
+@served(router, "POST", "models/{model:path}:streamGenerateContent", GenerateContentRequest)
 async def stream_generate_content(
     model: str,
     body: Annotated[GenerateContentRequest, Depends(body_of(GenerateContentRequest))],
@@ -73,7 +62,7 @@ async def stream_generate_content(
     return await respond(request, writer, None if form == "sse" else JsonArray())
 
 
-@_post("countTokens", CountTokensRequest)
+@served(router, "POST", "models/{model:path}:countTokens", CountTokensRequest)
 async def count_tokens(
     model: str,
     body: Annotated[CountTokensRequest, Depends(body_of(CountTokensRequest))],
@@ -87,8 +76,10 @@ async def count_tokens(
         raise bad_request("give either contents or generateContentRequest")
     if asked is None:
         asked = GenerateContentRequest.model_construct(contents=body.contents)
-    num_tokens = await num_prompt_tokens(service, await _read(service, model, asked, request))
-    return json_response({"totalTokens": num_tokens, "promptTokensDetails": tokens_of_text(num_tokens)})
+    chat, use = await _read(service, model, asked, request, tenant)
+    num_tokens = await num_prompt_tokens(service, replace(chat, marks=()))
+    counted = {"totalTokens": num_tokens, "promptTokensDetails": tokens_of_text(num_tokens)}
+    return json_response(counted | ({"cachedContentTokenCount": use.content.num_tokens} if use is not None else {}))
 
 
 @router.get("/v1beta/models")
@@ -105,27 +96,38 @@ async def one_model(model: str, request: Request, tenant: Authorized) -> Respons
     return json_response(dialect_of(request).model(service_of(request), model))
 
 
-async def _read(service: Service, model: str, body: GenerateContentRequest, request: Request) -> Chat:
-    """The chat that a call of a model asks for."""
+async def _read(
+    service: Service, model: str, body: GenerateContentRequest, request: Request, tenant: Tenant
+) -> tuple[Chat, Use | None]:
+    """The chat that a call of a model asks for, and the cached content that it begins with."""
     service.check_model(model)
     if body.model is not None and body.model.removeprefix("models/") != model:
         raise bad_request(f"model is {body.model!r:.100}, and the path names {model!r}; leave it out", param="model")
-    if body.cached_content is not None:
-        raise bad_request("cachedContent is not supported yet; send the contents themselves", param="cachedContent")
-    template = None if service.llm.tokenizer is None else service.llm.tokenizer.chat_template
-    return await with_body(request, lambda: read_chat(body, template, request.state.num_body_bytes))
+    use, template = await use_of(service, tenant, body, model), Template.of(service)
+    if use is None:
+        return await with_body(request, lambda: read_chat(body, template, request.state.num_body_bytes)), None
+    num_bytes = request.state.num_body_bytes + len(use.content.source)
+    return await off_loop(num_bytes, lambda: read_chat(body, template, num_bytes, use.beginning)), use
 
 
 async def _start(
     model: str, body: GenerateContentRequest, request: Request, tenant: Tenant, *, stream: bool
 ) -> GeneratedContent:
     service = service_of(request)
-    chat = await _read(service, model, body, request)
+    chat, use = await _read(service, model, body, request, tenant)
     config = body.generation_config or GenerationConfig()
     form = await with_body(request, lambda: structured_outputs(config))
     params = await sampling_params(service, config, form)
     caller = caller_of(body, request, tenant, "generate_content")
+    if use is not None:
+        caller = replace(caller, cache_salt=use.content.cache_salt)
     answer = await start_chat(service, caller, new_id("gen-"), chat, params, stream=stream)
+    if use is not None:
+        try:
+            await settle(service, tenant, use)
+        except BaseException:
+            answer.stream.close()
+            raise
     thinking = config.thinking_config or ThinkingConfig()
     return GeneratedContent(
         service, answer, model, num_top=params.logprobs, with_thoughts=bool(thinking.include_thoughts)

@@ -221,6 +221,9 @@ class GenerationConfig(GoogleBody):
 
 
 Contents = Annotated[Annotated[list[Content], Field(min_length=1, fail_fast=True)], Listed]
+Tools = Annotated[Annotated[list[GoogleTool], Field(max_length=128, fail_fast=True)], Listed]
+Salt = Annotated[str, Field(min_length=1, max_length=1024)]
+Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 
 
 class GenerateContentRequest(GoogleBody):
@@ -229,10 +232,10 @@ class GenerateContentRequest(GoogleBody):
     model: Annotated[str, Field(max_length=1024)] | None = None
     contents: Contents
     system_instruction: Content | None = None
-    tools: Annotated[Annotated[list[GoogleTool], Field(max_length=128, fail_fast=True)], Listed] | None = None
+    tools: Tools | None = None
     tool_config: GoogleToolConfig | None = None
     generation_config: GenerationConfig | None = None
-    cached_content: str | None = None
+    cached_content: Annotated[str, Field(max_length=1024)] | None = None
     store: bool | None = None
     continuation_token: str | None = None
     # Accepted, without effect here.
@@ -240,10 +243,52 @@ class GenerateContentRequest(GoogleBody):
     labels: dict[str, str] | None = None
     service_tier: Word | None = None
     # Ours.
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
 
     UNSUPPORTED = ("store", "continuation_token")
+
+
+class CachedSource(GoogleBody):
+    """What a cached content begins conversations with."""
+
+    contents: Contents | None = None
+    system_instruction: Content | None = None
+    tools: Tools | None = None
+    tool_config: GoogleToolConfig | None = None
+
+
+class CreateCachedContentRequest(CachedSource):
+    """POST /v1/cachedContents."""
+
+    model: Annotated[str, Field(max_length=1024)]
+    display_name: Annotated[str, Field(max_length=128)] | None = None
+    ttl: Word | None = None
+    expire_time: Word | None = None
+    name: str | None = None
+    kms_key_name: str | None = None
+    # Ours.
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
+
+    UNSUPPORTED = ("name", "kms_key_name")
+
+
+class UpdateCachedContentRequest(GoogleBody):
+    """PATCH /v1/cachedContents/ID: a cached content, of which only the end can change."""
+
+    ttl: Word | None = None
+    expire_time: Word | None = None
+    name: Any | None = None
+    model: Any | None = None
+    display_name: Any | None = None
+    contents: Any | None = None
+    system_instruction: Any | None = None
+    tools: Any | None = None
+    tool_config: Any | None = None
+    create_time: Any | None = None
+    update_time: Any | None = None
+    usage_metadata: Any | None = None
 
 
 class CountTokensRequest(GoogleBody):

@@ -1,0 +1,1 @@
+"""Resources: what clients have the server keep under a name, until a time that they choose."""
