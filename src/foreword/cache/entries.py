@@ -137,13 +137,15 @@ class PinnableCache(CacheView):
 
     def set_entry_end(self, name: str, until: float, now: float) -> None:
         """Move the end of an entry, nearer or farther. Does nothing if there is no such entry (any more)."""
-        self._checked_pins().set_end(name, until, now)
+        if self._pins is not None:
+            self._pins.set_end(name, until, now)
         if until <= now:
             self._entries.pop(name, None)
 
     def drop_entry(self, name: str) -> None:
         """End an entry. Blocks that another entry keeps stay kept. Does nothing if there is no such entry."""
-        self._checked_pins().unpin(name)
+        if self._pins is not None:
+            self._pins.unpin(name)
         self._entries.pop(name, None)
 
     def entry(self, name: str) -> CacheEntry | None:

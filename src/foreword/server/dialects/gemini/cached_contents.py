@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from foreword.engine import RESOURCE, Engine, Keep
+from foreword.engine import RESOURCE, Keep
 from foreword.request import SamplingParams
 from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import APIError, bad_request
@@ -204,21 +204,12 @@ async def _end_entry(service: Service, one: CachedContent) -> None:
     keep = _keep(service, one)
     assert keep.until is not None
     until = keep.until
-
-    def set_end(engine: Engine) -> None:
-        if engine.manager.keeps_prefixes:
-            engine.entries.set_end(PREFIX + one.id, until)
-
-    await service.thread.call(set_end)
+    await service.thread.call(lambda engine: engine.entries.set_end(PREFIX + one.id, until))
 
 
 async def _drop(service: Service, content_id: str) -> None:
-    def drop(engine: Engine) -> None:
-        if engine.manager.keeps_prefixes:
-            engine.entries.drop(PREFIX + content_id)
-
     if service.thread.failure is None:
-        await service.thread.call(drop)
+        await service.thread.call(lambda engine: engine.entries.drop(PREFIX + content_id))
 
 
 async def _compute(
