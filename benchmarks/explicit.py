@@ -1,6 +1,6 @@
 """What a mark brings to a prefix under a flood, what the flood pays for it, and what marking costs.
 
-    PYTHONPATH=src python benchmarks/explicit.py [--model DIR] [--rounds 8] [--json]
+    PYTHONPATH=src python benchmarks/explicit.py [--model DIR] [--rounds 8] [--pool 256] [--json]
 
 One engine, the `value` policy, a pool of 256 blocks of 16 tokens. Each round is a flood of documents of 600 tokens,
 each asked for twice, then one request that begins with the prefix (1,024 tokens) and ends with 32 tokens of its own.
@@ -27,7 +27,7 @@ from foreword.demo.run import embedded_model
 from foreword.engine import BREAKPOINT, Keep, Mark, Prompt
 from foreword.text.places import Place
 
-PREFIX, OWN, DOCUMENT, FLOOD, POOL = 1024, 32, 600, 8, 256
+PREFIX, OWN, DOCUMENT, FLOOD = 1024, 32, 600, 8
 
 
 @dataclass
@@ -111,9 +111,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model's folder; the embedded model unless given")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--pool", type=int, default=256, help="blocks of 16 tokens")
     parser.add_argument("--json", action="store_true", help="the JSON line alone")
     args = parser.parse_args()
-    with embedded_model() as embedded, LLM(args.model or str(embedded), num_gpu_blocks_override=POOL) as llm:
+    with embedded_model() as embedded, LLM(args.model or str(embedded), num_gpu_blocks_override=args.pool) as llm:
         rounds = Rounds(llm, args.rounds)
         rounds.run(marked=False)  # what happens once
         plain, marked = rounds.run(marked=False), rounds.run(marked=True)
