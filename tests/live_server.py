@@ -6,6 +6,7 @@ Both listen on a free port of the loopback interface and serve the embedded mode
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import queue
 import signal
@@ -111,6 +112,8 @@ class ServerThread:
     def close(self) -> None:
         self._server.should_exit = True
         self._thread.join(60)
+        if self._thread.is_alive():
+            faulthandler.dump_traceback()  # where it hangs
         assert not self._thread.is_alive()
 
     def __enter__(self) -> ServerThread:

@@ -130,5 +130,5 @@ def seeds_from(first: int, count: int) -> list[int]:
 def test_if_one_is_refused_nothing_goes_on(llm: LLM) -> None:
     prompts = [llm._prompt({"prompt_token_ids": tokens}) for tokens in ([1, 2], [3] * 100_000)]
     with pytest.raises(Exception, match="100000"):
-        run_all(llm.engine, prompts, [ONE, ONE], iter("ab").__next__)
+        run_all(llm.engine, prompts, [ONE, ONE], BLOCK, iter("ab").__next__)
     assert not llm.engine.has_unfinished_requests()

@@ -222,7 +222,7 @@ class LLM:
         if show_progress is None:
             show_progress = len(prompts) > 1 and sys.stderr.isatty()
         wanted = [self._constrained(one) for one in each]
-        return run_all(self.engine, prompts, wanted, self._next_id, show_progress=show_progress)
+        return run_all(self.engine, prompts, wanted, self.layout.block_size, self._next_id, show_progress=show_progress)
 
     def _chat(self, prompt: Prompt, rendering: ChatKeywords) -> Chat:
         turn = Turn(self._tokenizer_for("chat()"), prompt.token_ids)

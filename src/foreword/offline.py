@@ -25,6 +25,7 @@ def run_all(
     engine: Engine,
     prompts: Sequence[Prompt],
     params: Sequence[SamplingParams],
+    block_size: int,
     next_id: Callable[[], str],
     *,
     show_progress: bool = False,
@@ -34,7 +35,7 @@ def run_all(
     ids = [next_id() for _ in prompts]
     outputs: dict[int, RequestOutput] = {}
     try:
-        for number in depth_first(prompts, engine.manager.block_size, engine.num_cached_tokens):
+        for number in depth_first(prompts, block_size, engine.num_cached_tokens):
             one = params[number]
             one = replace(one, seed=seeds[number]) if one.seed is None else one
             outputs[number] = engine.add_request(ids[number], prompts[number], one)

@@ -41,6 +41,11 @@ class Keeper:
         self._marked: WeakKeyDictionary[Request, Prompt] = WeakKeyDictionary()
         """Prompts with marks whose first token is not there yet, by their first continuation."""
 
+    @property
+    def are_possible(self) -> bool:
+        """Whether this engine can keep anything."""
+        return self._manager.keeps_prefixes
+
     def note_marks(self, request: Request, prompt: Prompt) -> None:
         """Keep what a prompt marks, once its first continuation has a token."""
         if not self._manager.keeps_prefixes:

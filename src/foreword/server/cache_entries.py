@@ -55,7 +55,7 @@ async def create_entry(
 ) -> Response:
     """Keep a prompt, which is computed first if it is not cached. Uses do not keep it longer than `ttl_s`."""
     service = service_of(request)
-    if not service.llm.engine.manager.keeps_prefixes:
+    if not service.llm.engine.entries.are_possible:
         raise bad_request("this server keeps no prefixes; start it with max_pinned_share above 0 and prefix caching")
     token_ids = await read_prompt(service, body, request)
     keep = Keep(body.ttl_s, is_refreshed=False)

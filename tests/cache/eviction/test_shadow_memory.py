@@ -261,8 +261,8 @@ def run_episodes(kind: str, seeds: range) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_request_is_served_what_was_not_computed_for_it(kind):
     num_hit_tokens, num_partial_hits = run_episodes(kind, range(16))
-    assert num_hit_tokens > 100
-    assert (num_partial_hits > 100) == (kind == "radix")
+    assert num_hit_tokens > 20
+    assert (num_partial_hits > 50) == (kind == "radix")
 
 
 @pytest.mark.slow

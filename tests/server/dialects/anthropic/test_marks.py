@@ -25,7 +25,7 @@ TOOL: dict[str, Any] = {
 class World(ServerThread):
     """A server with a small cache for two tenants, whose engine's time the tests move."""
 
-    now = 1000.0
+    now = 1e9  # after the real clock, which the engine read before the tests set it
 
     def client(self, tenant: str = "alice") -> anthropic.Anthropic:
         return anthropic.Anthropic(base_url=self.url, api_key=tenant, max_retries=0, timeout=120)
