@@ -97,7 +97,7 @@ class PinnableCache(CacheView):
     def keep_prefix(self, sequence: TokenSequence, wish: EntryWish, now: float) -> CacheEntry:
         """Make an entry of a sequence's cached blocks, or add them to it; its end is never moved nearer.
 
-        The budget may cover fewer tokens than are cached: the head of the prefix is kept first. A tail is kept too, and
+        Of several wishes for one entry the longest `refresh_s` counts. The budget may cover fewer tokens than are cached: the head of the prefix is kept first. A tail is kept too, and
         then like a full block. Raises ConfigError without a PinnedPolicy.
         """
         pins = self._checked_pins()
@@ -126,7 +126,10 @@ class PinnableCache(CacheView):
             found, has_now = set(ends_of_blocks.values()), set(pins.blocks_of(name).tolist())
             old = {block: end for block, end in known.ends.items() if block in has_now or end not in found}
             ends_of_blocks = {**old, **ends_of_blocks}
-        self._entries[name] = _Entry(wish.owner, wish.source, wish.refresh_s, sequence, ends_of_blocks)
+        refresh_s = wish.refresh_s
+        if known is not None and known.refresh_s is not None:
+            refresh_s = max(known.refresh_s, refresh_s or 0.0)
+        self._entries[name] = _Entry(wish.owner, wish.source, refresh_s, sequence, ends_of_blocks)
         return self._entry(name, self._entries[name])
 
     def _takes_another(self, owner: str | None) -> bool:

@@ -91,8 +91,8 @@ class PinnedPolicy:
         """Add blocks to a pin, which begins if there is none of this name; returns those that it has now.
 
         Give the head of a prefix first: the blocks from the first one that the budget does not cover, or that holds
-        nothing cached, get no pin. The pin's end is never moved nearer (`set_end` does that). `owner` and `refresh_s`
-        count when it begins. Modifies the order of the free blocks.
+        nothing cached, get no pin. The pin's end is never moved nearer (`set_end` does that), and the longest `refresh_s`
+        counts; `owner` counts when it begins. Modifies the order of the free blocks.
         """
         held = self._pins.get(pin)
         if held is None:
@@ -101,6 +101,8 @@ class PinnedPolicy:
             held = self._pins[pin] = _Pin(owner, until, refresh_s)
             self._push(until, pin)
         held.until = max(held.until, until)
+        if refresh_s is not None:
+            held.refresh_s = max(held.refresh_s or 0.0, refresh_s)
         fresh = list(self._add(pin, held, block_ids.tolist()))
         in_order = {block_id: None for block_id in block_ids.tolist() if block_id in held.blocks}
         held.blocks = in_order | held.blocks
