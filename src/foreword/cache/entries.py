@@ -97,8 +97,9 @@ class PinnableCache(CacheView):
     def keep_prefix(self, sequence: TokenSequence, wish: EntryWish, now: float) -> CacheEntry:
         """Make an entry of a sequence's cached blocks, or add them to it; its end is never moved nearer.
 
-        Of several wishes for one entry the longest `refresh_s` counts. The budget may cover fewer tokens than are cached: the head of the prefix is kept first. A tail is kept too, and
-        then like a full block. Raises ConfigError without a PinnedPolicy.
+        Of several wishes for one entry the longest `refresh_s` counts. The budget may cover fewer tokens than are
+        cached: the head of the prefix is kept first. A tail is kept too, and then like a full block. Raises ConfigError
+        without a PinnedPolicy.
         """
         pins = self._checked_pins()
         self.expire_pins(now)
@@ -169,9 +170,7 @@ class PinnableCache(CacheView):
 
     def _entry(self, name: str, entry: _Entry, *, count_kept: bool = True) -> CacheEntry:
         pins = self._checked_pins()
-        kept = set(pins.blocks_of(name).tolist()) if count_kept else ()
-        missing = min((end for block_id, end in entry.ends.items() if block_id not in kept), default=np.inf)
-        num_kept = max((end for block_id, end in entry.ends.items() if block_id in kept and end < missing), default=0)
+        num_kept = _num_kept(entry, set(pins.blocks_of(name).tolist())) if count_kept else 0
         until = pins.end_of(name)
         assert until is not None
         keys = entry.sequence.block_hashes()
@@ -215,6 +214,11 @@ class PinnableCache(CacheView):
         if self._pins is None:
             raise ConfigError("this cache has no pins; choose a max_pinned_share above 0 (a PinnedPolicy)")
         return self._pins
+
+
+def _num_kept(entry: _Entry, kept: set[int]) -> int:
+    missing = min((end for block_id, end in entry.ends.items() if block_id not in kept), default=np.inf)
+    return max((end for block_id, end in entry.ends.items() if block_id in kept and end < missing), default=0)
 
 
 def entry_name(sequence: TokenSequence, owner: str | None = None, source: str = PIN) -> str:
