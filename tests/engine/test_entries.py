@@ -95,6 +95,16 @@ def test_the_same_mark_again_is_the_same_entry_made_longer():
     assert entry.until == world.now + 60.0
 
 
+def test_of_two_marks_of_one_place_the_longer_time_counts_from_each_use():
+    world = World()
+    for ttl_s in (300.0, 3600.0, 300.0):
+        world.ask(range(20), 12, ttl_s=ttl_s)
+    world.now += 3000
+    world.ask(range(13))
+    (entry,) = world.entries()
+    assert (entry.until, entry.refresh_s) == (world.now + 3600.0, 3600.0)
+
+
 def test_an_owner_keeps_no_more_than_its_share_and_its_flood_ends_no_other_owners_entries():
     world = World()
     assert world.ask(range(16), 16, owner="ann")[1] == [16]

@@ -109,6 +109,13 @@ def test_an_entry_ends_sooner_later_or_now_and_another_with_its_head_stays(world
     assert world.call("DELETE", f"/{long['id']}").status_code == 404
 
 
+def test_an_entry_whose_new_end_is_over_at_once_is_changed_and_gone(world):
+    entry = world.create(prompt=document("brief"), ttl_s=60)
+    changed = world.call("PATCH", f"/{entry['id']}", {"ttl_s": 5e-324})
+    assert (changed.status_code, changed.json()["expires_in_s"]) == (200, 0.0)
+    assert world.call("PATCH", f"/{entry['id']}", {"ttl_s": 60}).status_code == 404
+
+
 def test_tenants_cannot_see_change_or_end_each_others_entries(world):
     text = document("a secret")
     mine = world.create(prompt=text)

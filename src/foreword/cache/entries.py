@@ -97,8 +97,9 @@ class PinnableCache(CacheView):
     def keep_prefix(self, sequence: TokenSequence, wish: EntryWish, now: float) -> CacheEntry:
         """Make an entry of a sequence's cached blocks, or add them to it; its end is never moved nearer.
 
-        The budget may cover fewer tokens than are cached: the head of the prefix is kept first. A tail is kept too, and
-        then like a full block. Raises ConfigError without a PinnedPolicy.
+        Of several wishes for one entry the longest `refresh_s` counts. The budget may cover fewer tokens than are
+        cached: the head of the prefix is kept first. A tail is kept too, and then like a full block. Raises ConfigError
+        without a PinnedPolicy.
         """
         pins = self._checked_pins()
         self.expire_pins(now)
@@ -126,7 +127,10 @@ class PinnableCache(CacheView):
             found, has_now = set(ends_of_blocks.values()), set(pins.blocks_of(name).tolist())
             old = {block: end for block, end in known.ends.items() if block in has_now or end not in found}
             ends_of_blocks = {**old, **ends_of_blocks}
-        self._entries[name] = _Entry(wish.owner, wish.source, wish.refresh_s, sequence, ends_of_blocks)
+        refresh_s = wish.refresh_s
+        if known is not None and known.refresh_s is not None:
+            refresh_s = max(known.refresh_s, refresh_s or 0.0)
+        self._entries[name] = _Entry(wish.owner, wish.source, refresh_s, sequence, ends_of_blocks)
         return self._entry(name, self._entries[name])
 
     def _takes_another(self, owner: str | None) -> bool:
@@ -168,9 +172,7 @@ class PinnableCache(CacheView):
 
     def _entry(self, name: str, entry: _Entry, *, count_kept: bool = True) -> CacheEntry:
         pins = self._checked_pins()
-        kept = set(pins.blocks_of(name).tolist()) if count_kept else ()
-        missing = min((end for block_id, end in entry.ends.items() if block_id not in kept), default=np.inf)
-        num_kept = max((end for block_id, end in entry.ends.items() if block_id in kept and end < missing), default=0)
+        num_kept = _num_kept(entry, set(pins.blocks_of(name).tolist())) if count_kept else 0
         until = pins.end_of(name)
         assert until is not None
         keys = entry.sequence.block_hashes()
@@ -214,6 +216,11 @@ class PinnableCache(CacheView):
         if self._pins is None:
             raise ConfigError("this cache has no pins; choose a max_pinned_share above 0 (a PinnedPolicy)")
         return self._pins
+
+
+def _num_kept(entry: _Entry, kept: set[int]) -> int:
+    missing = min((end for block_id, end in entry.ends.items() if block_id not in kept), default=np.inf)
+    return max((end for block_id, end in entry.ends.items() if block_id in kept and end < missing), default=0)
 
 
 def entry_name(sequence: TokenSequence, owner: str | None = None, source: str = PIN) -> str:

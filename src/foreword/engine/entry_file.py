@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -37,12 +38,15 @@ class SavedEntry:
     refresh_s: float | None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for values of other types."""
-        texts, numbers = (self.name, self.source, self.last_key), (self.num_tokens, self.until, self.refresh_s or 0.0)
-        if not all(isinstance(one, str) for one in (*texts, self.owner or "")):
+        """Raises ValueError or OverflowError for values that no entry has."""
+        texts, refresh_s = (self.name, self.source, self.last_key), 1.0 if self.refresh_s is None else self.refresh_s
+        if not all(isinstance(one, str) for one in texts) or not isinstance(self.owner, str | None):
             raise ValueError("a name is no text")
-        if not all(isinstance(one, int | float) for one in numbers) or self.num_tokens < 1:
-            raise ValueError("a number is none")
+        for number in (self.num_tokens, self.until, refresh_s):
+            if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+                raise ValueError(f"{number!r:.40} is no finite number")
+        if not isinstance(self.num_tokens, int) or self.num_tokens < 1 or refresh_s <= 0:
+            raise ValueError("a number is too small")
         bytes.fromhex(self.last_key)
 
 
@@ -60,7 +64,7 @@ class EntryFile:
             return [SavedEntry(**entry) for entry in json.loads(self.path.read_bytes())["entries"]]
         except FileNotFoundError:
             return []
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             logger.warning("the cache entries in %s cannot be read, and are forgotten: %s", self.path, error)
             return []
 

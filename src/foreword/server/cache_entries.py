@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -121,8 +122,7 @@ async def _change(request: Request, entry_id: str, ttl_s: float | None) -> dict[
             engine.entries.drop(entry_id)
             return {}
         engine.entries.set_end(entry_id, now + ttl_s)
-        changed = next(one for one in engine.entries.entries() if one.name == entry_id)
-        return entry_report(changed, now)
+        return entry_report(replace(entry, until=now + ttl_s), now)
 
     report = await service_of(request).thread.call(change)
     if report is None:

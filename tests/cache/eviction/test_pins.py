@@ -402,3 +402,24 @@ def test_a_pinned_prompt_survives_a_flood_and_goes_when_its_time_is_over():
     for number in range(6):
         run(f"second flood {number}", range(100 * number + 100, 100 * number + 116))
     assert run("too late", range(16))[0] == 0
+
+
+def test_the_end_of_a_pin_costs_the_same_however_many_others_share_its_blocks():
+    class Name:
+        num_compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Name.num_compared += 1
+            return self is other
+
+        __hash__ = object.__hash__
+
+    policy, shared = pinnable(num_blocks=8), ids(0, 1, 2)
+    names = [Name() for _ in range(200)]
+    for name in names:
+        policy.pin(name, shared, until=10.0, now=0.0, owner="ann")
+    for name in reversed(names):
+        policy.unpin(name)
+    assert Name.num_compared < 10 * len(names)
+    assert policy.num_pinned == 0
+    policy.check_integrity()

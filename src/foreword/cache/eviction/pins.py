@@ -63,8 +63,8 @@ class PinnedPolicy:
         self.num_broken = 0
         """The number of pinned blocks that were given away because no other block was free."""
         self._pins: dict[Hashable, _Pin] = {}
-        self._holders: dict[int, list[Hashable]] = {}
-        """Names of the pins that have a block, by block id."""
+        self._holders: dict[int, dict[str | None, set[Hashable]]] = {}
+        """Names of the pins that have a block, by block id and owner."""
         self._ending_at: dict[int, set[Hashable]] = {}
         """Names of the pins that a hit refreshes, by their last block."""
         self._is_pinned: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
@@ -91,8 +91,8 @@ class PinnedPolicy:
         """Add blocks to a pin, which begins if there is none of this name; returns those that it has now.
 
         Give the head of a prefix first: the blocks from the first one that the budget does not cover, or that holds
-        nothing cached, get no pin. The pin's end is never moved nearer (`set_end` does that). `owner` and `refresh_s`
-        count when it begins. Modifies the order of the free blocks.
+        nothing cached, get no pin. The pin's end is never moved nearer (`set_end` does that). The longest `refresh_s`
+        counts, and the `owner` of the beginning. Modifies the order of the free blocks.
         """
         held = self._pins.get(pin)
         if held is None:
@@ -101,6 +101,8 @@ class PinnedPolicy:
             held = self._pins[pin] = _Pin(owner, until, refresh_s)
             self._push(until, pin)
         held.until = max(held.until, until)
+        if refresh_s is not None:
+            held.refresh_s = max(held.refresh_s or 0.0, refresh_s)
         fresh = list(self._add(pin, held, block_ids.tolist()))
         in_order = {block_id: None for block_id in block_ids.tolist() if block_id in held.blocks}
         held.blocks = in_order | held.blocks
@@ -116,8 +118,8 @@ class PinnedPolicy:
         for block_id in block_ids:
             if block_id in pin.blocks:
                 continue
-            holders = self._holders.get(block_id, [])
-            is_new_to_owner = owner is not None and not any(self._pins[other].owner == owner for other in holders)
+            holders = self._holders.get(block_id, {})
+            is_new_to_owner = owner is not None and owner not in holders
             if (
                 not self._is_cached[block_id]
                 or (not holders and self.num_pinned >= self.max_pinned)
@@ -127,8 +129,9 @@ class PinnedPolicy:
             pin.blocks[block_id] = None
             if is_new_to_owner and owner is not None:
                 self.num_pinned_by[owner] += 1
-            self._holders.setdefault(block_id, []).append(name)
-            if not holders:
+            is_new = not holders
+            self._holders.setdefault(block_id, holders).setdefault(owner, set()).add(name)
+            if is_new:
                 self._is_pinned[block_id] = True
                 self.num_pinned += 1
                 yield block_id
@@ -161,8 +164,11 @@ class PinnedPolicy:
         for block_id in block_ids:
             del pin.blocks[block_id]
             holders = self._holders[block_id]
-            holders.remove(name)
-            if pin.owner is not None and not any(self._pins[other].owner == pin.owner for other in holders):
+            holders[pin.owner].discard(name)
+            if holders[pin.owner]:
+                continue
+            del holders[pin.owner]
+            if pin.owner is not None:
                 self.num_pinned_by[pin.owner] -= 1
                 if not self.num_pinned_by[pin.owner]:
                     del self.num_pinned_by[pin.owner]
@@ -192,7 +198,7 @@ class PinnedPolicy:
     def _lose(self, block_ids: BlockIds) -> None:
         """Take blocks whose content is gone from all their pins."""
         for block_id in block_ids[self._is_pinned[block_ids]].tolist():
-            for name in list(self._holders[block_id]):
+            for name in [name for names in self._holders[block_id].values() for name in names]:
                 self._release(name, self._pins[name], [block_id])
 
     def expire(self, now: float) -> list[Hashable]:
@@ -328,7 +334,9 @@ class PinnedPolicy:
         assert self._is_pinned[self._queue.in_order()].all(), "a block without a pin is kept as pinned"
         assert not self._is_pinned[self.inner.in_order()].any(), "a pinned block goes with the others"
         held = {(block_id, name) for name, pin in self._pins.items() for block_id in pin.blocks}
-        assert held == {(b, name) for b, names in self._holders.items() for name in names}, "pins and holders differ"
+        noted = [(b, o, n) for b, by_owner in self._holders.items() for o, names in by_owner.items() for n in names]
+        assert held == {(b, name) for b, _, name in noted}, "pins and holders differ"
+        assert all(self._pins[name].owner == owner for _, owner, name in noted), "a pin counts for another owner"
         assert sorted({block_id for block_id, _ in held}) == pinned.tolist(), "a block's pins are miscounted"
         ending: dict[int, set[Hashable]] = {}
         for name, pin in self._pins.items():
