@@ -10,8 +10,8 @@ message; numbers have 8 bytes, the highest first:
     snapshot  "snapshot"                               a request; its answer:
               last number, signed | publisher id | batch | batch | ...
 
-    batch     [time, events, data-parallel rank or nil, publisher id]; trailing nils are left out
-    event     a map of fields with its type under "type", or (older vLLM, SGLang) an array of the type and the fields
+    batch     [time, events, data-parallel rank or nil], and the publisher's id if it has one
+    event     a map of fields with its type under "type", or (older vLLM, SGLang) an array of the type and all fields
 
 A publisher's numbers start at 0 in each process, and its id names the process. vLLM 0.33 sends no id and answers no
 snapshots; the form of both is that of its pull request 57789.
@@ -163,16 +163,15 @@ _LAYOUT: dict[type, tuple[str, tuple[str, ...], int]] = {
     Removed: ("BlockRemoved", REMOVED_FIELDS, 2),
     Cleared: ("AllBlocksCleared", (), 0),
 }
-"""The tag of each event, its fields, and the number of fields that are written even if they are None."""
+"""The tag of each event, its fields, and the number of fields that a map has even if they are None."""
 
 
 def encode_batch(batch: EventBatch, encoding: Encoding) -> bytes:
-    """A batch as msgpack. Trailing fields without a value are left out."""
-    fields: list[Any] = [batch.time, [_encode_event(event, encoding) for event in batch.events]]
+    """A batch as msgpack, with the bytes that vLLM's structs give: only maps leave out fields without a value."""
+    events = [_encode_event(event, encoding) for event in batch.events]
+    fields: list[Any] = [batch.time, events, batch.data_parallel_rank]
     if batch.publisher_id is not None:
-        fields += [batch.data_parallel_rank, batch.publisher_id]
-    elif batch.data_parallel_rank is not None:
-        fields.append(batch.data_parallel_rank)
+        fields.append(batch.publisher_id)
     packed: bytes = msgpack.packb(fields)
     return packed
 
@@ -180,12 +179,10 @@ def encode_batch(batch: EventBatch, encoding: Encoding) -> bytes:
 def _encode_event(event: Event, encoding: Encoding) -> Any:
     tag, names, num_always = _LAYOUT[type(event)]
     values = [getattr(event, name) for name in names]
-    if encoding == "map":
-        named = list(zip(names, values, strict=True))
-        return {"type": tag, **dict(named[:num_always]), **{n: v for n, v in named[num_always:] if v is not None}}
-    while len(values) > num_always and values[-1] is None:
-        values.pop()
-    return [tag, *values]
+    if encoding == "array":
+        return [tag, *values]
+    named = enumerate(zip(names, values, strict=True))
+    return {"type": tag, **dict(field for at, field in named if at < num_always or field[1] is not None)}
 
 
 def decode_batch(payload: bytes) -> EventBatch:
