@@ -2,16 +2,14 @@
 
 import random
 import re
-from pathlib import Path
 
 import numpy as np
 
-from foreword.cache import BlockHash, KVCacheEvent
+from foreword.cache import BlockHash, ExtraKeys
 from foreword.cluster.mirror import Mirror
 from foreword.cluster.publisher import Publisher
 from foreword.config import EventsConfig
 from foreword.engine import Prompt
-from foreword.cache import ExtraKeys
 from foreword.request import SamplingParams
 from hash_runner import HashEngine
 
@@ -43,6 +41,14 @@ class EngineWithEvents:
         if rng.random() < 0.1:
             engine.reset_prefix_cache()
         self.built.engine.check_integrity()
+
+    def ask(self, tokens: list[int]) -> None:
+        """Serve one prompt."""
+        self._num_requests += 1
+        prompt = Prompt(np.array(tokens, np.int32))
+        self.built.engine.add_request(f"r{self._num_requests}", prompt, SamplingParams(max_tokens=1))
+        while self.built.engine.has_unfinished_requests():
+            self.built.engine.step()
 
     def held(self) -> set[BlockHash]:
         """The keys that the ledger, which `check_integrity` compares with the index, holds now."""

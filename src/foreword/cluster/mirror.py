@@ -182,6 +182,15 @@ class Follower:
         return self._is_complete and self.need is Need.NOTHING and self._has_all
 
     @property
+    def state(self) -> str:
+        """The follower's state in a word or two."""
+        if self.is_exact:
+            return "exact"
+        if self.need is not Need.NOTHING:
+            return f"waiting for a {self.need.name.lower()}"
+        return "waiting for a message" if self._next is None else "incomplete"
+
+    @property
     def next_seq(self) -> int:
         """The number from which to ask for a replay."""
         return self._next or 0
