@@ -50,7 +50,7 @@ from foreword.tiers.store.valkey_tier import ValkeyTier
 from foreword.tiers.tier import Tier
 
 if TYPE_CHECKING:
-    from foreword.cluster.publisher import Publisher
+    from foreword.events.publisher import Publisher
     from foreword.grammar import Grammars
     from foreword.model.block_bytes import BlockBytes
     from foreword.model.gpu.runner import RunnerLimits
@@ -230,7 +230,7 @@ def _open_publisher(options: EventsConfig) -> Publisher | None:
     if options.kv_events is None:
         return None
     try:
-        from foreword.cluster.publisher import Publisher
+        from foreword.events.publisher import Publisher
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"kv_events={options.kv_events!r} needs pyzmq and msgpack; run `pip install foreword[cluster]`"

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from cluster.engine_with_events import EVERYTHING, EngineWithEvents, as_ints, hashes, reachable
-from cluster.proxy import Proxy
-from foreword.cluster.publisher import Publisher
-from foreword.cluster.subscriber import Subscriber
-from foreword.cluster.wire import decode_live
+from events.engine_with_events import EVERYTHING, EngineWithEvents, as_ints, hashes, reachable
+from events.proxy import Proxy
+from foreword.events.publisher import Publisher
+from foreword.events.subscriber import Subscriber
+from foreword.events.wire import decode_live
 from foreword.config import EventsConfig
 from foreword.errors import ConfigError
 
@@ -142,7 +142,7 @@ def test_an_overflowing_feed_burns_a_number_and_a_snapshot_repairs_the_mirror() 
 
 def test_a_consumer_that_reads_nothing_does_not_hold_up_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """All events of the engine are published, though nobody reads one subscriber's messages."""
-    monkeypatch.setattr("foreword.cluster.publisher.MAX_UNSENT", 1)
+    monkeypatch.setattr("foreword.events.publisher.MAX_UNSENT", 1)
     with EngineWithEvents(replace(EVERYTHING, kv_events_snapshot=None), seed=4) as engine, zmq.Context() as context:
         slow = context.socket(zmq.SUB)
         slow.rcvhwm, slow.rcvbuf = 1, 1

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foreword.cluster.wire import (
+from foreword.events.wire import (
     UNAVAILABLE,
     Cleared,
     Event,

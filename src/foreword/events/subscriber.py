@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import zmq
 
-from foreword.cluster.mirror import Follower, Mirror, Need
-from foreword.cluster.publisher import binds
-from foreword.cluster.wire import SNAPSHOT_REQUEST, encode_seq
+from foreword.events.mirror import Follower, Mirror, Need
+from foreword.events.publisher import binds
+from foreword.events.wire import SNAPSHOT_REQUEST, encode_seq
 from foreword.errors import ConfigError
 
 ANSWER_S = 5.0

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.cache import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored
-from foreword.cluster.wire import (
+from foreword.events.wire import (
     Cleared,
     EventBatch,
     Format,

@@ -6,8 +6,8 @@ import re
 import numpy as np
 
 from foreword.cache import BlockHash, ExtraKeys
-from foreword.cluster.mirror import Mirror
-from foreword.cluster.publisher import Publisher
+from foreword.events.mirror import Mirror
+from foreword.events.publisher import Publisher
 from foreword.config import EventsConfig
 from foreword.engine import Prompt
 from foreword.request import SamplingParams

@@ -39,7 +39,7 @@ from foreword.cache import (
     SinkFullSpec,
     SlidingWindowSpec,
 )
-from foreword.cluster.wire import (
+from foreword.events.wire import (
     REPLAY_END,
     SNAPSHOT_REQUEST,
     UNAVAILABLE,

@@ -5,8 +5,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.cluster.mirror import CommonPrefix, Follower, Mirror, Need
-from foreword.cluster.wire import (
+from foreword.events.mirror import CommonPrefix, Follower, Mirror, Need
+from foreword.events.wire import (
     REPLAY_END,
     Cleared,
     Event,

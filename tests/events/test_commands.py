@@ -9,11 +9,11 @@ from pathlib import Path
 import openai
 import pytest
 
-from cluster.engine_with_events import EVERYTHING, EngineWithEvents, as_ints, hashes, reachable
-from cluster.test_sockets import free_port
+from events.engine_with_events import EVERYTHING, EngineWithEvents, as_ints, hashes, reachable
+from events.test_sockets import free_port
 from foreword import LLM, SamplingParams, cli
 from foreword.cache import AllBlocksCleared
-from foreword.cluster.subscriber import Subscriber
+from foreword.events.subscriber import Subscriber
 from foreword.errors import ConfigError
 from live_server import FALCON, MODEL, ServerProcess
 

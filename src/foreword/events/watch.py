@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from foreword.cluster.subscriber import Subscriber
+from foreword.events.subscriber import Subscriber
 
 MAX_PREFIXES = 5
 """Common prefixes to show."""
