@@ -30,7 +30,7 @@ from foreword.cache import (
     make_index,
     make_policy,
 )
-from foreword.config import CacheConfig, EngineConfig, Environment, ModelConfig, TierConfig
+from foreword.config import CacheConfig, EngineConfig, Environment, EventsConfig, ModelConfig, TierConfig
 from foreword.engine import BlockKeys, Engine, ModelLimits, OtherIdentity, TextTools, TierDirector
 from foreword.engine.entry_file import EntryFile
 from foreword.errors import ConfigError, InvalidRequestError, ModelLoadError
@@ -50,6 +50,7 @@ from foreword.tiers.store.valkey_tier import ValkeyTier
 from foreword.tiers.tier import Tier
 
 if TYPE_CHECKING:
+    from foreword.events.publisher import Publisher
     from foreword.grammar import Grammars
     from foreword.model.block_bytes import BlockBytes
     from foreword.model.gpu.runner import RunnerLimits
@@ -73,9 +74,17 @@ class Assembled:
     layout: CacheLayout
     identity: CacheIdentity
     """Whose KV its cache holds."""
+    publisher: Publisher | None
+    """Tells others what the cache holds."""
     inexactness: str | None
     """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
     explain_attention: Callable[[], str]
+
+    def close(self) -> None:
+        """Close the engine, then publish its last events."""
+        self.engine.close()
+        if self.publisher is not None:
+            self.publisher.close()
 
 
 def assemble(config: EngineConfig) -> Assembled:
@@ -87,6 +96,9 @@ def assemble(config: EngineConfig) -> Assembled:
         tiers = open_tiers(config)  # first, so that a folder that cannot be used is known before minutes of loading
         for tier in tiers:
             undo.callback(tier.close, 0.0)
+        publisher = _open_publisher(config.events)
+        if publisher is not None:
+            undo.callback(publisher.close)
         with head_start(config.model):
             log.enter("reading the tokenizer")
             tokenizer = load_tokenizer(config.model)
@@ -103,14 +115,15 @@ def assemble(config: EngineConfig) -> Assembled:
         log.enter("making room for the KV cache")
         identity = identify(config, model, weights.hex(), prompt.digest())
         del prompt
-        engine = build_engine(config, model, tokenizer, identity, tiers)
+        engine = build_engine(config, model, tokenizer, identity, tiers, publisher)
         for tier in tiers:
             if isinstance(tier, DiskTier):
                 facts = manifest_facts(identity, config.model.model, engine.manager.block_size)
                 tier.describe(identity.namespace, facts)
                 engine.entries.open(EntryFile(tier.path_beside(f"{identity.namespace.hex()}.entries")))
         undo.pop_all()
-    return Assembled(engine, tokenizer, plan_layout(config, model), identity, inexactness, model.kernel.explain)
+    layout = plan_layout(config, model)
+    return Assembled(engine, tokenizer, layout, identity, publisher, inexactness, model.kernel.explain)
 
 
 def load(options: ModelConfig) -> LoadedModel:
@@ -212,6 +225,19 @@ def open_tiers(config: EngineConfig) -> list[Tier]:
     return tiers
 
 
+def _open_publisher(options: EventsConfig) -> Publisher | None:
+    """The publisher of cache events, if one is asked for. Raises ConfigError for addresses that cannot be used."""
+    if options.kv_events is None:
+        return None
+    try:
+        from foreword.events.publisher import Publisher
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"kv_events={options.kv_events!r} needs pyzmq and msgpack; run `pip install foreword[cluster]`"
+        ) from error
+    return Publisher(options)
+
+
 def _other_identities(config: EngineConfig, own: CacheIdentity, tiers: Sequence[Tier]) -> list[OtherIdentity]:
     """Other models and arithmetics whose blocks the cache's folder held at the start: first those of the same model."""
     others = []
@@ -248,6 +274,7 @@ def build_engine(
     tokenizer: Tokenizer | None,
     identity: CacheIdentity,
     tiers: Sequence[Tier] = (),
+    publisher: Publisher | None = None,
 ) -> Engine:
     """Size the pool and join cache, tiers, scheduler and runner. Raises ConfigError for what does not fit."""
     from foreword.model.block_bytes import BlockBytes
@@ -273,7 +300,7 @@ def build_engine(
         )
     try:
         storage = KVStorage(layout, num_blocks, model.device)
-        manager = _make_manager(config, layout, num_blocks)
+        manager = _make_manager(config, layout, num_blocks, publisher)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
             f"{budget} bytes of KV memory ({num_blocks} blocks) cannot be allocated on {model.device}; lower "
@@ -381,10 +408,15 @@ def _sink_tokens(config: EngineConfig, vocab_size: int) -> npt.NDArray[np.int32]
     return token_ids.astype(np.int32)
 
 
-def _make_manager(config: EngineConfig, layout: CacheLayout, num_blocks: int) -> KVCacheManager:
+def _make_manager(
+    config: EngineConfig, layout: CacheLayout, num_blocks: int, publisher: Publisher | None
+) -> KVCacheManager:
     """A manager for these layers. One full group can have any index, and hits to the token; others need hash keys."""
     cache = config.cache
     events = EventLog() if cache.cache_events else None
+    if publisher is not None:
+        publisher.describe(layout.specs)
+        events = EventLog(0 if events is None else events.capacity, listener=publisher.note)
     ledger = CacheLedger(num_blocks, events=events) if cache.explain_misses else None
     full = layout.is_one_full_group
     return KVCacheManager(

@@ -1,4 +1,4 @@
-"""The command line: foreword generate | serve | demo | bench | replay | lint | cache.
+"""The command line: foreword generate | serve | demo | bench | replay | lint | watch | cache.
 
 Knows arguments, the terminal and exit codes; other modules do the work. Logging is configured only here. Exit codes: 0
 done, 1 a check of `demo` or `bench` failed or `cache` found damage, 2 a user's mistake, 130 interrupted.
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = _parser()
-    args, unknown = parser.parse_known_args(argv)
     try:
+        args, unknown = parser.parse_known_args(argv)
         if unknown:
             raise unknown_argument(unknown[0], args.parser)
         environment = Environment.read()
@@ -133,6 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     lint = commands.add_parser("lint", help="why recorded prompts part early, and what mending that would save")
     lint.later = _arguments_of("foreword.lint.command")
 
+    watch = commands.add_parser("watch", help="what the cache of a running engine holds: foreword's, vLLM's, SGLang's")
+    watch.later = _arguments_of("foreword.events.watch", "cluster")
+
     cache = commands.add_parser("cache", help="what lies in a cache directory, whether it is sound, and what can go")
     actions = cache.add_subparsers(title="actions", required=True, metavar="ACTION")
     for name, module, text in CACHE_ACTIONS:
@@ -142,11 +145,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _arguments_of(name: str) -> Callable[[argparse.ArgumentParser], None]:
-    """A module that has `add_arguments` and `run`."""
+def _arguments_of(name: str, extra: str = "") -> Callable[[argparse.ArgumentParser], None]:
+    """A module that has `add_arguments` and `run`; `extra` has the packages that it needs."""
 
     def add(parser: argparse.ArgumentParser) -> None:
-        module = importlib.import_module(name)
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not extra:
+                raise
+            raise ConfigError(
+                f"this command needs the package {error.name}; run `pip install foreword[{extra}]`"
+            ) from error
         module.add_arguments(parser)
         parser.set_defaults(run=module.run)
 

@@ -61,7 +61,7 @@ class LLM:
         self.kv_block_bytes = self.layout.bytes_per_block
         """Bytes of one block of the pool."""
         self._engine: Engine | None = parts.engine
-        self._close_engine = weakref.finalize(self, parts.engine.close)
+        self._close_engine = weakref.finalize(self, parts.close)
         self._explain_attention = parts.explain_attention
         self._request_numbers = itertools.count()
         self._grammars: Grammars | None = None

@@ -22,3 +22,4 @@ from foreword.config.engine import (
     library_switches as library_switches,
     user_cache_folder as user_cache_folder,
 )
+from foreword.config.events import EventsConfig as EventsConfig

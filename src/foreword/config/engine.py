@@ -13,6 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args
 
+from foreword.config.events import EventsConfig
 from foreword.config.option import Option, options_of, read_options
 from foreword.config.vllm import ENGINE_OPTIONS
 from foreword.errors import ConfigError
@@ -241,8 +242,15 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     tiers: TierConfig = field(default_factory=TierConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    events: EventsConfig = field(default_factory=EventsConfig)
     seed: int = 0
     """Seed for requests that have none."""
+
+    def __post_init__(self) -> None:
+        if self.events.kv_events is not None and not (self.cache.enable_prefix_caching and self.cache.explain_misses):
+            raise ConfigError(
+                f"kv_events={self.events.kv_events!r} needs enable_prefix_caching and explain_misses; leave both on"
+            )
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> EngineConfig:
@@ -266,6 +274,7 @@ class EngineConfig:
             CacheConfig(**of(CacheConfig)),
             TierConfig(**of(TierConfig)),
             SchedulerConfig(**of(SchedulerConfig)),
+            EventsConfig(**of(EventsConfig)),
             **of(EngineConfig),
         )
 
@@ -273,8 +282,8 @@ class EngineConfig:
 @functools.cache
 def engine_options() -> Mapping[str, Option]:
     """All options of an engine by name: what `LLM` takes as keywords, and commands as flags."""
-    others = options_of(EngineConfig, without=("model", "cache", "tiers", "scheduler"))
-    return {**options_of(ModelConfig, CacheConfig, TierConfig, SchedulerConfig), **others}
+    others = options_of(EngineConfig, without=("model", "cache", "tiers", "scheduler", "events"))
+    return {**options_of(ModelConfig, CacheConfig, TierConfig, SchedulerConfig, EventsConfig), **others}
 
 
 @dataclass(frozen=True, slots=True)

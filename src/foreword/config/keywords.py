@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from foreword.config.engine import AdmissionName, Dtype, EvictionName, HashName, IndexName, KernelName, Policy
+from foreword.config.events import EncodingName, HashesName
 
 
 class ModelKeywords(TypedDict, total=False):
@@ -79,7 +80,18 @@ class SchedulerKeywords(TypedDict, total=False):
     coalesce_in_flight: bool
 
 
-class EngineKeywords(ModelKeywords, CacheKeywords, TierKeywords, SchedulerKeywords, total=False):
+class EventsKeywords(TypedDict, total=False):
+    """Fields of `foreword.config.events.EventsConfig`."""
+
+    kv_events: str | None
+    kv_events_replay: str | None
+    kv_events_snapshot: str | None
+    kv_events_encoding: EncodingName
+    kv_events_hashes: HashesName
+    kv_events_topic: str
+
+
+class EngineKeywords(ModelKeywords, CacheKeywords, TierKeywords, SchedulerKeywords, EventsKeywords, total=False):
     """All keywords of an engine."""
 
     seed: int

@@ -116,7 +116,7 @@ ENGINE_OPTIONS: Mapping[str, VllmOption] = {
     "speculative_config": _only({}, remedy=_LATER),
     "speculative_model": _only(remedy=_LATER),
     "kv_transfer_config": _only({}, remedy=_LATER),
-    "kv_events_config": _only({}, remedy="use cache_events=True and LLM.take_cache_events()"),
+    "kv_events_config": _only({}, remedy="use kv_events, kv_events_replay and others"),
     "compilation_config": _only(0, {}, remedy="nothing is compiled by torch; see cuda_graphs"),
     "limit_mm_per_prompt": _any(),  # images and audio are refused in any number
     "mm_processor_kwargs": _any(),

@@ -381,6 +381,6 @@ class Engine:
     def take_cache_events(self) -> list[NumberedEvent]:
         """Events of blocks stored and removed since the last call. Raises ConfigError if no events are recorded."""
         ledger = self.manager.ledger
-        if ledger is None or ledger.events is None:
+        if ledger is None or ledger.events is None or not ledger.events.capacity:
             raise ConfigError("no cache events are recorded; give cache_events=True (and leave prefix caching on)")
         return ledger.events.take()

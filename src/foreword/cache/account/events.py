@@ -7,7 +7,7 @@ vLLM publishes; keys are bytes, and a medium is "device" where vLLM says "GPU".
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -60,21 +60,25 @@ class NumberedEvent:
 class EventLog:
     """The latest events, in order. Beyond its capacity it drops the oldest ones, with their numbers.
 
-    Keeps the newest events, up to `capacity` blocks in total; an event without blocks counts as one.
+    Keeps the newest events, up to `capacity` blocks in total; an event without blocks counts as one. `listener` gets
+    each event at once.
     """
 
-    def __init__(self, capacity: int = 100_000) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity: int = 100_000, *, listener: Callable[[KVCacheEvent], None] | None = None) -> None:
+        self.capacity = capacity
+        self._listener = listener
         self._events: deque[NumberedEvent] = deque()
         self._num_blocks = 0
         self._next_number = 0
 
     def append(self, event: KVCacheEvent) -> None:
         """Give the event the next number and keep it."""
+        if self._listener is not None:
+            self._listener(event)
         self._events.append(NumberedEvent(self._next_number, event))
         self._next_number += 1
         self._num_blocks += _num_blocks(event)
-        while self._num_blocks > self._capacity:
+        while self._num_blocks > self.capacity:
             self._num_blocks -= _num_blocks(self._events.popleft().event)
 
     def take(self) -> list[NumberedEvent]:

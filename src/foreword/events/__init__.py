@@ -1,0 +1,1 @@
+"""Many engines: what their caches hold, told to others."""

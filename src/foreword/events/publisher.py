@@ -1,0 +1,419 @@
+"""Publisher: an engine's cache events over ZeroMQ, their replay, and snapshots of what the cache holds.
+
+Knows sockets, threads and sequence numbers; knows nothing of requests. The two sides share a `Feed`:
+
+    engine's thread                           publisher's thread, the only one that touches sockets
+    note(event) ── append, ring the bell ──>  take a batch, number it, publish it, keep it for replays
+                ── what the cache holds ──>   copy it between two events, answer a snapshot piece by piece
+
+The engine never waits: if the publisher is too slow, the feed drops events, and the publisher then leaves out a
+sequence number. So every consumer sees the gap.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import zmq
+
+from foreword.cache import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    ChunkedLocalSpec,
+    GroupSpec,
+    KVCacheEvent,
+    MambaSpec,
+    SinkFullSpec,
+    SlidingWindowSpec,
+)
+from foreword.config.events import EventsConfig
+from foreword.errors import ConfigError
+from foreword.events.wire import (
+    REPLAY_END,
+    SNAPSHOT_REQUEST,
+    UNAVAILABLE,
+    EventBatch,
+    Format,
+    GroupKind,
+    WireError,
+    decode_replay_request,
+    encode_batch,
+    encode_replay,
+    encode_seq,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING_BLOCKS = 100_000
+"""Most blocks in events that wait to be published; the feed drops events beyond."""
+MAX_KEPT_BATCHES = 10_000
+"""Most batches that are kept for replays."""
+MAX_KEPT_BYTES = 256 * 2**20
+"""Most bytes of these batches."""
+MAX_UNSENT = 100_000
+"""Most messages that wait for one slow consumer; ZeroMQ drops later ones, and the consumer sees the gap."""
+SNAPSHOT_BLOCKS = 1024
+"""Blocks in one batch of a snapshot; other messages are handled between two batches."""
+HEARTBEAT_S = 1.0
+LINGER_MS = 200
+SPARE_READS = 100
+"""Attempts to copy what the cache holds while events come in."""
+
+
+class Held(NamedTuple):
+    """A findable block."""
+
+    parent: BlockHash | None
+    tokens: bytes
+    """As int32."""
+    lora_name: str | None
+    extra_keys: tuple[str, ...]
+    block_size: int
+
+
+HeldOfGroup = dict[BlockHash, Held]
+
+
+class Feed:
+    """Events on their way to the publisher's thread, and the blocks that the cache holds after them.
+
+    Only the engine's thread calls `note`. The other methods are for the publisher's thread.
+    """
+
+    def __init__(self, max_blocks: int, *, keeps_blocks: bool) -> None:
+        """`keeps_blocks`: whether there will be snapshots."""
+        self._max_blocks = max_blocks
+        self._events: deque[tuple[int, KVCacheEvent]] = deque()
+        self._next_number = 0
+        """The number of the next event. It counts dropped events too, and follows the append."""
+        self._num_in = self._num_out = 0
+        """Blocks that were put in and taken out; each is written by one thread."""
+        self._num_taken = 0
+        """Events that were taken, or are known to be dropped."""
+        self._groups: dict[int, HeldOfGroup] | None = {} if keeps_blocks else None
+        self._version = 0
+        """Odd while the engine's thread changes something."""
+        self._has_rung = False
+        self.bell, self._rope = socket.socketpair()
+        """The bell becomes readable after the first event since the last `take`."""
+        self.bell.setblocking(False)
+        self._rope.setblocking(False)
+
+    def note(self, event: KVCacheEvent) -> None:
+        """Take an event; the engine's thread calls this. It never waits."""
+        self._version += 1
+        if self._groups is not None:
+            _apply(self._groups, event)
+        size = 1 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
+        if self._num_in - self._num_out + size <= self._max_blocks:
+            self._events.append((self._next_number, event))
+            self._num_in += size
+        self._next_number += 1
+        self._version += 1
+        self.ring()
+
+    def ring(self) -> None:
+        """Wake the publisher's thread; any thread may call this."""
+        if not self._has_rung:
+            self._has_rung = True
+            with suppress(OSError):  # the publisher is closed
+                self._rope.send(b"\0")
+
+    def hush(self) -> None:
+        """Let the next event ring again. Call this before `take`."""
+        with suppress(BlockingIOError):
+            self.bell.recv(64)
+        self._has_rung = False
+
+    def take(self, end: int | None = None) -> Iterator[list[KVCacheEvent] | None]:
+        """All waiting events before number `end`, in runs without gaps; None for each gap."""
+        end = self._next_number if end is None else end  # all events before it were appended, or dropped
+        run: list[KVCacheEvent] = []
+        while self._events and self._events[0][0] < end:
+            number, event = self._events.popleft()
+            self._num_out += 1 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
+            if number > self._num_taken:
+                if run:
+                    yield run
+                yield None
+                run = []
+            run.append(event)
+            self._num_taken = number + 1
+        if run:
+            yield run
+        if self._num_taken < end:
+            self._num_taken = end
+            yield None
+
+    def read(self) -> tuple[int, dict[int, HeldOfGroup]] | None:
+        """A copy of what the cache holds, by group, and the number of the first event after it.
+
+        The engine's thread goes on meanwhile; a copy during which it changed something is thrown away. None if all
+        were.
+        """
+        assert self._groups is not None
+        for _ in range(SPARE_READS):
+            version, number = self._version, self._next_number
+            copies = {group: held.copy() for group, held in self._groups.copy().items()}
+            if version == self._version and not version % 2:
+                return number, copies
+            time.sleep(0.001)
+        return None
+
+    def close(self) -> None:
+        """Close the bell; events are still counted, but nobody hears of them."""
+        self.bell.close()
+        self._rope.close()
+
+
+def _apply(groups: dict[int, HeldOfGroup], event: KVCacheEvent) -> None:
+    if isinstance(event, BlockStored):
+        held = groups.setdefault(event.group_idx, {})
+        tokens, parent = np.array(event.token_ids, np.int32).tobytes(), event.parent_block_hash
+        width = 4 * event.block_size
+        for at, key in enumerate(event.block_hashes):
+            extra = event.extra_keys[at] if event.extra_keys else ()
+            held[key] = Held(parent, tokens[at * width : (at + 1) * width], event.lora_name, extra, event.block_size)
+            parent = key
+    elif isinstance(event, BlockRemoved):
+        for key in event.block_hashes:
+            del groups[event.group_idx][key]
+    else:
+        groups.clear()
+
+
+def chains(held: HeldOfGroup, group: int) -> Iterator[BlockStored]:
+    """Events that store these blocks, each after its parent: one for each run of blocks that has no other parent."""
+    done: set[BlockHash] = set()
+    for last in reversed(held):  # the newest first, because its chain is the longest
+        run: list[BlockHash] = []
+        key: BlockHash | None = last
+        while key is not None and key in held and key not in done:
+            done.add(key)
+            run.append(key)
+            key = held[key].parent
+        if not run:
+            continue
+        run.reverse()
+        blocks = [held[one] for one in run]
+        yield BlockStored(
+            tuple(run),
+            blocks[0].parent,
+            tuple(np.frombuffer(b"".join(block.tokens for block in blocks), np.int32).tolist()),
+            blocks[0].block_size,
+            blocks[0].lora_name,
+            tuple(block.extra_keys for block in blocks),
+            group_idx=group,
+        )
+
+
+def group_kinds(specs: Sequence[GroupSpec]) -> tuple[GroupKind, ...]:
+    """What events say of these groups: nothing of a single one that attends to everything."""
+    kinds = tuple(map(_kind, specs))
+    return () if kinds == (GroupKind("full_attention"),) else kinds
+
+
+def _kind(spec: GroupSpec) -> GroupKind:
+    match spec:
+        case SlidingWindowSpec(window=window):
+            return GroupKind("sliding_window", window)
+        case ChunkedLocalSpec():
+            return GroupKind("chunked_local_attention")
+        case MambaSpec():
+            return GroupKind("mamba")
+        case SinkFullSpec():
+            return GroupKind("sink_full_attention")
+    return GroupKind("full_attention")
+
+
+class _Snapshot:
+    """A snapshot that is being encoded."""
+
+    def __init__(self, frames: list[bytes], events: Iterator[BlockStored]) -> None:
+        self.frames = frames
+        self.events = events
+
+
+class Publisher:
+    """Publishes what `note` is told, until `close`. Its addresses are the real ones, with the ports that were free."""
+
+    def __init__(
+        self,
+        config: EventsConfig,
+        *,
+        max_waiting_blocks: int = MAX_WAITING_BLOCKS,
+        max_kept_batches: int = MAX_KEPT_BATCHES,
+    ) -> None:
+        """Raises ConfigError for an address that cannot be used."""
+        assert config.kv_events is not None
+        self.config = config
+        self.publisher_id = os.urandom(16)
+        self._format = Format(config.kv_events_encoding, config.kv_events_hashes)
+        self._topic = config.kv_events_topic.encode()
+        self._has_snapshots = config.kv_events_snapshot is not None
+        self._feed = Feed(max_waiting_blocks, keeps_blocks=self._has_snapshots)
+        self.note = self._feed.note
+        """Give an event to the publisher; only the engine's thread may. It never waits."""
+        self._next_seq = 0
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=max_kept_batches)
+        self._kept_bytes = 0
+        self._snapshot: _Snapshot | None = None
+        self._is_closing = False
+        ready: Future[dict[str, str]] = Future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="foreword-kv-events", daemon=True)
+        self._thread.start()
+        self.addresses = ready.result()
+        """The address of each option that has one."""
+        logger.info("cache events: %s", ", ".join(f"{name} at {one}" for name, one in self.addresses.items()))
+
+    def describe(self, groups: Sequence[GroupSpec]) -> None:
+        """Tell it the groups of the model's layers, before the first event."""
+        self._format = replace(self._format, groups=group_kinds(groups))
+
+    def close(self) -> None:
+        """Publish what waits, and end. May be called twice."""
+        self._is_closing = True
+        self._feed.ring()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # ---------------------------------------------------------------- its thread
+
+    def _run(self, ready: Future[dict[str, str]]) -> None:
+        with zmq.Context() as context:
+            try:
+                self._open(context, ready)
+                while not self._is_closing:
+                    self._turn()
+                self._publish_waiting()
+            except Exception as error:
+                if not ready.done():
+                    ready.set_exception(error)
+                else:
+                    logger.exception("the publisher of cache events has ended; the engine goes on")
+            finally:
+                context.destroy(linger=LINGER_MS)
+                self._feed.close()
+
+    def _open(self, context: zmq.Context[zmq.Socket[bytes]], ready: Future[dict[str, str]]) -> None:
+        config, addresses = self.config, {}
+        self._poller = zmq.Poller()
+        self._poller.register(self._feed.bell, zmq.POLLIN)
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        kinds = {"kv_events": zmq.PUB, "kv_events_replay": zmq.ROUTER, "kv_events_snapshot": zmq.REP}
+        for name, kind in kinds.items():
+            address = getattr(config, name)
+            if address is None:
+                continue
+            one = self._sockets[name] = context.socket(kind)
+            one.sndhwm = 2 * (MAX_KEPT_BATCHES + 1) if kind == zmq.ROUTER else MAX_UNSENT
+            try:
+                if kind != zmq.PUB or binds(address):
+                    one.bind(address)
+                else:
+                    one.connect(address)
+            except zmq.ZMQError as error:
+                raise ConfigError(
+                    f"{name}={address!r} cannot be used: {error.strerror}; give a free port, or 0 for any"
+                ) from error
+            addresses[name] = str(one.getsockopt_string(zmq.LAST_ENDPOINT))
+            if kind != zmq.PUB:
+                self._poller.register(one, zmq.POLLIN)
+        self._last_sent = time.monotonic()
+        ready.set_result(addresses)
+
+    def _turn(self) -> None:
+        """Wait until there is something to do, and do it."""
+        ready = dict(self._poller.poll(0 if self._snapshot is not None else round(1000 * HEARTBEAT_S)))
+        self._feed.hush()
+        self._publish_waiting()
+        replay, snapshot = self._sockets.get("kv_events_replay"), self._sockets.get("kv_events_snapshot")
+        if replay is not None and replay in ready:
+            self._answer_replay(replay)
+        if snapshot is not None and self._snapshot is not None:
+            self._go_on(snapshot, self._snapshot)
+        elif snapshot is not None and snapshot in ready:
+            self._begin_snapshot(snapshot)
+        if self._has_snapshots and time.monotonic() - self._last_sent >= HEARTBEAT_S:
+            self._publish([])
+
+    def _publish_waiting(self, end: int | None = None) -> None:
+        for events in self._feed.take(end):
+            if events is None:
+                self._next_seq += 1  # nobody gets this number, so everybody notices
+            else:
+                self._publish(events)
+
+    def _publish(self, events: Sequence[KVCacheEvent]) -> None:
+        publisher_id = self.publisher_id if self._has_snapshots else None
+        batch = EventBatch(time.time(), tuple(map(self._format.event, events)), publisher_id=publisher_id)
+        payload = encode_batch(batch, self._format.encoding)
+        self._sockets["kv_events"].send_multipart((self._topic, encode_seq(self._next_seq), payload))
+        if "kv_events_replay" in self._sockets:
+            if len(self._kept) == self._kept.maxlen:
+                self._forget_oldest()
+            self._kept.append((self._next_seq, payload))
+            self._kept_bytes += len(payload)
+            while self._kept_bytes > MAX_KEPT_BYTES:
+                self._forget_oldest()
+        self._next_seq += 1
+        self._last_sent = time.monotonic()
+
+    def _forget_oldest(self) -> None:
+        self._kept_bytes -= len(self._kept.popleft()[1])
+
+    def _answer_replay(self, router: zmq.Socket[bytes]) -> None:
+        peer, *frames = router.recv_multipart()
+        try:
+            start = decode_replay_request(frames)
+        except WireError as error:
+            logger.warning("a replay request was ignored: %s", error)
+            return
+        for seq, payload in self._kept:
+            if seq >= start:
+                router.send_multipart([peer, *encode_replay(self._topic, seq, payload)])
+        router.send_multipart([peer, b"", b"", REPLAY_END, b""])
+
+    def _begin_snapshot(self, reply: zmq.Socket[bytes]) -> None:
+        found = self._feed.read() if reply.recv_multipart() == [SNAPSHOT_REQUEST] else None
+        if found is None:
+            reply.send_multipart([encode_seq(UNAVAILABLE), self.publisher_id])
+            return
+        end, groups = found
+        self._publish_waiting(end)
+        events = (event for group, held in groups.items() for event in chains(held, group))
+        self._snapshot = _Snapshot([encode_seq(self._next_seq - 1), self.publisher_id], events)
+
+    def _go_on(self, reply: zmq.Socket[bytes], snapshot: _Snapshot) -> None:
+        """Encode a batch of a snapshot, and send all of them after the last one."""
+        events: list[KVCacheEvent] = []
+        num_blocks = 0
+        for event in snapshot.events:
+            events.append(event)
+            num_blocks += len(event.block_hashes)
+            if num_blocks >= SNAPSHOT_BLOCKS:
+                break
+        if events:
+            batch = EventBatch(time.time(), tuple(map(self._format.event, events)), publisher_id=self.publisher_id)
+            snapshot.frames.append(encode_batch(batch, self._format.encoding))
+        else:
+            self._snapshot = None
+            reply.send_multipart(snapshot.frames)
+
+
+def binds(address: str) -> bool:
+    """Whether a publisher listens at an address; at another one it calls a consumer that listens. As in vLLM."""
+    return "*" in address or "::" in address or address.startswith("ipc://") or address.endswith(":0")

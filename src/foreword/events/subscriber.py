@@ -1,0 +1,154 @@
+"""Subscriber: follows one publisher of cache events over ZeroMQ: foreword's, vLLM's or SGLang's.
+
+Knows sockets and time; `mirror.py` knows what messages mean. One thread calls it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import zmq
+
+from foreword.errors import ConfigError
+from foreword.events.mirror import Follower, Mirror, Need
+from foreword.events.publisher import binds
+from foreword.events.wire import SNAPSHOT_REQUEST, encode_seq
+
+ANSWER_S = 5.0
+"""Longest time between two parts of an answer."""
+PAUSE_S = 0.1
+"""Shortest time between two requests."""
+SILENCE_S = 10.0
+"""Longest time without a message of a publisher that sends one each second."""
+MOST_AT_ONCE = 1000
+"""Messages of one socket that are read before the others get their turn."""
+
+
+class Subscriber:
+    """A mirror of what an engine's cache holds. `poll` reads what has arrived; `close` ends it."""
+
+    def __init__(self, events: str, *, replay: str | None = None, snapshot: str | None = None, topic: str = "") -> None:
+        """Addresses such as tcp://HOST:5557. Raises ConfigError for one that cannot be used."""
+        self.follower = Follower(has_replay=replay is not None, has_snapshot=snapshot is not None)
+        self._addresses = {Need.REPLAY: replay, Need.SNAPSHOT: snapshot}
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._request: zmq.Socket[bytes] | None = None
+        self._asked = (Need.NOTHING, 0)
+        """What was asked for last, and the number of resyncs at that moment."""
+        self._heard = self._deadline = self._not_before = time.monotonic()
+        try:
+            self._live = self._open(zmq.SUB, events)
+            self._live.subscribe(topic)
+            self._poller.register(self._live, zmq.POLLIN)
+            for address in filter(None, self._addresses.values()):
+                self._open(zmq.DEALER, address).close()  # shows whether the address can be used
+        except ConfigError:
+            self.close()
+            raise
+
+    @property
+    def mirror(self) -> Mirror:
+        """The blocks that the engine holds, as far as its events say."""
+        return self.follower.mirror
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the mirror has all blocks; False while messages are missing, and without a way to get them."""
+        return self.follower.is_exact
+
+    def poll(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` seconds for messages, apply those that are there, ask for what is missing."""
+        self._ask()
+        must_ask = self._request is None and self.follower.need is not Need.NOTHING
+        ready = dict(self._poller.poll(round(1000 * min(timeout_s, PAUSE_S if must_ask else timeout_s))))
+        if self._live in ready and self._read_all(self._live, self.follower.take_live):
+            self._heard = time.monotonic()
+        if self._request is not None and self._request in ready:
+            self._read_all(self._request, self._take_answer)
+        now = time.monotonic()
+        if self._request is not None and now > self._deadline:
+            self._forget_request()
+            self.follower.request_failed()
+        if self.follower.publisher_id is not None and now - self._heard > SILENCE_S:
+            self._heard = now
+            self.follower.fell_silent()
+        self._ask()
+
+    def poll_until(self, condition: Callable[[Subscriber], bool], timeout_s: float = 30.0) -> bool:
+        """Poll until a condition holds; False if it does not within the time."""
+        end = time.monotonic() + timeout_s
+        while not condition(self):
+            if time.monotonic() > end:
+                return False
+            self.poll(0.05)
+        return True
+
+    def close(self) -> None:
+        """Close the sockets. May be called twice."""
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- requests
+
+    def _ask(self) -> None:
+        """Ask for what the follower needs; end a request that it no longer needs."""
+        wanted, now = (self.follower.need, self.follower.counts["resyncs"]), time.monotonic()
+        if self._request is not None and wanted != self._asked:
+            self._forget_request()
+        address = self._addresses.get(wanted[0])
+        if self._request is not None or address is None or now < self._not_before:
+            return
+        is_snapshot = wanted[0] is Need.SNAPSHOT
+        self._request = self._open(zmq.REQ if is_snapshot else zmq.DEALER, address)
+        self._poller.register(self._request, zmq.POLLIN)
+        self._asked, self._deadline = wanted, now + ANSWER_S
+        self._request.send_multipart([SNAPSHOT_REQUEST] if is_snapshot else [b"", encode_seq(self.follower.next_seq)])
+
+    def _take_answer(self, frames: list[bytes]) -> None:
+        self._deadline = time.monotonic() + ANSWER_S
+        if self._asked[0] is Need.SNAPSHOT:
+            self._forget_request()
+            self.follower.take_snapshot(frames)
+        elif self.follower.take_replay(frames):
+            self._forget_request()
+
+    def _forget_request(self) -> None:
+        assert self._request is not None
+        self._poller.unregister(self._request)
+        self._request.close(linger=0)
+        self._request = None
+        self._not_before = time.monotonic() + PAUSE_S
+
+    def _read_all(self, one: zmq.Socket[bytes], take: Callable[[list[bytes]], object]) -> int:
+        """Read a socket until it is empty or closed, or others wait too long. Returns the number of messages."""
+        for count in range(MOST_AT_ONCE):
+            if one.closed:
+                return count
+            try:
+                frames = one.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return count
+            take(frames)
+        return MOST_AT_ONCE
+
+    def _open(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        one = self._context.socket(kind)
+        one.rcvhwm = 0  # a long replay does not fit into the default
+        try:
+            if kind == zmq.SUB and binds(address) and not address.startswith("ipc://"):
+                one.bind(address)
+            else:
+                one.connect(address)
+        except zmq.ZMQError as error:
+            one.close()
+            raise ConfigError(
+                f"{address!r} is no address that can be followed: {error.strerror}; use one such as tcp://HOST:5557"
+            ) from error
+        return one
