@@ -87,8 +87,7 @@ class Entries(RuleBasedStateMachine):
         _, (name,) = self.run_prompt([*tokens, 5], Mark(len(tokens), Keep(ttl, BREAKPOINT)))
         self.note_use(family, num_blocks)
         known = self.plain.get(name)
-        if known is None:
-            self.ttls[name] = ttl
+        self.ttls[name] = ttl if known is None else max(ttl, self.ttls[name])  # the longest counts
         self.plain[name] = (family, num_blocks, max(self.now + ttl, known[2] if known else 0.0), True)
         self.awake.add(name)
 
