@@ -72,6 +72,9 @@ class Keeper:
         now, sequence = self._clock(), self._sequence_of(prompt)
         until = now + keep.ttl_s if keep.until is None else keep.until
         refresh_s = keep.ttl_s if keep.until is None and keep.is_refreshed else None
+        asleep = self._asleep.get(keep.name or entry_name(sequence, prompt.owner, keep.source))
+        if asleep is not None:
+            until = max(until, self._from_wall(asleep.until))
         entry = self._manager.keep_prefix(
             sequence, EntryWish(until, prompt.owner, keep.source, keep.name, refresh_s), now
         )
@@ -154,12 +157,11 @@ class Keeper:
         for entry in self._asleep.values():
             number = number_of.get(entry.last_key)
             if number is not None and entry.owner == owner and entry.until > self.wall_clock():
-                until = self._clock() + entry.until - self.wall_clock() if entry.refresh_s is None else None
+                until = self._from_wall(entry.until) if entry.refresh_s is None else None
                 keep = Keep(entry.refresh_s or 1.0, entry.source, entry.name, until)
                 yield Mark(number * sequence.block_size, keep)
 
     def _sleeping(self, entry: SavedEntry) -> CacheEntry:
-        until = self._clock() + entry.until - self.wall_clock()
         last_key = BlockHash(bytes.fromhex(entry.last_key))
         return CacheEntry(
             entry.name,
@@ -168,10 +170,13 @@ class Keeper:
             entry.num_tokens,
             entry.num_tokens,
             0,
-            until,
+            self._from_wall(entry.until),
             entry.refresh_s,
             last_key,
         )
 
     def _to_wall(self, until: float) -> float:
         return self.wall_clock() + until - self._clock()
+
+    def _from_wall(self, until: float) -> float:
+        return self._clock() + until - self.wall_clock()

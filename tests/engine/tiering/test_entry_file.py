@@ -80,6 +80,15 @@ def test_an_end_that_use_does_not_move_stays_through_a_restart(tmp_path):
     assert third.listed() == []
 
 
+def test_a_use_never_brings_an_end_nearer(tmp_path):
+    tier, path = first(tmp_path, Keep(50.0, BREAKPOINT))
+    again = Process(tier, path, DAY)
+    (entry,) = again.entries.entries()
+    again.entries.set_end(entry.name, again.now + 100)
+    again.run([*PROMPT, 9, 9])
+    assert again.listed() == [(BREAKPOINT, 40, 100.0)]
+
+
 def test_what_ended_meanwhile_is_forgotten(tmp_path):
     tier, path = first(tmp_path, Keep(300.0))
     assert Process(tier, path, DAY + 301).listed() == []
