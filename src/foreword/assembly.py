@@ -343,6 +343,7 @@ def build_engine(
             others=_other_identities(config, identity, tiers),
         ),
         seed=config.seed,
+        allow_links=config.model.allow_links,
     )
 
 

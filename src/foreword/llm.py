@@ -25,6 +25,10 @@ from foreword.config.keywords import EngineKeywords
 from foreword.engine import CacheReport, Engine, Keep, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
 from foreword.offline import run_all
+from foreword.pml.composition import Composition
+from foreword.pml.documents import FIELDS, compose_documents
+from foreword.pml.linking import Method
+from foreword.pml.linking import link as link_parts
 from foreword.request import RequestOutput, SamplingParams, one_each
 from foreword.text import Tokenizer
 from foreword.text.conversation import ChatKeywords, template_inputs
@@ -83,6 +87,7 @@ class LLM:
         show_progress: bool | None = None,
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
+        link: str | Method | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts; results in their order.
 
@@ -94,7 +99,7 @@ class LLM:
         """
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
         shown = show_progress if use_tqdm is None else bool(use_tqdm)
-        parsed = [self._prompt(prompt) for prompt in inputs]
+        parsed = [self._linked(prompt, link) for prompt in inputs]
         if priority is not None:
             if len(priority) != len(parsed):
                 raise InvalidRequestError(f"{len(parsed)} prompts, but {len(priority)} priorities; give one each")
@@ -245,6 +250,20 @@ class LLM:
         ends = tokenizer.message_ends(messages, token_ids, template_inputs=inputs, chat_template=template)
         return Prompt(token_ids, message_ends=ends)
 
+    def _linked(self, prompt: PromptInput, link: str | Method | None) -> Prompt:
+        """A prompt whose parts are linked by a method; None: all of it is computed."""
+        plain = self._prompt(prompt)
+        if link is None:
+            return plain
+        return replace(plain, links=link_parts(self._composition(prompt), Method.parse(link)))
+
+    def _composition(self, prompt: PromptInput) -> Composition:
+        if not isinstance(prompt, Mapping) or "documents" not in prompt:
+            raise InvalidRequestError(
+                f"there is nothing to link in {prompt!r:.60}; give {{'documents': [...], 'question': ...}}"
+            )
+        return compose_documents(prompt, lambda text: (), ())
+
     def _prompt(self, prompt: PromptInput) -> Prompt:
         if isinstance(prompt, str):
             return Prompt(self._tokenizer_for("a text prompt").encode(prompt), prompt)
@@ -253,13 +272,16 @@ class LLM:
                 f"a prompt must be a text or {{'prompt_token_ids': [...]}}, not {prompt!r:.60} "
                 f"({type(prompt).__name__})"
             )
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "priority"}
-        if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+        given = {"prompt", "prompt_token_ids", "documents"} & set(prompt)
+        unknown = set(prompt) - given - {"cache_salt", "priority"} - (FIELDS if "documents" in given else set())
+        if unknown or len(given) != 1:
             raise InvalidRequestError(
-                f"a prompt has the keys {sorted(prompt)}; give 'prompt' or 'prompt_token_ids', and optionally "
-                "'cache_salt' and 'priority'"
+                f"a prompt has the keys {sorted(prompt)}; give 'prompt', 'prompt_token_ids', or 'documents' and "
+                "'question', and optionally 'cache_salt' and 'priority'"
             )
         keys, priority = _extra_keys(prompt.get("cache_salt")), _priority(prompt.get("priority", 0))
+        if "documents" in prompt:
+            return Prompt(self._composition(prompt).token_ids, None, keys, priority)
         if "prompt" in prompt:
             text = prompt["prompt"]
             return Prompt(self._tokenizer_for("a text prompt").encode(text), text, keys, priority)

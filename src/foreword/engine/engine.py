@@ -67,8 +67,11 @@ class Engine:
         keys: BlockKeys | None = None,
         tiers: TierDirector | None = None,
         seed: int = 0,
+        allow_links: bool = False,
     ) -> None:
-        """`text`: None if tokens do not become text; `tiers`: None if nothing lies below the pool."""
+        """`text`: None if tokens do not become text; `tiers`: None if nothing lies below the pool; `allow_links`: the
+        runner can move keys, so that prompts may have links.
+        """
         self.manager = manager
         self._tiers = tiers or TierDirector.of_none(manager)
         self.scheduler = Scheduler(manager, config, self._tiers)
@@ -79,7 +82,7 @@ class Engine:
         step = config.max_num_batched_tokens
         keys = keys or BlockKeys()
         self._keys_digest = keys.digest()
-        self._intake = Intake(manager, limits, text, keys, max_step_tokens=step, seed=seed)
+        self._intake = Intake(manager, limits, text, keys, max_step_tokens=step, seed=seed, allow_links=allow_links)
         self.clock: Callable[[], float] = time.monotonic
         """The time at which pins end, in seconds."""
         self.entries = Keeper(manager, self._tiers, self._checked_sequence, lambda: self.clock())
@@ -339,7 +342,8 @@ class Engine:
             for request in self._outputs.requests_of(request_id)
             if request.finish_reason is None
         }
-        assert len(self.scheduler) == len(unfinished), "scheduler and engine disagree on what is unfinished"
+        num_own = len(self.scheduler) - self.scheduler.num_sources
+        assert num_own == len(unfinished), "scheduler and engine disagree on what is unfinished"
         assert all(request_id in self.scheduler for request_id in unfinished)
 
     # ------------------------------------------------------------------- cache

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from foreword.cache import KVCacheManager, TokenSequence
+from foreword.cache import KVCacheManager, MediaItem, TokenSequence, jump_item, linked_item
 from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
 from foreword.errors import InvalidRequestError, PromptTooLongError, RequestTooLargeError
-from foreword.request import Request, SamplingParams, TokenLimits
+from foreword.request import Links, Request, SamplingParams, TokenLimits
 
 
 class Intake:
@@ -28,14 +28,17 @@ class Intake:
         *,
         max_step_tokens: int,
         seed: int,
+        allow_links: bool = False,
     ) -> None:
-        """`max_step_tokens`: the most tokens that a step computes."""
+        """`max_step_tokens`: the most tokens that a step computes; `allow_links`: the runner can move keys."""
+        self._allow_links = allow_links
         self._manager, self._limits, self._text, self._keys = manager, limits, text, keys
         self._max_step_tokens, self._seed, self._num_added = max_step_tokens, seed, 0
 
     def requests(self, request_id: str, prompt: Prompt, params: SamplingParams) -> list[Request]:
         """The requests that continue a prompt, which meet in the prefix cache. Raises InvalidRequestError."""
         max_tokens = self.check(prompt, params)
+        links, sources = self.links(prompt), self.sources(prompt)
         [drawn] = self.next_seeds(1)
         self._num_added += 1
         seed = params.seed if params.seed is not None else drawn
@@ -59,6 +62,8 @@ class Intake:
                 priority=prompt.priority,
                 message_ends=prompt.message_ends,
                 limits=limits,
+                links=links,
+                sources=sources,
             )
             for index, own_id in enumerate(continuation_ids(request_id, params.n))
         ]
@@ -119,14 +124,44 @@ class Intake:
         return replace(prompt, token_ids=prompt.token_ids[num_dropped:], text=None, message_ends=ends, marks=marks)
 
     def sequence(self, request_id: str, prompt: Prompt) -> TokenSequence:
+        links, keys = self.links(prompt), prompt.extra_keys
+        if links is not None:
+            keys = replace(keys, media=self._items(links, prompt))
         return TokenSequence(
             request_id,
             prompt.token_ids,
             block_size=self._manager.block_size,
-            extra_keys=prompt.extra_keys,
+            extra_keys=keys,
             hash_fn=self._keys.hash_fn,
             root=self._keys.root,
+            linked_from=None if links is None else links.linked_from,
         )
+
+    def links(self, prompt: Prompt) -> Links | None:
+        """The part of a prompt's links that can be copied: whole blocks of sources."""
+        return None if prompt.links is None else prompt.links.in_whole_blocks(self._manager.block_size)
+
+    def sources(self, prompt: Prompt) -> tuple[TokenSequence, ...]:
+        """The sequences that the runs of a prompt's links are copied from; equal ones are one object."""
+        links, made = self.links(prompt), dict[bytes, TokenSequence]()
+        if links is None:
+            return ()
+        for run in links.runs:
+            if run.source.tobytes() not in made:
+                source = Prompt(run.source, extra_keys=prompt.extra_keys)
+                made[run.source.tobytes()] = self.sequence("", source)
+        return tuple(made[run.source.tobytes()] for run in links.runs)
+
+    def _items(self, links: Links, prompt: Prompt) -> tuple[MediaItem, ...]:
+        """The names of a prompt's linked tokens and gaps in block keys."""
+        size, items = self._manager.block_size, []
+        for run, source in zip(links.runs, self.sources(prompt), strict=True):
+            key = source.block_hashes()[(run.source_end - 1) // size]
+            position = int(links.positions[run.begin])
+            items.append(linked_item(key, run.first, run.end - run.begin, index=run.begin, position=position))
+        for at in links.jumps():
+            items.append(jump_item(int(prompt.token_ids[at]), index=at, position=int(links.positions[at])))
+        return tuple(sorted(items, key=lambda item: item.offset))
 
     def check(self, prompt: Prompt, params: SamplingParams) -> int:
         """Most tokens to generate, all limits considered. Raises InvalidRequestError."""
@@ -155,7 +190,9 @@ class Intake:
             raise InvalidRequestError(
                 f"stop={params.stop!r} needs a tokenizer, and this model has none; use stop_token_ids"
             )
-        room = self._limits.max_model_len - length
+        self._check_links(prompt, params)
+        reached = length if prompt.links is None else max(length, int(prompt.links.positions[-1]) + 1)
+        room = self._limits.max_model_len - reached
         if room < 1:
             raise PromptTooLongError(
                 f"the prompt has {length} tokens, but max_model_len={self._limits.max_model_len} must hold prompt and "
@@ -171,6 +208,7 @@ class Intake:
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         # The last token that is generated is never computed, so its KV needs no room.
         most = length + max_tokens - 1
+        self._check_room_for_sources(prompt, most)
         if not self._manager.can_ever_hold(most, self._max_step_tokens):
             raise RequestTooLargeError(
                 f"the request needs {self._manager.max_num_blocks(most, self._max_step_tokens)} blocks of "
@@ -179,6 +217,47 @@ class Intake:
                 "max_tokens or give the cache more memory (kv_cache_memory_bytes)"
             )
         return max_tokens
+
+    def _check_links(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raise InvalidRequestError if a prompt's links cannot be served."""
+        links = prompt.links
+        if links is None:
+            return
+        if not self._allow_links:
+            raise InvalidRequestError("this engine links nothing; load the model with allow_links=True")
+        assert len(links.positions) == len(prompt.token_ids)
+        unable = {
+            "prompt_logprobs": params.prompt_logprobs is not None,
+            "truncate_prompt_tokens": params.truncate_prompt_tokens is not None,
+            "marks of what to keep": bool(prompt.marks),
+            "media or embeddings": bool(prompt.extra_keys.media or prompt.extra_keys.embeddings_hash),
+        }
+        for what, is_given in unable.items():
+            if is_given:
+                raise InvalidRequestError(f"a linked prompt takes no {what}; leave them out, or link nothing")
+        lengths = [len(run.source) for run in links.runs]
+        last, most = int(links.positions[-1]), self._limits.max_model_len - 1
+        if max([last + 1, *lengths]) > most:
+            raise PromptTooLongError(
+                f"a linked prompt reaches position {last} and has sources of up to {max(lengths, default=0)} tokens, but "
+                f"max_model_len={most + 1} must hold each, and an answer; shorten its parts or raise max_model_len",
+                max([last + 1, *lengths]),
+                most,
+            )
+
+    def _check_room_for_sources(self, prompt: Prompt, num_tokens: int) -> None:
+        """Raise RequestTooLargeError if the pool cannot hold a request and all its sources at a time."""
+        sources = set(self.sources(prompt))
+        if not sources:
+            return
+        size = self._manager.block_size
+        needed = -(-num_tokens // size) + sum(-(-(len(source) + 1) // size) for source in sources)
+        usable = self._manager.num_blocks - len(self._manager.sink_block_ids())
+        if needed > usable:
+            raise RequestTooLargeError(
+                f"the request and its {len(sources)} sources need {needed} blocks of {size} tokens, but the pool has "
+                f"{usable}; link fewer parts, or give the cache more memory (kv_cache_memory_bytes)"
+            )
 
 
 def continuation_ids(request_id: str, n: int) -> list[str]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from foreword.cache import NO_EXTRA_KEYS, PIN, BlockHash, ExtraKeys, HashFunction, chain_root, sha256
 from foreword.engine.outputs import OpenTextStream
 from foreword.errors import InvalidRequestError
+from foreword.request import Links
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,5 +100,7 @@ class Prompt:
     """Positions at which the messages of a conversation end, if known."""
     marks: tuple[Mark, ...] = ()
     """Once the prompt is computed, each becomes an entry of the cache."""
+    links: Links | None = None
+    """Tokens that are copied from other sequences, and positions; None: all tokens are computed, in their places."""
     owner: str | None = None
     """Whose budget the entries take; None: only the budget of all."""

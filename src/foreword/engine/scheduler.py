@@ -23,6 +23,7 @@ from foreword.batch import Batch, BatchResult, Entries, Int64Array, build_batch
 from foreword.cache import KVCacheManager, PrefixHit, StateCheckpoints
 from foreword.config import SchedulerConfig
 from foreword.engine.coalescing import Coalescing
+from foreword.engine.linking import Linking
 from foreword.engine.running_rows import RunningRows
 from foreword.engine.tiering.director import TierDirector
 from foreword.errors import ConfigError
@@ -58,6 +59,7 @@ class Scheduler:
         self._waiting: list[Request] = []
         """In service order."""
         self._running = RunningRows()
+        self._linking = Linking(manager, self._running)
         self._coalescing = self._make_coalescing()
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
@@ -91,6 +93,11 @@ class Scheduler:
     def __len__(self) -> int:
         """The number of unfinished requests."""
         return len(self._requests)
+
+    @property
+    def num_sources(self) -> int:
+        """The number of unfinished requests that compute sources of linked ones."""
+        return self._linking.num_computing
 
     @property
     def num_running(self) -> int:
@@ -131,6 +138,7 @@ class Scheduler:
             self._running.stop_expecting(before)
             return None
         self.manager.begin_step()
+        self._linking.hold_for(self._waiting)
         batch = self._batch(self._serve((rows, starts, ends), ahead=True))
         if batch is None:  # all of them end, or wait for blocks
             self._running.stop_expecting(before)
@@ -140,12 +148,14 @@ class Scheduler:
         if not len(entries):
             return None
         self._tiers.note_planned()
-        tables = self.manager.group_block_tables(entries.rows)
-        return build_batch(entries, [own for own, _ in tables], self.manager.take_copies())
+        tables = [own for own, _ in self.manager.group_block_tables(entries.rows)]
+        moves = self._linking.moves(entries, tables[0])
+        return build_batch(entries, tables, self.manager.take_copies(), moves)
 
     def _next_entries(self) -> Entries:
         """The shares of the next step; empty if there is nothing to do. Allocates the step's blocks."""
         self.manager.begin_step()
+        self._linking.hold_for(self._waiting)
         entries = self._serve(self._plan_running(self.config.max_num_batched_tokens))
         if not len(entries):
             # The first request can always run: intake refuses requests that do not fit into the empty pool, and
@@ -162,17 +172,22 @@ class Scheduler:
         served = self.manager.allocate_running_slots(rows, ends)
         if served < len(rows):
             kept = self._find_room(rows, ends, served)
-            return self._running.entries(rows[kept], starts[kept], ends[kept])
+            return self._running.entries(*self._linking.without_runs(rows[kept], starts[kept], ends[kept]))
+        _, firsts, lasts = self._linking.without_runs(rows, starts, ends)
         if len(self._waiting):
-            admitted = self._admit_waiting(self.config.max_num_batched_tokens - int((ends - starts).sum()), ahead=ahead)
+            admitted = self._admit_waiting(
+                self.config.max_num_batched_tokens - int((lasts - firsts).sum()), ahead=ahead
+            )
             rows, starts, ends = (np.append(own, new) for own, new in zip(planned, admitted.T, strict=True))
-        return self._running.entries(rows, starts, ends)
+        return self._running.entries(*self._linking.without_runs(rows, starts, ends))
 
     def _plan_running(self, budget: int) -> Spans:
         """The spans that running requests compute next, if there are blocks for all of them."""
         rows = self._running.order
         starts = self._running.progress["num_computed"][rows]
-        if self.states is None:
+        if self._linking.holds:
+            ends = self._cut_at_runs(rows, starts, budget)
+        elif self.states is None:
             wanted = self._running.progress["num_tokens"][rows] - starts
             np.minimum(wanted, self.config.long_prefill_token_threshold or budget, out=wanted)
             left = budget + wanted - wanted.cumsum()  # for each row, after the rows before it
@@ -181,6 +196,21 @@ class Scheduler:
             ends = self._cut_at_states(rows, starts, budget)
         computing = ends > starts
         return (rows, starts, ends) if computing.all() else (rows[computing], starts[computing], ends[computing])
+
+    def _cut_at_runs(self, rows: Int64Array, starts: Int64Array, budget: int) -> Int64Array:
+        """The end of each row's span if some have runs to copy: linked tokens take nothing of the budget."""
+        ends = starts.copy()
+        num_tokens = self._running.progress["num_tokens"][rows].tolist()
+        for at, row in enumerate(rows.tolist()):
+            request, start, most = self._running[row], int(starts[at]), num_tokens[at]
+            own = min(budget, self.config.long_prefill_token_threshold or budget)
+            if request.links is None:
+                ends[at] = min(most, start + own)
+                budget -= int(ends[at]) - start
+            else:
+                ends[at] = request.links.end_after(start, most, own)
+                budget -= request.links.num_computed(start, int(ends[at]))
+        return ends
 
     def _cut_at_states(self, rows: Int64Array, starts: Int64Array, budget: int) -> Int64Array:
         """The end of each row's span with recurrent layers, at most `budget` tokens in all."""
@@ -198,7 +228,10 @@ class Scheduler:
 
     def _end(self, request: Request, start: int, budget: int) -> int:
         """The end of a request's span, whose tokens are known, in this step; `start` if it should wait."""
-        end = min(len(request), start + min(budget, self.config.long_prefill_token_threshold or budget))
+        budget_of_one = min(budget, self.config.long_prefill_token_threshold or budget)
+        if request.links is not None:
+            return request.links.end_after(start, len(request), budget_of_one)
+        end = min(len(request), start + budget_of_one)
         if self.states is None:
             return end
         return self.states.cut(start, end, request.num_prompt_tokens, budget, request.state_positions)
@@ -216,7 +249,7 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted just now, for an earlier one
             while self.manager.grow(request.row, int(ends[number])) is None:
-                if self._tiers.yield_blocks():
+                if self._tiers.yield_blocks() or self._linking.yield_blocks():
                     continue
                 victim = self._running.last()
                 self._preempt(victim)
@@ -229,7 +262,8 @@ class Scheduler:
     def _admit_waiting(self, budget: int, *, ahead: bool) -> Int64Array:
         """Admit waiting requests; returns the row, start and end of each, [admitted, 3]."""
         spans: list[tuple[int, int, int]] = []
-        for request in self._waiting.copy():
+        waiting = self._waiting.copy()
+        for at, request in enumerate(waiting):
             if not budget or len(self._running) >= self.config.max_num_seqs:
                 break
             if self._coalescing.still_waits(request) or self._tiers.still_waits(request):
@@ -244,18 +278,30 @@ class Scheduler:
                 continue
             if self._tiers.must_wait(request, hit, may_begin=not ahead):
                 continue
+            if self._linking.must_wait(request, hit):
+                waiting[at + 1 : at + 1] = self._compute_sources(request, hit)  # their turn is next
+                continue
             end = self._end(request, hit.num_tokens, budget)
             if end == hit.num_tokens:
                 break  # no room for a whole cell of recurrent layers
             row = self.manager.admit(request.sequence, end, hit, save_states_at=request.state_positions)
             if row is None:
-                if not len(self._running) and self._tiers.yield_blocks():
+                if not len(self._running) and (self._tiers.yield_blocks() or self._linking.yield_blocks(request)):
                     return self._admit_waiting(budget, ahead=ahead)
                 break
             self._start(request, row, hit, end)
             spans.append((row, hit.num_tokens, end))
-            budget -= end - hit.num_tokens
+            budget -= end - hit.num_tokens if request.links is None else request.links.num_computed(hit.num_tokens, end)
         return np.array(spans, np.int64).reshape(-1, 3)
+
+    def _compute_sources(self, request: Request, hit: PrefixHit) -> list[Request]:
+        """Queue requests that compute the sources that a linked request lacks, right after it."""
+        sources = self._linking.missing_sources(request, hit)
+        for source in sources:
+            self._requests[source.request_id] = source
+            self._wait(source)
+            self._tiers.arrive(source)
+        return sources
 
     def _start(self, request: Request, row: int, hit: PrefixHit, end: int) -> None:
         """Run a request in the row in which it was admitted."""
@@ -266,10 +312,12 @@ class Scheduler:
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = time.monotonic()
             request.loads.num_offered_tokens = hit.num_shared_tokens
-            num_cached = request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
+            most = request.num_prompt_tokens if request.sequence.linked_from is None else request.sequence.linked_from
+            num_cached = request.num_cached_tokens = min(hit.num_tokens, most)
             request.cached_tokens_by_tier = request.loads.tokens_by_tier(num_cached)
             request.explain(self.manager.explanation_of(request.request_id))
         self._coalescing.begin(request, hit, end)
+        self._linking.start(request, hit)
 
     # ------------------------------------------------------------------ commit
 
@@ -280,6 +328,7 @@ class Scheduler:
         that is known.
         """
         self._tiers.note_settled(entries, seconds)
+        self._linking.settle()
         running, alive = self._running, self._running.still_run(entries)
         running.progress["num_computed"][entries.rows[alive]] = entries.ends[alive]
         numbers = (alive & entries.samples).nonzero()[0]
@@ -308,9 +357,14 @@ class Scheduler:
     def _note_first_token(self, request: Request) -> None:
         """The first token since admission: releases the requests that wait for this one's prefix."""
         self._coalescing.end(request)
-        self._tiers.offer(request, request.num_prompt_tokens)
+        self._offer(request, request.num_prompt_tokens)
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = time.monotonic()
+
+    def _offer(self, request: Request, num_tokens: int) -> None:
+        """Offer tiers what is computed of a request, without linked text: a copy rebuilds it sooner than a load."""
+        linked_from = request.sequence.linked_from
+        self._tiers.offer(request, num_tokens if linked_from is None else min(num_tokens, linked_from))
 
     def others_rely_on(self, entries: Entries) -> bool:
         """Whether others use blocks that this step, which is not committed, should compute.
@@ -343,7 +397,8 @@ class Scheduler:
         """Give up a batch that could not be computed: end its requests, and forget their uncomputed blocks."""
         entries = batch.entries
         self._tiers.note_settled(entries, None)
-        computed = np.maximum(entries.starts, entries.progress["num_shared"])
+        self._linking.settle()
+        computed = np.maximum(entries.progress["num_computed"], entries.progress["num_shared"])
         failed = []
         for number in self._running.still_run(entries).nonzero()[0].tolist():
             request = entries.requests[number]
@@ -368,6 +423,7 @@ class Scheduler:
                 computed = int(max(progress["num_computed"], progress["num_shared"]))
             self.manager.forget_uncomputed(request_id, computed)
             self.manager.free(request_id)
+        self._linking.reset()
         self._running.clear()  # the object stays: steps that are still to fail refer to its rows
         self._waiting, self._coalescing = [], self._make_coalescing()
         self._requests.clear()
@@ -393,6 +449,8 @@ class Scheduler:
         self._coalescing.stop_waiting(request)
         self._tiers.leave(request)
         self._end_life(request, reason)
+        for source in self._linking.leave(request):
+            self.finish(source.request_id, "abort")
 
     def _end_life(self, request: Request, reason: FinishReason) -> None:
         request.status = RequestStatus.FINISHED
@@ -402,6 +460,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Put a request back into the queue with nothing computed; its cached blocks will be looked up again."""
         self._release(request)
+        self._linking.release(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         request.loads.may_ask = True
@@ -410,7 +469,7 @@ class Scheduler:
         logger.info("preempted %s: no free blocks", request.request_id)
 
     def _release(self, request: Request) -> None:
-        self._tiers.offer(request, self._running.num_computed_of(request))
+        self._offer(request, self._running.num_computed_of(request))
         self._running.remove(request)
         self._coalescing.end(request)
         self.manager.free(request.request_id)
@@ -431,4 +490,5 @@ class Scheduler:
         assert (progress["num_computed"] <= progress["num_tokens"]).all()
         assert (progress["source"] == -1).all(), "a token is still expected"
         self._coalescing.check_integrity(waiting, running)
+        self._linking.check_integrity(waiting, running)
         self._tiers.check_integrity(waiting)

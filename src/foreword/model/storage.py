@@ -33,7 +33,7 @@ class KVStorage:
         self, layout: CacheLayout, num_blocks: int, device: torch.device, *, compiled: bool | None = None
     ) -> None:
         """`compiled`: whether to write and copy with Triton's kernels; None: only on their own device."""
-        self.layout = layout
+        self.layout, self.device = layout, device
         self.num_blocks = num_blocks
         most_tokens = max(spec.block_size for spec in layout.specs)
         if (num_blocks + 1) * most_tokens > MAX_SLOTS:
@@ -136,6 +136,14 @@ class KVStorage:
             return
         for blocks, rows in ((self.keys[layer], keys), (self.values[layer], values)):
             self.layout.kv_format.write(blocks, slots, rows)
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the stored keys and values of some slots [tokens], each [tokens, kv_heads, dim]."""
+        keys, values = self.keys[layer], self.values[layer]
+        size = keys.shape[1]
+        if keys.is_contiguous() and values.is_contiguous():
+            return keys.flatten(0, 1).index_select(0, slots), values.flatten(0, 1).index_select(0, slots)
+        return keys[slots // size, slots % size], values[slots // size, slots % size]
 
     def copy_blocks(self, copies: Tensor) -> None:
         """Copy whole blocks, [copies, (source, target)]. All sources are read before any target is written."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import CacheEntry, LoadFailure, LookupExplanation, TokenSequence
+from foreword.request.links import LinkReport, Links
 from foreword.request.reply import Reply
 from foreword.request.sampling_params import SamplingParams as SamplingParams
 from foreword.request.sampling_params import TokenConstraint as TokenConstraint
@@ -43,6 +44,7 @@ FACTS = np.dtype(
         ("changes_logits", np.bool_),  # whether tokens may be sampled from changed logits
         ("samples_by_tokens", np.bool_),  # whether sampling itself depends on earlier tokens
         ("may_run_dry", np.bool_),
+        ("has_gaps", np.bool_),  # whether its tokens' rotary positions are not their indices
         ("reports", np.bool_),  # whether it reports log probabilities of sampled tokens
         ("reports_prompt", np.bool_),  # whether it reports log probabilities of prompt tokens
     ],
@@ -135,7 +137,10 @@ class Request:
         priority: int = 0,
         message_ends: tuple[int, ...] = (),
         limits: TokenLimits | None = None,
+        links: Links | None = None,
+        sources: tuple[TokenSequence, ...] = (),
     ) -> None:
+        """`sources`: for each run of `links` the sequence that it is copied from."""
         self.request_id = sequence.request_id
         self.sequence = sequence
         """Prompt and generated tokens."""
@@ -168,11 +173,17 @@ class Request:
             changes_logits=bool(samples_by_tokens or params.logit_bias or params.min_tokens or limits is not None),
             samples_by_tokens=samples_by_tokens,
             may_run_dry=self.may_run_dry,
+            has_gaps=links is not None and links.has_gaps,
             reports=params.logprobs is not None,
             reports_prompt=params.prompt_logprobs is not None,
         )
         """A record of FACTS, as a tuple."""
         self.priority = priority
+        self.links = links
+        """Tokens that are copied from other sequences, and rotary positions; None for a plain prompt."""
+        self.sources = sources
+        self.num_copied_tokens = 0
+        """Linked tokens that were copied since it was last admitted."""
         self.is_fork = False
         """Whether it is the second or a later answer to its prompt."""
         self.message_ends = message_ends
@@ -239,6 +250,23 @@ class Request:
             failure = None if lookup.reason is None else self.loads.failure
             self.explanation = replace(lookup, loaded_tokens=loaded, load_failure=failure)
 
+    def link_report(self) -> LinkReport | None:
+        """What became of the prompt's tokens; None for a plain prompt."""
+        links = self.links
+        if links is None:
+            return None
+        recomputed = links.num_recomputed(self.num_cached_tokens)
+        rest = self.num_prompt_tokens - links.num_linked_tokens - recomputed - self.num_cached_tokens
+        return LinkReport(
+            links.method,
+            len(links.spans),
+            linked_tokens=links.num_linked_tokens,
+            recomputed_tokens=recomputed,
+            computed_tokens=rest,
+            cached_tokens=self.num_cached_tokens,
+            copied_tokens=self.num_copied_tokens,
+        )
+
     @property
     def skips_cache(self) -> bool:
         """Whether it must not read the cache; prompt logprobs need the logits of every prompt position."""
@@ -283,6 +311,8 @@ class RequestOutput:
     """The entries that the prompt's marks made, in their order, as they were when the prompt was computed."""
     """Result of the first continuation's lookup: how much was found, and why the rest was not."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    link: LinkReport | None = None
+    """What was linked; None for a plain prompt."""
 
     @property
     def finished(self) -> bool:
