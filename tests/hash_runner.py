@@ -234,9 +234,9 @@ class HashEngine:
         )
         runner = HashRunner(num_blocks, block_size, vocab_size)
         config = SchedulerConfig(**scheduler_options)  # type: ignore[arg-type]
-        limits = ModelLimits(vocab_size, max_model_len)
+        limits = ModelLimits(vocab_size, max_model_len, allows_links=True)
         director = None if tiers is None else tiers(manager, runner)
-        engine = Engine(manager, config, runner, limits, keys=keys, tiers=director, allow_links=True)
+        engine = Engine(manager, config, runner, limits, keys=keys, tiers=director)
         engine.clock = clock
         return cls(engine, runner)
 

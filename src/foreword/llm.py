@@ -24,15 +24,16 @@ from foreword.config import EngineConfig, engine_options
 from foreword.config.keywords import EngineKeywords
 from foreword.engine import CacheReport, Engine, Keep, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
+from foreword.linking import Method, composition_of, with_links
 from foreword.offline import run_all
 from foreword.pml.composition import Composition
-from foreword.pml.documents import FIELDS, compose_documents
-from foreword.pml.linking import Method
-from foreword.pml.linking import link as link_parts
+from foreword.pml.documents import FIELDS
+from foreword.pml.library import Library, SchemaPrompt
 from foreword.request import RequestOutput, SamplingParams, one_each
 from foreword.text import Tokenizer
 from foreword.text.conversation import ChatKeywords, template_inputs
 from foreword.text.reply.turn import Turn
+from foreword.text.schema_text import schema_text
 from foreword.tiers.disk.manifest import manifest_facts
 from foreword.tiers.prefix_file.manifest import ExportReport, ImportReport, check_shareable, check_target
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...}; a content is a text, or a list of {"type": "text", "text": ...}."""
-PromptInput = str | Mapping[str, Any]
+PromptInput = str | SchemaPrompt | Mapping[str, Any]
 
 
 class LLM:
@@ -91,8 +92,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue prompts; results in their order.
 
-        A prompt is a text or `{"prompt_token_ids": [...]}` (or `{"prompt": "..."}`), optionally with
-        "cache_salt" and "priority"; `priority` has one for each prompt. One SamplingParams serves all
+        A prompt is a text, a prompt of a schema (`pml`) or `{"prompt_token_ids": [...]}` (or `{"prompt": ...}`),
+        optionally with "cache_salt" and "priority"; `priority` has one for each prompt. One SamplingParams serves all
         prompts; a list has one for each prompt. Raises InvalidRequestError, and runs nothing, if a prompt is invalid.
         With `show_progress=None` a progress bar appears if there are several prompts and standard error is a
         terminal; `use_tqdm` is vLLM's name for this option.
@@ -251,22 +252,26 @@ class LLM:
         return Prompt(token_ids, message_ends=ends)
 
     def _linked(self, prompt: PromptInput, link: str | Method | None) -> Prompt:
-        """A prompt whose parts are linked by a method; None: all of it is computed."""
         plain = self._prompt(prompt)
-        if link is None:
-            return plain
-        return replace(plain, links=link_parts(self._composition(prompt), Method.parse(link)))
+        return plain if link is None else with_links(plain, self._composition(prompt), link)
 
-    def _composition(self, prompt: PromptInput) -> Composition:
-        if not isinstance(prompt, Mapping) or "documents" not in prompt:
-            raise InvalidRequestError(
-                f"there is nothing to link in {prompt!r:.60}; give {{'documents': [...], 'question': ...}}"
-            )
-        return compose_documents(prompt, lambda text: (), ())
+    def _composition(self, prompt: PromptInput) -> Composition | None:
+        return composition_of(prompt, lambda: None if self.tokenizer is None else schema_text(self.tokenizer))
+
+    @property
+    def pml(self) -> Library:
+        """Schemas of prompt modules for this model: `llm.pml.load("trip.pml").prompt({"plan": {}}, text="Where?")`.
+
+        Raises InvalidRequestError if the model has no tokenizer.
+        """
+        return Library(schema_text(self._tokenizer_for("a schema")), self._keep)
+
+    def _keep(self, token_ids: Sequence[int], ttl_s: float, salt: str | None) -> int:
+        return self.pin_prefix({"prompt_token_ids": token_ids, "cache_salt": salt}, ttl_s=ttl_s)
 
     def _prompt(self, prompt: PromptInput) -> Prompt:
-        if isinstance(prompt, str):
-            return Prompt(self._tokenizer_for("a text prompt").encode(prompt), prompt)
+        if isinstance(prompt, str | SchemaPrompt):
+            return self._prompt({"prompt": prompt})
         if not isinstance(prompt, Mapping):
             raise InvalidRequestError(
                 f"a prompt must be a text or {{'prompt_token_ids': [...]}}, not {prompt!r:.60} "
@@ -280,8 +285,9 @@ class LLM:
                 "'question', and optionally 'cache_salt' and 'priority'"
             )
         keys, priority = _extra_keys(prompt.get("cache_salt")), _priority(prompt.get("priority", 0))
-        if "documents" in prompt:
-            return Prompt(self._composition(prompt).token_ids, None, keys, priority)
+        composition = self._composition(prompt)
+        if composition is not None:
+            return Prompt(composition.token_ids, None, keys, priority)
         if "prompt" in prompt:
             text = prompt["prompt"]
             return Prompt(self._tokenizer_for("a text prompt").encode(text), text, keys, priority)

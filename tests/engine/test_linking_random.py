@@ -1,7 +1,7 @@
 """The random driver with linked prompts among plain ones: every answer is what its composition and method say.
 
-The runner stores a number for each token. A linked token's is that of its source, moved; so a copy from a block that was
-given away, a link to another tenant's source, or a plain prompt that finds linked tokens changes an answer.
+The runner stores a number for each token. A linked token's is that of its source, moved; so a copy from a block that
+was given away, a link to another tenant's source, or a plain prompt that finds linked tokens changes an answer.
 """
 
 from __future__ import annotations

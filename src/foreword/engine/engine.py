@@ -67,11 +67,8 @@ class Engine:
         keys: BlockKeys | None = None,
         tiers: TierDirector | None = None,
         seed: int = 0,
-        allow_links: bool = False,
     ) -> None:
-        """`text`: None if tokens do not become text; `tiers`: None if nothing lies below the pool; `allow_links`: the
-        runner can move keys, so that prompts may have links.
-        """
+        """`text`: None if tokens do not become text; `tiers`: None if nothing lies below the pool."""
         self.manager = manager
         self._tiers = tiers or TierDirector.of_none(manager)
         self.scheduler = Scheduler(manager, config, self._tiers)
@@ -82,7 +79,7 @@ class Engine:
         step = config.max_num_batched_tokens
         keys = keys or BlockKeys()
         self._keys_digest = keys.digest()
-        self._intake = Intake(manager, limits, text, keys, max_step_tokens=step, seed=seed, allow_links=allow_links)
+        self._intake = Intake(manager, limits, text, keys, max_step_tokens=step, seed=seed)
         self.clock: Callable[[], float] = time.monotonic
         """The time at which pins end, in seconds."""
         self.entries = Keeper(manager, self._tiers, self._checked_sequence, lambda: self.clock())

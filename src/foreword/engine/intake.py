@@ -28,10 +28,8 @@ class Intake:
         *,
         max_step_tokens: int,
         seed: int,
-        allow_links: bool = False,
     ) -> None:
-        """`max_step_tokens`: the most tokens that a step computes; `allow_links`: the runner can move keys."""
-        self._allow_links = allow_links
+        """`max_step_tokens`: the most tokens that a step computes."""
         self._manager, self._limits, self._text, self._keys = manager, limits, text, keys
         self._max_step_tokens, self._seed, self._num_added = max_step_tokens, seed, 0
 
@@ -62,13 +60,14 @@ class Intake:
                 priority=prompt.priority,
                 message_ends=prompt.message_ends,
                 limits=limits,
-                links=links,
-                sources=sources,
             )
             for index, own_id in enumerate(continuation_ids(request_id, params.n))
         ]
         for request in requests[1:]:
             request.is_fork = True
+        if links is not None:
+            for request in requests:
+                request.link(links, sources)
         return requests
 
     def next_seeds(self, count: int) -> list[int]:
@@ -223,7 +222,7 @@ class Intake:
         links = prompt.links
         if links is None:
             return
-        if not self._allow_links:
+        if not self._limits.allows_links:
             raise InvalidRequestError("this engine links nothing; load the model with allow_links=True")
         assert len(links.positions) == len(prompt.token_ids)
         unable = {
@@ -239,8 +238,8 @@ class Intake:
         last, most = int(links.positions[-1]), self._limits.max_model_len - 1
         if max([last + 1, *lengths]) > most:
             raise PromptTooLongError(
-                f"a linked prompt reaches position {last} and has sources of up to {max(lengths, default=0)} tokens, but "
-                f"max_model_len={most + 1} must hold each, and an answer; shorten its parts or raise max_model_len",
+                f"a linked prompt reaches position {last}, and its longest source has {max(lengths, default=0)} tokens, "
+                f"but max_model_len={most + 1} must hold each, and an answer; shorten its parts",
                 max([last + 1, *lengths]),
                 most,
             )

@@ -1,7 +1,7 @@
 """Linking: the sources of linked prompts are computed, held while they are copied, and named for the copy.
 
-Knows requests, their runs and blocks; knows neither queues nor budgets, and no tensors. A linked request waits until the
-pool has the sources of all runs that its hit lacks. The scheduler computes missing ones as ordinary requests, which
+Knows requests, their runs and blocks; knows neither queues nor budgets, and no tensors. A linked request waits until
+the pool has the sources of all runs that its hit lacks. The scheduler computes missing ones as ordinary requests, which
 leave ordinary blocks: the source of a run is exact, and anybody's prefix.
 
     waiting    the first linked request in the queue holds the sources that are there, while others are computed
@@ -23,8 +23,6 @@ from foreword.cache import BlockHash, BlockIds, KVCacheManager, PrefixHit, Token
 from foreword.engine.running_rows import RunningRows
 from foreword.request import LinkedRun, Request, RequestStatus, SamplingParams
 
-Spans = tuple[Int64Array, Int64Array, Int64Array]
-"""Rows, and the start and end of the tokens that each computes."""
 COMPUTED = SamplingParams(max_tokens=1, temperature=0.0)
 """A source is a prompt: the token that follows it is of no use."""
 
@@ -131,7 +129,9 @@ class Linking:
         """Whether any request holds sources."""
         return len(self._held) > 0
 
-    def without_runs(self, rows: Int64Array, starts: Int64Array, ends: Int64Array) -> Spans:
+    def without_runs(
+        self, rows: Int64Array, starts: Int64Array, ends: Int64Array
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Spans of rows as the ranges that are computed: a row may stand several times, in ascending order."""
         if not self._held:
             return rows, starts, ends

@@ -26,6 +26,8 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int] = frozenset()
+    allows_links: bool = False
+    """Whether KV can be moved to other positions, so that prompts may have links."""
 
 
 @dataclass(frozen=True, slots=True)

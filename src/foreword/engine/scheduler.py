@@ -25,14 +25,12 @@ from foreword.config import SchedulerConfig
 from foreword.engine.coalescing import Coalescing
 from foreword.engine.linking import Linking
 from foreword.engine.running_rows import RunningRows
+from foreword.engine.shares import Shares, Spans, num_computed
 from foreword.engine.tiering.director import TierDirector
 from foreword.errors import ConfigError
 from foreword.request import NO_ROW, NOTHING_ALLOWED, FinishReason, Request, RequestStatus
 
 logger = logging.getLogger(__name__)
-
-Spans = tuple[Int64Array, Int64Array, Int64Array]
-"""Rows, and the start and end of the tokens that each computes."""
 
 
 class Scheduler:
@@ -60,6 +58,7 @@ class Scheduler:
         """In service order."""
         self._running = RunningRows()
         self._linking = Linking(manager, self._running)
+        self._shares = Shares(self._running, config, self.states, self._linking)
         self._coalescing = self._make_coalescing()
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
@@ -133,7 +132,7 @@ class Scheduler:
             return None
         self._tiers.go_on(is_busy=True)
         self._running.expect(before)
-        rows, starts, ends = self._plan_running(self.config.max_num_batched_tokens)
+        rows, starts, ends = self._shares.of_running(self.config.max_num_batched_tokens)
         if not self.manager.has_blocks_for(rows, ends):
             self._running.stop_expecting(before)
             return None
@@ -156,7 +155,7 @@ class Scheduler:
         """The shares of the next step; empty if there is nothing to do. Allocates the step's blocks."""
         self.manager.begin_step()
         self._linking.hold_for(self._waiting)
-        entries = self._serve(self._plan_running(self.config.max_num_batched_tokens))
+        entries = self._serve(self._shares.of_running(self.config.max_num_batched_tokens))
         if not len(entries):
             # The first request can always run: intake refuses requests that do not fit into the empty pool, and
             # preemption ends at the first running request. But it may wait for a load.
@@ -180,61 +179,6 @@ class Scheduler:
             )
             rows, starts, ends = (np.append(own, new) for own, new in zip(planned, admitted.T, strict=True))
         return self._running.entries(*self._linking.without_runs(rows, starts, ends))
-
-    def _plan_running(self, budget: int) -> Spans:
-        """The spans that running requests compute next, if there are blocks for all of them."""
-        rows = self._running.order
-        starts = self._running.progress["num_computed"][rows]
-        if self._linking.holds:
-            ends = self._cut_at_runs(rows, starts, budget)
-        elif self.states is None:
-            wanted = self._running.progress["num_tokens"][rows] - starts
-            np.minimum(wanted, self.config.long_prefill_token_threshold or budget, out=wanted)
-            left = budget + wanted - wanted.cumsum()  # for each row, after the rows before it
-            ends = starts + np.minimum(wanted, np.maximum(left, 0))
-        else:
-            ends = self._cut_at_states(rows, starts, budget)
-        computing = ends > starts
-        return (rows, starts, ends) if computing.all() else (rows[computing], starts[computing], ends[computing])
-
-    def _cut_at_runs(self, rows: Int64Array, starts: Int64Array, budget: int) -> Int64Array:
-        """The end of each row's span if some have runs to copy: linked tokens take nothing of the budget."""
-        ends = starts.copy()
-        num_tokens = self._running.progress["num_tokens"][rows].tolist()
-        for at, row in enumerate(rows.tolist()):
-            request, start, most = self._running[row], int(starts[at]), num_tokens[at]
-            own = min(budget, self.config.long_prefill_token_threshold or budget)
-            if request.links is None:
-                ends[at] = min(most, start + own)
-                budget -= int(ends[at]) - start
-            else:
-                ends[at] = request.links.end_after(start, most, own)
-                budget -= request.links.num_computed(start, int(ends[at]))
-        return ends
-
-    def _cut_at_states(self, rows: Int64Array, starts: Int64Array, budget: int) -> Int64Array:
-        """The end of each row's span with recurrent layers, at most `budget` tokens in all."""
-        ends = starts.copy()
-        for at, row in enumerate(rows.tolist()):
-            if not budget:
-                break
-            request, start = self._running[row], int(starts[at])
-            end = self._end(request, start, budget)
-            if end > start:
-                request.num_scheduled_tokens = end
-                ends[at] = end
-                budget -= end - start
-        return ends
-
-    def _end(self, request: Request, start: int, budget: int) -> int:
-        """The end of a request's span, whose tokens are known, in this step; `start` if it should wait."""
-        budget_of_one = min(budget, self.config.long_prefill_token_threshold or budget)
-        if request.links is not None:
-            return request.links.end_after(start, len(request), budget_of_one)
-        end = min(len(request), start + budget_of_one)
-        if self.states is None:
-            return end
-        return self.states.cut(start, end, request.num_prompt_tokens, budget, request.state_positions)
 
     @property
     def _saves_states(self) -> bool:
@@ -281,7 +225,7 @@ class Scheduler:
             if self._linking.must_wait(request, hit):
                 waiting[at + 1 : at + 1] = self._compute_sources(request, hit)  # their turn is next
                 continue
-            end = self._end(request, hit.num_tokens, budget)
+            end = self._shares.end(request, hit.num_tokens, budget)
             if end == hit.num_tokens:
                 break  # no room for a whole cell of recurrent layers
             row = self.manager.admit(request.sequence, end, hit, save_states_at=request.state_positions)
@@ -291,7 +235,7 @@ class Scheduler:
                 break
             self._start(request, row, hit, end)
             spans.append((row, hit.num_tokens, end))
-            budget -= end - hit.num_tokens if request.links is None else request.links.num_computed(hit.num_tokens, end)
+            budget -= num_computed(request, hit.num_tokens, end)
         return np.array(spans, np.int64).reshape(-1, 3)
 
     def _compute_sources(self, request: Request, hit: PrefixHit) -> list[Request]:

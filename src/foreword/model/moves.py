@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foreword.batch import Move
-from foreword.model.rotation import KeyRotation, Turn, check_linkable
+from foreword.model.rotation import KeyRotation, Turn
 from foreword.model.storage import KVStorage
 
 
@@ -22,7 +22,6 @@ class KeyMover:
     """Moves KV within one storage, for one thread at a time."""
 
     def __init__(self, storage: KVStorage, rotation: KeyRotation) -> None:
-        check_linkable(storage.layout, storage.device)
         self._storage, self._rotation = storage, rotation
         self._turns_of = functools.lru_cache(maxsize=1024)(Turn.cosines)
 

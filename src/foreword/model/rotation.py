@@ -1,8 +1,9 @@
 """How a model's keys turn with the position, found by trial at load, so that cached keys can be moved.
 
 Knows tensors and the calling convention of transformers' attention; knows no model by name. Importing this module
-registers attn_implementation="foreword_keys", which computes nothing and notes each layer's keys. Rotary embeddings turn a key by angles
-that are proportional to its position, so a key that was computed at position p is moved to p + d by one more turn of d:
+registers attn_implementation="foreword_keys", which computes nothing and notes each layer's keys. Rotary embeddings
+turn a key by angles that are proportional to its position, so a key that was computed at position p is moved to p + d
+by one more turn of d:
 
     R(p + d) k = R(d) R(p) k
 
@@ -14,6 +15,7 @@ positions, and tables that change with the longest position, fail by themselves.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -110,7 +112,7 @@ def find_rotation(model: FlatModel, found: Remembered, max_positions: int) -> Ke
     for layer, (keys, values) in far.items():
         if not torch.equal(keys[: len(NEAR)], near[layer][0]):
             _refuse(f"layer {layer} turns keys by angles that depend on the longest position of a step")
-        if not torch.allclose(values, values[:1].expand_as(values), rtol=2.0**-8, atol=1e-6):
+        if not torch.allclose(values, values[:1], rtol=2.0**-8, atol=1e-6):
             _refuse(f"values of layer {layer} depend on the position")
         allowed = TOLERANCE[model.module.dtype]
         turn = next((one for one in _ways(tables, keys.shape[-1]) if _fits(one, keys, positions, allowed)), None)
@@ -124,8 +126,13 @@ def _refuse(reason: str) -> NoReturn:
     raise UnsupportedModelError(f"allow_links=True, but this model's prompts cannot be linked: {reason}; leave it out")
 
 
-def check_linkable(layout: CacheLayout, device: torch.device) -> None:
-    """Raise UnsupportedModelError or ConfigError if tokens cannot be moved between blocks of this layout."""
+def can_link(rotation: KeyRotation | None, layout: CacheLayout, device: torch.device) -> bool:
+    """Whether tokens may be moved between blocks of this layout; False if nobody asked how keys turn.
+
+    Raises UnsupportedModelError or ConfigError if they cannot be.
+    """
+    if rotation is None:
+        return False
     if device.type != "cpu":
         raise ConfigError(f"allow_links=True needs a CPU, and the model is on {device}; leave it out")
     for layer, own in layout.attention.items():
@@ -135,6 +142,7 @@ def check_linkable(layout: CacheLayout, device: torch.device) -> None:
             _refuse(f"layer {layer} attends to {kind} of {reach} tokens, where a moved token has other neighbours")
     if not layout.is_one_full_group:
         _refuse("its layers keep tokens in different blocks")
+    return True
 
 
 Kept = dict[int, tuple[Tensor, Tensor]]
@@ -193,7 +201,7 @@ def _tables(model: FlatModel) -> list[Table]:
 
 
 def _callable(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Table | None:
-    """A module that was called with hidden states and positions, as a function of positions; None if it takes others."""
+    """A module that took hidden states and positions, as a function of positions; None if it took anything else."""
     given = [*arguments, *named.values()]
     if not any(isinstance(one, Tensor) and not one.is_floating_point() for one in given):
         return None
@@ -218,7 +226,7 @@ def _ways(tables: list[Table], dim: int) -> Iterator[Turn]:
     """All ways that keys of this dimension may turn, the usual ones first."""
     yield Turn(None)
     for table in tables:
-        found = attempt(lambda table=table: table(torch.tensor([0])), "a module's tables need other arguments")
+        found = attempt(functools.partial(table, torch.tensor([0])), "a module's tables need other arguments")
         if found is None:
             continue
         for angles, at_end, pairs in itertools.product(get_args(Angles), (False, True), (False, True)):

@@ -33,7 +33,7 @@ class KVStorage:
         self, layout: CacheLayout, num_blocks: int, device: torch.device, *, compiled: bool | None = None
     ) -> None:
         """`compiled`: whether to write and copy with Triton's kernels; None: only on their own device."""
-        self.layout, self.device = layout, device
+        self.layout = layout
         self.num_blocks = num_blocks
         most_tokens = max(spec.block_size for spec in layout.specs)
         if (num_blocks + 1) * most_tokens > MAX_SLOTS:

@@ -18,6 +18,7 @@ import numpy as np
 
 from foreword.errors import InvalidRequestError
 from foreword.pml.composition import Composition, Source, TokenIds, concatenated
+from foreword.pml.layout import SchemaText
 
 FIELDS = frozenset({"documents", "question", "instructions", "separator"})
 SEPARATOR = "\n\n"
@@ -25,24 +26,31 @@ SEPARATOR = "\n\n"
 Encode = Callable[[str], TokenIds]
 
 
-def compose_documents(prompt: Mapping[str, Any], encode: Encode, opening: TokenIds) -> Composition:
+def compose_documents(prompt: Mapping[str, Any], text: SchemaText | None) -> Composition:
     """The composition of `{"documents": [...], "question": ...}`, optionally with "instructions" and "separator".
 
-    Each is a text, or a list of token ids, which is taken as it is: without separator. `opening`: the tokens that the
-    tokenizer puts before every prompt. Raises InvalidRequestError for other values.
+    Each is a text, or a list of token ids, which is taken as it is: without separator. `text`: None without a
+    tokenizer, for token ids. Raises InvalidRequestError for other values.
     """
+    encode = _no_tokenizer if text is None else text.encode
     documents, separator = prompt["documents"], prompt.get("separator", SEPARATOR)
     if isinstance(documents, str | Mapping) or not isinstance(documents, Sequence):
         raise InvalidRequestError(f"documents must be a list of texts, not {documents!r:.60}; give [text, ...]")
     if not isinstance(separator, str):
         raise InvalidRequestError(f"separator must be a text, not {separator!r:.60}")
     question = _tokens("question", prompt.get("question"), encode, "")
-    head = opening + _tokens("instructions", prompt.get("instructions", ()), encode, separator)
+    head = (() if text is None else text.opening) + _tokens(
+        "instructions", prompt.get("instructions", ()), encode, separator
+    )
     sources = [
         Source(head + _tokens(f"document {number}", document, encode, separator), len(head), str(number))
         for number, document in enumerate(documents)
     ]
     return concatenated([head, *sources, question])
+
+
+def _no_tokenizer(text: str) -> TokenIds:
+    raise InvalidRequestError(f"the model has no tokenizer, which the text {text!r:.60} needs; give token ids")
 
 
 def _tokens(name: str, value: Any, encode: Encode, separator: str) -> TokenIds:

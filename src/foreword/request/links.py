@@ -49,7 +49,8 @@ class LinkedRun:
 @dataclass(frozen=True, slots=True, eq=False)
 class Links:
     """The runs of one prompt, ascending and apart, and the position of each of its tokens. Its last token is in no run,
-    because its logits are wanted."""
+    because its logits are wanted.
+    """
 
     method: str
     """The name of the method that chose the runs; it decides nothing."""

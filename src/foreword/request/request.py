@@ -126,6 +126,13 @@ class Loaded:
 class Request:
     """One prompt, continued once. The scheduler changes its progress, the engine reads it."""
 
+    links: Links | None = None
+    """Tokens that are copied from other sequences, and rotary positions; None for a plain prompt."""
+    sources: tuple[TokenSequence, ...] = ()
+    """For each run of the links the sequence that it is copied from."""
+    num_copied_tokens = 0
+    """Linked tokens that were copied since it was last admitted."""
+
     def __init__(
         self,
         sequence: TokenSequence,
@@ -137,10 +144,7 @@ class Request:
         priority: int = 0,
         message_ends: tuple[int, ...] = (),
         limits: TokenLimits | None = None,
-        links: Links | None = None,
-        sources: tuple[TokenSequence, ...] = (),
     ) -> None:
-        """`sources`: for each run of `links` the sequence that it is copied from."""
         self.request_id = sequence.request_id
         self.sequence = sequence
         """Prompt and generated tokens."""
@@ -173,17 +177,12 @@ class Request:
             changes_logits=bool(samples_by_tokens or params.logit_bias or params.min_tokens or limits is not None),
             samples_by_tokens=samples_by_tokens,
             may_run_dry=self.may_run_dry,
-            has_gaps=links is not None and links.has_gaps,
+            has_gaps=False,
             reports=params.logprobs is not None,
             reports_prompt=params.prompt_logprobs is not None,
         )
         """A record of FACTS, as a tuple."""
         self.priority = priority
-        self.links = links
-        """Tokens that are copied from other sequences, and rotary positions; None for a plain prompt."""
-        self.sources = sources
-        self.num_copied_tokens = 0
-        """Linked tokens that were copied since it was last admitted."""
         self.is_fork = False
         """Whether it is the second or a later answer to its prompt."""
         self.message_ends = message_ends
@@ -249,6 +248,12 @@ class Request:
             loaded = {name: count for name, count in self.cached_tokens_by_tier.items() if name != "memory"}
             failure = None if lookup.reason is None else self.loads.failure
             self.explanation = replace(lookup, loaded_tokens=loaded, load_failure=failure)
+
+    def link(self, links: Links, sources: tuple[TokenSequence, ...]) -> None:
+        """Take the links of the prompt; call it before the request is queued."""
+        self.links, self.sources = links, sources
+        facts = dict(zip(FACTS.names or (), self.facts, strict=True))
+        self.facts = named_record(FACTS, **{**facts, "has_gaps": links.has_gaps})
 
     def link_report(self) -> LinkReport | None:
         """What became of the prompt's tokens; None for a plain prompt."""

@@ -1,7 +1,7 @@
-"""Methods of linking: which tokens of a composition are copied from their sources, and which are computed in the prompt.
+"""Linking: which tokens of a composition are copied from their sources, and which are computed in the prompt.
 
-Knows compositions and names of methods; knows nothing of blocks, of what is cached, or of tensors. A linked token has
-seen its source's beginning and nothing of the prompt before it. What a method computes besides:
+Knows compositions, methods and an engine's prompts; knows nothing of blocks, of what is cached, or of tensors. A linked
+token has seen its source's beginning and nothing of the prompt before it. What a method computes besides:
 
     none        nothing: Prompt Cache (Gim et al., MLSys 2024)
     first-K     the first K tokens of each module or document: EPIC's LegoLink (Hu et al., ICML 2025)
@@ -14,13 +14,19 @@ The beginning of a prompt is exact if it is the beginning of its sources; it is 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from foreword.engine import Prompt
 from foreword.errors import InvalidRequestError
 from foreword.pml.composition import Composition, Part
+from foreword.pml.documents import compose_documents
+from foreword.pml.layout import SchemaText
+from foreword.pml.library import SchemaPrompt
 from foreword.request import LinkedRun, Links
 
 _FIRST = re.compile(r"first-([1-9][0-9]{0,5})")
@@ -61,7 +67,7 @@ class Method:
         return min(len(part.token_ids), max(first_k - before, after_argument, 0))
 
 
-def link(composition: Composition, method: Method) -> Links:
+def link_parts(composition: Composition, method: Method) -> Links:
     """The runs of a composition that a method copies, and its positions.
 
     Its last token is computed, for the logits of the answer's first one. Raises InvalidRequestError without tokens.
@@ -80,3 +86,25 @@ def link(composition: Composition, method: Method) -> Links:
             runs.append(LinkedRun(first, last, source, part.span.begin + first - begin))
     positions: npt.NDArray[np.int32] = composition.positions
     return Links(method.name, tuple(runs), positions, tuple(spans))
+
+
+def composition_of(prompt: Any, text: Callable[[], SchemaText | None]) -> Composition | None:
+    """The parts of a prompt of a schema, or of documents; None for others. Raises InvalidRequestError.
+
+    `text` gives what a tokenizer says of parts of prompts; None: the model has none.
+    """
+    if isinstance(prompt, Mapping) and "documents" in prompt:
+        return compose_documents(prompt, text())
+    inner = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return inner.composition if isinstance(inner, SchemaPrompt) else None
+
+
+def with_links(prompt: Prompt, composition: Composition | None, link: str | Method) -> Prompt:
+    """The prompt with its parts linked by a method. Raises InvalidRequestError if it has no parts."""
+    method = Method.parse(link)
+    if composition is None:
+        raise InvalidRequestError(
+            f"link={method.name!r} needs parts that can be linked, and this prompt has none; give "
+            "{'documents': [...], 'question': ...} or a schema's prompt, or leave link out"
+        )
+    return replace(prompt, links=link_parts(composition, method))
