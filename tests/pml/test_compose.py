@@ -89,23 +89,14 @@ def test_the_text_after_a_parameter_has_seen_placeholders(argument: dict[str, st
 
 def test_nested_modules_bring_those_around_them() -> None:
     schema = load(TRIP)
-    nested = {"plan": {"duration": "3 days", "abroad": {"rome": {}}}}
     expected = "0:[We travel for] 3:3 days 6:[and] 7:[go far:] 9:[old Rome] 14:[together.] 15:Where?"
+    nested = {"plan": {"duration": "3 days", "abroad": {"rome": {}}}}
     assert composed(schema, nested, text="Where?") == expected
-    assert (
-        composed(
-            schema,
-            '<prompt schema="trip"><plan duration="3 days"><abroad><rome/></abroad></plan>Where?</prompt>',
-        )
-        == expected
-    )
-    assert (
-        composed(
-            schema,
-            '<prompt schema="trip"><use module="plan" duration="3 days"/><use module="plan/abroad/rome"/>Where?</prompt>',
-        )
-        == expected
-    )
+    for references in (
+        '<plan duration="3 days"><abroad><rome/></abroad></plan>',
+        '<use module="plan" duration="3 days"/><use module="plan/abroad/rome"/>',
+    ):
+        assert composed(schema, f'<prompt schema="trip">{references}Where?</prompt>') == expected
 
 
 def test_spans_name_the_tokens_of_their_source() -> None:

@@ -227,7 +227,7 @@ def test_a_file_outside_or_unreadable_is_refused_at_the_module(folder: Path, nam
 
 
 def test_without_a_folder_no_file_is_read(folder: Path) -> None:
-    with pytest.raises(PMLError, match=r"<schema>:2:2: src='rome.txt' needs a folder; give include="):
+    with pytest.raises(PMLError, match=r"<schema>:2:2: src='rome.txt' needs a folder; give --include"):
         load_schema(with_src("rome.txt"))
     with pytest.raises(PMLError, match="is no folder"):
         load_schema(with_src("rome.txt"), folder / "rome.txt")
