@@ -346,6 +346,13 @@ def test_a_wrong_prompt_from_python_names_the_value(arguments: Any, options: dic
         load(SPACED).prompt(arguments, **options)
 
 
+def test_modules_that_hold_themselves_are_refused() -> None:
+    endless: dict[str, Any] = {}
+    endless["a"] = endless
+    with pytest.raises(PromptError, match="nested deeper than 32"):
+        load(SPACED).prompt(endless)
+
+
 def test_modules_that_are_left_out_have_no_influence() -> None:
     """Nothing of a prompt changes if the texts of other modules are replaced by as many other words."""
     one, other = load(SPACED), load(SPACED.replace("b1 b2 b3", "x y z"))
