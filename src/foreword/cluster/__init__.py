@@ -18,6 +18,13 @@ from foreword.cluster.decision import (
 from foreword.cluster.decision import (
     RoutingRequest as RoutingRequest,
 )
+from foreword.cluster.decision import (
+    Standing as Standing,
+)
+from foreword.cluster.explain import DecisionLog as DecisionLog
+from foreword.cluster.explain import Explanation as Explanation
+from foreword.cluster.explain import LogCounts as LogCounts
+from foreword.cluster.explain import Reason as Reason
 from foreword.cluster.mirror import EventBatch as EventBatch
 from foreword.cluster.mirror import ReplicaMirror as ReplicaMirror
 from foreword.cluster.peers import LoadUpdate as LoadUpdate

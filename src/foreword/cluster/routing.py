@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from foreword.cluster.decision import Decision, Fleet, Reservation, RoutingRequest
+from foreword.cluster.explain import DecisionLog
 from foreword.cluster.holders import HolderIndex, Key
 from foreword.cluster.loads import Loads, Work
 from foreword.cluster.mirror import EventBatch, ReplicaMirror
@@ -121,15 +122,21 @@ class _Slots:
 
 
 class RoutingCore:
-    """The state of one router and its decisions. `life` names this process, for its peers."""
+    """The state of one router and its decisions. `life` names this process, for its peers; `log` keeps explanations."""
 
     def __init__(
-        self, options: RoutingOptions, *, router: str = "router", life: str = "", rule: Rule | None = None
+        self,
+        options: RoutingOptions,
+        *,
+        router: str = "router",
+        life: str = "",
+        rule: Rule | None = None,
+        log: DecisionLog | None = None,
     ) -> None:
         self.options = options
         self.router = router
         self.counts = RoutingCounts()
-        self._rule = rule or self._cost
+        self._rule, self._log = rule or self._cost, log
         self._holders, self._ages, self._ring, self._loads = HolderIndex(), ReuseAges(), HashRing(), Loads()
         self._slots = _Slots()
         self._known = 0
@@ -266,7 +273,11 @@ class RoutingCore:
         self._expected[reservation] = _Expected(mirror, mirror.claim(request.keys[hit_blocks:]), hit_tokens)
         self.counts.decisions += 1
         self.counts.degraded += degraded
-        return Decision(reservation, slot, degraded, hit_tokens, fleet, costs, tuple(self._slots.names))
+        names = tuple(self._slots.names)
+        decision = Decision(reservation, slot, degraded, hit_tokens, fleet, costs, names, self._known, tuple(excluded))
+        if self._log is not None:
+            self._log.add(decision)
+        return decision
 
     def _fleet(self, request: RoutingRequest, now: float, excluded: list[int]) -> Fleet:
         table, size = self._loads.table, self.options.block_tokens
@@ -317,6 +328,8 @@ class RoutingCore:
         ):
             return
         self._tell(Change.PREFILLED, reservation)
+        if self._log is not None:
+            self._log.note_delivered(reservation, cached_tokens)
         expected, counts = self._expected.pop(reservation), self.counts
         counts.prompt_tokens += work.prompt_tokens
         counts.predicted_tokens += expected.hit_tokens
