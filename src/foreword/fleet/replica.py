@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,7 +77,7 @@ class Replica:
         addresses = self._llm.event_addresses
         return ReplicaFacts(spec, {name: reachable(one, host) for name, one in addresses.items()}, os.getpid())
 
-    async def generate(self, data: bytes) -> AsyncIterator[list[Told]]:
+    async def generate(self, data: bytes) -> AsyncGenerator[list[Told]]:
         """Answer a submission. Closing the iterator aborts it."""
         try:
             submission = await asyncio.to_thread(self._codec.decode, data)
@@ -100,7 +100,7 @@ class Replica:
         )
         return self._thread.submit([Job(record, prompt, submission.params, submission.answered)], whole=False)
 
-    async def _tell(self, submission: Submission, stream: AnswerStream) -> AsyncIterator[list[Told]]:
+    async def _tell(self, submission: Submission, stream: AnswerStream) -> AsyncGenerator[list[Told]]:
         await stream.accepted()
         yield [Queued()]
         [output] = stream.outputs
@@ -117,9 +117,10 @@ class Replica:
         """Run a pickled function on the engine's thread; returns its pickled result, or the pickled error."""
         function: Callable[[Engine], Any] = cloudpickle.loads(data)
         try:
-            return cloudpickle.dumps(await self._thread.call(function, first))
+            result = await self._thread.call(function, first)
         except Exception as error:
-            return cloudpickle.dumps(Refused.of(from_error(error)))
+            result = Refused.of(from_error(error))
+        return pickle.dumps(result)
 
 
 def read_result(data: bytes) -> Any:

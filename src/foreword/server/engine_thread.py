@@ -29,7 +29,7 @@ from foreword.llm import LLM
 from foreword.request import RequestOutput
 from foreword.server.answer_stream import Accepted, AnswerStream, Delta, Event, Finished, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error, step_failed
-from foreword.server.engine_door import Merge
+from foreword.server.engine_door import Merge, first
 from foreword.server.listeners import Listener
 from foreword.server.prefill_speed import PrefillSpeed
 from foreword.server.records import Records
@@ -132,7 +132,7 @@ class EngineThread:
             self._open.remove(stream)
             self.num_choices -= sum(job.params.n for job in stream.jobs)
 
-    async def call(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
+    async def call(self, function: Callable[[Engine], T], merge: Merge[T] = first) -> T:
         """Run a function on the engine's thread, between two steps. Raises what it raises."""
         if self.failure is not None:
             raise engine_failed(self.failure)
