@@ -73,7 +73,11 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 def test_killed_in_mid_stream_the_answer_goes_on_bit_for_bit(three: Fleet) -> None:
     body = {"model": MODEL, "prompt": long_prompt(4), "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    whole = complete(three, **{**body, "prompt": long_prompt(4)} | {}) if False else post(three.url, "/v1/completions", body).json()
+    whole = (
+        complete(three, **{**body, "prompt": long_prompt(4)} | {})
+        if False
+        else post(three.url, "/v1/completions", body).json()
+    )
     for kill_after in (0, 1, 5):
         three.link.deaths[:] = [kill_after]
         again = post(three.url, "/v1/completions", body).json()

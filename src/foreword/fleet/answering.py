@@ -32,7 +32,7 @@ class Answering:
         """For a client that waits for the end: the joined deltas of each choice."""
 
     def take(self, messages: Sequence[object]) -> int | None:
-        """Take messages of a replica, in order. Returns the cached tokens of the prompt if it has just been computed."""
+        """Take messages of a replica, in order. Returns the prompt's cached tokens once it is computed."""
         cached, deltas = None, list[Delta]()
         for message in messages:
             match message:

@@ -23,12 +23,12 @@ from typing import TypeVar
 
 import cloudpickle
 
-from foreword.cluster import Decision, ReplicaSpec, RoutingCore, RoutingRequest
+from foreword.cluster import Decision, RoutingCore, RoutingRequest
 from foreword.cluster.explain import DecisionLog
 from foreword.engine import Engine
 from foreword.errors import NoReplicaError
+from foreword.events.core_feed import CoreFeed
 from foreword.fleet.answering import Answering
-from foreword.fleet.follower import EventFollower
 from foreword.fleet.link import Link, ReplicaLostError
 from foreword.fleet.messages import Codec, Complete, Queued, Refused, Submission
 from foreword.fleet.replica import ReplicaFacts, read_result
@@ -96,7 +96,7 @@ class RoutedEngines:
         self._front, self._records, self._after_step, self._link = front, records, after_step, link
         self._codec = Codec(front)
         self._seeds = random.Random(seed)
-        self._follower = EventFollower(core)
+        self._feed = CoreFeed(core)
         self._tasks: dict[AnswerStream, asyncio.Task[None]] = {}
         self._outcomes: dict[AnswerStream, str] = {}
         """Why streams were aborted."""
@@ -113,7 +113,7 @@ class RoutedEngines:
         logger.info("replica %s has joined: %d blocks", name, facts.spec.num_blocks)
         self.core.join(name, facts.spec)
         if facts.events:
-            self._follower.follow(name, facts.events["kv_events"], facts.events["kv_events_snapshot"])
+            self._feed.follow(name, facts.events["kv_events"], facts.events["kv_events_snapshot"])
         self._joined.set()
         self._joined = asyncio.Event()
 
@@ -121,7 +121,7 @@ class RoutedEngines:
         """Send no more requests to a replica. Those that it has fail by themselves, if it is gone."""
         if name in self.core.replicas:
             logger.info("replica %s has left", name)
-            self._follower.leave(name)
+            self._feed.leave(name)
             self.core.leave(name, time.monotonic())
 
     # ------------------------------------------------------------------ the server's side
@@ -138,7 +138,7 @@ class RoutedEngines:
             stream.put([engine_failed(self.failure)])
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await self._link.stop()
-        await self._follower.close()
+        await self._feed.close()
 
     def submit(self, jobs: Sequence[Job], *, whole: bool) -> AnswerStream:
         """Submit prompts. The stream's first event says whether replicas have queued them: all or none."""

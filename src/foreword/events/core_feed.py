@@ -25,8 +25,8 @@ PAUSE_S = 0.2
 """Time between two requests for a snapshot."""
 
 
-class EventFollower:
-    """Follows the events of replicas that have joined."""
+class CoreFeed:
+    """Feeds a routing core with the events of replicas that have joined."""
 
     def __init__(self, core: RoutingCore) -> None:
         self._core = core
