@@ -39,7 +39,7 @@ class LocalLink:
         self.requests: Counter[str] = Counter()
         """Submissions by replica."""
         self.deaths: list[int] = []
-        """After each of these numbers of pieces with tokens, the replica that answers is lost; the first comes first."""
+        """After each of these numbers of pieces with tokens, the replica that answers is lost."""
         self.running = 0
 
     def start(self, members: Members) -> None:

@@ -9,11 +9,10 @@ import pytest
 
 pytest.importorskip("zmq", reason="needs foreword[cluster]")
 
-from live_server import FALCON, MODEL, client, embedded_llm, post, wait_until
 from fleet.local_fleet import Fleet, fleet
-
 from foreword.cluster import RoutingCore
 from foreword.llm import LLM
+from live_server import MODEL, embedded_llm, post, wait_until
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -42,6 +43,8 @@ ELSEWHERE = "replica_gone"
 """Code of a call that reached another replica than the chosen one."""
 MAX_ONGOING = 100_000
 """Calls that Serve lets one replica have: so many that it never rejects a choice. The server has limits of its own."""
+FRONT_SILENCE_S = 10.0
+"""Time after which a front that says nothing is no longer named to others."""
 DRAIN_S = 600.0
 """Longest time that a replica which Serve stops may take for its answers."""
 
@@ -147,9 +150,10 @@ def note_dead(app_name: str, name: str) -> None:
 class RayLink:
     """Leads to the replicas of one application by its handle."""
 
-    def __init__(self, app_name: str) -> None:
+    def __init__(self, app_name: str, handle: Any = None) -> None:
+        """`handle`: of the replicas, if the caller has one."""
         self._app_name = app_name
-        self._handle: Any = serve.get_deployment_handle(DEPLOYMENT, app_name)
+        self._handle = serve.get_deployment_handle(DEPLOYMENT, app_name) if handle is None else handle
         self._members: Members | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gone: dict[str, asyncio.Event] = {}
@@ -185,11 +189,28 @@ class RayLink:
         facts: EngineFacts = pickle.loads(await self._handle.facts_of_engine.remote(ANY))
         return facts
 
+    @property
+    def host(self) -> str:
+        """Where other machines of the cluster reach this process."""
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return host
+
+    async def find_fronts(self, address: str) -> list[str]:
+        """Make a front known to the others of this application; returns all. Raises ConnectionError."""
+        name = f"fronts of {self._app_name}"
+        options = {"name": name, "get_if_exists": True, "lifetime": "detached", "namespace": "serve", "num_cpus": 0}
+        board: Any = ray.remote(_Board).options(**options).remote()
+        try:
+            found: list[str] = await board.meet.remote(address)
+        except RayError as error:
+            raise ConnectionError(_brief(error)) from error
+        return found
+
     async def generate(self, replica: str, data: bytes) -> AsyncGenerator[list[Told]]:
         gone = self._gone.get(replica)
         if gone is None:
             raise ReplicaLostError(f"replica {replica} is gone", died=False)
-        response = self._handle.options(stream=True, method_name="generate").remote(replica, data)
+        response: Any = self._handle.options(stream=True, method_name="generate").remote(replica, data)
         try:
             first = await self._first(response, replica, gone)
             if isinstance(first[0], Refused) and first[0].code == ELSEWHERE:
@@ -229,6 +250,19 @@ class RayLink:
             raise ReplicaLostError(f"replica {replica} cannot be reached: {_brief(error)}", died=False) from error
 
 
+class _Board:
+    """The fronts that live. It holds nothing that a second would not bring back, so it may be lost."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, float] = {}
+
+    def meet(self, address: str) -> list[str]:
+        now = time.monotonic()
+        self._seen[address] = now
+        self._seen = {each: seen for each, seen in self._seen.items() if now - seen < FRONT_SILENCE_S}
+        return list(self._seen)
+
+
 def _brief(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
@@ -252,7 +286,9 @@ def replicas_of(model: str, options: Mapping[str, Any], fleet: FleetConfig, app_
             raise ConfigError(f"the replicas of {model!r} did not start: {error}") from error
         yield RayLink(app_name)
     finally:
-        if fleet.ray_address is None:
+        if fleet.ray_address is not None:
+            serve.delete(app_name)
+        else:
             serve.shutdown()  # type: ignore[no-untyped-call]
             ray.shutdown()
 

@@ -19,24 +19,27 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import cloudpickle
 
 from foreword.cluster import Decision, RoutingCore, RoutingRequest
-from foreword.cluster.explain import DecisionLog
+from foreword.cluster.explain import DecisionLog, Explanation
 from foreword.engine import Engine
 from foreword.errors import NoReplicaError
 from foreword.events.core_feed import CoreFeed
+from foreword.events.peer_link import PeerLink
 from foreword.fleet.answering import Answering
 from foreword.fleet.link import Link, ReplicaLostError
 from foreword.fleet.messages import Codec, Complete, Queued, Refused, Submission
 from foreword.fleet.replica import ReplicaFacts, read_result
+from foreword.fleet.report import decisions, numbers, report
+from foreword.fleet.warmth import Warmth
 from foreword.llm import LLM
 from foreword.request import SamplingParams
 from foreword.server.answer_stream import Accepted, AnswerStream, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error
-from foreword.server.engine_door import Merge
+from foreword.server.engine_door import Merge, Number
 from foreword.server.engine_thread import AfterStep, Ended
 from foreword.server.prefill_speed import PrefillSpeed
 from foreword.server.records import Records
@@ -86,9 +89,13 @@ class RoutedEngines:
         core: RoutingCore,
         link: Link,
         *,
+        open_peers: Callable[[], PeerLink] | None = None,
         seed: int | None = None,
     ) -> None:
-        """`after_step` is called with requests that have ended. `seed`: of requests that have none."""
+        """`after_step` is called with requests that have ended.
+
+        `open_peers`: opens the link to other fronts of the same replicas; `seed`: of requests that have none.
+        """
         self.failure: str | None = None
         self.num_choices = 0
         self.prefill = PrefillSpeed()
@@ -101,6 +108,12 @@ class RoutedEngines:
         self._outcomes: dict[AnswerStream, str] = {}
         """Why streams were aborted."""
         self._joined = asyncio.Event()
+        self._open_peers = open_peers
+        self._peers: PeerLink | None = None
+        self._warmth = Warmth(core, link, self._codec)
+        self._has_tiers = any(
+            getattr(front.config.tiers, name) is not None for name in ("cache_dir", "cache_store", "cache_host_bytes")
+        )
 
     # ------------------------------------------------------------------ replicas
 
@@ -108,12 +121,32 @@ class RoutedEngines:
     def num_engines(self) -> int:
         return len(self.core.replicas)
 
+    def numbers(self) -> list[Number]:
+        return numbers(self)
+
+    def report(self) -> dict[str, Any]:
+        return report(self)
+
+    def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
+        return decisions(self, request_id, limit)
+
     def join(self, name: str, facts: ReplicaFacts) -> None:
-        """Send requests to a replica from now on."""
-        logger.info("replica %s has joined: %d blocks", name, facts.spec.num_blocks)
+        """Send requests to a replica, once it has what requests use most; at once if there is no other replica."""
+        hot = self._warmth.for_new_replica(facts.spec)
         self.core.join(name, facts.spec)
         if facts.events:
             self._feed.follow(name, facts.events["kv_events"], facts.events["kv_events_snapshot"])
+        if hot:
+            self.core.retire(name)
+            self._warmth.warm_up(name, hot, lambda: self._ready(name, facts))
+        else:
+            self._ready(name, facts)
+
+    def _ready(self, name: str, facts: ReplicaFacts) -> None:
+        if name not in self.core.replicas:
+            return  # it left before it was ready
+        self.core.join(name, facts.spec)
+        logger.info("replica %s takes requests: %d blocks", name, facts.spec.num_blocks)
         self._joined.set()
         self._joined = asyncio.Event()
 
@@ -121,14 +154,20 @@ class RoutedEngines:
         """Send no more requests to a replica. Those that it has fail by themselves, if it is gone."""
         if name in self.core.replicas:
             logger.info("replica %s has left", name)
+            alone = [] if self._has_tiers else self._warmth.only_at(name)
             self._feed.leave(name)
             self.core.leave(name, time.monotonic())
+            if alone and self.failure is None:
+                self._warmth.hand_over(alone)
 
     # ------------------------------------------------------------------ the server's side
 
     def start(self) -> None:
-        """Wait for replicas."""
+        """Wait for replicas, and meet other fronts."""
         self._link.start(self)
+        if self._open_peers is not None:
+            self._peers = self._open_peers()
+            self._peers.start()
 
     async def stop(self) -> None:
         """End all answers, and follow no replica."""
@@ -137,6 +176,9 @@ class RoutedEngines:
             self.abort(stream, "failed")
             stream.put([engine_failed(self.failure)])
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._warmth.stop()
+        if self._peers is not None:
+            await self._peers.close()
         await self._link.stop()
         await self._feed.close()
 
@@ -250,6 +292,7 @@ class RoutedEngines:
         if cached is not None:
             self.core.note_first_token(decision.reservation, time.monotonic(), cached)
             self.log.note_delivered(decision.reservation, cached)
+            self._warmth.note(request.job.prompt, request.routing.keys, cached)
         return isinstance(messages[-1], Complete)
 
     def _submission(self, stream: AnswerStream, request: _Request) -> bytes:
@@ -277,7 +320,7 @@ class RoutedEngines:
                     continue
             else:
                 self.log.add(decision)
-                request.job.record.route = self.log.of_request(request.job.record.request_id)[-1].text()
+                request.job.record.route = Explanation.of_decision(decision).text()
                 return decision
 
     def _note_lost(self, request: _Request, decision: Decision, lost: ReplicaLostError) -> None:

@@ -9,10 +9,12 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from foreword.cluster import RoutingCore, RoutingOptions
 from foreword.config import EngineConfig
+from foreword.events.peer_link import PeerLink
 from foreword.fleet.front import open_front
 from foreword.fleet.options import FleetConfig
 from foreword.fleet.ray_serve import RayLink, replicas_of
@@ -42,11 +44,10 @@ def door_to(link: RayLink) -> OpenDoor:
     """What opens a server's door to the replicas of a link."""
 
     def open_door(front: LLM, records: Records, after_step: Sequence[AfterStep]) -> RoutedEngines:
-        core = RoutingCore(
-            RoutingOptions(block_tokens=front.layout.block_size),
-            router=f"front-{os.getpid()}",
-            life=os.urandom(8).hex(),
-        )
-        return RoutedEngines(front, records, after_step, core, link)
+        life = os.urandom(8).hex()
+        options = RoutingOptions(block_tokens=front.layout.block_size, share_load=True)
+        core = RoutingCore(options, router=f"front-{life[:6]}", life=life)
+        peers = partial(PeerLink, core, link.host, link.find_fronts)
+        return RoutedEngines(front, records, after_step, core, link, open_peers=peers)
 
     return open_door

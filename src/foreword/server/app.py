@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foreword import __version__
 from foreword.errors import ForewordError
 from foreword.llm import LLM
-from foreword.server import about, cache_api, cache_entries
+from foreword.server import about, cache_api, cache_entries, cluster_api
 from foreword.server.api_errors import APIError
 from foreword.server.bodies.fields import Body
 from foreword.server.cache_entries import EntryChange, PinRequest
@@ -70,6 +70,7 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoo
     app.include_router(about.router)
     app.include_router(cache_api.router)
     app.include_router(cache_entries.router)
+    app.include_router(cluster_api.router)
     document_bodies(app, [*OWN_BODIES, *(body for dialect in DIALECTS for body in dialect.bodies)])
     _add_error_handlers(app)
     if config.allowed_origins:

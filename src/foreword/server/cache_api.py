@@ -97,7 +97,12 @@ async def metrics(request: Request) -> Response:
         service.operators.check(request.scope)
     look = await service.insight.look()
     text, media_type = await asyncio.to_thread(
-        service.metrics.write, look, service.records, service.listeners(), service.kept_bytes()
+        service.metrics.write,
+        look,
+        service.records,
+        service.listeners(),
+        service.kept_bytes(),
+        service.thread.numbers(),
     )
     return Response(text, media_type=media_type)
 

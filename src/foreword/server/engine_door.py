@@ -5,8 +5,9 @@ Knows prompts, answers and functions of an engine; knows nothing of threads, pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from foreword.engine import Engine
 from foreword.server.answer_stream import AnswerStream, Job
@@ -15,6 +16,18 @@ from foreword.server.prefill_speed import PrefillSpeed
 T = TypeVar("T")
 Merge = Callable[[list[T]], T]
 """One answer from those of several engines, of which there is at least one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number for metrics, besides those of an engine."""
+
+    name: str
+    meaning: str
+    values: Mapping[str, float]
+    """By the value of `label`."""
+    label: str
+    is_counter: bool = False
 
 
 class EngineDoor(Protocol):
@@ -29,6 +42,15 @@ class EngineDoor(Protocol):
     @property
     def num_engines(self) -> int:
         """The number of engines that take requests now."""
+
+    def numbers(self) -> list[Number]:
+        """Further metrics."""
+
+    def report(self) -> dict[str, Any] | None:
+        """The engines and what routing did, for JSON; None if there is only one."""
+
+    def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
+        """Why requests went to their engines, the newest first; of one request, all its attempts."""
 
     def start(self) -> None:
         """Begin to serve; answers go to the event loop that is running now."""

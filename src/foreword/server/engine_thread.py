@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from foreword.engine import Engine
 from foreword.errors import EngineError
@@ -29,7 +29,7 @@ from foreword.llm import LLM
 from foreword.request import RequestOutput
 from foreword.server.answer_stream import Accepted, AnswerStream, Delta, Event, Finished, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error, step_failed
-from foreword.server.engine_door import Merge, first
+from foreword.server.engine_door import Merge, Number, first
 from foreword.server.listeners import Listener
 from foreword.server.prefill_speed import PrefillSpeed
 from foreword.server.records import Records
@@ -97,6 +97,15 @@ class EngineThread:
     @property
     def num_engines(self) -> int:
         return 1
+
+    def numbers(self) -> list[Number]:
+        return []
+
+    def report(self) -> None:
+        return None
+
+    def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
+        return []
 
     def start(self) -> None:
         """Start to step; answers go to the event loop that is running now."""
