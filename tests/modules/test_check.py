@@ -86,7 +86,8 @@ def test_included_files_lie_in_the_named_folder(file: Path, tmp_path: Path, caps
     ("arguments", "message"),
     [
         (["none.pml"], "'none.pml' is no file"),
-        (["FILE", "--prompt", "x"], "--prompt needs --model"),
+        (["FILE", "--prompt", "none.pml"], "'none.pml' is no file; name a prompt of the schema"),
+        (["FILE", "--prompt", "FILE"], "--prompt needs --model"),
         (["FILE", "--model", "/none"], "there is no folder"),
         (["FILE", "--models", "/none"], "--models"),
     ],

@@ -179,9 +179,10 @@ def test_text_before_the_first_module_needs_room_too() -> None:
         schema.prompt('<prompt schema="s">x y z <b/></prompt>')
 
 
-def test_text_between_references_that_go_back_has_no_place() -> None:
-    with pytest.raises(PromptError, match="<prompt>:1:27: the module 'a' stands earlier in the schema"):
-        load(SPACED).prompt('<prompt schema="s"><c/> x <a/></prompt>')
+@pytest.mark.parametrize("inner", ["<c/> x <a/>", "<c/><user>x</user><a/>", "<user>x <c/><a/></user>", "x <c/><a/>"])
+def test_text_between_references_that_go_back_has_no_place(inner: str) -> None:
+    with pytest.raises(PromptError, match="<prompt>:1:..: the module 'a' stands earlier in the schema"):
+        load(SPACED).prompt(f'<prompt schema="s">{inner}</prompt>')
 
 
 def test_literal_text_keeps_its_white_space_only_where_it_is_told_to() -> None:

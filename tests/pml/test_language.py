@@ -234,7 +234,7 @@ def test_without_a_folder_no_file_is_read(folder: Path) -> None:
 
 
 def test_files_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(PMLError, match=r"trip.pml: the schema file .* cannot be read: No such file"):
+    with pytest.raises(PMLError, match=r"trip.pml: the file .* cannot be read: No such file"):
         load_schema(tmp_path / "trip.pml")
     with pytest.raises(PMLError, match="is not a regular file"):
         load_schema(tmp_path)

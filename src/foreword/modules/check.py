@@ -34,8 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run with parsed arguments."""
-    if not args.file.expanduser().is_file():
-        raise ConfigError(f"{str(args.file)!r} is no file; name a schema of prompt modules")
+    for file, what in ((args.file, "a schema of prompt modules"), (args.prompt, "a prompt of the schema")):
+        if file is not None and not file.expanduser().is_file():
+            raise ConfigError(f"{str(file)!r} is no file; name {what}")
     if args.prompt is not None and args.model is None:
         raise ConfigError("--prompt needs --model, whose tokenizer counts tokens; give both")
     tokenizer = None if args.model is None else Tokenizer.load(args.model)

@@ -254,10 +254,10 @@ class _Texts:
 
     def _check_order(self, prompt: ModulePrompt, named: Sequence[Reference]) -> None:
         """Text has a place among modules only if the prompt names them in the schema's order."""
-        if any(isinstance(child, Text) for child in prompt.children[:-1]) or any(
-            isinstance(child, Message) and any(isinstance(one, Reference) for one in child.children)
-            for child in prompt.children
-        ):
+        has_text_between = any(not isinstance(child, Reference) for child in prompt.children[:-1])
+        last = prompt.children[-1] if prompt.children else None
+        holds_references = isinstance(last, Message) and any(isinstance(one, Reference) for one in last.children)
+        if has_text_between or holds_references:
             begins = [self._layout.boxes[one.path].position for one in named]
             for one, before, after in zip(named[1:], begins, begins[1:], strict=False):
                 if after < before:

@@ -164,7 +164,7 @@ class _Included:
 
 def _read(path: Path, most_bytes: int, place: Place, name: str = "") -> bytes:
     """A regular file's bytes; `name` is how a schema names it. Raises PMLError."""
-    named = f"src={name!r}" if name else f"the schema file {str(path)!r}"
+    named = f"src={name!r}" if name else f"the file {str(path)!r}"
     try:
         # A pipe or a device could block forever.
         content = None if path.exists() and not path.is_file() else _beginning(path, most_bytes + 1)
