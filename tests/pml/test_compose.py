@@ -181,7 +181,7 @@ def test_text_before_the_first_module_needs_room_too() -> None:
 
 @pytest.mark.parametrize("inner", ["<c/> x <a/>", "<c/><user>x</user><a/>", "<user>x <c/><a/></user>", "x <c/><a/>"])
 def test_text_between_references_that_go_back_has_no_place(inner: str) -> None:
-    with pytest.raises(PromptError, match="<prompt>:1:..: the module 'a' stands earlier in the schema"):
+    with pytest.raises(PromptError, match=r"<prompt>:1:..: the module 'a' stands earlier in the schema"):
         load(SPACED).prompt(f'<prompt schema="s">{inner}</prompt>')
 
 
