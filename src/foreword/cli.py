@@ -1,7 +1,7 @@
-"""The command line: foreword generate | serve | demo | bench | replay | lint | watch | cache.
+"""The command line: foreword generate | serve | demo | bench | replay | lint | pml | watch | cache.
 
 Knows arguments, the terminal and exit codes; other modules do the work. Logging is configured only here. Exit codes: 0
-done, 1 a check of `demo` or `bench` failed or `cache` found damage, 2 a user's mistake, 130 interrupted.
+done, 1 a check of `demo`, `bench` or `pml` failed or `cache` found damage, 2 a user's mistake, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from foreword.log_lines import JsonLines, LogConfig, PatientHandler, TextLines
 
 if TYPE_CHECKING:
     from foreword import LLM, RequestOutput, SamplingParams
+    from foreword.fleet.options import FleetConfig
+    from foreword.server.options import ServerConfig
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -133,6 +135,13 @@ def _parser() -> argparse.ArgumentParser:
     lint = commands.add_parser("lint", help="why recorded prompts part early, and what mending that would save")
     lint.later = _arguments_of("foreword.lint.command")
 
+    pml = commands.add_parser("pml", help="prompt modules: check a schema, or answer a prompt of it")
+    of_pml = pml.add_subparsers(title="actions", required=True, metavar="ACTION")
+    check = of_pml.add_parser("check", help="a schema's layout, or the line and column where it is wrong")
+    check.later = _arguments_of("foreword.modules.check")
+    run = of_pml.add_parser("run", help="answer one prompt of a schema")
+    run.later = _arguments_of("foreword.modules.run")
+
     watch = commands.add_parser("watch", help="what the cache of a running engine holds: foreword's, vLLM's, SGLang's")
     watch.later = _arguments_of("foreword.events.watch", "cluster")
 
@@ -209,13 +218,15 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    from foreword.fleet.options import FleetConfig
     from foreword.server.options import ServerConfig
 
     parser.add_argument(
         "given_model", metavar="MODEL", nargs="?", help="folder or hub id; the embedded model if left out"
     )
     engine = {**engine_options(), "model": replace(engine_options()["model"], default="the embedded model")}
-    groups = {"server": options_of(ServerConfig), "logging": options_of(LogConfig), "engine": engine}
+    server, replicas = options_of(ServerConfig), options_of(FleetConfig)
+    groups = {"server": server, "replicas": replicas, "logging": options_of(LogConfig), "engine": engine}
     flags = Flags(groups, {**ENGINE_OPTIONS, **SERVER_OPTIONS})
     flags.add_to(parser)
     parser.usage = "%(prog)s [MODEL] [OPTIONS]"
@@ -233,6 +244,7 @@ def _model(args: argparse.Namespace, options: dict[str, Any]) -> str | None:
 
 def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
     try:
+        from foreword.fleet.options import FleetConfig
         from foreword.server.options import ServerConfig
         from foreword.server.run import check_address, serve
     except ModuleNotFoundError as error:
@@ -241,7 +253,7 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
     environment = Environment.read()
     model = _model(args, options)
-    server_options = _taken(options, ServerConfig)
+    server_options, fleet = _taken(options, ServerConfig), FleetConfig(**_taken(options, FleetConfig))
     for name in ("api_key", "operator_key", "server_secret"):
         server_options.setdefault(name, getattr(environment, name))
     with contextlib.ExitStack() as stack:
@@ -251,8 +263,21 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
             options.setdefault("kv_cache_memory_bytes", EMBEDDED_KV_BYTES)
         config = ServerConfig(**server_options)
         check_address(config.host, config.port)
-        serve(stack.enter_context(_load(model, options)), config)
+        if fleet.replicas:
+            _serve_replicas(model, options, config, fleet)
+        else:
+            serve(stack.enter_context(_load(model, options)), config)
     return 0
+
+
+def _serve_replicas(model: str, options: dict[str, Any], config: ServerConfig, fleet: FleetConfig) -> None:
+    try:
+        from foreword.fleet.run import serve_replicas
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"replicas={fleet.replicas} needs the package {error.name}; run `pip install foreword[cluster]`"
+        ) from error
+    serve_replicas(model, options, config, fleet)
 
 
 def _generate(args: argparse.Namespace, options: dict[str, Any]) -> int:

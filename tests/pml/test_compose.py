@@ -89,23 +89,14 @@ def test_the_text_after_a_parameter_has_seen_placeholders(argument: dict[str, st
 
 def test_nested_modules_bring_those_around_them() -> None:
     schema = load(TRIP)
-    nested = {"plan": {"duration": "3 days", "abroad": {"rome": {}}}}
     expected = "0:[We travel for] 3:3 days 6:[and] 7:[go far:] 9:[old Rome] 14:[together.] 15:Where?"
+    nested = {"plan": {"duration": "3 days", "abroad": {"rome": {}}}}
     assert composed(schema, nested, text="Where?") == expected
-    assert (
-        composed(
-            schema,
-            '<prompt schema="trip"><plan duration="3 days"><abroad><rome/></abroad></plan>Where?</prompt>',
-        )
-        == expected
-    )
-    assert (
-        composed(
-            schema,
-            '<prompt schema="trip"><use module="plan" duration="3 days"/><use module="plan/abroad/rome"/>Where?</prompt>',
-        )
-        == expected
-    )
+    for references in (
+        '<plan duration="3 days"><abroad><rome/></abroad></plan>',
+        '<use module="plan" duration="3 days"/><use module="plan/abroad/rome"/>',
+    ):
+        assert composed(schema, f'<prompt schema="trip">{references}Where?</prompt>') == expected
 
 
 def test_spans_name_the_tokens_of_their_source() -> None:
@@ -188,9 +179,10 @@ def test_text_before_the_first_module_needs_room_too() -> None:
         schema.prompt('<prompt schema="s">x y z <b/></prompt>')
 
 
-def test_text_between_references_that_go_back_has_no_place() -> None:
-    with pytest.raises(PromptError, match="<prompt>:1:27: the module 'a' stands earlier in the schema"):
-        load(SPACED).prompt('<prompt schema="s"><c/> x <a/></prompt>')
+@pytest.mark.parametrize("inner", ["<c/> x <a/>", "<c/><user>x</user><a/>", "<user>x <c/><a/></user>", "x <c/><a/>"])
+def test_text_between_references_that_go_back_has_no_place(inner: str) -> None:
+    with pytest.raises(PromptError, match=r"<prompt>:1:..: the module 'a' stands earlier in the schema"):
+        load(SPACED).prompt(f'<prompt schema="s">{inner}</prompt>')
 
 
 def test_literal_text_keeps_its_white_space_only_where_it_is_told_to() -> None:
@@ -353,6 +345,13 @@ def test_a_wrong_prompt_is_refused_at_its_place(schema: str, prompt: str, error:
 def test_a_wrong_prompt_from_python_names_the_value(arguments: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(PMLError, match=message):
         load(SPACED).prompt(arguments, **options)
+
+
+def test_modules_that_hold_themselves_are_refused() -> None:
+    endless: dict[str, Any] = {}
+    endless["a"] = endless
+    with pytest.raises(PromptError, match="nested deeper than 32"):
+        load(SPACED).prompt(endless)
 
 
 def test_modules_that_are_left_out_have_no_influence() -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
+from hypothesis import given, settings
 
 from foreword.errors import SchemaError
 from foreword.pml.composition import Source
-from foreword.pml.layout import Box, Choice, Layout
+from foreword.pml.layout import Box, Choice, Layout, Run, SchemaText, Slot
+from foreword.pml.schema import Child, Module, Parameter, Schema, Turn, Union
+from pml.drawn import children
 from pml.words import PLACEHOLDER, Words, load
 
 TRIP = """<schema name="trip">
@@ -135,6 +142,57 @@ def test_an_empty_message_is_left_out() -> None:
 def test_short_texts_stand_once() -> None:
     """In Prompt Cache's code, a text that is shorter than half of its `max_tokens` stands there twice."""
     assert load('<schema name="s">one two three</schema>').layout.num_positions == 3
+
+
+def own_positions(box: Box) -> list[int]:
+    """The positions of its own texts and parameters."""
+    own = (item for item in box.items if isinstance(item, Run | Slot))
+    return [position for item in own for position in range(item.position, item.end)]
+
+
+def are_alternatives(layout: Layout, one: str, other: str) -> bool:
+    """Whether two modules stand in different members of a union, so that no prompt has both."""
+    for path in ancestors(one):
+        union = layout.union_of(path)
+        members = [member.path for member in union.members] if union else []
+        if any(path != member and member in ancestors(other) for member in members):
+            return True
+    return False
+
+
+def ancestors(path: str) -> list[str]:
+    names = path.split("/")
+    return ["/".join(names[: count + 1]) for count in range(len(names))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(children(3))
+def test_positions_are_shared_only_by_alternatives(drawn: tuple[Child, ...]) -> None:
+    words = Words()
+    text = SchemaText(words.encode, (), PLACEHOLDER, lambda _before, role: (f" <{role}> ", " </> "), lambda _role: "")
+    schema = Schema("s", Module("", tuple(without_scaffolds(drawn))))
+    layout = Layout(schema, text)
+    boxes = all_boxes(layout)
+    for one, other in itertools.combinations(boxes, 2):
+        if set(own_positions(one)) & set(own_positions(other)):
+            assert are_alternatives(layout, one.path, other.path)
+    for box in boxes:
+        own = own_positions(box)
+        assert len(set(own)) == len(own) == len(box.own_ids)
+
+
+def without_scaffolds(drawn: tuple[Child, ...]) -> Iterator[Child]:
+    """The children without texts in parameters, which may be longer than these."""
+    for child in drawn:
+        if isinstance(child, Parameter):
+            yield replace(child, scaffold="")
+        elif isinstance(child, Module | Turn):
+            yield replace(child, children=tuple(without_scaffolds(child.children)))
+        elif isinstance(child, Union):
+            members = without_scaffolds(child.members)
+            yield replace(child, members=tuple(one for one in members if isinstance(one, Module)))
+        else:
+            yield child
 
 
 # ----------------------------------------------------------------------------------------------------- sources

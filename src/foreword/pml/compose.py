@@ -14,6 +14,7 @@ Text after the last module stands after everything that is imported.
 from __future__ import annotations
 
 import difflib
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -231,7 +232,9 @@ class _Texts:
         self, layout: Layout, prompt: ModulePrompt, imports: Mapping[str, Import], parts: Sequence[Part]
     ) -> None:
         self._layout, self._parts = layout, parts
+        self._positions = [part.position for part in parts]
         self._spoken = sorted(turn for path in ("", *imports) for turn in layout.boxes[path].spoken)
+        self._last_part = _last_parts(parts)
         self.inserted: list[Inserted] = []
         named = references(prompt)
         self._check_order(prompt, named)
@@ -251,10 +254,10 @@ class _Texts:
 
     def _check_order(self, prompt: ModulePrompt, named: Sequence[Reference]) -> None:
         """Text has a place among modules only if the prompt names them in the schema's order."""
-        if any(isinstance(child, Text) for child in prompt.children[:-1]) or any(
-            isinstance(child, Message) and any(isinstance(one, Reference) for one in child.children)
-            for child in prompt.children
-        ):
+        has_text_between = any(not isinstance(child, Reference) for child in prompt.children[:-1])
+        last = prompt.children[-1] if prompt.children else None
+        holds_references = isinstance(last, Message) and any(isinstance(one, Reference) for one in last.children)
+        if has_text_between or holds_references:
             begins = [self._layout.boxes[one.path].position for one in named]
             for one, before, after in zip(named[1:], begins, begins[1:], strict=False):
                 if after < before:
@@ -268,8 +271,7 @@ class _Texts:
         """Where text before the first module stands: after the schema's own text before that module."""
         if not named:
             return len(self._parts)
-        begin = self._layout.boxes[named[0].path].position
-        return sum(1 for part in self._parts if part.position < begin)
+        return bisect_left(self._positions, self._layout.boxes[named[0].path].position)
 
     def _add(self, child: Text | Reference) -> None:
         if isinstance(child, Text):
@@ -279,9 +281,9 @@ class _Texts:
         if child is self._last:
             self._number = len(self._parts)
             return
-        inside = [n for n, part in enumerate(self._parts) if _is_in(part, child.path)]
-        end = self._layout.boxes[child.path].position
-        self._number = inside[-1] + 1 if inside else sum(1 for part in self._parts if part.position < end)
+        last = self._last_part.get(child.path)
+        begin = self._layout.boxes[child.path].position
+        self._number = bisect_left(self._positions, begin) if last is None else last + 1
 
     def _insert(self, text: str, place: Place) -> None:
         if not text:
@@ -309,8 +311,10 @@ class _Texts:
         number, role = self._said or (0, None)
         begin = self._parts[number - 1].position if number else -1
         end = self._parts[self._number - 1].position if self._number else -1
-        later = [spoken for position, spoken in self._spoken if begin < position <= end]
-        return later[-1] if later else role
+        found = bisect_right(self._spoken, end, key=lambda turn: turn[0])
+        if found and self._spoken[found - 1][0] > begin:
+            return self._spoken[found - 1][1]
+        return role
 
     def _open_answer(self, prompt: ModulePrompt) -> None:
         """A conversation goes on with the assistant's answer, unless the prompt ends with text of its own."""
@@ -324,9 +328,15 @@ class _Texts:
             raise prompt.place.error(PromptError, f"the answer cannot be opened: {error}") from error
 
 
-def _is_in(part: Part, path: str) -> bool:
-    name = part.name.partition(":")[0]
-    return name == path or name.startswith(f"{path}/")
+def _last_parts(parts: Sequence[Part]) -> dict[str, int]:
+    """For each module, the number of the last part in it or in a module nested in it."""
+    found: dict[str, int] = {}
+    for number, part in enumerate(parts):
+        path = part.name.partition(":")[0]
+        while path:
+            found[path] = number
+            path = path.rpartition("/")[0]
+    return found
 
 
 # -------------------------------------------------------------------------------------------------- positions

@@ -115,6 +115,7 @@ class Layout:
         self.root = _Builder(text).box("", schema.root, 0, None)
         self.boxes: Mapping[str, Box] = {box.path: box for box in _all_boxes(self.root)}
         self._unions = _unions_of(self.root)
+        self._sources: dict[tuple[str, bool], Source] = {}
 
     @property
     def num_positions(self) -> int:
@@ -130,12 +131,18 @@ class Layout:
 
         With its scaffold if all of it is imported, otherwise alone: a module that is left out has no influence.
         """
-        box = self.boxes[path]
-        scaffold = box.module.scaffold if all(name in imported for name in box.module.scaffold) else ()
+        scaffold = self.boxes[path].module.scaffold
+        key = path, bool(scaffold) and all(name in imported for name in scaffold)
+        if key not in self._sources:
+            self._sources[key] = self._source(path, scaffold if key[1] else ())
+        return self._sources[key]
+
+    def _source(self, path: str, scaffold: tuple[str, ...]) -> Source:
+        own_ids = self.boxes[path].own_ids
         if not path:
-            return Source(box.own_ids)
+            return Source(own_ids)  # its own text begins with the opening
         before = self.text.opening + tuple(one for name in scaffold for one in self.boxes[name].own_ids)
-        return Source(before + box.own_ids, len(before), path)
+        return Source(before + own_ids, len(before), path)
 
     def sources(self) -> tuple[Source, ...]:
         """All that prompts of this schema may link from, each once: what to compute before the first prompt comes."""

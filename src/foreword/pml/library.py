@@ -20,7 +20,7 @@ from foreword.pml.composition import Composition, Source, TokenIds
 from foreword.pml.language import read_schema
 from foreword.pml.layout import Layout, SchemaText
 from foreword.pml.markup import MAX_BYTES, Place
-from foreword.pml.prompt import looks_like_xml, prompt_of, read_prompt
+from foreword.pml.prompt import ModulePrompt, looks_like_xml, prompt_of, read_prompt
 from foreword.pml.schema import Schema
 
 Keep = Callable[[TokenIds, float, str | None], int]
@@ -80,7 +80,15 @@ class LoadedSchema:
             written = read_prompt(prompt)
         else:
             written = prompt_of(prompt or {}, text=text, messages=messages)
-        composition = compose(self.layout, written, Placing(positions, trailing))
+        return self._composed(written, Placing(positions, trailing))
+
+    def read_prompt(self, file: str | Path) -> SchemaPrompt:
+        """The prompt of a file of PML. Raises PMLError, with file, line and column."""
+        content = _read(Path(file).expanduser(), MAX_BYTES, Place(str(file)))
+        return self._composed(read_prompt(content, str(file)), Placing())
+
+    def _composed(self, prompt: ModulePrompt, placing: Placing) -> SchemaPrompt:
+        composition = compose(self.layout, prompt, placing)
         paths = (part.name.partition(":")[0] for part in composition.parts if part.name)
         return SchemaPrompt(composition, self.name, tuple(dict.fromkeys(paths)))
 
@@ -136,7 +144,9 @@ class _Included:
 
     def read(self, name: str, place: Place) -> str:
         if self._folder is None:
-            raise place.error(PMLError, f"src={name!r} needs a folder; give include=, the folder of such files")
+            raise place.error(
+                PMLError, f"src={name!r} needs a folder; give --include (include= in Python), the folder of such files"
+            )
         parts = name.split("/")
         if not name or any(part in ("", ".", "..") for part in parts) or set(name) & set("\\:\0"):
             raise place.error(PMLError, f"src={name!r} leaves the folder of included files; name a file inside it")
@@ -154,7 +164,7 @@ class _Included:
 
 def _read(path: Path, most_bytes: int, place: Place, name: str = "") -> bytes:
     """A regular file's bytes; `name` is how a schema names it. Raises PMLError."""
-    named = f"src={name!r}" if name else f"the schema file {str(path)!r}"
+    named = f"src={name!r}" if name else f"the file {str(path)!r}"
     try:
         # A pipe or a device could block forever.
         content = None if path.exists() and not path.is_file() else _beginning(path, most_bytes + 1)

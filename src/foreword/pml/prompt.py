@@ -15,7 +15,7 @@ from typing import Any
 
 from foreword.errors import PMLSyntaxError, PromptError
 from foreword.pml.language import is_exact, spaced
-from foreword.pml.markup import Element, Place, TextNode, parse
+from foreword.pml.markup import MAX_DEPTH, Element, Place, TextNode, parse
 from foreword.pml.schema import ROLES, Role, Text, join
 
 NOWHERE = Place("<prompt>")
@@ -174,6 +174,8 @@ def _reference_of(name: Any, value: Any, parent: str) -> Reference:
     if not isinstance(name, str) or not name:
         raise PromptError(f"{name!r:.60} is no name of a module")
     path = join(parent, name)
+    if path.count("/") >= MAX_DEPTH:
+        raise PromptError(f"the modules are nested deeper than {MAX_DEPTH}; nest less")
     if not isinstance(value, Mapping):
         raise PromptError(f"the module {path!r} is given {value!r:.60}; give a mapping, {{}} if it needs no arguments")
     arguments: dict[str, str] = {}
