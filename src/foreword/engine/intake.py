@@ -238,7 +238,7 @@ class Intake:
         last, most = int(links.positions[-1]), self._limits.max_model_len - 1
         if max([last + 1, *lengths]) > most:
             raise PromptTooLongError(
-                f"a linked prompt reaches position {last}, and its longest source has {max(lengths, default=0)} tokens, "
+                f"a linked prompt reaches position {last}, its longest source has {max(lengths, default=0)} tokens, "
                 f"but max_model_len={most + 1} must hold each, and an answer; shorten its parts",
                 max([last + 1, *lengths]),
                 most,
