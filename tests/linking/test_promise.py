@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from foreword import LLM
+from foreword import LLM, SamplingParams
 from foreword.errors import ConfigError, InvalidRequestError, PromptTooLongError, RequestTooLargeError
 from linking.prompts import GREEDY, Answer, ask, documents, report
 from tiny_models import TinyModels
@@ -78,7 +79,7 @@ class TestBits:
 
     def test_a_pool_so_small_that_requests_are_preempted(self, llm: LLM, tiny_models: TinyModels) -> None:
         prompts = [documents((20, 24, 20), seed=seed) for seed in range(4)]
-        long = GREEDY.__class__(max_tokens=100, temperature=0.0, logprobs=4, ignore_eos=True)
+        long = SamplingParams(max_tokens=100, temperature=0.0, logprobs=4, ignore_eos=True)
         alone = [Answer.of(llm.generate(prompt, long, link="none")[0]) for prompt in prompts]
         model = next(name for name, *_ in MODELS if llm.config.model.model == str(tiny_models.folder(name)))
         options: dict[str, Any] = {"num_gpu_blocks_override": 18, "prefix_index": llm.config.cache.prefix_index}
@@ -165,7 +166,7 @@ class TestRefusals:
         llm.engine.check_integrity()
 
     def test_log_probabilities_of_the_prompt(self, llm: LLM) -> None:
-        params = GREEDY.__class__(max_tokens=1, prompt_logprobs=1)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=1)
         with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
             llm.generate(documents(), params, link="none")
 
@@ -204,7 +205,7 @@ def test_a_flood_of_orders_does_not_evict_the_documents(tiny_models: TinyModels)
     rng = np.random.default_rng(0)
     shelf = documents((32,) * 8, seed=10, head=0)
     with open_llm(tiny_models, "llama", num_gpu_blocks_override=34, eviction_policy="lru") as llm:
-        params = GREEDY.__class__(max_tokens=1, temperature=0.0)
+        params = SamplingParams(max_tokens=1, temperature=0.0)
         for document in shelf["documents"]:
             ask(llm, {"prompt_token_ids": document}, None, GREEDY)
         for _ in range(60):
@@ -214,3 +215,38 @@ def test_a_flood_of_orders_does_not_evict_the_documents(tiny_models: TinyModels)
             computed = output.link.computed_tokens + output.link.recomputed_tokens
             assert computed <= len(shelf["question"]) + 2 * 16, "a document was computed again"
         llm.engine.check_integrity()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_several_answers_to_one_linked_prompt(tiny_models: TinyModels) -> None:
+    params = SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=6, ignore_eos=True)
+    with open_llm(tiny_models, "llama") as llm:
+        prompt = documents(seed=12)
+        [together] = llm.generate(prompt, params, link="first-5")
+        alone = [replace(params, n=1, seed=5 + number) for number in range(3)]
+        each = [llm.generate(prompt, one, link="first-5") for one in alone]
+        assert [one.token_ids for one in together.outputs] == [one[0].outputs[0].token_ids for one in each]
+        llm.engine.check_integrity()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_texts_of_documents_and_prompts_of_schemas(tiny_models: TinyModels) -> None:
+    """Texts are tokenized apart, after the tokens that begin every prompt."""
+    folder = str(tiny_models.folder_with_tokenizer("llama"))
+    texts = ["The prefix that two requests share. " * 3, "The second request. " * 6, "It is computed once. " * 5]
+    prompt = {"documents": texts, "question": "Where?", "instructions": "Answer."}
+    schema = (
+        "<schema name='s'>Answer. <module name='a'>{}</module>"
+        "<module name='b'>{}<parameter name='x' length='9'/>{}</module></schema>"
+    )
+    with LLM(folder, allow_links=True, num_gpu_blocks_override=200, self_check=False) as llm:
+        plain = ask(llm, prompt)
+        llm.reset_prefix_cache()
+        assert ask(llm, prompt, "all") == plain
+        told = report(llm, prompt, "none")
+        assert (told.num_spans, told.linked_tokens > 0) == (2, True)
+        module_prompt = llm.pml.load(schema.format(*texts)).prompt({"b": {"x": "once"}, "a": {}}, text="Where?")
+        cold = ask(llm, module_prompt, "first-5")
+        llm.reset_prefix_cache()
+        assert ask(llm, module_prompt, "first-5") == cold
+        assert report(llm, module_prompt, "first-5").copied_tokens == 0
