@@ -49,6 +49,7 @@ from foreword.linking import Method
 from foreword.model.checkpoint.random_weights import DEMO_SHAPE, QWEN2_0_5B, RandomModelShape, save_random_model
 from foreword.pml.composition import Composition, Part, Source, Span, concatenated
 from foreword.pml.library import SchemaPrompt
+from foreword.text.schema_text import schema_text
 
 METHODS = ("none", "first-1", "first-2", "first-4", "first-8", "first-16", "all")
 FACTS_PER_PART, NUM_FACTS = 8, 40
@@ -69,6 +70,7 @@ class Prompts:
     def __init__(self, llm: LLM, seed: int) -> None:
         assert llm.tokenizer is not None
         self._tokenizer, self._rng = llm.tokenizer, random.Random(seed)
+        self._placeholder = schema_text(llm.tokenizer).placeholder_id
 
     def draw(self, task: str) -> Case:
         document = recall.make_document(self._rng, NUM_FACTS, heading="Facts:")
@@ -104,8 +106,7 @@ class Prompts:
         early = self._ids("".join(lines[:at]) + f"The {attribute} of the")
         argument, late_line = self._ids(f" {words}"), self._ids(f" is {question.answer}.\n")
         late = late_line + self._ids("".join(lines[at + 1 :]))
-        placeholder = self._ids(" the")[:1] * len(argument)
-        source = Source(head + early + placeholder + late, len(head), "facts")
+        source = Source(head + early + (self._placeholder,) * len(argument) + late, len(head), "facts")
         begin = len(head) + len(early)
         parts = [
             Part(head, 0, "text"),

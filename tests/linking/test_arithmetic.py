@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from foreword import LLM, SamplingParams
 from foreword.batch import Batch, Move
-from foreword.config import ModelConfig
+from foreword.config import Dtype, ModelConfig
 from foreword.linking import Method, link_parts
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import load_model
@@ -113,6 +113,26 @@ def test_without_rotation_the_oracle_disagrees(tiny_models: TinyModels, monkeypa
         found = answered(llm, composed, "none")
     links = link_parts(composed, Method.parse("none"))
     assert float((found - oracle(folder, composed, links)).abs().max()) > 20e-3
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["llama", "glm4", "deepseek_v3", "odd_llama"])
+def test_compiled_moves_have_the_bits_of_torch(tiny_models: TinyModels, model: str, dtype: Dtype) -> None:
+    loaded = load_model(ModelConfig(str(tiny_models.folder(model)), dtype=dtype, allow_links=True))
+    found, generator = [], torch.Generator().manual_seed(0)
+    moves = [Move(np.arange(17), np.arange(40, 57), 5), Move(np.arange(2, 9), np.arange(60, 67), -300)]
+    contents: dict[tuple[int, int], torch.Tensor] = {}
+    for compiled in (False, None):
+        storage = KVStorage(loaded.plan_layout(LayoutOptions(BLOCK_SIZE)), 30, torch.device("cpu"))
+        for layer in storage.keys:
+            for at, blocks in enumerate((storage.keys[layer], storage.values[layer])):
+                blocks.copy_(contents.setdefault((layer, at), torch.randn(blocks.shape, generator=generator)))
+        KeyMover(storage, _known(loaded.rotation), compiled=compiled).move(
+            [*moves, Move(np.arange(3), np.arange(80, 83), 0)]
+        )
+        found.append([own.clone() for own in (*storage.keys.values(), *storage.values.values())])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.usefixtures("on_cpu")

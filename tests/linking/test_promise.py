@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from foreword import LLM, SamplingParams
+from foreword.cache import ExtraKeys
 from foreword.errors import ConfigError, InvalidRequestError, PromptTooLongError, RequestTooLargeError
 from linking.prompts import GREEDY, Answer, ask, documents, report
 from tiny_models import TinyModels
@@ -165,10 +166,10 @@ class TestRefusals:
             llm.generate(prompt, GREEDY, link="none")
         llm.engine.check_integrity()
 
-    def test_log_probabilities_of_the_prompt(self, llm: LLM) -> None:
-        params = SamplingParams(max_tokens=1, prompt_logprobs=1)
-        with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
-            llm.generate(documents(), params, link="none")
+    @pytest.mark.parametrize("option", ["prompt_logprobs", "truncate_prompt_tokens"])
+    def test_options_that_need_the_whole_prompt(self, llm: LLM, option: str) -> None:
+        with pytest.raises(InvalidRequestError, match=option):
+            llm.generate(documents(), SamplingParams(max_tokens=1, **{option: 1}), link="none")  # type: ignore[arg-type]
 
     def test_prompts_and_sources_that_do_not_fit(self, llm: LLM, tiny_models: TinyModels) -> None:
         with pytest.raises(PromptTooLongError):
@@ -250,3 +251,20 @@ def test_texts_of_documents_and_prompts_of_schemas(tiny_models: TinyModels) -> N
         llm.reset_prefix_cache()
         assert ask(llm, module_prompt, "first-5") == cold
         assert report(llm, module_prompt, "first-5").copied_tokens == 0
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_shared_beginning_does_not_share_sources(tiny_models: TinyModels) -> None:
+    """`salt_offset` shares the first tokens of a prompt among tenants; a source is another sequence."""
+    with open_llm(tiny_models, "llama") as llm:
+        plain = llm._linked(documents(seed=13), "none")
+        computed = []
+        for number, salt in enumerate(("red", "blue")):
+            before = llm.engine.num_computed_tokens
+            shared = replace(plain, extra_keys=ExtraKeys(salt=salt, salt_offset=7))
+            llm.engine.add_request(str(number), shared, GREEDY)
+            while llm.engine.has_unfinished_requests():
+                llm.engine.step()
+            llm.engine.check_integrity()
+            computed.append(llm.engine.num_computed_tokens - before)
+        assert computed[1] == computed[0] - 7

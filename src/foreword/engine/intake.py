@@ -36,7 +36,8 @@ class Intake:
     def requests(self, request_id: str, prompt: Prompt, params: SamplingParams) -> list[Request]:
         """The requests that continue a prompt, which meet in the prefix cache. Raises InvalidRequestError."""
         max_tokens = self.check(prompt, params)
-        links, sources = self.links(prompt), self.sources(prompt)
+        links = self._links(prompt)
+        sources = () if links is None else self._sources(links, prompt)
         [drawn] = self.next_seeds(1)
         self._num_added += 1
         seed = params.seed if params.seed is not None else drawn
@@ -52,7 +53,7 @@ class Intake:
         )
         requests = [
             Request(
-                self.sequence(own_id, prompt),
+                self.sequence(own_id, prompt, sources),
                 params,
                 max_tokens=max_tokens,
                 stop_token_ids=stop_ids,
@@ -111,7 +112,7 @@ class Intake:
     def truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
         """The end of a prompt that `truncate_prompt_tokens` keeps."""
         most = params.truncate_prompt_tokens
-        if most is None:
+        if most is None or prompt.links is not None:  # links are refused with it
             return prompt
         if most == -1:
             most = max(1, self._limits.max_model_len - (params.max_tokens or 1))
@@ -122,10 +123,14 @@ class Intake:
         marks = tuple(replace(mark, end=mark.end - num_dropped) for mark in prompt.marks if mark.end > num_dropped)
         return replace(prompt, token_ids=prompt.token_ids[num_dropped:], text=None, message_ends=ends, marks=marks)
 
-    def sequence(self, request_id: str, prompt: Prompt) -> TokenSequence:
-        links, keys = self.links(prompt), prompt.extra_keys
+    def sequence(
+        self, request_id: str, prompt: Prompt, sources: tuple[TokenSequence, ...] | None = None
+    ) -> TokenSequence:
+        """A prompt's tokens and keys. `sources`: those of its links, if they are known already."""
+        links, keys = self._links(prompt), prompt.extra_keys
         if links is not None:
-            keys = replace(keys, media=self._items(links, prompt))
+            sources = self._sources(links, prompt) if sources is None else sources
+            keys = replace(keys, media=self._items(links, sources, prompt))
         return TokenSequence(
             request_id,
             prompt.token_ids,
@@ -136,25 +141,24 @@ class Intake:
             linked_from=None if links is None else links.linked_from,
         )
 
-    def links(self, prompt: Prompt) -> Links | None:
+    def _links(self, prompt: Prompt) -> Links | None:
         """The part of a prompt's links that can be copied: whole blocks of sources."""
         return None if prompt.links is None else prompt.links.in_whole_blocks(self._manager.block_size)
 
-    def sources(self, prompt: Prompt) -> tuple[TokenSequence, ...]:
-        """The sequences that the runs of a prompt's links are copied from; equal ones are one object."""
-        links, made = self.links(prompt), dict[bytes, TokenSequence]()
-        if links is None:
-            return ()
+    def _sources(self, links: Links, prompt: Prompt) -> tuple[TokenSequence, ...]:
+        """For each run the sequence that it is copied from; equal ones are one object."""
+        made: dict[bytes, TokenSequence] = {}
         for run in links.runs:
             if run.source.tobytes() not in made:
-                source = Prompt(run.source, extra_keys=prompt.extra_keys)
+                # All of a source lies under the salt: what all tenants share of a prompt is no part of it.
+                source = Prompt(run.source, extra_keys=replace(prompt.extra_keys, salt_offset=0))
                 made[run.source.tobytes()] = self.sequence("", source)
         return tuple(made[run.source.tobytes()] for run in links.runs)
 
-    def _items(self, links: Links, prompt: Prompt) -> tuple[MediaItem, ...]:
+    def _items(self, links: Links, sources: Sequence[TokenSequence], prompt: Prompt) -> tuple[MediaItem, ...]:
         """The names of a prompt's linked tokens and gaps in block keys."""
         size, items = self._manager.block_size, []
-        for run, source in zip(links.runs, self.sources(prompt), strict=True):
+        for run, source in zip(links.runs, sources, strict=True):
             key = source.block_hashes()[(run.source_end - 1) // size]
             position = int(links.positions[run.begin])
             items.append(linked_item(key, run.first, run.end - run.begin, index=run.begin, position=position))
@@ -246,11 +250,11 @@ class Intake:
 
     def _check_room_for_sources(self, prompt: Prompt, num_tokens: int) -> None:
         """Raise RequestTooLargeError if the pool cannot hold a request and all its sources at a time."""
-        sources = set(self.sources(prompt))
+        links, size = self._links(prompt), self._manager.block_size
+        sources = {} if links is None else {run.source.tobytes(): len(run.source) for run in links.runs}
         if not sources:
             return
-        size = self._manager.block_size
-        needed = -(-num_tokens // size) + sum(-(-(len(source) + 1) // size) for source in sources)
+        needed = -(-num_tokens // size) + sum(-(-length // size) for length in sources.values())
         usable = self._manager.num_blocks - len(self._manager.sink_block_ids())
         if needed > usable:
             raise RequestTooLargeError(

@@ -32,6 +32,8 @@ class Linking:
 
     def __init__(self, manager: KVCacheManager, running: RunningRows) -> None:
         self._manager, self._running = manager, running
+        self._linked: set[Request] = set()
+        """Unfinished requests that have sources."""
         self._held: dict[Request, dict[int, BlockIds]] = {}
         """Request -> the blocks of the sources that it holds, by the number of the run."""
         self._head: Request | None = None
@@ -46,8 +48,15 @@ class Linking:
 
     # --------------------------------------------------------------- waiting
 
+    def arrive(self, request: Request) -> None:
+        """A request was queued."""
+        if request.sources:
+            self._linked.add(request)
+
     def hold_for(self, waiting: Iterable[Request]) -> None:
         """Before a step is planned: let the first linked request in the queue hold the sources that are there."""
+        if not self._linked:
+            return
         self._head = next((request for request in waiting if request.sources), None)
         for request in [*self._held]:
             if request.status is RequestStatus.WAITING and request is not self._head:
@@ -120,10 +129,6 @@ class Linking:
         if not needed:
             del self._held[request]
 
-    def is_copying(self, request: Request) -> bool:
-        """Whether a running request has runs that are not copied yet."""
-        return request in self._held
-
     @property
     def holds(self) -> bool:
         """Whether any request holds sources."""
@@ -195,6 +200,9 @@ class Linking:
     def leave(self, request: Request) -> list[Request]:
         """A request runs or waits no longer; returns the requests that computed its sources for nobody else."""
         self.release(request)
+        self._linked.discard(request)
+        if request is self._head:
+            self._head = None
         if self._wanted_by.pop(request, None) is not None:
             self._computing = {key: other for key, other in self._computing.items() if other is not request}
         return self._stop_wanting(request)
@@ -228,11 +236,12 @@ class Linking:
             self.release(request)
         self.settle()
         self._head = None
+        self._linked.clear()
         self._computing.clear()
         self._wanted_by.clear()
 
     def check_integrity(self, waiting: Sequence[Request], running: Sequence[Request]) -> None:
         """Raise AssertionError if somebody holds sources who is gone, or a source is computed for nobody."""
-        assert set(self._held) <= {*waiting, *running}, "sources are held for nobody"
+        assert set(self._held) <= self._linked <= {*waiting, *running}, "sources are held for nobody"
         assert set(self._computing.values()) == set(self._wanted_by) <= {*waiting, *running}
         assert all(wanting <= set(waiting) for wanting in self._wanted_by.values())

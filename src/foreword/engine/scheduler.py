@@ -81,6 +81,7 @@ class Scheduler:
         self._wait(request)
         self._requests[request.request_id] = request
         self._tiers.arrive(request)
+        self._linking.arrive(request)
 
     def _wait(self, request: Request) -> None:
         """Put a request at its place in the queue."""
@@ -308,7 +309,10 @@ class Scheduler:
     def _offer(self, request: Request, num_tokens: int) -> None:
         """Offer tiers what is computed of a request, without linked text: a copy rebuilds it sooner than a load."""
         linked_from = request.sequence.linked_from
-        self._tiers.offer(request, num_tokens if linked_from is None else min(num_tokens, linked_from))
+        if linked_from is None:
+            self._tiers.offer(request, num_tokens)
+        elif linked_from > request.loads.num_offered_tokens:
+            self._tiers.offer(request, min(num_tokens, linked_from))
 
     def others_rely_on(self, entries: Entries) -> bool:
         """Whether others use blocks that this step, which is not committed, should compute.

@@ -68,6 +68,13 @@ class Turn:
         length = (cosine * cosine + sine * sine).sqrt()
         return cosine / length, (sine if shift >= 0 else -sine) / length
 
+    def places(self, dim: int) -> tuple[int, int, int]:
+        """Where pairs lie in a key of `dim` elements: the first element of the first pair, the distance to the next
+        pair's, and the distance between the two elements of a pair.
+        """
+        start = dim - self.width if self.at_end else 0
+        return (start, 2, 1) if self.interleaved else (start, 1, self.width // 2)
+
     def apply(self, keys: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Turn keys [tokens, heads, dim] float32 in place; cosine and sine broadcast to [tokens, heads, width / 2].
 
