@@ -108,6 +108,8 @@ class RoutedEngines:
         self._outcomes: dict[AnswerStream, str] = {}
         """Why streams were aborted."""
         self._joined = asyncio.Event()
+        self.process_ids: dict[str, int] = {}
+        """The process of each replica on its machine."""
         self._open_peers = open_peers
         self._peers: PeerLink | None = None
         self._warmth = Warmth(core, link, self._codec)
@@ -132,6 +134,7 @@ class RoutedEngines:
 
     def join(self, name: str, facts: ReplicaFacts) -> None:
         """Send requests to a replica, once it has what requests use most; at once if there is no other replica."""
+        self.process_ids[name] = facts.process_id
         hot = self._warmth.for_new_replica(facts.spec)
         self.core.join(name, facts.spec)
         if facts.events:
@@ -156,7 +159,10 @@ class RoutedEngines:
             logger.info("replica %s has left", name)
             alone = [] if self._has_tiers else self._warmth.only_at(name)
             self._feed.leave(name)
+            self.process_ids.pop(name, None)
             self.core.leave(name, time.monotonic())
+            if not self.core.is_any_usable:
+                self._warmth.hurry()
             if alone and self.failure is None:
                 self._warmth.hand_over(alone)
 
