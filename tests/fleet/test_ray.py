@@ -234,8 +234,8 @@ def test_two_fronts_share_reservations_and_one_may_die(alone: ServerThread) -> N
     with local_ray(8), embedded_model() as folder:
         port = free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        args = {"model": str(folder), "replicas": 2, "fronts": 2, "replica_cpus": 0.5, "dashboard": False, **OPTIONS}
-        serve.run(build(args), name=APP, route_prefix="/")
+        args = {"model": str(folder), "replicas": 2, "fronts": 2, "replica_cpus": 0.5, "served_model_name": [MODEL]}
+        serve.run(build({**args, "dashboard": False, **OPTIONS}), name=APP, route_prefix="/")
         url = f"http://127.0.0.1:{port}"
         load = Load(url, expected)
         wait_until(lambda: load.answers["right"] > 20, timeout_s=120)
