@@ -66,7 +66,7 @@ class Answering:
             self._stream.put([Finished()])
 
     def _note_prompt(self, message: PromptComputed) -> None:
-        """Clients are told of the first lookup only: what a later replica found saved nobody anything."""
+        """Usage shows the first lookup only: what a later replica found saved nobody anything."""
         record, found = self._job.record, message.output
         if record.first_scheduled_time is not None:
             return
