@@ -265,7 +265,7 @@ class LLM:
 
         Raises InvalidRequestError if the model has no tokenizer.
         """
-        return Library(schema_text(self._tokenizer_for("a schema")), self._keep)
+        return Library(schema_text(self._tokenizer_for("a schema")), self._keep, self.engine.limits.max_model_len - 1)
 
     def _keep(self, token_ids: Sequence[int], ttl_s: float, salt: str | None) -> int:
         return self.pin_prefix({"prompt_token_ids": token_ids, "cache_salt": salt}, ttl_s=ttl_s)

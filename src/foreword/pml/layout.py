@@ -15,7 +15,11 @@ from dataclasses import dataclass
 
 from foreword.errors import ChatTemplateError, SchemaError
 from foreword.pml.composition import Source, TokenIds
+from foreword.pml.markup import Place
 from foreword.pml.schema import Child, Module, Parameter, Role, Schema, Text, Turn, Union, join
+
+MAX_SCHEMA_TOKENS = 1 << 22
+"""Most tokens of all modules and parameters of a schema together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +113,10 @@ Item = Run | Slot | Box | Choice
 class Layout:
     """A schema in tokens and positions."""
 
-    def __init__(self, schema: Schema, text: SchemaText) -> None:
-        """Raises SchemaError for a scaffold that is too long, or a message that the chat template cannot write."""
+    def __init__(self, schema: Schema, text: SchemaText, max_module_tokens: int | None = None) -> None:
+        """Raises SchemaError for a module or scaffold that is too long, or a message that no template can write."""
         self.schema, self.text = schema, text
-        self.root = _Builder(text).box("", schema.root, 0, None)
+        self.root = _Builder(text, max_module_tokens).box("", schema.root, 0, None)
         self.boxes: Mapping[str, Box] = {box.path: box for box in _all_boxes(self.root)}
         self._unions = _unions_of(self.root)
         self._sources: dict[tuple[str, bool], Source] = {}
@@ -157,8 +161,9 @@ class Layout:
 class _Builder:
     """Places items one after another, and remembers who spoke last."""
 
-    def __init__(self, text: SchemaText) -> None:
-        self._text = text
+    def __init__(self, text: SchemaText, max_module_tokens: int | None) -> None:
+        self._text, self._max_module_tokens = text, max_module_tokens
+        self._num_tokens = 0
         self._role: Role | None = None
         self._began: Role | None = None
         """The last message that began and has not yet been placed."""
@@ -179,12 +184,14 @@ class _Builder:
                 token_ids = self._text.encode(child)
                 if not token_ids:
                     continue
+                self._count(len(token_ids), module.place)
                 item = Run(child, token_ids, position, len(own_ids))
                 own_ids += token_ids
                 if self._began is not None:
                     spoken.append((position, self._began))
                     self._began = None
             elif isinstance(child, Parameter):
+                self._count(child.length, child.place)
                 item = Slot(child, self._placeholders(child), position, len(own_ids))
                 own_ids += item.placeholder_ids
             elif isinstance(child, Union):
@@ -193,7 +200,23 @@ class _Builder:
                 item = self.box(join(path, child.name), child, position, self._role)
             items.append(item)
             position = item.end
+        self._check_length(path, module, len(own_ids))
         return Box(path, module, tuple(items), begin, position, tuple(own_ids), tuple(spoken))
+
+    def _count(self, num_tokens: int, place: Place) -> None:
+        self._num_tokens += num_tokens
+        if self._num_tokens > MAX_SCHEMA_TOKENS:
+            raise place.error(SchemaError, f"the schema has more than {MAX_SCHEMA_TOKENS:,} tokens; split it")
+
+    def _check_length(self, path: str, module: Module, num_tokens: int) -> None:
+        most = self._max_module_tokens
+        if most is not None and num_tokens > most:
+            what = f"the module {path!r}" if path else "the schema's own text"
+            raise module.place.error(
+                SchemaError,
+                f"{what} has {num_tokens:,} tokens, and one request may have {most:,}; split it, shorten its "
+                "parameters, or raise max_model_len",
+            )
 
     def _choice(self, path: str, union: Union, position: int) -> Choice:
         role = self._role

@@ -108,6 +108,8 @@ class Library:
 
     text: SchemaText
     keep: Keep | None = field(default=None, repr=False)
+    max_module_tokens: int | None = None
+    """Most tokens of a module's own text, which one request must hold; None: any number."""
 
     def load(self, source: str | Path, *, include: str | Path | None = None) -> LoadedSchema:
         """The schema of a file, or of a text that begins with `<`.
@@ -115,11 +117,13 @@ class Library:
         `include` is the folder whose files a module may name in `src`; without it none may. Raises PMLSyntaxError or
         SchemaError, with file, line and column.
         """
-        return LoadedSchema(Layout(load_schema(source, include), self.text), self.keep)
+        return LoadedSchema(Layout(load_schema(source, include), self.text, self.max_module_tokens), self.keep)
 
 
 def load_schema(source: str | Path, include: str | Path | None = None) -> Schema:
     """The schema of a file, or of a text that begins with `<`; no tokenizer is needed. Raises as `Library.load`."""
+    if not isinstance(source, str | Path):
+        raise PMLError(f"{source!r:.60} is neither a path nor a text of PML")
     if isinstance(source, str) and looks_like_xml(source):
         content: str | bytes = source
         name = "<schema>"
