@@ -5,7 +5,6 @@ Knows users' prompts, and outputs; `assembly.py` builds the engine.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import sys
 import weakref
@@ -20,8 +19,8 @@ import numpy.typing as npt
 from foreword.assembly import Assembled, assemble, load_grammars
 from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, LookupExplanation, NumberedEvent
 from foreword.chat import Chat
-from foreword.config import EngineConfig, engine_options
-from foreword.config.keywords import EngineKeywords
+from foreword.config import EngineConfig
+from foreword.config.keywords import EngineKeywords, signature
 from foreword.engine import CacheReport, Engine, Keep, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
 from foreword.offline import run_all
@@ -404,17 +403,7 @@ class LLM:
         self.close()
 
 
-def _signature() -> inspect.Signature:
-    """The signature of `LLM(...)` that help() and notebooks show: all options with their defaults."""
-    parameters = [inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str)]
-    for option in engine_options().values():
-        if option.name != "model":
-            kind = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(inspect.Parameter(option.name, kind, default=option.default, annotation=option.kind))
-    return inspect.Signature(parameters)
-
-
-LLM.__signature__ = _signature()  # type: ignore[attr-defined]
+LLM.__signature__ = signature()  # type: ignore[attr-defined]
 
 
 def _priority(value: Any) -> int:
