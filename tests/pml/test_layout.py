@@ -133,6 +133,10 @@ def test_a_module_that_no_request_can_hold_is_refused() -> None:
     limited.load('<schema name="s">a b c d <module name="m">e <parameter name="p" length="3"/></module></schema>')
     with pytest.raises(SchemaError, match="<schema>:2:1: the module 'm' has 5 tokens, and one request may have 4"):
         limited.load('<schema name="s">\n<module name="m">e <parameter name="p" length="4"/></module></schema>')
+    scaffolded = '<schema name="s"><module name="m">a b</module><module name="n" scaffold="m">c d{}</module></schema>'
+    limited.load(scaffolded.format(""))
+    with pytest.raises(SchemaError, match="'n' has 3 tokens after a scaffold of 2, and one request may have 4"):
+        limited.load(scaffolded.format(" e"))
     with pytest.raises(SchemaError, match="<schema>:1:1: the schema's own text has 5 tokens"):
         limited.load('<schema name="s">a b c d e</schema>')
 

@@ -116,10 +116,26 @@ class Layout:
     def __init__(self, schema: Schema, text: SchemaText, max_module_tokens: int | None = None) -> None:
         """Raises SchemaError for a module or scaffold that is too long, or a message that no template can write."""
         self.schema, self.text = schema, text
-        self.root = _Builder(text, max_module_tokens).box("", schema.root, 0, None)
+        self.root = _Builder(text).box("", schema.root, 0, None)
         self.boxes: Mapping[str, Box] = {box.path: box for box in _all_boxes(self.root)}
         self._unions = _unions_of(self.root)
         self._sources: dict[tuple[str, bool], Source] = {}
+        if max_module_tokens is not None:
+            self._check_lengths(max_module_tokens)
+
+    def _check_lengths(self, most: int) -> None:
+        """Every source must fit into one request, with its scaffold."""
+        for path, box in self.boxes.items():
+            scaffold = sum(len(self.boxes[name].own_ids) for name in box.module.scaffold)
+            num_tokens = len(box.own_ids) + (scaffold + len(self.text.opening) if path else 0)
+            if num_tokens > most:
+                what = f"the module {path!r}" if path else "the schema's own text"
+                after = f" after a scaffold of {scaffold:,}" if scaffold else ""
+                raise box.module.place.error(
+                    SchemaError,
+                    f"{what} has {len(box.own_ids):,} tokens{after}, and one request may have {most:,}; split it, "
+                    "shorten its parameters, or raise max_model_len",
+                )
 
     @property
     def num_positions(self) -> int:
@@ -161,8 +177,8 @@ class Layout:
 class _Builder:
     """Places items one after another, and remembers who spoke last."""
 
-    def __init__(self, text: SchemaText, max_module_tokens: int | None) -> None:
-        self._text, self._max_module_tokens = text, max_module_tokens
+    def __init__(self, text: SchemaText) -> None:
+        self._text = text
         self._num_tokens = 0
         self._role: Role | None = None
         self._began: Role | None = None
@@ -200,23 +216,12 @@ class _Builder:
                 item = self.box(join(path, child.name), child, position, self._role)
             items.append(item)
             position = item.end
-        self._check_length(path, module, len(own_ids))
         return Box(path, module, tuple(items), begin, position, tuple(own_ids), tuple(spoken))
 
     def _count(self, num_tokens: int, place: Place) -> None:
         self._num_tokens += num_tokens
         if self._num_tokens > MAX_SCHEMA_TOKENS:
             raise place.error(SchemaError, f"the schema has more than {MAX_SCHEMA_TOKENS:,} tokens; split it")
-
-    def _check_length(self, path: str, module: Module, num_tokens: int) -> None:
-        most = self._max_module_tokens
-        if most is not None and num_tokens > most:
-            what = f"the module {path!r}" if path else "the schema's own text"
-            raise module.place.error(
-                SchemaError,
-                f"{what} has {num_tokens:,} tokens, and one request may have {most:,}; split it, shorten its "
-                "parameters, or raise max_model_len",
-            )
 
     def _choice(self, path: str, union: Union, position: int) -> Choice:
         role = self._role

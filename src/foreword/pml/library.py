@@ -114,7 +114,7 @@ class Library:
     text: SchemaText
     keep: Keep | None = field(default=None, repr=False)
     max_module_tokens: int | None = None
-    """Most tokens of a module's own text, which one request must hold; None: any number."""
+    """Most tokens of a module with its scaffold, which one request must hold; None: any number."""
 
     def load(self, source: str | Path, *, include: str | Path | None = None) -> LoadedSchema:
         """The schema of a file, or of a text that begins with `<`.
