@@ -5,7 +5,6 @@ Knows users' prompts, and outputs; `assembly.py` builds the engine.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import sys
 import weakref
@@ -20,8 +19,8 @@ import numpy.typing as npt
 from foreword.assembly import Assembled, assemble, load_grammars
 from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, LookupExplanation, NumberedEvent
 from foreword.chat import Chat
-from foreword.config import EngineConfig, engine_options
-from foreword.config.keywords import EngineKeywords
+from foreword.config import EngineConfig
+from foreword.config.keywords import EngineKeywords, signature
 from foreword.engine import CacheReport, Engine, Keep, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
 from foreword.linking import Method, composition_of, with_links
@@ -276,7 +275,7 @@ class LLM:
 
         Raises InvalidRequestError if the model has no tokenizer.
         """
-        return Library(schema_text(self._tokenizer_for("a schema")), self._keep)
+        return Library(schema_text(self._tokenizer_for("a schema")), self._keep, self.engine.limits.max_model_len - 1)
 
     def _keep(self, token_ids: Sequence[int], ttl_s: float, salt: str | None) -> int:
         return self.pin_prefix({"prompt_token_ids": token_ids, "cache_salt": salt}, ttl_s=ttl_s)
@@ -417,17 +416,7 @@ class LLM:
         self.close()
 
 
-def _signature() -> inspect.Signature:
-    """The signature of `LLM(...)` that help() and notebooks show: all options with their defaults."""
-    parameters = [inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str)]
-    for option in engine_options().values():
-        if option.name != "model":
-            kind = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(inspect.Parameter(option.name, kind, default=option.default, annotation=option.kind))
-    return inspect.Signature(parameters)
-
-
-LLM.__signature__ = _signature()  # type: ignore[attr-defined]
+LLM.__signature__ = signature()  # type: ignore[attr-defined]
 
 
 def _priority(value: Any) -> int:

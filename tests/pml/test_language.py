@@ -238,6 +238,8 @@ def test_files_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
         load_schema(tmp_path / "trip.pml")
     with pytest.raises(PMLError, match="is not a regular file"):
         load_schema(tmp_path)
+    with pytest.raises(PMLError, match="5 is neither a path nor a text of PML"):
+        load_schema(5)  # type: ignore[arg-type]
     (tmp_path / "trip.pml").write_text("<schema name='s'>\n<b/></schema>")
     with pytest.raises(PMLSyntaxError, match=r"trip.pml:2:1: <b> is not a tag"):
         load_schema(str(tmp_path / "trip.pml"))

@@ -14,7 +14,7 @@ from foreword.pml.composition import Source
 from foreword.pml.layout import Box, Choice, Layout, Run, SchemaText, Slot
 from foreword.pml.schema import Child, Module, Parameter, Schema, Turn, Union
 from pml.drawn import children
-from pml.words import PLACEHOLDER, Words, load
+from pml.words import PLACEHOLDER, Words, library, load
 
 TRIP = """<schema name="trip">
   <module name="plan">
@@ -120,6 +120,25 @@ def test_a_scaffold_that_is_longer_than_its_parameter_is_refused_at_its_place() 
     ) as raised:
         load('<schema name="s"><module name="m">\n<parameter name="p" length="2" scaffold="a b c"/></module></schema>')
     assert (raised.value.line, raised.value.column) == (2, 1)
+
+
+def test_parameters_that_reserve_more_than_any_memory_holds_are_refused_before_they_take_it() -> None:
+    parameters = "".join(f'<parameter name="p{n}" length="1048576"/>' for n in range(1000))
+    with pytest.raises(SchemaError, match=r"<schema>:1:.*more than 4,194,304 tokens; split it"):
+        load(f'<schema name="s"><module name="m">{parameters}</module></schema>')
+
+
+def test_a_module_that_no_request_can_hold_is_refused() -> None:
+    limited = replace(library(), max_module_tokens=4)
+    limited.load('<schema name="s">a b c d <module name="m">e <parameter name="p" length="3"/></module></schema>')
+    with pytest.raises(SchemaError, match="<schema>:2:1: the module 'm' has 5 tokens, and one request may have 4"):
+        limited.load('<schema name="s">\n<module name="m">e <parameter name="p" length="4"/></module></schema>')
+    scaffolded = '<schema name="s"><module name="m">a b</module><module name="n" scaffold="m">c d{}</module></schema>'
+    limited.load(scaffolded.format(""))
+    with pytest.raises(SchemaError, match="'n' has 3 tokens after a scaffold of 2, and one request may have 4"):
+        limited.load(scaffolded.format(" e"))
+    with pytest.raises(SchemaError, match="<schema>:1:1: the schema's own text has 5 tokens"):
+        limited.load('<schema name="s">a b c d e</schema>')
 
 
 def test_a_message_that_the_template_refuses_is_refused_at_its_place() -> None:

@@ -15,7 +15,11 @@ from dataclasses import dataclass
 
 from foreword.errors import ChatTemplateError, SchemaError
 from foreword.pml.composition import Source, TokenIds
+from foreword.pml.markup import Place
 from foreword.pml.schema import Child, Module, Parameter, Role, Schema, Text, Turn, Union, join
+
+MAX_SCHEMA_TOKENS = 1 << 22
+"""Most tokens of all modules and parameters of a schema together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +113,29 @@ Item = Run | Slot | Box | Choice
 class Layout:
     """A schema in tokens and positions."""
 
-    def __init__(self, schema: Schema, text: SchemaText) -> None:
-        """Raises SchemaError for a scaffold that is too long, or a message that the chat template cannot write."""
+    def __init__(self, schema: Schema, text: SchemaText, max_module_tokens: int | None = None) -> None:
+        """Raises SchemaError for a module or scaffold that is too long, or a message that no template can write."""
         self.schema, self.text = schema, text
         self.root = _Builder(text).box("", schema.root, 0, None)
         self.boxes: Mapping[str, Box] = {box.path: box for box in _all_boxes(self.root)}
         self._unions = _unions_of(self.root)
         self._sources: dict[tuple[str, bool], Source] = {}
+        if max_module_tokens is not None:
+            self._check_lengths(max_module_tokens)
+
+    def _check_lengths(self, most: int) -> None:
+        """Every source must fit into one request, with its scaffold."""
+        for path, box in self.boxes.items():
+            scaffold = sum(len(self.boxes[name].own_ids) for name in box.module.scaffold)
+            num_tokens = len(box.own_ids) + (scaffold + len(self.text.opening) if path else 0)
+            if num_tokens > most:
+                what = f"the module {path!r}" if path else "the schema's own text"
+                after = f" after a scaffold of {scaffold:,}" if scaffold else ""
+                raise box.module.place.error(
+                    SchemaError,
+                    f"{what} has {len(box.own_ids):,} tokens{after}, and one request may have {most:,}; split it, "
+                    "shorten its parameters, or raise max_model_len",
+                )
 
     @property
     def num_positions(self) -> int:
@@ -159,6 +179,7 @@ class _Builder:
 
     def __init__(self, text: SchemaText) -> None:
         self._text = text
+        self._num_tokens = 0
         self._role: Role | None = None
         self._began: Role | None = None
         """The last message that began and has not yet been placed."""
@@ -179,12 +200,14 @@ class _Builder:
                 token_ids = self._text.encode(child)
                 if not token_ids:
                     continue
+                self._count(len(token_ids), module.place)
                 item = Run(child, token_ids, position, len(own_ids))
                 own_ids += token_ids
                 if self._began is not None:
                     spoken.append((position, self._began))
                     self._began = None
             elif isinstance(child, Parameter):
+                self._count(child.length, child.place)
                 item = Slot(child, self._placeholders(child), position, len(own_ids))
                 own_ids += item.placeholder_ids
             elif isinstance(child, Union):
@@ -194,6 +217,11 @@ class _Builder:
             items.append(item)
             position = item.end
         return Box(path, module, tuple(items), begin, position, tuple(own_ids), tuple(spoken))
+
+    def _count(self, num_tokens: int, place: Place) -> None:
+        self._num_tokens += num_tokens
+        if self._num_tokens > MAX_SCHEMA_TOKENS:
+            raise place.error(SchemaError, f"the schema has more than {MAX_SCHEMA_TOKENS:,} tokens; split it")
 
     def _choice(self, path: str, union: Union, position: int) -> Choice:
         role = self._role

@@ -23,6 +23,9 @@ from foreword.pml.markup import MAX_BYTES, Place
 from foreword.pml.prompt import ModulePrompt, looks_like_xml, prompt_of, read_prompt
 from foreword.pml.schema import Schema
 
+TEXT_NAME = "<schema>"
+"""The name in errors of a schema that has no file."""
+
 Keep = Callable[[TokenIds, float, str | None], int]
 """Compute tokens as an ordinary request and keep them for a number of seconds, under a salt; gives the tokens kept."""
 
@@ -48,6 +51,8 @@ class LoadedSchema:
 
     def __init__(self, layout: Layout, keep: Keep | None = None) -> None:
         self.layout = layout
+        self.num_tokens = sum(len(box.own_ids) for box in layout.boxes.values())
+        """Tokens of its modules, with the places of parameters."""
         self._keep = keep
 
     @property
@@ -108,6 +113,8 @@ class Library:
 
     text: SchemaText
     keep: Keep | None = field(default=None, repr=False)
+    max_module_tokens: int | None = None
+    """Most tokens of a module with its scaffold, which one request must hold; None: any number."""
 
     def load(self, source: str | Path, *, include: str | Path | None = None) -> LoadedSchema:
         """The schema of a file, or of a text that begins with `<`.
@@ -115,25 +122,32 @@ class Library:
         `include` is the folder whose files a module may name in `src`; without it none may. Raises PMLSyntaxError or
         SchemaError, with file, line and column.
         """
-        return LoadedSchema(Layout(load_schema(source, include), self.text), self.keep)
+        return self._laid_out(load_schema(source, include))
+
+    def load_text(self, text: str) -> LoadedSchema:
+        """The schema of a text, which can name no file. Raises as `load`."""
+        return self._laid_out(read_schema(text, TEXT_NAME, _Included(None, 0).read))
+
+    def _laid_out(self, schema: Schema) -> LoadedSchema:
+        return LoadedSchema(Layout(schema, self.text, self.max_module_tokens), self.keep)
 
 
 def load_schema(source: str | Path, include: str | Path | None = None) -> Schema:
     """The schema of a file, or of a text that begins with `<`; no tokenizer is needed. Raises as `Library.load`."""
+    if not isinstance(source, str | Path):
+        raise PMLError(f"{source!r:.60} is neither a path nor a text of PML")
+    content: str | bytes
     if isinstance(source, str) and looks_like_xml(source):
-        content: str | bytes = source
-        name = "<schema>"
+        name, content = TEXT_NAME, source
         num_bytes = len(source.encode("utf-8", "surrogatepass"))
     else:
-        path = Path(source).expanduser()
         name = str(source)
-        content = _read(path, MAX_BYTES, Place(name))
+        content = _read(Path(source).expanduser(), MAX_BYTES, Place(name))
         num_bytes = len(content)
     folder = None if include is None else Path(include).expanduser()
     if folder is not None and not folder.is_dir():
         raise PMLError(f"include={str(include)!r} is no folder; name the one that holds the files of src")
-    files = _Included(folder, MAX_BYTES - num_bytes)
-    return read_schema(content, name, files.read)
+    return read_schema(content, name, _Included(folder, MAX_BYTES - num_bytes).read)
 
 
 class _Included:

@@ -47,6 +47,7 @@ from foreword.server.observe.traffic_log import TrafficLog, log_request
 from foreword.server.options import ServerConfig
 from foreword.server.records import Records, RequestRecord
 from foreword.server.resources.folder import open_folder
+from foreword.server.resources.schemas import KeptSchemas
 from foreword.server.resources.store import CachedContents
 from foreword.server.template_check import (
     check_template,
@@ -181,6 +182,7 @@ class Service:
         self.cached_contents = CachedContents(
             lambda: self.clock(), config.max_cached_contents, open_folder(llm.config.tiers, llm.cache_identity.model_id)
         )
+        self.schemas = KeptSchemas(lambda: llm.pml, config.max_schema_tokens)
         self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
         self._grammar_lock = asyncio.Lock()
 
