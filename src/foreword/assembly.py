@@ -311,7 +311,7 @@ def build_engine(
         vocab_size=model.vocab_size,
         max_model_len=_max_model_len(config, model.max_positions - len(config.cache.sink_token_ids), manager),
         eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
-        allows_links=can_link(model.rotation, layout, model.device),
+        allows_links=can_link(model.rotation, layout),
     )
     logger.debug(
         "%d blocks of %.2f MiB (%.2f GiB), max_model_len %d; %s",

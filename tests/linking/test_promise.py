@@ -268,3 +268,30 @@ def test_a_shared_beginning_does_not_share_sources(tiny_models: TinyModels) -> N
             llm.engine.check_integrity()
             computed.append(llm.engine.num_computed_tokens - before)
         assert computed[1] == computed[0] - 7
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_sinks_stand_before_sources_and_prompts(tiny_models: TinyModels) -> None:
+    with open_llm(tiny_models, "llama", sink_token_ids=tuple(range(3, 19))) as llm:
+        prompt = documents(seed=14)
+        plain = ask(llm, prompt)
+        cold = ask(llm, prompt, "none")
+        llm.reset_prefix_cache()
+        assert ask(llm, prompt, "all") == plain
+        llm.reset_prefix_cache()
+        assert ask(llm, prompt, "none") == cold != plain
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_sources_that_nobody_needs_any_more_are_not_computed(tiny_models: TinyModels) -> None:
+    with open_llm(tiny_models, "llama", max_num_batched_tokens=8) as llm:
+        engine = llm.engine
+        for name in "ab":
+            engine.add_request(name, llm._linked(documents(seed=15), "none"), GREEDY)
+        for name in "ab":
+            engine.step()
+            assert engine.scheduler.num_sources == 3
+            engine.abort_request(name)
+            engine.check_integrity()
+            assert engine.scheduler.num_sources == 0
+        assert len(engine.scheduler) == engine.manager.get_usage() == 0

@@ -198,7 +198,7 @@ class Linking:
         self._spent.clear()
 
     def leave(self, request: Request) -> list[Request]:
-        """A request runs or waits no longer; returns the requests that computed its sources for nobody else."""
+        """A request runs or waits no longer; returns requests that now compute sources for nobody."""
         self.release(request)
         self._linked.discard(request)
         if request is self._head:
@@ -208,14 +208,10 @@ class Linking:
         return self._stop_wanting(request)
 
     def _stop_wanting(self, request: Request) -> list[Request]:
-        """Forget that a request needs sources; returns the requests that now compute theirs for nobody."""
-        unwanted = []
-        for computing, wanting in self._wanted_by.items():
-            if request in wanting:
-                wanting.discard(request)
-                if not wanting:
-                    unwanted.append(computing)
-        return unwanted
+        """Forget that a request needs sources; returns the requests that compute theirs for nobody."""
+        for wanting in self._wanted_by.values():
+            wanting.discard(request)
+        return [computing for computing, wanting in self._wanted_by.items() if not wanting]
 
     def release(self, request: Request) -> None:
         """Give back what a request holds: it runs no longer, or waits without a claim."""

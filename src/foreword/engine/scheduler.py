@@ -292,7 +292,8 @@ class Scheduler:
             self._note_first_token(requests[at])
         may_end = ends | entries.facts["may_run_dry"][numbers]
         for at in may_end.nonzero()[0].tolist():
-            self._finish_if_due(requests[at], int(token_ids[at]))
+            if requests[at].status is not RequestStatus.FINISHED:  # a source ends with the last one that needs it
+                self._finish_if_due(requests[at], int(token_ids[at]))
         filled = (before["source"] >= 0) & (lengths % self.manager.block_size == 0)
         if filled.any():
             filled &= running.still_run(entries)[numbers]
@@ -398,7 +399,7 @@ class Scheduler:
         self._tiers.leave(request)
         self._end_life(request, reason)
         for source in self._linking.leave(request):
-            self.finish(source.request_id, "abort")
+            self.abort([source.request_id])
 
     def _end_life(self, request: Request, reason: FinishReason) -> None:
         request.status = RequestStatus.FINISHED

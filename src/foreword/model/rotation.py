@@ -98,10 +98,13 @@ class KeyRotation:
 
 
 def find_rotation(model: FlatModel, found: Remembered, max_positions: int) -> KeyRotation:
-    """Find how each layer's keys turn. Raises UnsupportedModelError that names the layer whose keys cannot be moved.
+    """Find how each layer's keys turn.
 
+    Raises UnsupportedModelError that names the layer whose keys cannot be moved, and ConfigError on a GPU.
     Call it before modules are packed, while layers run the model's own code.
     """
+    if model.device.type != "cpu":
+        raise ConfigError(f"allow_links=True needs a CPU, and the model is on {model.device}; leave it out")
     if found.states:
         _refuse(f"layer {min(found.states)} is recurrent: its state depends on all tokens before")
     if found.has_slopes:
@@ -133,15 +136,13 @@ def _refuse(reason: str) -> NoReturn:
     raise UnsupportedModelError(f"allow_links=True, but this model's prompts cannot be linked: {reason}; leave it out")
 
 
-def can_link(rotation: KeyRotation | None, layout: CacheLayout, device: torch.device) -> bool:
+def can_link(rotation: KeyRotation | None, layout: CacheLayout) -> bool:
     """Whether tokens may be moved between blocks of this layout; False if nobody asked how keys turn.
 
-    Raises UnsupportedModelError or ConfigError if they cannot be.
+    Raises UnsupportedModelError if they cannot be.
     """
     if rotation is None:
         return False
-    if device.type != "cpu":
-        raise ConfigError(f"allow_links=True needs a CPU, and the model is on {device}; leave it out")
     for layer, own in layout.attention.items():
         reach = own.sliding_window or own.local_chunk
         if reach is not None and not layout.is_one_full_group:
