@@ -112,6 +112,15 @@ def test_prompts_share_the_modules_that_they_begin_with(llm: LLM, schema: Loaded
     assert run(llm, schema.prompt({"notes": {}, "more": {}})).num_cached_tokens >= notes
 
 
+def test_a_miss_is_in_the_module_that_was_never_computed_there(llm: LLM, schema: LoadedSchema) -> None:
+    run(llm, schema.prompt({"notes": {}, "who": {"name": "two"}}))
+    prompt = schema.prompt({"notes": {}, "more": {}})
+    explanation = llm.explain(prompt)
+    assert explanation.reason is MissReason.NEVER_SEEN
+    # The texts of both modules begin with the same space, which the radix index finds too.
+    assert prompt.composition.part_at(explanation.num_hit_tokens).name == "more"
+
+
 def test_prompts_of_all_kinds_run_together(llm: LLM, schema: LoadedSchema) -> None:
     prompts = [schema.prompt({"notes": {}}), NOTES, {"prompt": schema.prompt({"more": {}}), "cache_salt": "red"}]
     assert len(llm.generate(prompts, greedy(2))) == 3

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from foreword.errors import PMLError, PMLSyntaxError, PromptError
+from foreword.pml.compose import Placing, compose
 from foreword.pml.composition import Composition
+from foreword.pml.layout import Layout, SchemaText
 from foreword.pml.library import LoadedSchema
-from pml.test_layout import CODE, TRAITS, TRIP
-from pml.words import Words, library
+from foreword.pml.prompt import ModulePrompt, Reference
+from foreword.pml.schema import Child, Module, Schema, Text
+from pml.drawn import children
+from pml.test_layout import CODE, TRAITS, TRIP, ancestors, without_scaffolds
+from pml.words import PLACEHOLDER, Words, library
 
 WORDS = Words()
 
@@ -358,3 +366,22 @@ def test_modules_that_are_left_out_have_no_influence() -> None:
     """Nothing of a prompt changes if the texts of other modules are replaced by as many other words."""
     one, other = load(SPACED), load(SPACED.replace("b1 b2 b3", "x y z"))
     assert one.prompt({"a": {}}) == other.prompt({"a": {}})
+
+
+@settings(max_examples=30, deadline=None)
+@given(children(3), st.randoms(use_true_random=False))
+def test_a_prompt_has_the_same_tokens_wherever_its_parts_stand(drawn: tuple[Child, ...], random: Random) -> None:
+    text = SchemaText(WORDS.encode, (), PLACEHOLDER, lambda _before, role: (f" <{role}> ", " </> "), lambda _role: "")
+    layout = Layout(Schema("s", Module("", tuple(without_scaffolds(drawn)))), text)
+    unions = [union for path in layout.boxes if (union := layout.union_of(path)) is not None]
+    left_out = {member.path for union in unions for member in union.members[1:]}
+    chosen: dict[str, Reference] = {}
+    for path, box in layout.boxes.items():
+        if path and path not in left_out and {*ancestors(path)[:-1]} <= set(chosen) and random.random() < 0.7:
+            chosen[path] = Reference(path, dict.fromkeys(box.slots, "x"))
+    prompt = ModulePrompt((*chosen.values(), Text("end")))
+    shifted, dense = (compose(layout, prompt, Placing(positions)) for positions in ("shift", "dense"))
+    assert shifted == compose(layout, prompt)  # nothing but the end is inserted, so nothing has to move
+    assert shifted.token_ids.tolist() == dense.token_ids.tolist()
+    assert not dense.has_gaps
+    assert [part.span for part in shifted.parts] == [part.span for part in dense.parts]

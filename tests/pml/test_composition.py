@@ -26,6 +26,11 @@ def test_positions_leave_gaps_where_indices_do_not() -> None:
     assert composition.sources == (RULES, ROME)
 
 
+def test_each_token_has_its_part() -> None:
+    composition = concatenated([RULES, ROME, (8, 9)])
+    assert [composition.part_at(index).name for index in (0, 2, 3, 6, 7, 8)] == ["rules"] * 2 + ["rome"] * 2 + [""] * 2
+
+
 def test_the_arrays_of_a_composition_cannot_be_changed() -> None:
     composition = concatenated([RULES])
     for array in (composition.token_ids, composition.positions):

@@ -16,6 +16,7 @@ for modules that a prompt leaves out.
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -130,6 +131,11 @@ class Composition:
     @property
     def num_tokens(self) -> int:
         return self.begins[-1]
+
+    def part_at(self, index: int) -> Part:
+        """The part that has the token of this index."""
+        assert 0 <= index < self.num_tokens
+        return self.parts[bisect_right(self.begins, index) - 1]
 
     @property
     def next_position(self) -> int:
