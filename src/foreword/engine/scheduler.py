@@ -11,11 +11,9 @@ difference. Prefill, chunked prefill, decoding and resuming after preemption are
 
 from __future__ import annotations
 
-import bisect
 import logging
 import time
-from collections.abc import Iterable
-from operator import attrgetter
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -25,6 +23,8 @@ from foreword.config import SchedulerConfig
 from foreword.engine.coalescing import Coalescing
 from foreword.engine.running_rows import RunningRows
 from foreword.engine.tiering.director import TierDirector
+from foreword.engine.waiting.choose import make_queue
+from foreword.engine.waiting.pace import Pace
 from foreword.errors import ConfigError
 from foreword.request import NO_ROW, NOTHING_ALLOWED, FinishReason, Request, RequestStatus
 
@@ -37,13 +37,20 @@ Spans = tuple[Int64Array, Int64Array, Int64Array]
 class Scheduler:
     """Continuous batching over one token budget; a hit's tokens take nothing of it.
 
-    Both queues are in service order. Running requests come first in a step. When blocks run short, the scheduler
-    preempts the last of them: it frees its blocks (they stay cached), and the request waits at its old place for
-    another lookup. A waiting request that does not fit blocks all later ones, so none starves.
+    Running requests come first in a step, in service order. When blocks run short, the scheduler preempts the last of
+    them: it frees its blocks (they stay cached), and the request waits for another lookup. The waiting queue has an
+    order of its own. Its oldest request blocks all others if it does not fit, so none starves.
     """
 
-    def __init__(self, manager: KVCacheManager, config: SchedulerConfig, tiers: TierDirector | None = None) -> None:
-        """`tiers`: what lies below the pool; None: nothing does."""
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        config: SchedulerConfig,
+        tiers: TierDirector | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`tiers`: what lies below the pool; None: nothing does. `clock`: seconds, to measure steps."""
         self.manager = manager
         self.config = config
         self._tiers = tiers or TierDirector.of_none(manager)
@@ -55,8 +62,8 @@ class Scheduler:
                 f"max_num_batched_tokens={config.max_num_batched_tokens} is less than the {self.states.grid} tokens "
                 "between places where a recurrent state can be saved; raise it, or lower state_block_size"
             )
-        self._waiting: list[Request] = []
-        """In service order."""
+        self._pace = Pace(clock)
+        self._waiting = make_queue(manager, config, self._pace)
         self._running = RunningRows()
         self._coalescing = self._make_coalescing()
         self._requests: dict[str, Request] = {}
@@ -72,18 +79,14 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; its id must not be in use."""
         assert request.request_id not in self._requests
-        rank = request.priority if self.config.scheduling_policy == "priority" else 0
+        rank = 0 if self.config.scheduling_policy == "fcfs" else request.priority
         request.service_key = (rank, self._num_arrived)
         self._num_arrived += 1
         if self.states is not None and self._saves_states:
             request.state_positions = self.states.of_prompt(request.sequence, request.message_ends)
-        self._wait(request)
+        self._waiting.add(request)
         self._requests[request.request_id] = request
         self._tiers.arrive(request)
-
-    def _wait(self, request: Request) -> None:
-        """Put a request at its place in the queue."""
-        bisect.insort(self._waiting, request, key=attrgetter("service_key"))
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -146,6 +149,7 @@ class Scheduler:
     def _next_entries(self) -> Entries:
         """The shares of the next step; empty if there is nothing to do. Allocates the step's blocks."""
         self.manager.begin_step()
+        self._pace.begin_step()
         entries = self._serve(self._plan_running(self.config.max_num_batched_tokens))
         if not len(entries):
             # The first request can always run: intake refuses requests that do not fit into the empty pool, and
@@ -229,7 +233,7 @@ class Scheduler:
     def _admit_waiting(self, budget: int, *, ahead: bool) -> Int64Array:
         """Admit waiting requests; returns the row, start and end of each, [admitted, 3]."""
         spans: list[tuple[int, int, int]] = []
-        for request in self._waiting.copy():
+        for request in self._waiting.candidates():
             if not budget or len(self._running) >= self.config.max_num_seqs:
                 break
             if self._coalescing.still_waits(request) or self._tiers.still_waits(request):
@@ -251,6 +255,8 @@ class Scheduler:
             if row is None:
                 if not len(self._running) and self._tiers.yield_blocks():
                     return self._admit_waiting(budget, ahead=ahead)
+                if self._waiting.may_pass(request):
+                    continue
                 break
             self._start(request, row, hit, end)
             spans.append((row, hit.num_tokens, end))
@@ -259,16 +265,13 @@ class Scheduler:
 
     def _start(self, request: Request, row: int, hit: PrefixHit, end: int) -> None:
         """Run a request in the row in which it was admitted."""
-        self._waiting.remove(request)
+        self._waiting.start(request, len(request) - hit.num_tokens)
         self._running.add(row, request, hit.num_tokens, hit.num_shared_tokens)
         request.status = RequestStatus.RUNNING
         request.num_scheduled_tokens = end
         if request.metrics.first_scheduled_time is None:
-            request.metrics.first_scheduled_time = time.monotonic()
-            request.loads.num_offered_tokens = hit.num_shared_tokens
-            num_cached = request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
-            request.cached_tokens_by_tier = request.loads.tokens_by_tier(num_cached)
-            request.explain(self.manager.explanation_of(request.request_id))
+            explanation = self.manager.explanation_of(request.request_id)
+            request.note_admission(hit.num_tokens, hit.num_shared_tokens, explanation)
         self._coalescing.begin(request, hit, end)
 
     # ------------------------------------------------------------------ commit
@@ -280,6 +283,7 @@ class Scheduler:
         that is known.
         """
         self._tiers.note_settled(entries, seconds)
+        self._pace.note_step(entries)
         running, alive = self._running, self._running.still_run(entries)
         running.progress["num_computed"][entries.rows[alive]] = entries.ends[alive]
         numbers = (alive & entries.samples).nonzero()[0]
@@ -369,7 +373,7 @@ class Scheduler:
             self.manager.forget_uncomputed(request_id, computed)
             self.manager.free(request_id)
         self._running.clear()  # the object stays: steps that are still to fail refer to its rows
-        self._waiting, self._coalescing = [], self._make_coalescing()
+        self._waiting, self._coalescing = make_queue(self.manager, self.config, self._pace), self._make_coalescing()
         self._requests.clear()
         for request in requests:
             self._end_life(request, "abort")
@@ -388,6 +392,7 @@ class Scheduler:
         request = self._requests.pop(request_id)
         if request.status is RequestStatus.RUNNING:
             self._release(request)
+            self._waiting.note_end(request)
         else:
             self._waiting.remove(request)
         self._coalescing.stop_waiting(request)
@@ -406,7 +411,7 @@ class Scheduler:
         request.num_preemptions += 1
         request.loads.may_ask = True
         self.num_preemptions += 1
-        self._wait(request)
+        self._waiting.add(request)
         logger.info("preempted %s: no free blocks", request.request_id)
 
     def _release(self, request: Request) -> None:
@@ -418,7 +423,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError if queues, holdings and the cache contradict each other."""
         self.manager.check_integrity()
-        running, waiting = list(self._running), self._waiting
+        running, waiting = list(self._running), list(self._waiting)
+        self._waiting.check_integrity()
         assert {r.request_id for r in running} | {r.request_id for r in waiting} == set(self._requests)
         assert len(running) + len(waiting) == len(self._requests), "a request is queued twice"
         assert set(self.manager.held_request_ids()) == {r.request_id for r in running}, "a holding leaked"
