@@ -216,7 +216,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     """Token budget of one step, shared by prefill chunks, decoding and resumed requests."""
     long_prefill_token_threshold: int | None = None
-    """Most tokens of one request in one step, so that a long prompt leaves room for others; None: no limit."""
+    """Most tokens of one request in one step. None: all of it, but a prompt that takes several steps leaves up to half
+    of each to others that need no more."""
     max_num_seqs: int = 128
     """Most requests running at a time."""
     scheduling_policy: Policy = "fcfs"
@@ -225,10 +226,7 @@ class SchedulerConfig:
     max_overtake_s: float = 2.0
     """Under the policy "prefix": most seconds of computation that later requests take from one that waits."""
     coalesce_in_flight: bool = True
-    """Let a request whose prefix another one is computing wait for those blocks instead of computing them too.
-
-    This has an effect if a long prompt leaves room for others (`long_prefill_token_threshold`).
-    """
+    """Let a request whose prefix another one is computing wait for those blocks instead of computing them too."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)

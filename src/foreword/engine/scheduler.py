@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from foreword.batch import Batch, BatchResult, Entries, Int64Array, build_batch
-from foreword.cache import KVCacheManager, PrefixHit, StateCheckpoints
+from foreword.cache import KVCacheManager, StateCheckpoints
 from foreword.config import SchedulerConfig
+from foreword.engine.admission import Admission
 from foreword.engine.coalescing import Coalescing
 from foreword.engine.running_rows import RunningRows
 from foreword.engine.tiering.director import TierDirector
@@ -62,17 +63,18 @@ class Scheduler:
                 f"max_num_batched_tokens={config.max_num_batched_tokens} is less than the {self.states.grid} tokens "
                 "between places where a recurrent state can be saved; raise it, or lower state_block_size"
             )
+        self._running = RunningRows()
         self._pace = Pace(clock)
         self._waiting = make_queue(manager, config, self._pace)
-        self._running = RunningRows()
-        self._coalescing = self._make_coalescing()
+        self._coalescing = Coalescing(
+            manager,
+            self.states if self._saves_states else None,
+            self._running.num_computed_of,
+            enabled=config.coalesce_in_flight and manager.enable_prefix_caching,
+        )
+        self._admission = Admission(manager, self._waiting, self._running, self._coalescing, self._tiers, self._end)
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
-
-    def _make_coalescing(self) -> Coalescing:
-        enabled = self.config.coalesce_in_flight and self.manager.enable_prefix_caching
-        states = self.states if self._saves_states else None
-        return Coalescing(self.manager, states, self._running.num_computed_of, enabled=enabled)
 
     # ------------------------------------------------------------------ intake
 
@@ -168,7 +170,9 @@ class Scheduler:
             kept = self._find_room(rows, ends, served)
             return self._running.entries(rows[kept], starts[kept], ends[kept])
         if len(self._waiting):
-            admitted = self._admit_waiting(self.config.max_num_batched_tokens - int((ends - starts).sum()), ahead=ahead)
+            left = self.config.max_num_batched_tokens - int((ends - starts).sum())
+            is_cut = self._leaves_room and bool((ends < self._running.progress["num_tokens"][rows]).any())
+            admitted = self._admission.admit(left, self.config.max_num_seqs, ahead=ahead, whole=is_cut)
             rows, starts, ends = (np.append(own, new) for own, new in zip(planned, admitted.T, strict=True))
         return self._running.entries(rows, starts, ends)
 
@@ -178,13 +182,32 @@ class Scheduler:
         starts = self._running.progress["num_computed"][rows]
         if self.states is None:
             wanted = self._running.progress["num_tokens"][rows] - starts
-            np.minimum(wanted, self.config.long_prefill_token_threshold or budget, out=wanted)
+            np.minimum(wanted, self.config.long_prefill_token_threshold or self._most_each(wanted, budget), out=wanted)
             left = budget + wanted - wanted.cumsum()  # for each row, after the rows before it
             ends = starts + np.minimum(wanted, np.maximum(left, 0))
         else:
             ends = self._cut_at_states(rows, starts, budget)
         computing = ends > starts
         return (rows, starts, ends) if computing.all() else (rows[computing], starts[computing], ends[computing])
+
+    @property
+    def _leaves_room(self) -> bool:
+        """Whether a prompt that one step cannot finish leaves room for others, without the option that says how much.
+
+        With recurrent layers it does not: its steps end at their cells.
+        """
+        return self.states is None and self.config.long_prefill_token_threshold is None
+
+    def _most_each(self, wanted: Int64Array, budget: int) -> int:
+        """Most tokens of one running request: a prompt that does not fit leaves up to half of the step to others.
+
+        These are running requests, and waiting ones that can compute the whole rest of their prompts beside it.
+        """
+        longest, total = int(wanted.max(initial=0)), int(wanted.sum())
+        if total <= budget:
+            return budget
+        others, half = total - longest, budget // 2
+        return budget - min(half, others + self._admission.wanted(half - others))
 
     def _cut_at_states(self, rows: Int64Array, starts: Int64Array, budget: int) -> Int64Array:
         """The end of each row's span with recurrent layers, at most `budget` tokens in all."""
@@ -229,50 +252,6 @@ class Scheduler:
             else:
                 kept.append(number)
         return kept
-
-    def _admit_waiting(self, budget: int, *, ahead: bool) -> Int64Array:
-        """Admit waiting requests; returns the row, start and end of each, [admitted, 3]."""
-        spans: list[tuple[int, int, int]] = []
-        for request in self._waiting.candidates():
-            if not budget or len(self._running) >= self.config.max_num_seqs:
-                break
-            if self._coalescing.still_waits(request) or self._tiers.still_waits(request):
-                continue
-            hit = self.manager.get_computed_blocks(
-                request.sequence,
-                skip_reading=request.skips_cache,
-                resumed=request.num_preemptions > 0,
-                forked=request.is_fork,
-            )
-            if self._coalescing.must_wait(request, hit):
-                continue
-            if self._tiers.must_wait(request, hit, may_begin=not ahead):
-                continue
-            end = self._end(request, hit.num_tokens, budget)
-            if end == hit.num_tokens:
-                break  # no room for a whole cell of recurrent layers
-            row = self.manager.admit(request.sequence, end, hit, save_states_at=request.state_positions)
-            if row is None:
-                if not len(self._running) and self._tiers.yield_blocks():
-                    return self._admit_waiting(budget, ahead=ahead)
-                if self._waiting.may_pass(request):
-                    continue
-                break
-            self._start(request, row, hit, end)
-            spans.append((row, hit.num_tokens, end))
-            budget -= end - hit.num_tokens
-        return np.array(spans, np.int64).reshape(-1, 3)
-
-    def _start(self, request: Request, row: int, hit: PrefixHit, end: int) -> None:
-        """Run a request in the row in which it was admitted."""
-        self._waiting.start(request, len(request) - hit.num_tokens)
-        self._running.add(row, request, hit.num_tokens, hit.num_shared_tokens)
-        request.status = RequestStatus.RUNNING
-        request.num_scheduled_tokens = end
-        if request.metrics.first_scheduled_time is None:
-            explanation = self.manager.explanation_of(request.request_id)
-            request.note_admission(hit.num_tokens, hit.num_shared_tokens, explanation)
-        self._coalescing.begin(request, hit, end)
 
     # ------------------------------------------------------------------ commit
 
@@ -373,7 +352,8 @@ class Scheduler:
             self.manager.forget_uncomputed(request_id, computed)
             self.manager.free(request_id)
         self._running.clear()  # the object stays: steps that are still to fail refer to its rows
-        self._waiting, self._coalescing = make_queue(self.manager, self.config, self._pace), self._make_coalescing()
+        self._waiting.clear()
+        self._coalescing.clear()
         self._requests.clear()
         for request in requests:
             self._end_life(request, "abort")

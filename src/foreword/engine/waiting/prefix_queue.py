@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from foreword.cache import GroupLedger
 from foreword.engine.waiting.pace import Pace
@@ -85,6 +86,10 @@ class Lane:
             heapq.heappop(self._by_match)
         return None
 
+    def likely(self) -> Iterator[Request]:
+        """Requests of which much is cached: the front of a heap is not quite in order."""
+        return (group.oldest() for _, _, version, group in self._by_match[:32] if version == group.version)
+
     def oldest(self, step: int) -> Request | None:
         """The oldest of them."""
         while self._by_age:
@@ -122,8 +127,11 @@ class PrefixQueue:
 
     def __init__(self, ledger: GroupLedger, pace: Pace, *, max_overtake_s: float, quantum: int) -> None:
         """`quantum`: tokens that a tenant gets when its turn comes."""
-        self._pace, self._max_overtake_s, self._quantum = pace, max_overtake_s, quantum
-        self._prefixes: WaitingPrefixes[Lane] = WaitingPrefixes(ledger, lambda group: group.lane.offer(group))
+        self._ledger, self._pace, self._max_overtake_s, self._quantum = ledger, pace, max_overtake_s, quantum
+        self.clear()
+
+    def clear(self) -> None:
+        self._prefixes: WaitingPrefixes[Lane] = WaitingPrefixes(self._ledger, lambda group: group.lane.offer(group))
         self._lanes: dict[int, dict[str | None, Lane]] = {}
         self._turns: dict[int, Turns] = {}
         self._step = 0
@@ -189,6 +197,10 @@ class PrefixQueue:
         num_tokens = len(best) - self._prefixes.num_cached_tokens(best)
         taken = lane.seconds_taken_from(oldest) + self._pace.seconds(best, num_tokens)
         return best if taken <= self._max_overtake_s else oldest
+
+    def likely(self, most: int) -> Iterable[Request]:
+        found = (r for lanes in self._lanes.values() for lane in lanes.values() for r in lane.likely())
+        return islice(found, most)
 
     def may_pass(self, request: Request) -> bool:
         lane = self._lane_of(request)

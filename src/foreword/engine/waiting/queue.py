@@ -6,7 +6,7 @@ Knows requests and their service keys; knows nothing of budgets and blocks.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Protocol
 
@@ -31,11 +31,17 @@ class WaitingQueue(Protocol):
         A request that still waits when the next one is asked for cannot run in this step, and is passed over.
         """
 
+    def likely(self, most: int) -> Iterable[Request]:
+        """Requests that the next step is likely to try first, at most `most`. Changes nothing."""
+
     def may_pass(self, request: Request) -> bool:
         """Whether others may be tried after a candidate for which there are no blocks."""
 
     def note_end(self, request: Request) -> None:
         """A request that ran has ended."""
+
+    def clear(self) -> None:
+        """Forget all requests."""
 
     def __len__(self) -> int: ...
 
@@ -64,11 +70,17 @@ class ArrivalQueue:
     def candidates(self) -> Iterator[Request]:
         return iter(self._requests.copy())
 
+    def likely(self, most: int) -> Iterable[Request]:
+        return self._requests[:most]
+
     def may_pass(self, request: Request) -> bool:
         return False
 
     def note_end(self, request: Request) -> None:
         pass
+
+    def clear(self) -> None:
+        self._requests.clear()
 
     def __len__(self) -> int:
         return len(self._requests)
