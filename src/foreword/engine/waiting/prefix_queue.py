@@ -45,6 +45,8 @@ class Lane:
         self._arrivals: list[tuple[tuple[int, int], Request]] = []
         self._overtook: list[tuple[tuple[int, int], float]] = []
         """Service keys and seconds of requests that overtook one which still waits, in order of arrival."""
+        self._taken_s = 0.0
+        """The sum of these seconds."""
 
     def add(self, request: Request) -> None:
         self.waiting.add(request)
@@ -109,17 +111,20 @@ class Lane:
         while self._arrivals and self._arrivals[0][1] not in self.waiting:
             heapq.heappop(self._arrivals)
         first = self._arrivals[0][0] if self._arrivals else None
-        if first is None:
-            self._overtook.clear()
-            return
-        del self._overtook[: bisect.bisect(self._overtook, (first, float("inf")))]
-        if request.service_key > first and seconds < float("inf"):
+        num_past = bisect.bisect(self._overtook, (first, float("inf"))) if first else len(self._overtook)
+        if num_past:
+            self._taken_s -= sum(seconds for _, seconds in self._overtook[:num_past])
+            del self._overtook[:num_past]
+        if first is not None and request.service_key > first and seconds < float("inf"):
             bisect.insort(self._overtook, (request.service_key, seconds))
+            self._taken_s += seconds
+        if not self._overtook:
+            self._taken_s = 0.0  # no error of rounding adds up
 
     def seconds_taken_from(self, request: Request) -> float:
         """What later requests took from a waiting one since it came."""
-        first = bisect.bisect(self._overtook, (request.service_key, float("inf")))
-        return sum(seconds for _, seconds in self._overtook[first:])
+        num_before = bisect.bisect(self._overtook, (request.service_key, float("inf")))
+        return self._taken_s - sum(seconds for _, seconds in self._overtook[:num_before])
 
 
 class PrefixQueue:

@@ -68,6 +68,8 @@ class WaitingPrefixes(Generic[Lane]):
         ledger.watcher = self
         self._versions = count()
         self._group_of: dict[Request, Group[Lane]] = {}
+        self._keys: dict[Request, Sequence[BlockHash]] = {}
+        """The keys of each prompt's blocks; none if it must not be looked up."""
         self._groups: dict[tuple[Lane, Name], Group[Lane]] = {}
         self._by_missing: dict[BlockHash, set[Group[Lane]]] = {}
         """First missing block -> groups."""
@@ -81,7 +83,7 @@ class WaitingPrefixes(Generic[Lane]):
         return len(self._group_of)
 
     def add(self, request: Request, lane: Lane) -> None:
-        keys = self._keys(request)
+        keys = self._keys[request] = () if request.skips_cache else self._ledger.keys_of(request.sequence)
         self._put(request, lane, keys, self._num_cached(keys, 0, len(keys)))
 
     def remove(self, request: Request) -> None:
@@ -89,9 +91,10 @@ class WaitingPrefixes(Generic[Lane]):
         was_oldest = group.oldest() is request
         group.members.remove(request)
         if not group.members:
-            self._drop(group, self._keys(request))
+            self._drop(group, self._keys[request])
         elif was_oldest:
             self._note(group)
+        del self._keys[request]
 
     def group_of(self, request: Request) -> Group[Lane]:
         return self._group_of[request]
@@ -112,7 +115,7 @@ class WaitingPrefixes(Generic[Lane]):
         """These blocks are not found any more."""
         if self._by_last:
             for group in {group for key in keys for group in self._by_last.get(key, ())}:
-                keys_of_one = self._keys(group.oldest())
+                keys_of_one = self._keys[group.oldest()]
                 self._move(group, keys_of_one, self._num_cached(keys_of_one, 0, group.num_cached))
 
     def cleared(self) -> None:
@@ -122,12 +125,12 @@ class WaitingPrefixes(Generic[Lane]):
     def _spread(self, group: Group[Lane]) -> None:
         """Put the members of a group whose next block is cached where they belong now."""
         members = sorted(group.members, key=lambda request: request.service_key)
-        first_keys = self._keys(members[0])
+        first_keys = self._keys[members[0]]
         self._drop(group, first_keys)
         least = group.num_cached
         likely = self._num_cached(first_keys, least, len(first_keys))
         for request in members:
-            keys = self._keys(request)
+            keys = self._keys[request]
             num_cached = likely
             if len(keys) < likely or keys[likely - 1] != first_keys[likely - 1] or self._finds(keys, likely):
                 num_cached = self._num_cached(keys, least, len(keys))
@@ -140,7 +143,7 @@ class WaitingPrefixes(Generic[Lane]):
             return
         self._drop(group, keys)
         for request in members:
-            self._put(request, group.lane, self._keys(request), num_cached)
+            self._put(request, group.lane, self._keys[request], num_cached)
 
     # ------------------------------------------------------------------ places
 
@@ -176,9 +179,6 @@ class WaitingPrefixes(Generic[Lane]):
                 if not groups:
                     del table[keys[number]]
 
-    def _keys(self, request: Request) -> Sequence[BlockHash]:
-        return () if request.skips_cache else self._ledger.keys_of(request.sequence)
-
     def _finds(self, keys: Sequence[BlockHash], number: int) -> bool:
         return number < len(keys) and keys[number] in self._ledger
 
@@ -190,9 +190,10 @@ class WaitingPrefixes(Generic[Lane]):
         """Raise AssertionError if groups, members and tables contradict each other, or what the ledger finds."""
         for request, group in self._group_of.items():
             assert request in group.members
-            keys, at = self._keys(request), group.num_cached
+            keys, at = self._keys[request], group.num_cached
             assert not self._finds(keys, at), "a group missed a new block"
             assert not at or self._finds(keys, at - 1), "a group counts a block that is gone"
+        assert self._keys.keys() == self._group_of.keys()
         assert sum(len(group.members) for group in self._groups.values()) == len(self._group_of)
         assert all(group.members for group in self._groups.values()), "a group is empty"
         for table in (self._by_missing, self._by_last):
