@@ -53,7 +53,7 @@ MODEL = {
 }
 POOLS = (8, 4, 2)
 """Parts of the working set that fit; of traces, a quarter."""
-LOADS = (0.9, 1.2)
+LOADS = (0.9, 1.5)
 SGLANG_SHARE = 0.96
 UNBOUNDED = 1e8
 
@@ -349,7 +349,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     cost = StepCost.of_model(MODEL, flops_per_s=4e14, bytes_per_s=2.5e12)
-    scale = 1 if args.quick else 8
+    scale = 1 if args.quick else 4
     made = (documents, few_shot, tree_of_thoughts, conversations)
     workloads = [one(np.random.default_rng(args.seed), scale) for one in made]
     if args.traces is not None:

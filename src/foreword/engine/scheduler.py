@@ -20,9 +20,9 @@ import numpy as np
 from foreword.batch import Batch, BatchResult, Entries, Int64Array, build_batch
 from foreword.cache import KVCacheManager, StateCheckpoints
 from foreword.config import SchedulerConfig
-from foreword.engine.admission import Admission
 from foreword.engine.coalescing import Coalescing
 from foreword.engine.running_rows import RunningRows
+from foreword.engine.starter import Starter
 from foreword.engine.tiering.director import TierDirector
 from foreword.engine.waiting.choose import make_queue
 from foreword.engine.waiting.pace import Pace
@@ -72,7 +72,7 @@ class Scheduler:
             self._running.num_computed_of,
             enabled=config.coalesce_in_flight and manager.enable_prefix_caching,
         )
-        self._admission = Admission(manager, self._waiting, self._running, self._coalescing, self._tiers, self._end)
+        self._starter = Starter(manager, self._waiting, self._running, self._coalescing, self._tiers, self._end)
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
 
@@ -172,7 +172,7 @@ class Scheduler:
         if len(self._waiting):
             left = self.config.max_num_batched_tokens - int((ends - starts).sum())
             is_cut = self._leaves_room and bool((ends < self._running.progress["num_tokens"][rows]).any())
-            admitted = self._admission.admit(left, self.config.max_num_seqs, ahead=ahead, whole=is_cut)
+            admitted = self._starter.start(left, self.config.max_num_seqs, ahead=ahead, whole=is_cut)
             rows, starts, ends = (np.append(own, new) for own, new in zip(planned, admitted.T, strict=True))
         return self._running.entries(rows, starts, ends)
 
@@ -207,7 +207,7 @@ class Scheduler:
         if total <= budget:
             return budget
         others, half = total - longest, budget // 2
-        return budget - min(half, others + self._admission.wanted(half - others))
+        return budget - min(half, others + self._starter.wanted(half - others))
 
     def _cut_at_states(self, rows: Int64Array, starts: Int64Array, budget: int) -> Int64Array:
         """The end of each row's span with recurrent layers, at most `budget` tokens in all."""

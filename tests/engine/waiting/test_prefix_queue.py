@@ -19,6 +19,7 @@ from foreword.batch import Batch
 from foreword.cache import KVCacheManager
 from foreword.engine import Prompt
 from foreword.errors import ConfigError
+from foreword.offline import run_all
 from foreword.request import SamplingParams
 from hash_runner import HashEngine, expected_answer
 
@@ -97,6 +98,18 @@ def test_requests_that_share_a_document_run_together_and_the_document_is_compute
     world.run([(world.now, [*document(number % 3), 40, number]) for number in range(12)])
     assert world.order == [0, 1, 4, 7, 10, 2, 5, 8, 11, 3, 6, 9, 12]
     assert sum(world.computed.values()) == 1 + 3 * 12 + 12 * 2
+
+
+@pytest.mark.parametrize("seats", [1, 4])
+def test_sorted_prompts_compute_each_document_once_however_many_run_together(seats) -> None:
+    parts = HashEngine.build(num_blocks=64, block_size=16, max_num_seqs=seats, prefix_index="radix")
+    rng = np.random.default_rng(5)
+    asked = [[*[number] * 160, *rng.integers(0, 50, 8).tolist()] for number in range(8) for _ in range(5)]
+    rng.shuffle(asked)
+    ids = (f"{number}" for number in itertools.count())
+    prompts = [Prompt(np.array(one, np.int32)) for one in asked]
+    run_all(parts.engine, prompts, [ONE] * len(prompts), 16, lambda: next(ids))
+    assert parts.engine.num_computed_tokens <= 8 * 160 + 40 * 8
 
 
 def test_without_a_bound_to_spend_the_order_is_that_of_arrival() -> None:
@@ -287,7 +300,7 @@ def test_the_queue_of_a_long_life_does_not_grow() -> None:
     assert not queue._turns
     assert not queue._prefixes._by_missing
     assert not queue._prefixes._by_last
-    assert not queue._prefixes._groups
+    assert not queue._prefixes._families
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "prefix"])

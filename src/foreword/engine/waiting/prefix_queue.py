@@ -1,7 +1,7 @@
 """PrefixQueue: serves what is cached first, within a bound on delay.
 
-Knows requests, their tenants and groups; knows nothing of blocks and budgets. The order: priorities; within a priority
-tenants by turns; within both (a lane) the group of which most is cached, and of a group the oldest request.
+Knows requests, their tenants and families; knows nothing of blocks and budgets. The order: priorities; within a
+priority tenants by turns; within both (a lane) the family of which most is cached, and of a family the oldest request.
 
 A request may be overtaken, within its lane, by later ones that together take at most `max_overtake_s` seconds:
 
@@ -21,7 +21,7 @@ from itertools import islice
 
 from foreword.cache import GroupLedger
 from foreword.engine.waiting.pace import Pace
-from foreword.engine.waiting.prefixes import Group, WaitingPrefixes
+from foreword.engine.waiting.prefixes import Family, WaitingPrefixes
 from foreword.engine.waiting.turns import Turns
 from foreword.request import Request
 
@@ -37,10 +37,10 @@ class Lane:
         self.waiting: set[Request] = set()
         self.blocked_in = -1
         """The last step in which an overtaking request found no blocks."""
-        self._by_match: list[tuple[int, tuple[int, int], int, Group[Lane]]] = []
-        self._by_age: list[tuple[tuple[int, int], int, Group[Lane]]] = []
+        self._by_match: list[tuple[int, tuple[int, int], int, Family[Lane]]] = []
+        self._by_age: list[tuple[tuple[int, int], int, Family[Lane]]] = []
         self._passed_by_match = self._by_match[:]
-        """What was taken from a heap because its group was passed over in this step."""
+        """What was taken from a heap because its family was passed over in this step."""
         self._passed_by_age = self._by_age[:]
         self._arrivals: list[tuple[tuple[int, int], Request]] = []
         self._overtook: list[tuple[tuple[int, int], float]] = []
@@ -52,21 +52,21 @@ class Lane:
         self.waiting.add(request)
         heapq.heappush(self._arrivals, (request.service_key, request))
 
-    def offer(self, group: Group[Lane]) -> None:
-        """Note a group that is new, or has changed."""
+    def note(self, family: Family[Lane]) -> None:
+        """Note a family that is new, or has changed."""
         if max(len(self._by_match), len(self._by_age)) > 64 + MAX_STALE * len(self.waiting):
             entries = self._by_match + self._passed_by_match
-            groups = {one for _, _, version, one in entries if version == one.version}
+            families = {one for _, _, version, one in entries if version == one.version}
             for heap in (self._by_match, self._by_age, self._passed_by_match, self._passed_by_age):
                 heap.clear()
-            for one in groups:
+            for one in families:
                 self._push(one)
-        self._push(group)
+        self._push(family)
 
-    def _push(self, group: Group[Lane]) -> None:
-        age = group.oldest().service_key
-        heapq.heappush(self._by_match, (-group.num_cached, age, group.version, group))
-        heapq.heappush(self._by_age, (age, group.version, group))
+    def _push(self, family: Family[Lane]) -> None:
+        age = family.oldest().service_key
+        heapq.heappush(self._by_match, (-family.num_cached, age, family.version, family))
+        heapq.heappush(self._by_age, (age, family.version, family))
 
     def begin_step(self) -> None:
         """Offer again what was passed over in the step before."""
@@ -80,25 +80,25 @@ class Lane:
     def best(self, step: int) -> Request | None:
         """The request of which most is cached, among those that were not passed over in this step."""
         while self._by_match:
-            _, _, version, group = self._by_match[0]
-            if version == group.version:
-                if group.passed_in != step:
-                    return group.oldest()
+            _, _, version, family = self._by_match[0]
+            if version == family.version:
+                if family.passed_in != step:
+                    return family.oldest()
                 self._passed_by_match.append(self._by_match[0])
             heapq.heappop(self._by_match)
         return None
 
     def likely(self) -> Iterator[Request]:
         """Requests of which much is cached: the front of a heap is not quite in order."""
-        return (group.oldest() for _, _, version, group in self._by_match[:32] if version == group.version)
+        return (family.oldest() for _, _, version, family in self._by_match[:32] if version == family.version)
 
     def oldest(self, step: int) -> Request | None:
         """The oldest of them."""
         while self._by_age:
-            _, version, group = self._by_age[0]
-            if version == group.version:
-                if group.passed_in != step:
-                    return group.oldest()
+            _, version, family = self._by_age[0]
+            if version == family.version:
+                if family.passed_in != step:
+                    return family.oldest()
                 self._passed_by_age.append(self._by_age[0])
             heapq.heappop(self._by_age)
         return None
@@ -136,7 +136,7 @@ class PrefixQueue:
         self.clear()
 
     def clear(self) -> None:
-        self._prefixes: WaitingPrefixes[Lane] = WaitingPrefixes(self._ledger, lambda group: group.lane.offer(group))
+        self._prefixes: WaitingPrefixes[Lane] = WaitingPrefixes(self._ledger, lambda family: family.lane.note(family))
         self._lanes: dict[int, dict[str | None, Lane]] = {}
         self._turns: dict[int, Turns] = {}
         self._step = 0
@@ -191,11 +191,11 @@ class PrefixQueue:
                     continue
                 yield request
                 if request in self._prefixes:
-                    self._prefixes.group_of(request).passed_in = self._step
+                    self._prefixes.family_of(request).passed_in = self._step
                 idle &= self._lanes.get(rank, {}).keys()
 
     def _choose(self, lane: Lane) -> Request | None:
-        """The next request of a lane; None if all of its groups were passed over."""
+        """The next request of a lane; None if all of its families were passed over."""
         best, oldest = lane.best(self._step), lane.oldest(self._step)
         if best is None or oldest is None or best is oldest or lane.blocked_in == self._step:
             return oldest
@@ -215,7 +215,7 @@ class PrefixQueue:
         return True
 
     def _lane_of(self, request: Request) -> Lane:
-        return self._prefixes.group_of(request).lane
+        return self._prefixes.family_of(request).lane
 
     def __len__(self) -> int:
         return len(self._prefixes)

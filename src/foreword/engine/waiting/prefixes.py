@@ -3,11 +3,11 @@
 Knows block keys, and which of them lookups find: the cache's ledger reports changes, so nothing is looked up again.
 Knows nothing of the order of service.
 
-A group is the requests of one lane with the same first missing block. Keys are chained, so all that comes before that
+A family is the requests of one lane with the same first missing block. Keys are chained, so all that comes before that
 block is the same too: if one of them computes it, the others hit it.
 
     cached     |--- document ---|
-    request 1  |--- document ---|-- question a --|     a group for each of the two questions,
+    request 1  |--- document ---|-- question a --|     a family for each of the two questions,
     request 2  |--- document ---|-- question b --|     and one of both where the document is missing
 """
 
@@ -27,7 +27,7 @@ Lane = TypeVar("Lane")
 Name = tuple[int, BlockHash | str]
 
 
-class Group(Generic[Lane]):
+class Family(Generic[Lane]):
     """Requests of a lane with the same cached beginning and the same next block."""
 
     __slots__ = ("_by_age", "lane", "members", "name", "num_cached", "passed_in", "version")
@@ -56,94 +56,94 @@ class Group(Generic[Lane]):
 
 
 class WaitingPrefixes(Generic[Lane]):
-    """Groups of waiting requests, kept up to date by the ledger of the first group of layers.
+    """Families of waiting requests, kept up to date by the ledger of the first group of layers.
 
-    With an index that can forget a block and keep the ones after it, a group may count too many blocks until it is
+    With an index that can forget a block and keep the ones after it, a family may count too many blocks until it is
     looked up; the radix index cannot.
     """
 
-    def __init__(self, ledger: GroupLedger, note_change: Callable[[Group[Lane]], None]) -> None:
-        """`note_change` gets each group that has members and is new, or has another oldest member or beginning."""
+    def __init__(self, ledger: GroupLedger, note_change: Callable[[Family[Lane]], None]) -> None:
+        """`note_change` gets each family that has members and is new, or has another oldest member or beginning."""
         self._ledger, self._note_change = ledger, note_change
         ledger.watcher = self
         self._versions = count()
-        self._group_of: dict[Request, Group[Lane]] = {}
+        self._family_of: dict[Request, Family[Lane]] = {}
         self._keys: dict[Request, Sequence[BlockHash]] = {}
         """The keys of each prompt's blocks; none if it must not be looked up."""
-        self._groups: dict[tuple[Lane, Name], Group[Lane]] = {}
-        self._by_missing: dict[BlockHash, set[Group[Lane]]] = {}
-        """First missing block -> groups."""
-        self._by_last: dict[BlockHash, set[Group[Lane]]] = {}
-        """Last cached block -> groups."""
+        self._families: dict[tuple[Lane, Name], Family[Lane]] = {}
+        self._by_missing: dict[BlockHash, set[Family[Lane]]] = {}
+        """First missing block -> families."""
+        self._by_last: dict[BlockHash, set[Family[Lane]]] = {}
+        """Last cached block -> families."""
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._group_of
+        return request in self._family_of
 
     def __len__(self) -> int:
-        return len(self._group_of)
+        return len(self._family_of)
 
     def add(self, request: Request, lane: Lane) -> None:
         keys = self._keys[request] = () if request.skips_cache else self._ledger.keys_of(request.sequence)
         self._put(request, lane, keys, self._num_cached(keys, 0, len(keys)))
 
     def remove(self, request: Request) -> None:
-        group = self._group_of.pop(request)
-        was_oldest = group.oldest() is request
-        group.members.remove(request)
-        if not group.members:
-            self._drop(group, self._keys[request])
+        family = self._family_of.pop(request)
+        was_oldest = family.oldest() is request
+        family.members.remove(request)
+        if not family.members:
+            self._drop(family, self._keys[request])
         elif was_oldest:
-            self._note(group)
+            self._note(family)
         del self._keys[request]
 
-    def group_of(self, request: Request) -> Group[Lane]:
-        return self._group_of[request]
+    def family_of(self, request: Request) -> Family[Lane]:
+        return self._family_of[request]
 
     def num_cached_tokens(self, request: Request) -> int:
         """Tokens of a waiting request that are known to be cached."""
-        return self._group_of[request].num_cached * self._ledger.width * request.sequence.block_size
+        return self._family_of[request].num_cached * self._ledger.width * request.sequence.block_size
 
     # ------------------------------------------------------------------ events
 
     def stored(self, keys: Sequence[BlockHash]) -> None:
         """These blocks are found from now on."""
         if self._by_missing:
-            for group in {group for key in keys for group in self._by_missing.get(key, ())}:
-                self._spread(group)
+            for family in {family for key in keys for family in self._by_missing.get(key, ())}:
+                self._spread(family)
 
     def gone(self, keys: Iterable[BlockHash]) -> None:
         """These blocks are not found any more."""
         if self._by_last:
-            for group in {group for key in keys for group in self._by_last.get(key, ())}:
-                keys_of_one = self._keys[group.oldest()]
-                self._move(group, keys_of_one, self._num_cached(keys_of_one, 0, group.num_cached))
+            for family in {family for key in keys for family in self._by_last.get(key, ())}:
+                keys_of_one = self._keys[family.oldest()]
+                self._move(family, keys_of_one, self._num_cached(keys_of_one, 0, family.num_cached))
 
     def cleared(self) -> None:
         """No block is found any more."""
         self.gone(list(self._by_last))
 
-    def _spread(self, group: Group[Lane]) -> None:
-        """Put the members of a group whose next block is cached where they belong now."""
-        members = sorted(group.members, key=lambda request: request.service_key)
+    def _spread(self, family: Family[Lane]) -> None:
+        """Put the members of a family whose next block is cached where they belong now."""
+        members = sorted(family.members, key=lambda request: request.service_key)
         first_keys = self._keys[members[0]]
-        self._drop(group, first_keys)
-        least = group.num_cached
+        self._drop(family, first_keys)
+        least = family.num_cached
         likely = self._num_cached(first_keys, least, len(first_keys))
         for request in members:
             keys = self._keys[request]
             num_cached = likely
             if len(keys) < likely or keys[likely - 1] != first_keys[likely - 1] or self._finds(keys, likely):
                 num_cached = self._num_cached(keys, least, len(keys))
-            self._put(request, group.lane, keys, num_cached)
+            self._put(request, family.lane, keys, num_cached)
 
-    def _move(self, group: Group[Lane], keys: Sequence[BlockHash], num_cached: int) -> None:
-        """Move a group to fewer cached blocks, which all its members share, and join it with the group there."""
-        members = group.members
-        if num_cached == group.num_cached:
+    def _move(self, family: Family[Lane], keys: Sequence[BlockHash], num_cached: int) -> None:
+        """Move a family to fewer cached blocks, which all its members share, and join it with the family there."""
+        members = family.members
+        if num_cached == family.num_cached:
             return
-        self._drop(group, keys)
+        self._drop(family, keys)
         for request in members:
-            self._put(request, group.lane, self._keys[request], num_cached)
+            self._put(request, family.lane, self._keys[request], num_cached)
 
     # ------------------------------------------------------------------ places
 
@@ -151,32 +151,32 @@ class WaitingPrefixes(Generic[Lane]):
         missing = keys[num_cached] if num_cached < len(keys) else None
         last = keys[num_cached - 1] if num_cached else None
         name: Name = (num_cached, missing or last or request.request_id)
-        group = self._groups.get((lane, name))
-        if group is None:
-            group = self._groups[lane, name] = Group(lane, name, num_cached)
+        family = self._families.get((lane, name))
+        if family is None:
+            family = self._families[lane, name] = Family(lane, name, num_cached)
             if missing is not None:
-                self._by_missing.setdefault(missing, set()).add(group)
+                self._by_missing.setdefault(missing, set()).add(family)
             if last is not None:
-                self._by_last.setdefault(last, set()).add(group)
-        group.add(request)
-        self._group_of[request] = group
-        if group.oldest() is request:
-            self._note(group)
+                self._by_last.setdefault(last, set()).add(family)
+        family.add(request)
+        self._family_of[request] = family
+        if family.oldest() is request:
+            self._note(family)
 
-    def _note(self, group: Group[Lane]) -> None:
-        group.version = next(self._versions)
-        self._note_change(group)
+    def _note(self, family: Family[Lane]) -> None:
+        family.version = next(self._versions)
+        self._note_change(family)
 
-    def _drop(self, group: Group[Lane], keys: Sequence[BlockHash]) -> None:
-        """Forget a group; `keys`: those of one of its members."""
-        del self._groups[group.lane, group.name]
-        group.version = GONE
-        at = group.num_cached
+    def _drop(self, family: Family[Lane], keys: Sequence[BlockHash]) -> None:
+        """Forget a family; `keys`: those of one of its members."""
+        del self._families[family.lane, family.name]
+        family.version = GONE
+        at = family.num_cached
         for table, number in ((self._by_missing, at), (self._by_last, at - 1)):
             if 0 <= number < len(keys):
-                groups = table[keys[number]]
-                groups.remove(group)
-                if not groups:
+                families = table[keys[number]]
+                families.remove(family)
+                if not families:
                     del table[keys[number]]
 
     def _finds(self, keys: Sequence[BlockHash], number: int) -> bool:
@@ -187,15 +187,15 @@ class WaitingPrefixes(Generic[Lane]):
         return bisect.bisect_left(keys, True, least, most, key=lambda key: key not in self._ledger)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if groups, members and tables contradict each other, or what the ledger finds."""
-        for request, group in self._group_of.items():
-            assert request in group.members
-            keys, at = self._keys[request], group.num_cached
-            assert not self._finds(keys, at), "a group missed a new block"
-            assert not at or self._finds(keys, at - 1), "a group counts a block that is gone"
-        assert self._keys.keys() == self._group_of.keys()
-        assert sum(len(group.members) for group in self._groups.values()) == len(self._group_of)
-        assert all(group.members for group in self._groups.values()), "a group is empty"
+        """Raise AssertionError if families, members and tables contradict each other, or what the ledger finds."""
+        for request, family in self._family_of.items():
+            assert request in family.members
+            keys, at = self._keys[request], family.num_cached
+            assert not self._finds(keys, at), "a family missed a new block"
+            assert not at or self._finds(keys, at - 1), "a family counts a block that is gone"
+        assert self._keys.keys() == self._family_of.keys()
+        assert sum(len(family.members) for family in self._families.values()) == len(self._family_of)
+        assert all(family.members for family in self._families.values()), "a family is empty"
         for table in (self._by_missing, self._by_last):
             assert all(table.values())
-            assert {group for groups in table.values() for group in groups} <= set(self._groups.values())
+            assert {family for families in table.values() for family in families} <= set(self._families.values())

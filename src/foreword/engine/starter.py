@@ -1,4 +1,4 @@
-"""Admission: which waiting requests start in a step, and the room that a long prompt leaves them.
+"""Starter: which waiting requests start in a step, and the room that a long prompt leaves them.
 
 Knows the waiting and the running requests, the cache manager, and what requests wait for; plans no running request.
 """
@@ -21,7 +21,7 @@ MAX_TRIED = 8
 """Waiting requests that are looked up beside an unfinished prompt and do not fit, in a step."""
 
 
-class Admission:
+class Starter:
     """Starts waiting requests within a step's budget."""
 
     def __init__(
@@ -47,8 +47,8 @@ class Admission:
             left -= needed if needed <= left else 0
         return most - left
 
-    def admit(self, budget: int, max_num_seqs: int, *, ahead: bool, whole: bool) -> Int64Array:
-        """Admit waiting requests; returns the row, start and end of each, [admitted, 3].
+    def start(self, budget: int, max_num_seqs: int, *, ahead: bool, whole: bool) -> Int64Array:
+        """Start waiting requests; returns the row, start and end of each, [started, 3].
 
         `ahead`: another step is planned already. `whole`: only requests that can compute the whole rest of their
         prompts, because a running one cannot.
@@ -74,7 +74,7 @@ class Admission:
             row = self._manager.admit(request.sequence, end, hit, save_states_at=request.state_positions)
             if row is None:
                 if not len(self._running) and self._tiers.yield_blocks():
-                    return self.admit(budget, max_num_seqs, ahead=ahead, whole=whole)
+                    return self.start(budget, max_num_seqs, ahead=ahead, whole=whole)
                 if self._waiting.may_pass(request):
                     continue
                 break
