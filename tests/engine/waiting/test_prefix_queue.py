@@ -40,6 +40,8 @@ class World:
     started: dict[int, float] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)
     """Tokens computed of each."""
+    had_room: set[int] = field(default_factory=set)
+    """Those that started beside a prompt which one step could not end."""
     outputs: list[Any] = field(default_factory=list)
 
     @classmethod
@@ -51,8 +53,10 @@ class World:
         return world
 
     def note(self, batch: Batch) -> None:
-        for entry in batch.entries:
-            number = int(entry.request.request_id)
+        entries = [(int(entry.request.request_id), entry) for entry in batch.entries]
+        is_cut = any(n in self.started and e.end < e.request.num_prompt_tokens for n, e in entries)
+        self.had_room |= {n for n, _ in entries if is_cut and n not in self.started}
+        for number, entry in entries:
             if number not in self.started:
                 self.started[number] = self.now
                 self.order.append(number)
@@ -173,14 +177,16 @@ def test_one_that_finds_no_blocks_lets_the_oldest_try_and_blocks_no_one_older() 
 
 # ------------------------------------------------------------------------------------------------------- bound
 
-PROMPTS = st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 9)).map(
-    lambda one: [*document(one[0], one[1]), *range(10, 10 + one[2])]
-)
-ARRIVALS = st.lists(st.tuples(st.integers(0, 60).map(float), PROMPTS), min_size=2, max_size=25)
+
+def arrivals_of(num_blocks: int) -> st.SearchStrategy[list[tuple[float, list[int]]]]:
+    """Questions about documents of at most that many blocks, and the seconds at which they come."""
+    parts = st.tuples(st.integers(0, 3), st.integers(0, num_blocks), st.integers(1, 9))
+    prompts = parts.map(lambda one: [*document(one[0], one[1]), *range(10, 10 + one[2])])
+    return st.lists(st.tuples(st.integers(0, 60).map(float), prompts), min_size=2, max_size=25)
 
 
 @settings(max_examples=300, deadline=None)
-@given(ARRIVALS, st.sampled_from([0.0, 3.0, 20.0, 100.0]), st.sampled_from([6, 9, 40]))
+@given(arrivals_of(3), st.sampled_from([0.0, 3.0, 20.0, 100.0]), st.sampled_from([6, 9, 40]))
 def test_no_request_waits_longer_than_in_order_of_arrival_and_the_bound(arrivals, bound, num_blocks) -> None:
     """Alone in the engine, each request starts no later than if all before it were computed whole, and the bound."""
     world = World.build(num_blocks=num_blocks, max_overtake_s=bound)
@@ -192,12 +198,19 @@ def test_no_request_waits_longer_than_in_order_of_arrival_and_the_bound(arrivals
         free_at = start + len(tokens)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
-    ARRIVALS, st.sampled_from([0.0, 5.0, 30.0]), st.integers(1, 4), st.sampled_from([12, 64]), st.sampled_from([9, 60])
+    arrivals_of(12),
+    st.sampled_from([0.0, 5.0, 30.0]),
+    st.integers(1, 4),
+    st.sampled_from([12, 64]),
+    st.sampled_from([15, 60]),
 )
 def test_later_requests_take_no_more_from_one_than_the_bound(arrivals, bound, seats, budget, num_blocks) -> None:
-    """With any budget and number of seats: what those that came later compute of their prompts before it starts."""
+    """With any budget and number of seats: what those that came later compute of their prompts before it starts.
+
+    Room beside a long prompt is given in order of arrival too, and is not counted.
+    """
     world = World.build(
         num_blocks=num_blocks,
         max_overtake_s=bound,
@@ -209,7 +222,7 @@ def test_later_requests_take_no_more_from_one_than_the_bound(arrivals, bound, se
     assert len(world.order) == len(arrivals)
     place = {number: at for at, number in enumerate(world.order)}
     for number in place:
-        later = [one for one in place if one > number and place[one] < place[number]]
+        later = [one for one in place if one > number and place[one] < place[number] and one not in world.had_room]
         assert sum(world.computed[one] for one in later) <= bound
 
 
