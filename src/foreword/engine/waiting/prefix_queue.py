@@ -37,8 +37,8 @@ class Lane:
         self.waiting: set[Request] = set()
         self.blocked_in = -1
         """The last step in which an overtaking request found no blocks."""
-        self._by_match: list[tuple[int, tuple[int, int], int, Family[Lane]]] = []
-        self._by_age: list[tuple[tuple[int, int], int, Family[Lane]]] = []
+        self._by_match: list[tuple[int, tuple[int, int], int, Family]] = []
+        self._by_age: list[tuple[tuple[int, int], int, Family]] = []
         self._passed_by_match = self._by_match[:]
         """What was taken from a heap because its family was passed over in this step."""
         self._passed_by_age = self._by_age[:]
@@ -52,7 +52,7 @@ class Lane:
         self.waiting.add(request)
         heapq.heappush(self._arrivals, (request.service_key, request))
 
-    def note(self, family: Family[Lane]) -> None:
+    def note(self, family: Family) -> None:
         """Note a family that is new, or has changed."""
         if max(len(self._by_match), len(self._by_age)) > 64 + MAX_STALE * len(self.waiting):
             entries = self._by_match + self._passed_by_match
@@ -63,8 +63,8 @@ class Lane:
                 self._push(one)
         self._push(family)
 
-    def _push(self, family: Family[Lane]) -> None:
-        age = family.oldest().service_key
+    def _push(self, family: Family) -> None:
+        age = family.oldest.service_key
         heapq.heappush(self._by_match, (-family.num_cached, age, family.version, family))
         heapq.heappush(self._by_age, (age, family.version, family))
 
@@ -83,14 +83,14 @@ class Lane:
             _, _, version, family = self._by_match[0]
             if version == family.version:
                 if family.passed_in != step:
-                    return family.oldest()
+                    return family.oldest
                 self._passed_by_match.append(self._by_match[0])
             heapq.heappop(self._by_match)
         return None
 
     def likely(self) -> Iterator[Request]:
         """Requests of which much is cached: the front of a heap is not quite in order."""
-        return (family.oldest() for _, _, version, family in self._by_match[:32] if version == family.version)
+        return (family.oldest for _, _, version, family in self._by_match[:32] if version == family.version)
 
     def oldest(self, step: int) -> Request | None:
         """The oldest of them."""
@@ -98,7 +98,7 @@ class Lane:
             _, version, family = self._by_age[0]
             if version == family.version:
                 if family.passed_in != step:
-                    return family.oldest()
+                    return family.oldest
                 self._passed_by_age.append(self._by_age[0])
             heapq.heappop(self._by_age)
         return None
@@ -136,7 +136,7 @@ class PrefixQueue:
         self.clear()
 
     def clear(self) -> None:
-        self._prefixes: WaitingPrefixes[Lane] = WaitingPrefixes(self._ledger, lambda family: family.lane.note(family))
+        self._prefixes = WaitingPrefixes(self._ledger)
         self._lanes: dict[int, dict[str | None, Lane]] = {}
         self._turns: dict[int, Turns] = {}
         self._step = 0
@@ -215,7 +215,7 @@ class PrefixQueue:
         return True
 
     def _lane_of(self, request: Request) -> Lane:
-        return self._prefixes.family_of(request).lane
+        return self._lanes[request.service_key[0]][request.tenant]
 
     def __len__(self) -> int:
         return len(self._prefixes)

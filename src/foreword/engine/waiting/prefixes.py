@@ -15,65 +15,76 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Protocol
 
 from foreword.cache import BlockHash, GroupLedger
 from foreword.request import Request
 
 GONE = -1
-Lane = TypeVar("Lane")
 Name = tuple[int, BlockHash | str]
 
 
-class Family(Generic[Lane]):
+class Lane(Protocol):
+    """Requests among which the order of service is decided."""
+
+    def note(self, family: Family) -> None:
+        """Note a family of this lane that is new, or has another oldest member or another beginning."""
+
+
+class Family:
     """Requests of a lane with the same cached beginning and the same next block."""
 
-    __slots__ = ("_by_age", "lane", "members", "name", "num_cached", "passed_in", "version")
+    __slots__ = ("_by_age", "lane", "members", "name", "num_cached", "oldest", "passed_in", "version")
 
-    def __init__(self, lane: Lane, name: Name, num_cached: int) -> None:
+    def __init__(self, lane: Lane, name: Name, num_cached: int, oldest: Request) -> None:
         self.lane = lane
         self.name = name
         self.num_cached = num_cached
         """Blocks of the beginning that are cached."""
-        self.members: set[Request] = set()
+        self.oldest = oldest
+        """The member that is served first."""
+        self.members = {oldest}
         self.version = GONE
         """A number of its own for each oldest member that it had; GONE once it has no members."""
         self.passed_in = -1
         """The last step in which it was passed over."""
         self._by_age: list[tuple[tuple[int, int], Request]] = []
+        """The members but the oldest, and some that have left."""
 
     def add(self, request: Request) -> None:
         self.members.add(request)
+        if request.service_key < self.oldest.service_key:
+            request, self.oldest = self.oldest, request
         heapq.heappush(self._by_age, (request.service_key, request))
 
-    def oldest(self) -> Request:
-        """The member that is served first."""
-        while self._by_age[0][1] not in self.members:
-            heapq.heappop(self._by_age)
-        return self._by_age[0][1]
+    def remove(self, request: Request) -> None:
+        self.members.remove(request)
+        if request is self.oldest and self.members:
+            while (following := heapq.heappop(self._by_age)[1]) not in self.members:
+                pass
+            self.oldest = following
 
 
-class WaitingPrefixes(Generic[Lane]):
+class WaitingPrefixes:
     """Families of waiting requests, kept up to date by the ledger of the first group of layers.
 
     With an index that can forget a block and keep the ones after it, a family may count too many blocks until it is
     looked up; the radix index cannot.
     """
 
-    def __init__(self, ledger: GroupLedger, note_change: Callable[[Family[Lane]], None]) -> None:
-        """`note_change` gets each family that has members and is new, or has another oldest member or beginning."""
-        self._ledger, self._note_change = ledger, note_change
+    def __init__(self, ledger: GroupLedger) -> None:
+        self._ledger = ledger
         ledger.watcher = self
         self._versions = count()
-        self._family_of: dict[Request, Family[Lane]] = {}
+        self._family_of: dict[Request, Family] = {}
         self._keys: dict[Request, Sequence[BlockHash]] = {}
         """The keys of each prompt's blocks; none if it must not be looked up."""
-        self._families: dict[tuple[Lane, Name], Family[Lane]] = {}
-        self._by_missing: dict[BlockHash, set[Family[Lane]]] = {}
+        self._families: dict[tuple[Lane, Name], Family] = {}
+        self._by_missing: dict[BlockHash, set[Family]] = {}
         """First missing block -> families."""
-        self._by_last: dict[BlockHash, set[Family[Lane]]] = {}
+        self._by_last: dict[BlockHash, set[Family]] = {}
         """Last cached block -> families."""
 
     def __contains__(self, request: Request) -> bool:
@@ -87,16 +98,15 @@ class WaitingPrefixes(Generic[Lane]):
         self._put(request, lane, keys, self._num_cached(keys, 0, len(keys)))
 
     def remove(self, request: Request) -> None:
-        family = self._family_of.pop(request)
-        was_oldest = family.oldest() is request
-        family.members.remove(request)
+        family, keys = self._family_of.pop(request), self._keys.pop(request)
+        was_oldest = family.oldest is request
+        family.remove(request)
         if not family.members:
-            self._drop(family, self._keys[request])
+            self._drop(family, keys)
         elif was_oldest:
             self._note(family)
-        del self._keys[request]
 
-    def family_of(self, request: Request) -> Family[Lane]:
+    def family_of(self, request: Request) -> Family:
         return self._family_of[request]
 
     def num_cached_tokens(self, request: Request) -> int:
@@ -115,14 +125,14 @@ class WaitingPrefixes(Generic[Lane]):
         """These blocks are not found any more."""
         if self._by_last:
             for family in {family for key in keys for family in self._by_last.get(key, ())}:
-                keys_of_one = self._keys[family.oldest()]
+                keys_of_one = self._keys[family.oldest]
                 self._move(family, keys_of_one, self._num_cached(keys_of_one, 0, family.num_cached))
 
     def cleared(self) -> None:
         """No block is found any more."""
         self.gone(list(self._by_last))
 
-    def _spread(self, family: Family[Lane]) -> None:
+    def _spread(self, family: Family) -> None:
         """Put the members of a family whose next block is cached where they belong now."""
         members = sorted(family.members, key=lambda request: request.service_key)
         first_keys = self._keys[members[0]]
@@ -136,7 +146,7 @@ class WaitingPrefixes(Generic[Lane]):
                 num_cached = self._num_cached(keys, least, len(keys))
             self._put(request, family.lane, keys, num_cached)
 
-    def _move(self, family: Family[Lane], keys: Sequence[BlockHash], num_cached: int) -> None:
+    def _move(self, family: Family, keys: Sequence[BlockHash], num_cached: int) -> None:
         """Move a family to fewer cached blocks, which all its members share, and join it with the family there."""
         members = family.members
         if num_cached == family.num_cached:
@@ -153,21 +163,22 @@ class WaitingPrefixes(Generic[Lane]):
         name: Name = (num_cached, missing or last or request.request_id)
         family = self._families.get((lane, name))
         if family is None:
-            family = self._families[lane, name] = Family(lane, name, num_cached)
+            family = self._families[lane, name] = Family(lane, name, num_cached, request)
             if missing is not None:
                 self._by_missing.setdefault(missing, set()).add(family)
             if last is not None:
                 self._by_last.setdefault(last, set()).add(family)
-        family.add(request)
+        else:
+            family.add(request)
         self._family_of[request] = family
-        if family.oldest() is request:
+        if family.oldest is request:
             self._note(family)
 
-    def _note(self, family: Family[Lane]) -> None:
+    def _note(self, family: Family) -> None:
         family.version = next(self._versions)
-        self._note_change(family)
+        family.lane.note(family)
 
-    def _drop(self, family: Family[Lane], keys: Sequence[BlockHash]) -> None:
+    def _drop(self, family: Family, keys: Sequence[BlockHash]) -> None:
         """Forget a family; `keys`: those of one of its members."""
         del self._families[family.lane, family.name]
         family.version = GONE
