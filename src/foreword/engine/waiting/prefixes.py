@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Protocol
 
@@ -95,16 +95,17 @@ class WaitingPrefixes:
 
     def add(self, request: Request, lane: Lane) -> None:
         keys = self._keys[request] = () if request.skips_cache else self._ledger.keys_of(request.sequence)
-        self._put(request, lane, keys, self._num_cached(keys, 0, len(keys)))
+        self._put(request, lane, self._num_cached(keys, 0, len(keys)))
 
     def remove(self, request: Request) -> None:
-        family, keys = self._family_of.pop(request), self._keys.pop(request)
+        family = self._family_of.pop(request)
         was_oldest = family.oldest is request
         family.remove(request)
         if not family.members:
-            self._drop(family, keys)
+            self._drop(family)
         elif was_oldest:
             self._note(family)
+        del self._keys[request]
 
     def family_of(self, request: Request) -> Family:
         return self._family_of[request]
@@ -123,10 +124,15 @@ class WaitingPrefixes:
 
     def gone(self, keys: Iterable[BlockHash]) -> None:
         """These blocks are not found any more."""
-        if self._by_last:
-            for family in {family for key in keys for family in self._by_last.get(key, ())}:
-                keys_of_one = self._keys[family.oldest]
-                self._move(family, keys_of_one, self._num_cached(keys_of_one, 0, family.num_cached))
+        if not self._by_last:
+            return
+        for key in keys:
+            families = list(self._by_last.get(key, ()))
+            if families:  # all of them share the blocks up to this one
+                own = self._keys[families[0].oldest]
+                num_cached = self._num_cached(own, 0, families[0].num_cached)
+                for family in families if num_cached < families[0].num_cached else ():
+                    self._move(family, num_cached)
 
     def cleared(self) -> None:
         """No block is found any more."""
@@ -134,61 +140,84 @@ class WaitingPrefixes:
 
     def _spread(self, family: Family) -> None:
         """Put the members of a family whose next block is cached where they belong now."""
-        members = sorted(family.members, key=lambda request: request.service_key)
-        first_keys = self._keys[members[0]]
-        self._drop(family, first_keys)
-        least = family.num_cached
-        likely = self._num_cached(first_keys, least, len(first_keys))
-        for request in members:
+        least, own = family.num_cached, self._keys[family.oldest]
+        likely = self._num_cached(own, least, len(own))
+        places: dict[BlockHash | None, int] = {}
+        """The next block of each member -> cached blocks before it."""
+        for request in family.members:
             keys = self._keys[request]
             num_cached = likely
-            if len(keys) < likely or keys[likely - 1] != first_keys[likely - 1] or self._finds(keys, likely):
+            if len(keys) < likely or keys[likely - 1] != own[likely - 1] or self._finds(keys, likely):
                 num_cached = self._num_cached(keys, least, len(keys))
-            self._put(request, family.lane, keys, num_cached)
-
-    def _move(self, family: Family, keys: Sequence[BlockHash], num_cached: int) -> None:
-        """Move a family to fewer cached blocks, which all its members share, and join it with the family there."""
-        members = family.members
-        if num_cached == family.num_cached:
-            return
-        self._drop(family, keys)
-        for request in members:
-            self._put(request, family.lane, self._keys[request], num_cached)
+            places[keys[num_cached] if num_cached < len(keys) else None] = num_cached
+        if len(places) == 1 and None not in places:
+            return self._move(family, likely)
+        self._drop(family)
+        for request in sorted(family.members, key=lambda request: request.service_key):
+            keys = self._keys[request]
+            self._put(request, family.lane, self._num_cached(keys, least, len(keys)))
+        return None
 
     # ------------------------------------------------------------------ places
 
-    def _put(self, request: Request, lane: Lane, keys: Sequence[BlockHash], num_cached: int) -> None:
-        missing = keys[num_cached] if num_cached < len(keys) else None
-        last = keys[num_cached - 1] if num_cached else None
-        name: Name = (num_cached, missing or last or request.request_id)
+    def _move(self, family: Family, num_cached: int) -> None:
+        """Move a family whose members have this number of cached blocks and the same next one."""
+        self._drop(family)
+        name = self._name(family.oldest, num_cached)
+        there = self._families.get((family.lane, name))
+        if there is None:
+            family.name, family.num_cached = name, num_cached
+            self._enter(family)
+            self._note(family)
+            return
+        for request in family.members:
+            self._put(request, family.lane, num_cached)
+
+    def _put(self, request: Request, lane: Lane, num_cached: int) -> None:
+        name = self._name(request, num_cached)
         family = self._families.get((lane, name))
         if family is None:
-            family = self._families[lane, name] = Family(lane, name, num_cached, request)
-            if missing is not None:
-                self._by_missing.setdefault(missing, set()).add(family)
-            if last is not None:
-                self._by_last.setdefault(last, set()).add(family)
+            family = Family(lane, name, num_cached, request)
+            self._enter(family)
         else:
             family.add(request)
         self._family_of[request] = family
         if family.oldest is request:
             self._note(family)
 
+    def _name(self, request: Request, num_cached: int) -> Name:
+        """Names a family by its next block; if none is missing, by its last one, or its only request."""
+        keys = self._keys[request]
+        if num_cached < len(keys):
+            return num_cached, keys[num_cached]
+        return num_cached, keys[-1] if keys else request.request_id
+
+    def _enter(self, family: Family) -> None:
+        self._families[family.lane, family.name] = family
+        for table, key in self._entries(family):
+            table.setdefault(key, set()).add(family)
+
+    def _drop(self, family: Family) -> None:
+        """Forget a family, whose oldest member is still known."""
+        del self._families[family.lane, family.name]
+        family.version = GONE
+        for table, key in self._entries(family):
+            families = table[key]
+            families.remove(family)
+            if not families:
+                del table[key]
+
+    def _entries(self, family: Family) -> Iterator[tuple[dict[BlockHash, set[Family]], BlockHash]]:
+        """The tables that have a family, and its key in each."""
+        keys, at = self._keys[family.oldest], family.num_cached
+        if at < len(keys):
+            yield self._by_missing, keys[at]
+        if at:
+            yield self._by_last, keys[at - 1]
+
     def _note(self, family: Family) -> None:
         family.version = next(self._versions)
         family.lane.note(family)
-
-    def _drop(self, family: Family, keys: Sequence[BlockHash]) -> None:
-        """Forget a family; `keys`: those of one of its members."""
-        del self._families[family.lane, family.name]
-        family.version = GONE
-        at = family.num_cached
-        for table, number in ((self._by_missing, at), (self._by_last, at - 1)):
-            if 0 <= number < len(keys):
-                families = table[keys[number]]
-                families.remove(family)
-                if not families:
-                    del table[keys[number]]
 
     def _finds(self, keys: Sequence[BlockHash], number: int) -> bool:
         return number < len(keys) and keys[number] in self._ledger
