@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from foreword.config import SchedulerConfig
 from foreword.replay.keys import as_content_ids, chain
 from foreword.replay.scheduling import at_load, simulate_scheduling, sorted_depth_first
 from foreword.replay.timing import StepCost, TimingOptions
-from foreword.replay.trace import RecordedRequest
+from foreword.replay.trace import RecordedRequest, TraceReader
 
 COST = StepCost(1e6, 1e9, 100.0, 0.0, 1e5, 10.0)
 BLOCK = 4
@@ -69,6 +71,22 @@ def test_depth_first_keeps_what_shares_a_prefix_together() -> None:
 
 def test_a_load_divides_the_times_between_requests() -> None:
     assert [one.timestamp_ms for one in at_load(questions(2, 2, spacing_ms=10.0), 4.0)] == [0.0, 2.5, 5.0, 7.5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["conversation", "synthetic"])
+def test_on_recorded_traffic_the_slowest_first_tokens_come_within_the_bound(name) -> None:
+    folder = os.environ.get("FOREWORD_TRACES")  # with Mooncake's traces
+    if folder is None:
+        pytest.skip("FOREWORD_TRACES names no folder with recorded traces")
+    reader = TraceReader(Path(folder) / f"mooncake_{name}_trace.jsonl", max_requests=300)
+    cost = replace(COST, flops_per_s=4e14, bytes_per_s=2.5e12, flops_per_token=1.6e10, weight_bytes=1.6e10)
+    served = {
+        one: simulate_scheduling(at_load(reader, 0.3), one, TimingOptions(2000, cost)) for one in ("fcfs", "prefix")
+    }
+    bound_ms = 1000 * SchedulerConfig().max_overtake_s
+    assert served["fcfs"].ttft_ms["p99"] > 1000
+    assert served["prefix"].ttft_ms["p99"] <= served["fcfs"].ttft_ms["p99"] + bound_ms
 
 
 def write(folder: Path) -> list[str]:
