@@ -18,8 +18,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from foreword.errors import ConfigError
 from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity, parse_with_unit, read_model_config
+from foreword.replay.chunks import chunk_file
 from foreword.replay.cluster_command import add_cluster_arguments, cluster_options, simulate_cluster
 from foreword.replay.lines import PromptEncoder
+from foreword.replay.linking_command import add_linking_arguments, run_linking
 from foreword.replay.picture import check_format, write_picture
 from foreword.replay.report import as_json, capacity_name, gigabytes, print_report, table_of
 from foreword.replay.rivals import RULES
@@ -87,11 +89,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_scheduling_arguments(time)
     add_cluster_arguments(parser)
+    add_linking_arguments(parser)
     parser.add_argument("--json", action="store_true", help="end with one JSON line; all else goes to stderr")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run with parsed arguments. Checks them before it opens the trace."""
+    """Run with parsed arguments. Checks them before it replays the trace."""
+    if (chunks := chunk_file(args.trace)) is not None:
+        return run_linking(args, chunks, args.parser.parse_args([str(args.trace)]))
     console = Console(stderr=args.json)
     for file in args.picture:
         check_format(file)
