@@ -115,7 +115,7 @@ class Lane:
         if num_past:
             self._taken_s -= sum(seconds for _, seconds in self._overtook[:num_past])
             del self._overtook[:num_past]
-        if first is not None and request.service_key > first and seconds < float("inf"):
+        if first is not None and request.service_key > first and 0.0 < seconds < float("inf"):
             bisect.insort(self._overtook, (request.service_key, seconds))
             self._taken_s += seconds
         if not self._overtook:
