@@ -20,7 +20,7 @@ from foreword.fleet.replica import Replica
 from foreword.fleet.routed import RoutedEngines
 from foreword.llm import LLM
 from foreword.server.options import ServerConfig
-from live_server import ServerThread
+from live_server import ServerThread, wait_until
 
 EVENTS = {
     "kv_events": "tcp://127.0.0.1:0",
@@ -109,3 +109,14 @@ def fleet(num_replicas: int, config: ServerConfig | None = None, **options: Any)
         front = open_front(one.config, EngineFacts.of(one))
         server = stack.enter_context(ServerThread(front, config or ServerConfig(), open_door))
         yield Fleet(server, link, doors[0])
+
+
+def assert_nothing_is_left(found: Fleet) -> None:
+    """No request runs, none is reserved, and every pool is sound."""
+    core = found.door.core
+    wait_until(lambda: found.link.running == 0 and found.door.num_choices == 0)
+    assert not found.on_loop(lambda: list(core._loads.open)), "a reservation leaked"
+    found.on_loop(lambda: core.check_integrity([]))
+    for llm in found.link.llms.values():
+        wait_until(lambda llm=llm: not llm.engine.has_unfinished_requests())
+        llm.engine.check_integrity()

@@ -6,6 +6,7 @@ Knows numbers and their ranges; decides nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from foreword.errors import ConfigError
 
@@ -49,15 +50,19 @@ class ReplicaSpec:
     """Prefill tokens a second; corrected by what is measured."""
     decode_s: float = 0.0
     """Delay of a new request's first token by each answer that the replica generates."""
+    decode_tokens: float = 0.0
+    """Prompt tokens that the answer of each request there weighs as much as, begun or not; besides `decode_s`."""
     is_prefix_closed: bool = False
     """Whether the replica never holds a block without those before it, as foreword's radix index; decisions are faster
     if all replicas say so."""
 
     def __post_init__(self) -> None:
-        if self.num_blocks < 1 or not 0 < self.tokens_per_s < float("inf") or not 0 <= self.decode_s < float("inf"):
+        delays = (self.decode_s, self.decode_tokens)
+        if self.num_blocks < 1 or not 0 < self.tokens_per_s < inf or not all(0 <= each < inf for each in delays):
             raise ConfigError(
-                f"a replica with num_blocks={self.num_blocks}, tokens_per_s={self.tokens_per_s} and decode_s="
-                f"{self.decode_s} cannot serve; use at least 1 block, a rate above 0 and a delay of at least 0"
+                f"a replica with num_blocks={self.num_blocks}, tokens_per_s={self.tokens_per_s}, decode_s="
+                f"{self.decode_s} and decode_tokens={self.decode_tokens} cannot serve; use at least 1 block, a rate "
+                "above 0 and delays of at least 0"
             )
 
 

@@ -108,7 +108,8 @@ class RoutingCore:
         self._usable |= 1 << slot
         self._open_prefixes = self._open_prefixes & ~(1 << slot) | (not spec.is_prefix_closed) << slot
         table.usable[slot], table.num_blocks[slot] = True, spec.num_blocks
-        table.rate[slot], table.decode_s[slot], table.other_tokens[slot] = spec.tokens_per_s, spec.decode_s, 0
+        table.rate[slot], table.other_tokens[slot] = spec.tokens_per_s, 0
+        table.decode_s[slot], table.decode_tokens[slot] = spec.decode_s, spec.decode_tokens
 
     def retire(self, name: str) -> None:
         """Send no more requests to a replica; those that it has go on."""
@@ -246,7 +247,7 @@ class RoutingCore:
             self._loads.backlogs(now),
             np.maximum(request.num_tokens - hits * size, 1) / rate,
             price * self._ages.chances(now - table.oldest_use) if evicted.any() else price,
-            table.decode_s * (table.num_open - table.num_waiting),
+            table.decode_s * (table.num_open - table.num_waiting) + table.decode_tokens / rate * table.num_open,
             table.num_waiting,
             table.num_open,
             waiting,

@@ -33,6 +33,11 @@ FIRST_RATE = 1000.0
 """Prefill tokens a second that a router assumes until it has measured."""
 
 
+DECODE_TOKENS = 32.0
+"""Prompt tokens that an answer under way weighs as much as: without a weight, a common prompt would gather all answers
+at the replica that has it."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
     """What a replica says of itself when it joins."""
@@ -73,7 +78,12 @@ class Replica:
         """What a router needs. `host`: where other machines reach this one."""
         cache = self._llm.config.cache
         is_closed = cache.prefix_index == "radix" and self._llm.layout.is_one_full_group
-        spec = ReplicaSpec(self._llm.engine.snapshot().num_blocks, FIRST_RATE, is_prefix_closed=is_closed)
+        spec = ReplicaSpec(
+            self._llm.engine.snapshot().num_blocks,
+            FIRST_RATE,
+            decode_tokens=DECODE_TOKENS,
+            is_prefix_closed=is_closed,
+        )
         addresses = self._llm.event_addresses
         return ReplicaFacts(spec, {name: reachable(one, host) for name, one in addresses.items()}, os.getpid())
 
