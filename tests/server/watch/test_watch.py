@@ -201,6 +201,7 @@ def test_the_page_in_a_browser(browser) -> None:
     [
         (["--port", "0", "--json"], "--port shows a dashboard and prints no reports"),
         (["--port", "0", "--host", "192.0.2.1"], "cannot listen at host='192.0.2.1', port=0"),
+        (["--port", "99999"], "port=99999 is not a port; use 1 to 65535"),
         (["--blocks", "0"], "a pool of 0 blocks holds nothing"),
         (["--record", "/nowhere/seen.jsonl"], "trace '/nowhere/seen.jsonl' cannot be written: No such file"),
         (["--port", "x"], "invalid int value: 'x'"),

@@ -75,6 +75,8 @@ def _server(args: argparse.Namespace) -> Callable[[Watcher], None]:
     """What serves the dashboard. Raises ConfigError if it cannot."""
     if args.json or args.reports is not None:
         raise ConfigError("--port shows a dashboard and prints no reports; leave out --json and --reports")
+    if not 0 <= args.port < 65536:
+        raise ConfigError(f"port={args.port} is not a port; use 1 to 65535, or 0 for any free one")
     try:
         from foreword.server.run import check_address
         from foreword.server.watch.run import serve

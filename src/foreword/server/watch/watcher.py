@@ -147,12 +147,8 @@ class Watcher:
 
     def report(self) -> Report:
         """What is known now; rates are those since the last report."""
-        mirror, follower, requests, now = (
-            self._subscriber.mirror,
-            self._subscriber.follower,
-            self._requests,
-            self._polled,
-        )
+        mirror, follower = self._subscriber.mirror, self._subscriber.follower
+        requests, now = self._requests, self._polled
         seconds, self._reported = max(1e-3, now - self._reported), now
         stored, removed = mirror.counts["stored"], mirror.counts["removed"]
         stored_per_s, removed_per_s = (stored - self._stored) / seconds, (removed - self._removed) / seconds
