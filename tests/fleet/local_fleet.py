@@ -41,6 +41,8 @@ class LocalLink:
         self.deaths: list[int] = []
         """After each of these numbers of pieces with tokens, the replica that answers is lost."""
         self.running = 0
+        self.holds_warm_ups = False
+        """Whether requests that are not a client's never begin."""
 
     def start(self, members: Members) -> None:
         self.members = members
@@ -57,6 +59,8 @@ class LocalLink:
         self.requests[replica] += 1
         dies_after = self.deaths.pop(0) if self.deaths else None
         num_pieces = 0
+        if self.holds_warm_ups and b"warm-" in data:
+            await asyncio.Event().wait()
         self.running += 1
         try:
             async with aclosing(self.replicas[replica].generate(data)) as told:

@@ -12,8 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("zmq", reason="needs foreword[cluster]")
-
 from fleet.local_fleet import Fleet, assert_nothing_is_left, fleet
 from foreword.cache import BlockRemoved, BlockStored
 from foreword.llm import LLM
@@ -322,3 +320,19 @@ def test_a_new_replica_starts_warm_and_one_that_leaves_hands_its_prefixes_on() -
             assert usage["prompt_tokens_details"]["cached_tokens"] >= 160
         assert found.link.requests["a"] == before + 3
         assert_nothing_is_left(found)
+
+
+def test_a_replica_that_warms_up_takes_requests_when_no_other_can() -> None:
+    with fleet(2) as two:
+        facts = two.on_loop(lambda: two.link.replicas["b"].facts("127.0.0.1"))
+        two.on_loop(lambda: two.door.leave("b"))
+        for question in range(3):
+            complete(two.url, long_prompt(1, question))
+        two.link.holds_warm_ups = True
+        two.on_loop(lambda: two.door.join("b", facts))
+        assert two.on_loop(lambda: two.door.core._usable.bit_count()) == 1
+        two.on_loop(lambda: two.door.leave("a"))
+        wait_until(lambda: two.on_loop(lambda: two.door.core.is_any_usable))
+        assert complete(two.url, long_prompt(1))["usage"]["completion_tokens"]
+        two.link.holds_warm_ups = False
+        assert_nothing_is_left(two)

@@ -98,6 +98,11 @@ class RoutingCore:
         """The names of the replicas that have joined and not left."""
         return list(self._slots.of_name)
 
+    @property
+    def is_any_usable(self) -> bool:
+        """Whether a request could be sent anywhere."""
+        return self._usable != 0
+
     def join(self, name: str, spec: ReplicaSpec) -> None:
         """Add a replica of which nothing is known yet, or take a retired one back."""
         slots = self._slots

@@ -44,6 +44,7 @@ def replicas(door: RoutedEngines) -> list[dict[str, Any]]:
             "open_requests": load.num_open,
             "waiting_tokens": load.waiting_tokens,
             "tokens_per_s": load.tokens_per_s,
+            "process_id": door.process_ids.get(name),
         }
         for name, load in loads.items()
     ]

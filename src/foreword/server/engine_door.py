@@ -61,6 +61,9 @@ class EngineDoor(Protocol):
     def submit(self, jobs: Sequence[Job], *, whole: bool) -> AnswerStream:
         """Submit prompts. The stream's first event says whether they were accepted: all or none."""
 
+    def shrink(self, namespace: str, max_blocks: int) -> None:
+        """Shrink a namespace's share of each engine's cache. Called where requests are found to have ended."""
+
     async def call(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
         """Run a function on every engine between two of its steps, and merge what they return.
 

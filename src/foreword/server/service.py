@@ -137,11 +137,12 @@ class Service:
             quotas_work=now.has_ledger or not options.enable_prefix_caching,
         )
         self.unknown_fields = UnknownFields(ignored=config.ignore_unknown_fields)
-        self.quotas = Quotas(llm.engine, self.tenants)
+        self.quotas = Quotas(self.tenants)
         has_curve = options.enable_prefix_caching and llm.layout.is_one_full_group
         self.more_memory = MoreMemory(now.num_blocks - now.num_sink_blocks if has_curve else None, now.block_size)
         self._after_step = (Listener("quotas", self.quotas.enforce), Listener("more_memory", self.more_memory.note))
         self.thread = open_door(llm, self.records, self._after_step)
+        self.quotas.shrink = self.thread.shrink
         self.operators = Operators(config.operator_key, asks_for_keys=self.tenants.asks_for_keys)
         self.insight = Insight(self.thread, self.records, self.more_memory)
         self.metrics = Metrics(model_name, self.insight)
