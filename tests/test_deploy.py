@@ -104,7 +104,11 @@ def test_the_image_has_a_python_and_the_extras_that_the_package_names() -> None:
     version = re.match(r"python:(3\.\d+)-slim", dockerfile("FROM")[0])
     assert version
     assert f"Programming Language :: Python :: {version[1]}" in project["classifiers"]
-    extras = {extra for names in re.findall(r"\.\[([\w,]+)\]", dockerfile("RUN")[0]) for extra in names.split(",")}
+    extras = {
+        extra
+        for names in re.findall(r"\.\[([\w,]+)(?:\$\{EXTRAS\})?\]", dockerfile("RUN")[0])
+        for extra in names.split(",")
+    }
     assert {"serve", "gpu"} <= extras <= set(project["optional-dependencies"])
 
 

@@ -226,7 +226,7 @@ class RayLink:
             response.cancel()
 
     async def _first(self, response: Any, replica: str, gone: asyncio.Event) -> list[Told]:
-        """The first message. Serve itself would wait for ever for a replica that is gone."""
+        """The first message. Serve itself would never stop waiting for a replica that is gone."""
         coming = asyncio.ensure_future(anext(response))
         leaving = asyncio.ensure_future(gone.wait())
         try:

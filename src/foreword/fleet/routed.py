@@ -210,7 +210,7 @@ class RoutedEngines:
         """Nothing to do: the stream's task ends by itself."""
 
     def shrink(self, namespace: str, max_blocks: int) -> None:
-        """Each replica may hold so many blocks of the namespace."""
+        """Each replica may hold `max_blocks` of the namespace."""
         task = asyncio.create_task(self._shrink(namespace, max_blocks))
         self._shrinking.add(task)
         task.add_done_callback(self._shrinking.discard)

@@ -1,4 +1,4 @@
-"""EngineDoor: what a server asks of the engines behind it, be it one in a thread of this process or several elsewhere.
+"""EngineDoor: what a server asks of its engines, be it one in a thread of this process or several elsewhere.
 
 Knows prompts, answers and functions of an engine; knows nothing of threads, processes and HTTP.
 """

@@ -20,7 +20,7 @@ class Quotas:
 
     def __init__(self, tenants: Tenants) -> None:
         self.shrink: Callable[[str, int], None] = lambda namespace, max_blocks: None
-        """Shrinks a namespace's share of the engine's cache, or of each engine's, to so many blocks."""
+        """Shrinks a namespace's share of the engine's cache, or of each engine's, to this number of blocks."""
         self._tenants = tenants
         self._limits: dict[str, tuple[str, int]] = {}
 
