@@ -52,6 +52,8 @@ class ReplicaSpec:
     num_blocks: int
     tokens_per_s: float
     """Prefill tokens a second; corrected by what is measured."""
+    is_rate_known: bool = True
+    """False: the rate is a guess. Until it is measured here, the mean of the measured replicas takes its place."""
     decode_s: float = 0.0
     """Delay of a new request's first token by each answer that the replica generates."""
     decode_tokens: float = 0.0

@@ -117,6 +117,10 @@ class RoutingCore:
         self._open_prefixes = self._open_prefixes & ~(1 << slot) | (not spec.is_prefix_closed) << slot
         table.usable[slot], table.num_blocks[slot] = True, spec.num_blocks
         table.rate[slot], table.other_tokens[slot] = spec.tokens_per_s, 0
+        table.guessed[slot] = not spec.is_rate_known
+        measured = table.usable & ~table.guessed
+        if table.guessed[slot] and measured.any():
+            table.rate[slot] = table.rate[measured].mean()
         table.decode_s[slot], table.decode_tokens[slot] = spec.decode_s, spec.decode_tokens
 
     def retire(self, name: str) -> None:
