@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     run.later = _arguments_of("foreword.modules.run")
 
     watch = commands.add_parser("watch", help="what the cache of a running engine holds: foreword's, vLLM's, SGLang's")
-    watch.later = _arguments_of("foreword.events.watch", "cluster")
+    watch.later = _arguments_of("foreword.server.watch.command", "cluster")
 
     cache = commands.add_parser("cache", help="what lies in a cache directory, whether it is sound, and what can go")
     actions = cache.add_subparsers(title="actions", required=True, metavar="ACTION")

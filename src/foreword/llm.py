@@ -206,10 +206,10 @@ class LLM:
     def check_priority(self, priority: int) -> None:
         """Raise InvalidRequestError for a priority that the scheduling policy ignores."""
         policy = self.config.scheduler.scheduling_policy
-        if priority and policy != "priority":
+        if priority and policy == "fcfs":
             raise InvalidRequestError(
                 f"priority={priority} has no effect under scheduling_policy={policy!r}; leave it out, or choose the "
-                "policy 'priority'"
+                "policy 'priority' or 'prefix'"
             )
 
     @property

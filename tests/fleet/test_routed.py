@@ -14,6 +14,7 @@ import pytest
 
 from fleet.local_fleet import Fleet, assert_nothing_is_left, fleet
 from foreword.cache import BlockRemoved, BlockStored
+from foreword.cluster import RoutingRequest
 from foreword.llm import LLM
 from foreword.server.options import ServerConfig
 from live_server import FALCON, MODEL, ServerThread, client, embedded_llm, post, wait_until
@@ -343,3 +344,22 @@ def test_a_replica_that_warms_up_takes_requests_when_no_other_can() -> None:
         assert complete(two.url, long_prompt(1))["usage"]["completion_tokens"]
         two.link.holds_warm_ups = False
         assert_nothing_is_left(two)
+
+
+def test_a_request_waits_for_its_front_s_turn_and_reserves_nothing_meanwhile(
+    three: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, asked = three.door.core, list[str]()
+
+    def wait_s(routing: RoutingRequest, clock_s: float) -> float:
+        asked.append(routing.request_id)
+        return 3.0
+
+    monkeypatch.setattr(core, "wait_s", wait_s)
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(complete, three.url, long_prompt(77))
+        wait_until(lambda: asked)
+        assert not three.on_loop(lambda: list(core._loads.open))
+        assert answer.result()["choices"]
+    assert len(asked) == 1
+    assert_nothing_is_left(three)

@@ -88,6 +88,7 @@ class SchedulerKeywords(TypedDict, total=False):
     long_prefill_token_threshold: int | None
     max_num_seqs: int
     scheduling_policy: Policy
+    max_overtake_s: float
     coalesce_in_flight: bool
 
 

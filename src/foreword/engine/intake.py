@@ -64,10 +64,9 @@ class Intake:
             )
             for index, own_id in enumerate(continuation_ids(request_id, params.n))
         ]
-        for request in requests[1:]:
-            request.is_fork = True
-        if links is not None:
-            for request in requests:
+        for index, request in enumerate(requests):
+            request.tenant, request.is_fork = prompt.owner, index > 0
+            if links is not None:
                 request.link(links, sources)
         return requests
 

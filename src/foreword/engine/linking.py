@@ -14,7 +14,7 @@ not fit into the empty pool together with its sources.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -30,8 +30,9 @@ COMPUTED = SamplingParams(max_tokens=1, temperature=0.0)
 class Linking:
     """The sources of one scheduler's linked requests."""
 
-    def __init__(self, manager: KVCacheManager, running: RunningRows) -> None:
-        self._manager, self._running = manager, running
+    def __init__(self, manager: KVCacheManager, running: RunningRows, queue: Callable[[Request], None]) -> None:
+        """`queue` lets a request that computes a source wait for its turn."""
+        self._manager, self._running, self._queue = manager, running, queue
         self._linked: set[Request] = set()
         """Unfinished requests that have sources."""
         self._held: dict[Request, dict[int, BlockIds]] = {}
@@ -49,12 +50,17 @@ class Linking:
     # --------------------------------------------------------------- waiting
 
     def arrive(self, request: Request) -> None:
-        """A request was queued."""
+        """A request was queued: have the sources computed that the pool lacks."""
         if request.sources:
             self._linked.add(request)
+            hit = self._manager.get_computed_blocks(request.sequence, skip_reading=request.skips_cache)
+            self._compute_missing(request, [n for n in self._pending(request, hit) if not self._is_cached(request, n)])
 
     def hold_for(self, waiting: Iterable[Request]) -> None:
-        """Before a step is planned: let the first linked request in the queue hold the sources that are there."""
+        """Before a step is planned: let the first linked request in the queue hold the sources that are there.
+
+        Those that it lacks are computed, as they are when a request arrives.
+        """
         if not self._linked:
             return
         self._head = next((request for request in waiting if request.sources), None)
@@ -62,7 +68,8 @@ class Linking:
             if request.status is RequestStatus.WAITING and request is not self._head:
                 self.release(request)
         if self._head is not None:
-            self._gather(self._head, self._manager.get_computed_blocks(self._head.sequence))
+            hit = self._manager.get_computed_blocks(self._head.sequence, skip_reading=self._head.skips_cache)
+            self._compute_missing(self._head, self._gather(self._head, hit))
 
     def must_wait(self, request: Request, hit: PrefixHit) -> bool:
         """Whether the pool lacks a source of a run that the hit lacks. If not, the request holds all of them."""
@@ -74,39 +81,51 @@ class Linking:
 
     def _gather(self, request: Request, hit: PrefixHit) -> list[int]:
         """Hold the sources that the pool has; returns the numbers of the runs that still lack theirs."""
-        assert request.links is not None
         held, missing = self._held.setdefault(request, {}), []
-        for number in request.links.pending_from(hit.num_tokens):
+        for number in self._pending(request, hit):
             if number in held:
                 continue
-            num_blocks = -(-request.links.runs[number].source_end // self._manager.block_size)
-            found = self._manager.hold_source(request.sources[number], num_blocks)
+            found = self._manager.hold_source(request.sources[number], self._num_blocks(request, number))
             if found is None:
                 missing.append(number)
             else:
                 held[number] = found
         return missing
 
-    def missing_sources(self, request: Request, hit: PrefixHit) -> list[Request]:
-        """New requests that compute what a waiting request lacks; they share its place in the queue."""
+    def _pending(self, request: Request, hit: PrefixHit) -> list[int]:
+        """The numbers of the runs that a hit lacks."""
         assert request.links is not None
-        held, made = self._held.get(request, {}), []
-        for number in request.links.pending_from(hit.num_tokens):
-            if number in held:
-                continue
+        return request.links.pending_from(hit.num_tokens)
+
+    def _num_blocks(self, request: Request, number: int) -> int:
+        """The number of a source's first blocks that hold a run."""
+        assert request.links is not None
+        return -(-request.links.runs[number].source_end // self._manager.block_size)
+
+    def _is_cached(self, request: Request, number: int) -> bool:
+        """Whether the pool has the source of a run, or a step that is planned computes it."""
+        [table] = self._manager.cached_blocks(request.sources[number])
+        return bool((table[: self._num_blocks(request, number)] >= 0).all())
+
+    def _compute_missing(self, request: Request, missing: Sequence[int]) -> None:
+        """Queue requests that compute the sources of these runs, before the linked request itself."""
+        distinct = [*dict.fromkeys(request.sources)]
+        for number in missing:
             source = request.sources[number]
             key = source.block_hashes()[-1]
             if key not in self._computing:
-                self._computing[key] = computing = self._compute(source, request)
-                made.append(computing)
+                rank, last = request.service_key
+                computing = self._request_for(source, request)
+                computing.service_key = rank, last - 1 - distinct.index(source)
+                self._computing[key] = computing
+                self._queue(computing)
             self._wanted_by.setdefault(self._computing[key], set()).add(request)
-        return made
 
-    def _compute(self, source: TokenSequence, request: Request) -> Request:
+    def _request_for(self, source: TokenSequence, request: Request) -> Request:
         self._num_sources += 1
         sequence = source.renamed(f"source {self._num_sources} of {request.request_id}")
         computing = Request(sequence, COMPUTED, max_tokens=1, priority=request.priority)
-        computing.service_key = request.service_key
+        computing.tenant = request.tenant
         return computing
 
     @property
@@ -120,9 +139,8 @@ class Linking:
         """A request was admitted with this hit."""
         if not request.sources:
             return
-        assert request.links is not None
         self._stop_wanting(request)
-        held, needed = self._held[request], request.links.pending_from(hit.num_tokens)
+        held, needed = self._held[request], self._pending(request, hit)
         for number in held.keys() - set(needed):
             self._manager.release_blocks(held.pop(number))
         request.num_copied_tokens = 0

@@ -11,22 +11,23 @@ difference. Prefill, chunked prefill, decoding and resuming after preemption are
 
 from __future__ import annotations
 
-import bisect
 import logging
 import time
-from collections.abc import Iterable
-from operator import attrgetter
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from foreword.batch import Batch, BatchResult, Entries, Int64Array, build_batch
-from foreword.cache import KVCacheManager, PrefixHit, StateCheckpoints
+from foreword.cache import KVCacheManager, StateCheckpoints
 from foreword.config import SchedulerConfig
 from foreword.engine.coalescing import Coalescing
 from foreword.engine.linking import Linking
 from foreword.engine.running_rows import RunningRows
-from foreword.engine.shares import Shares, Spans, num_computed
+from foreword.engine.shares import Shares, Spans
+from foreword.engine.starter import Starter, WaitsFor
 from foreword.engine.tiering.director import TierDirector
+from foreword.engine.waiting.choose import make_queue
+from foreword.engine.waiting.pace import Pace
 from foreword.errors import ConfigError
 from foreword.request import NO_ROW, NOTHING_ALLOWED, FinishReason, Request, RequestStatus
 
@@ -36,13 +37,20 @@ logger = logging.getLogger(__name__)
 class Scheduler:
     """Continuous batching over one token budget; a hit's tokens take nothing of it.
 
-    Both queues are in service order. Running requests come first in a step. When blocks run short, the scheduler
-    preempts the last of them: it frees its blocks (they stay cached), and the request waits at its old place for
-    another lookup. A waiting request that does not fit blocks all later ones, so none starves.
+    Running requests come first in a step, in service order. When blocks run short, the scheduler preempts the last of
+    them: it frees its blocks (they stay cached), and the request waits for another lookup. The waiting queue has an
+    order of its own. Its oldest request blocks all others if it does not fit, so none starves.
     """
 
-    def __init__(self, manager: KVCacheManager, config: SchedulerConfig, tiers: TierDirector | None = None) -> None:
-        """`tiers`: what lies below the pool; None: nothing does."""
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        config: SchedulerConfig,
+        tiers: TierDirector | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`tiers`: what lies below the pool; None: nothing does. `clock`: seconds, to measure steps."""
         self.manager = manager
         self.config = config
         self._tiers = tiers or TierDirector.of_none(manager)
@@ -54,38 +62,44 @@ class Scheduler:
                 f"max_num_batched_tokens={config.max_num_batched_tokens} is less than the {self.states.grid} tokens "
                 "between places where a recurrent state can be saved; raise it, or lower state_block_size"
             )
-        self._waiting: list[Request] = []
-        """In service order."""
         self._running = RunningRows()
-        self._linking = Linking(manager, self._running)
-        self._shares = Shares(self._running, config, self.states, self._linking)
-        self._coalescing = self._make_coalescing()
+        self._pace = Pace(clock)
+        self._waiting = make_queue(manager, config, self._pace)
+        self._coalescing = Coalescing(
+            manager,
+            self.states if self._saves_states else None,
+            self._running.num_computed_of,
+            enabled=config.coalesce_in_flight and manager.enable_prefix_caching,
+        )
+        self._linking = Linking(manager, self._running, self._queue_source)
+        self._shares = Shares(
+            self._running, config, self.states, self._linking, lambda most: self._starter.wanted(most)
+        )
+        waits = WaitsFor(self._coalescing, self._tiers, self._linking)
+        self._starter = Starter(manager, self._waiting, self._running, waits, self._shares.end)
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
-
-    def _make_coalescing(self) -> Coalescing:
-        enabled = self.config.coalesce_in_flight and self.manager.enable_prefix_caching
-        states = self.states if self._saves_states else None
-        return Coalescing(self.manager, states, self._running.num_computed_of, enabled=enabled)
 
     # ------------------------------------------------------------------ intake
 
     def add(self, request: Request) -> None:
         """Queue a request; its id must not be in use."""
         assert request.request_id not in self._requests
-        rank = request.priority if self.config.scheduling_policy == "priority" else 0
+        rank = 0 if self.config.scheduling_policy == "fcfs" else request.priority
+        self._num_arrived += 1 + len(set(request.sources))  # numbers of its own for those who compute its sources
         request.service_key = (rank, self._num_arrived)
-        self._num_arrived += 1
         if self.states is not None and self._saves_states:
             request.state_positions = self.states.of_prompt(request.sequence, request.message_ends)
-        self._wait(request)
+        self._waiting.add(request)
         self._requests[request.request_id] = request
         self._tiers.arrive(request)
         self._linking.arrive(request)
 
-    def _wait(self, request: Request) -> None:
-        """Put a request at its place in the queue."""
-        bisect.insort(self._waiting, request, key=attrgetter("service_key"))
+    def _queue_source(self, source: Request) -> None:
+        """Queue a request that computes what a linked one needs."""
+        self._waiting.add(source)
+        self._requests[source.request_id] = source
+        self._tiers.arrive(source)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -155,6 +169,7 @@ class Scheduler:
     def _next_entries(self) -> Entries:
         """The shares of the next step; empty if there is nothing to do. Allocates the step's blocks."""
         self.manager.begin_step()
+        self._pace.begin_step()
         self._linking.hold_for(self._waiting)
         entries = self._serve(self._shares.of_running(self.config.max_num_batched_tokens))
         if not len(entries):
@@ -173,11 +188,11 @@ class Scheduler:
         if served < len(rows):
             kept = self._find_room(rows, ends, served)
             return self._running.entries(*self._linking.without_runs(rows[kept], starts[kept], ends[kept]))
-        _, firsts, lasts = self._linking.without_runs(rows, starts, ends)
         if len(self._waiting):
-            admitted = self._admit_waiting(
-                self.config.max_num_batched_tokens - int((lasts - firsts).sum()), ahead=ahead
-            )
+            _, firsts, lasts = self._linking.without_runs(rows, starts, ends)
+            left = self.config.max_num_batched_tokens - int((lasts - firsts).sum())
+            is_cut = self._shares.leaves_room and bool((ends < self._running.progress["num_tokens"][rows]).any())
+            admitted = self._starter.start(left, self.config.max_num_seqs, ahead=ahead, whole=is_cut)
             rows, starts, ends = (np.append(own, new) for own, new in zip(planned, admitted.T, strict=True))
         return self._running.entries(*self._linking.without_runs(rows, starts, ends))
 
@@ -204,66 +219,6 @@ class Scheduler:
                 kept.append(number)
         return kept
 
-    def _admit_waiting(self, budget: int, *, ahead: bool) -> Int64Array:
-        """Admit waiting requests; returns the row, start and end of each, [admitted, 3]."""
-        spans: list[tuple[int, int, int]] = []
-        waiting = self._waiting.copy()
-        for at, request in enumerate(waiting):
-            if not budget or len(self._running) >= self.config.max_num_seqs:
-                break
-            if self._coalescing.still_waits(request) or self._tiers.still_waits(request):
-                continue
-            hit = self.manager.get_computed_blocks(
-                request.sequence,
-                skip_reading=request.skips_cache,
-                resumed=request.num_preemptions > 0,
-                forked=request.is_fork,
-            )
-            if self._coalescing.must_wait(request, hit):
-                continue
-            if self._tiers.must_wait(request, hit, may_begin=not ahead):
-                continue
-            if self._linking.must_wait(request, hit):
-                waiting[at + 1 : at + 1] = self._compute_sources(request, hit)  # their turn is next
-                continue
-            end = self._shares.end(request, hit.num_tokens, budget)
-            if end == hit.num_tokens:
-                break  # no room for a whole cell of recurrent layers
-            row = self.manager.admit(request.sequence, end, hit, save_states_at=request.state_positions)
-            if row is None:
-                if not len(self._running) and (self._tiers.yield_blocks() or self._linking.yield_blocks(request)):
-                    return self._admit_waiting(budget, ahead=ahead)
-                break
-            self._start(request, row, hit, end)
-            spans.append((row, hit.num_tokens, end))
-            budget -= num_computed(request, hit.num_tokens, end)
-        return np.array(spans, np.int64).reshape(-1, 3)
-
-    def _compute_sources(self, request: Request, hit: PrefixHit) -> list[Request]:
-        """Queue requests that compute the sources that a linked request lacks, right after it."""
-        sources = self._linking.missing_sources(request, hit)
-        for source in sources:
-            self._requests[source.request_id] = source
-            self._wait(source)
-            self._tiers.arrive(source)
-        return sources
-
-    def _start(self, request: Request, row: int, hit: PrefixHit, end: int) -> None:
-        """Run a request in the row in which it was admitted."""
-        self._waiting.remove(request)
-        self._running.add(row, request, hit.num_tokens, hit.num_shared_tokens)
-        request.status = RequestStatus.RUNNING
-        request.num_scheduled_tokens = end
-        if request.metrics.first_scheduled_time is None:
-            request.metrics.first_scheduled_time = time.monotonic()
-            request.loads.num_offered_tokens = hit.num_shared_tokens
-            most = request.num_prompt_tokens if request.sequence.linked_from is None else request.sequence.linked_from
-            num_cached = request.num_cached_tokens = min(hit.num_tokens, most)
-            request.cached_tokens_by_tier = request.loads.tokens_by_tier(num_cached)
-            request.explain(self.manager.explanation_of(request.request_id))
-        self._coalescing.begin(request, hit, end)
-        self._linking.start(request, hit)
-
     # ------------------------------------------------------------------ commit
 
     def commit(self, entries: Entries, result: BatchResult, seconds: float | None = None) -> list[Request]:
@@ -274,6 +229,7 @@ class Scheduler:
         """
         self._tiers.note_settled(entries, seconds)
         self._linking.settle()
+        self._pace.note_step(entries)
         running, alive = self._running, self._running.still_run(entries)
         running.progress["num_computed"][entries.rows[alive]] = entries.ends[alive]
         numbers = (alive & entries.samples).nonzero()[0]
@@ -372,9 +328,10 @@ class Scheduler:
                 computed = int(max(progress["num_computed"], progress["num_shared"]))
             self.manager.forget_uncomputed(request_id, computed)
             self.manager.free(request_id)
-        self._linking.reset()
         self._running.clear()  # the object stays: steps that are still to fail refer to its rows
-        self._waiting, self._coalescing = [], self._make_coalescing()
+        self._waiting.clear()
+        self._coalescing.clear()
+        self._linking.reset()
         self._requests.clear()
         for request in requests:
             self._end_life(request, "abort")
@@ -393,13 +350,13 @@ class Scheduler:
         request = self._requests.pop(request_id)
         if request.status is RequestStatus.RUNNING:
             self._release(request)
+            self._waiting.note_end(request)
         else:
             self._waiting.remove(request)
         self._coalescing.stop_waiting(request)
         self._tiers.leave(request)
         self._end_life(request, reason)
-        for source in self._linking.leave(request):
-            self.abort([source.request_id])
+        self.abort([source.request_id for source in self._linking.leave(request)])
 
     def _end_life(self, request: Request, reason: FinishReason) -> None:
         request.status = RequestStatus.FINISHED
@@ -414,7 +371,7 @@ class Scheduler:
         request.num_preemptions += 1
         request.loads.may_ask = True
         self.num_preemptions += 1
-        self._wait(request)
+        self._waiting.add(request)
         logger.info("preempted %s: no free blocks", request.request_id)
 
     def _release(self, request: Request) -> None:
@@ -426,7 +383,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError if queues, holdings and the cache contradict each other."""
         self.manager.check_integrity()
-        running, waiting = list(self._running), self._waiting
+        running, waiting = list(self._running), list(self._waiting)
+        self._waiting.check_integrity()
         assert {r.request_id for r in running} | {r.request_id for r in waiting} == set(self._requests)
         assert len(running) + len(waiting) == len(self._requests), "a request is queued twice"
         assert set(self.manager.held_request_ids()) == {r.request_id for r in running}, "a holding leaked"

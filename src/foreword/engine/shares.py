@@ -6,6 +6,8 @@ of the budget, and a share ends with a computed token. With recurrent layers it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from foreword.batch import Int64Array
@@ -23,9 +25,16 @@ class Shares:
     """Divides the budget of a step among running requests, in their order."""
 
     def __init__(
-        self, running: RunningRows, config: SchedulerConfig, states: StateCheckpoints | None, linking: Linking
+        self,
+        running: RunningRows,
+        config: SchedulerConfig,
+        states: StateCheckpoints | None,
+        linking: Linking,
+        wanted_by_waiting: Callable[[int], int],
     ) -> None:
+        """`wanted_by_waiting`: tokens, up to a number, that waiting requests need for the rest of their prompts."""
         self._running, self._config, self._states, self._linking = running, config, states, linking
+        self._wanted_by_waiting = wanted_by_waiting
 
     def of_running(self, budget: int) -> Spans:
         """The spans that running requests compute next, if there are blocks for all of them."""
@@ -35,11 +44,30 @@ class Shares:
             ends = self._one_by_one(rows, starts, budget)
         else:
             wanted = self._running.progress["num_tokens"][rows] - starts
-            np.minimum(wanted, self._config.long_prefill_token_threshold or budget, out=wanted)
+            np.minimum(wanted, self._config.long_prefill_token_threshold or self._most_each(wanted, budget), out=wanted)
             left = budget + wanted - wanted.cumsum()  # for each row, after the rows before it
             ends = starts + np.minimum(wanted, np.maximum(left, 0))
         computing = ends > starts
         return (rows, starts, ends) if computing.all() else (rows[computing], starts[computing], ends[computing])
+
+    @property
+    def leaves_room(self) -> bool:
+        """Whether a prompt that one step cannot finish leaves room for others, without the option that says how much.
+
+        With recurrent layers it does not: its steps end at their cells.
+        """
+        return self._states is None and self._config.long_prefill_token_threshold is None
+
+    def _most_each(self, wanted: Int64Array, budget: int) -> int:
+        """Most tokens of one running request: a prompt that does not fit leaves up to half of the step to others.
+
+        These are running requests, and waiting ones that can compute the whole rest of their prompts beside it.
+        """
+        longest, total = int(wanted.max(initial=0)), int(wanted.sum())
+        if total <= budget:
+            return budget
+        others, half = total - longest, budget // 2
+        return budget - min(half, others + self._wanted_by_waiting(half - others))
 
     def _one_by_one(self, rows: Int64Array, starts: Int64Array, budget: int) -> Int64Array:
         """The end of each row's span with recurrent layers or linked prompts, at most `budget` tokens in all."""

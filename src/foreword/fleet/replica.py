@@ -84,6 +84,7 @@ class Replica:
         spec = ReplicaSpec(
             self._llm.engine.snapshot().num_blocks,
             FIRST_RATE,
+            is_rate_known=False,
             decode_tokens=DECODE_TOKENS,
             is_prefix_closed=is_closed,
         )

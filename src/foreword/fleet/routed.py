@@ -322,6 +322,8 @@ class RoutedEngines:
 
     async def _choose(self, request: _Request) -> Decision:
         """Choose and reserve. A request that has begun waits for a replica to join. Raises APIError 503."""
+        if wait_s := self.core.wait_s(request.routing, time.time()):
+            await asyncio.sleep(wait_s)  # other fronts decide first
         deadline = time.monotonic() + JOIN_S
         while True:
             gone = request.avoided.intersection(self.core.replicas)
@@ -336,6 +338,8 @@ class RoutedEngines:
                 except TimeoutError:
                     continue
             else:
+                if self._peers is not None:
+                    self._peers.flush()
                 self.log.add(decision)
                 request.job.record.route = Explanation.of_decision(decision).text()
                 return decision

@@ -25,6 +25,7 @@ from foreword.replay.linking_command import add_linking_arguments, run_linking
 from foreword.replay.picture import check_format, write_picture
 from foreword.replay.report import as_json, capacity_name, gigabytes, print_report, table_of
 from foreword.replay.rivals import RULES
+from foreword.replay.scheduling_command import add_scheduling_arguments, compare_schedulings, schedulings_of
 from foreword.replay.simulator import OPTIMUM, ReplayResult, Simulation
 from foreword.replay.tiers import TierOption, replay_tiers
 from foreword.replay.timing import Routing, StepCost, TimingOptions, simulate_time
@@ -86,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RULE",
         help="which replica a request goes to: round_robin, least_loaded or prefix_aware (default)",
     )
+    add_scheduling_arguments(time)
     add_cluster_arguments(parser)
     add_linking_arguments(parser)
     parser.add_argument("--json", action="store_true", help="end with one JSON line; all else goes to stderr")
@@ -102,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     simulation = Simulation(_names(args.policy, "policy", DEFAULT_POLICIES), (), sampling_rate=args.sample)
     _capacities(args.capacity, 1, bytes_per_token)
     cluster, cost = cluster_options(args), _step_cost(args)
+    schedulings = schedulings_of(args)
     tier = None if args.tier is None else TierOption.parse(args.tier)
     if tier is not None:
         tier.capacity(1, bytes_per_token)
@@ -118,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
         print_report(result, console, args.trace.name, bytes_per_token)
         tiers = [] if tier is None else _replay_tier(tier, reader, result, bytes_per_token, console)
         timing = _simulate_time(args, reader, result, cost, console) if cost is not None else {}
+        schedules = compare_schedulings(args, schedulings, reader, result, cost, console) if cost is not None else {}
         served = [
             (policy, capacity, replace(cluster, num_blocks=capacity.num_blocks, eviction_policy=policy))
             for policy in result.hits
@@ -134,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
                 **report,
                 "tiers": tiers,
                 "timing": timing,
+                "scheduling": schedules,
                 "cluster": clusters,
                 "malformed_lines": reader.num_malformed,
             }

@@ -132,6 +132,8 @@ class Request:
     """For each run of the links the sequence that it is copied from."""
     num_copied_tokens = 0
     """Linked tokens that were copied since it was last admitted."""
+    tenant: str | None = None
+    """Who sent it, if that is known."""
 
     def __init__(
         self,
@@ -241,8 +243,13 @@ class Request:
             found = limits.only_end()
         return found
 
-    def explain(self, lookup: LookupExplanation | None) -> None:
-        """Note the result of the lookup that admitted it, and what tiers gave."""
+    def note_admission(self, num_hit_tokens: int, num_shared_tokens: int, lookup: LookupExplanation | None) -> None:
+        """Note the first admission: the tokens of the hit, those in shared blocks, and the result of the lookup."""
+        self.metrics.first_scheduled_time = time.monotonic()
+        self.loads.num_offered_tokens = num_shared_tokens
+        linked_from = self.sequence.linked_from  # what comes after is approximate, and no hit
+        self.num_cached_tokens = min(num_hit_tokens, self.num_prompt_tokens if linked_from is None else linked_from)
+        self.cached_tokens_by_tier = self.loads.tokens_by_tier(self.num_cached_tokens)
         self.explanation = lookup
         if lookup is not None and (self.loads.spans or self.loads.failure):
             loaded = {name: count for name, count in self.cached_tokens_by_tier.items() if name != "memory"}
