@@ -23,6 +23,8 @@ from foreword.cache import BlockHash, BlockIds, KVCacheManager, PrefixHit, Token
 from foreword.engine.running_rows import RunningRows
 from foreword.request import LinkedRun, Request, RequestStatus, SamplingParams
 
+SOURCE_KEYS = 1 << 20
+"""Places in the queue before a linked request, for the requests that compute its sources; none is used twice."""
 COMPUTED = SamplingParams(max_tokens=1, temperature=0.0)
 """A source is a prompt: the token that follows it is of no use."""
 
@@ -109,20 +111,19 @@ class Linking:
 
     def _compute_missing(self, request: Request, missing: Sequence[int]) -> None:
         """Queue requests that compute the sources of these runs, before the linked request itself."""
-        distinct = [*dict.fromkeys(request.sources)]
         for number in missing:
             source = request.sources[number]
             key = source.block_hashes()[-1]
             if key not in self._computing:
                 rank, last = request.service_key
                 computing = self._request_for(source, request)
-                computing.service_key = rank, last - 1 - distinct.index(source)
+                computing.service_key = rank, last - self._num_sources % SOURCE_KEYS
                 self._computing[key] = computing
                 self._queue(computing)
             self._wanted_by.setdefault(self._computing[key], set()).add(request)
 
     def _request_for(self, source: TokenSequence, request: Request) -> Request:
-        self._num_sources += 1
+        self._num_sources += 1 if (self._num_sources + 1) % SOURCE_KEYS else 2  # 0 is the linked request's own place
         sequence = source.renamed(f"source {self._num_sources} of {request.request_id}")
         computing = Request(sequence, COMPUTED, max_tokens=1, priority=request.priority)
         computing.tenant = request.tenant

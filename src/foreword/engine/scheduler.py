@@ -21,7 +21,7 @@ from foreword.batch import Batch, BatchResult, Entries, Int64Array, build_batch
 from foreword.cache import KVCacheManager, StateCheckpoints
 from foreword.config import SchedulerConfig
 from foreword.engine.coalescing import Coalescing
-from foreword.engine.linking import Linking
+from foreword.engine.linking import SOURCE_KEYS, Linking
 from foreword.engine.running_rows import RunningRows
 from foreword.engine.shares import Shares, Spans
 from foreword.engine.starter import Starter, WaitsFor
@@ -86,7 +86,7 @@ class Scheduler:
         """Queue a request; its id must not be in use."""
         assert request.request_id not in self._requests
         rank = 0 if self.config.scheduling_policy == "fcfs" else request.priority
-        self._num_arrived += 1 + len(set(request.sources))  # numbers of its own for those who compute its sources
+        self._num_arrived += SOURCE_KEYS if request.sources else 1
         request.service_key = (rank, self._num_arrived)
         if self.states is not None and self._saves_states:
             request.state_positions = self.states.of_prompt(request.sequence, request.message_ends)
