@@ -9,7 +9,16 @@ import os
 from collections.abc import Sequence
 from typing import TypedDict
 
-from foreword.config.engine import AdmissionName, Dtype, EvictionName, HashName, IndexName, KernelName, Policy
+from foreword.config.engine import (
+    AdmissionName,
+    DraftTokens,
+    Dtype,
+    EvictionName,
+    HashName,
+    IndexName,
+    KernelName,
+    Policy,
+)
 from foreword.config.events import EncodingName, HashesName
 
 
@@ -78,6 +87,7 @@ class SchedulerKeywords(TypedDict, total=False):
     max_num_seqs: int
     scheduling_policy: Policy
     coalesce_in_flight: bool
+    draft_tokens: DraftTokens
 
 
 class EventsKeywords(TypedDict, total=False):

@@ -37,6 +37,7 @@ from foreword.cache import (
     TokenSequence,
 )
 from foreword.config import SchedulerConfig
+from foreword.engine.drafts.drafting import Drafting
 from foreword.engine.intake import Intake, continuation_ids
 from foreword.engine.keeper import Keeper
 from foreword.engine.outputs import Outputs
@@ -76,6 +77,7 @@ class Engine:
         self._runner = runner
         self._launcher = runner if isinstance(runner, LaunchingRunner) else None
         self._outputs = Outputs(None if text is None else text.open_stream, self.scheduler.finish)
+        self.scheduler.recording.read_text = self._outputs.read
         step = config.max_num_batched_tokens
         keys = keys or BlockKeys()
         self._keys_digest = keys.digest()
@@ -119,6 +121,10 @@ class Engine:
                 self.scheduler.finish_if_answered(request)
             self._outputs.collect(requests)
         return output
+
+    def draft_with(self, drafting: Drafting) -> None:
+        """Draft tokens from the next step on."""
+        self.scheduler.drafting = drafting
 
     def next_seeds(self, count: int) -> list[int]:
         """The seeds that the next requests get if their parameters have none."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +33,16 @@ class TokenConstraint(Protocol):
     def allowed(self, output_token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Mask over the vocabulary, from all tokens of the answer so far. Must not raise.
 
-        Called once for each token, in order. A mask that allows nothing ends the answer.
+        Called in order: each answer begins with that of the call before. A mask that allows nothing ends the answer.
         """
+
+
+@runtime_checkable
+class ForkingConstraint(TokenConstraint, Protocol):
+    """A constraint that can look ahead, so that answers under it can be drafted."""
+
+    def fork(self) -> TokenConstraint | None:
+        """A constraint at the same place in the answer, which goes its own way; None if it cannot be made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

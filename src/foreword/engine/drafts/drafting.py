@@ -1,0 +1,153 @@
+"""Drafting: which tokens the next step checks besides the ones it must compute.
+
+Knows drafters, running requests and the times of steps; knows nothing of blocks, or of how tokens are sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from foreword.batch import Entries, IntArray
+from foreword.config import DraftTokens
+from foreword.engine.drafts.drafter import Drafter, Proposal
+from foreword.engine.drafts.gain import Acceptance, StepTimes, best_lengths
+from foreword.request import DraftCounts, Request
+
+MOST_DRAFTED = 31
+"""Most tokens of one request to draft in a step."""
+
+
+@dataclass(slots=True)
+class _Guess:
+    """A proposal for the next step of a request."""
+
+    proposal: Proposal
+    length: int
+    """Length of the text that it goes on from."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of a running request: for each source, the weight of trials and of right ones."""
+
+    trials: dict[str, list[float]] = field(default_factory=dict)
+    guesses: list[_Guess] = field(default_factory=list)
+
+    def of(self, source: str) -> list[float]:
+        return self.trials.setdefault(source, [0.0, 0.0])
+
+
+class Drafting:
+    """Asks drafters, and takes as many of their tokens as pay.
+
+    Every guess is compared with what came, whether it was drafted or not, so a source that is not used is still judged.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], vocab_size: int, draft_tokens: DraftTokens = "auto") -> None:
+        """`draft_tokens`: the most tokens of a request to draft, whatever they cost; "auto": as many as pay."""
+        self._drafters = tuple(drafters)
+        self._vocab_size = vocab_size
+        self._fixed = None if draft_tokens == "auto" else int(draft_tokens)
+        self._acceptance, self._times = Acceptance(), StepTimes()
+        self._known: WeakKeyDictionary[Request, _Known] = WeakKeyDictionary()
+        self._drafted_from: dict[Request, str] = {}
+        """The sources of the drafts of the step that is planned."""
+        self.counts = DraftCounts()
+        """Of all requests since the start."""
+
+    def plan(self, requests: Sequence[Request], num_rows: int, room: int) -> dict[int, IntArray]:
+        """The drafts for the next step, by the requests' rows.
+
+        `requests` decode, one row each, in a step of `num_rows` rows, to which at most `room` can be added.
+        """
+        self._drafted_from.clear()
+        if not self._may_pay(len(requests), num_rows, room):
+            return {}
+        guesses = [self._guess(request) for request in requests]
+        longest = [0 if guess is None else len(guess[0].token_ids) for guess in guesses]
+        if self._fixed is not None:
+            lengths = self._fixed_lengths(longest, room)
+        else:
+            chances = [0.0 if guess is None else guess[1] for guess in guesses]
+            lengths = best_lengths(chances, longest, num_rows, len(requests), self._times, room)
+        drafts = {}
+        for request, guess, length in zip(requests, guesses, lengths, strict=True):
+            if guess is not None and length:
+                token_ids = guess[0].token_ids[:length]
+                length = request.cut_drafts(token_ids.tolist(), self._vocab_size)
+                if length:
+                    drafts[request.row] = token_ids[:length]
+                    self._drafted_from[request] = guess[0].source
+        return drafts
+
+    def _may_pay(self, num_requests: int, num_rows: int, room: int) -> bool:
+        """Whether drafts would pay if all of them were right."""
+        if room <= 0 or self._fixed is not None:
+            return room > 0
+        more = np.arange(1 + min(room, num_requests * MOST_DRAFTED))
+        rates = (num_requests + more) / self._times.seconds(num_rows + more)
+        return int(rates.argmax()) > 0
+
+    def _fixed_lengths(self, longest: Sequence[int], room: int) -> list[int]:
+        assert self._fixed is not None
+        lengths = []
+        for most in longest:
+            lengths.append(min(most, self._fixed, room))
+            room -= lengths[-1]
+        return lengths
+
+    def _guess(self, request: Request) -> tuple[Proposal, float] | None:
+        """The proposal that is likeliest to be right, and the chance of each of its tokens."""
+        known = self._known.setdefault(request, _Known())
+        self._judge(request, known)
+        most = min(MOST_DRAFTED, request.max_tokens - request.num_output_tokens - 1)
+        if most <= 0:
+            return None
+        best: tuple[Proposal, float] | None = None
+        for drafter in self._drafters:
+            proposal = drafter.propose(request, most)
+            if proposal is None:
+                continue
+            known.guesses.append(_Guess(proposal, len(request)))
+            chance = self._acceptance.chance(proposal.source, proposal.num_matched, known.of(proposal.source))
+            if best is None or chance > best[1]:
+                best = proposal, chance
+        return best
+
+    def _judge(self, request: Request, known: _Known) -> None:
+        """Compare the last guesses with what came."""
+        for guess in known.guesses:
+            came = request.sequence.token_ids[guess.length :]
+            proposal = guess.proposal
+            guessed = proposal.token_ids[: len(came)]
+            wrong = np.flatnonzero(guessed != came[: len(guessed)])
+            num_right = int(wrong[0]) if len(wrong) else len(guessed)
+            self._acceptance.note(
+                proposal.source,
+                proposal.num_matched,
+                num_right,
+                one_was_wrong=len(wrong) > 0,
+                own=known.of(proposal.source),
+            )
+        known.guesses.clear()
+
+    def note_checked(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """A step has checked a request's draft, of which these tokens are in its answer now."""
+        source = self._drafted_from.pop(request)
+        for counts in (self.counts, request.drafts):
+            counts.count(source, num_accepted, num_drafted - num_accepted)
+
+    def note_step(self, entries: Entries, seconds: float | None) -> None:
+        """A step was computed in this time, if that is known."""
+        if seconds is not None:
+            self._times.note(int((entries.ends - entries.starts).sum()), seconds)
+
+    def leave(self, request: Request) -> None:
+        """A request has ended."""
+        self._known.pop(request, None)
+        for drafter in self._drafters:
+            drafter.leave(request)
