@@ -38,7 +38,7 @@ class Told:
 def draft_as_told(engine: Engine, guess: Guess, draft_tokens: int = 5) -> Drafting:
     """Let an engine draft what a function says, up to `draft_tokens` tokens at a time, whatever it costs."""
     drafting = Drafting([Told(guess)], engine.limits.vocab_size, draft_tokens)
-    engine.draft_with(drafting)
+    engine.scheduler.drafting = drafting
     return drafting
 
 

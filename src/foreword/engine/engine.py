@@ -36,8 +36,8 @@ from foreword.cache import (
     PrefixNode,
     TokenSequence,
 )
-from foreword.config import SchedulerConfig
-from foreword.engine.drafts.drafting import Drafting
+from foreword.config import DraftTokens, SchedulerConfig
+from foreword.engine.drafts.choose import choose_drafting
 from foreword.engine.intake import Intake, continuation_ids
 from foreword.engine.keeper import Keeper
 from foreword.engine.outputs import Outputs
@@ -122,9 +122,18 @@ class Engine:
             self._outputs.collect(requests)
         return output
 
-    def draft_with(self, drafting: Drafting) -> None:
-        """Draft tokens from the next step on."""
-        self.scheduler.drafting = drafting
+    def draft(self, draft_tokens: DraftTokens, inexactness: str | None = None) -> None:
+        """Draft at most so many tokens of a request in each step, or as many as pay, if this engine can.
+
+        `inexactness`: why this machine breaks the promise of equal bits, if it does.
+        """
+        self.scheduler.drafting = choose_drafting(
+            draft_tokens,
+            self.manager,
+            self.limits.vocab_size,
+            launches=self._launcher is not None,
+            inexactness=inexactness,
+        )
 
     def next_seeds(self, count: int) -> list[int]:
         """The seeds that the next requests get if their parameters have none."""
