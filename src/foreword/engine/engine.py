@@ -123,7 +123,7 @@ class Engine:
         return output
 
     def draft(self, draft_tokens: DraftTokens, inexactness: str | None = None) -> None:
-        """Draft at most so many tokens of a request in each step, or as many as pay, if this engine can.
+        """Draft at most `draft_tokens` tokens of a request in each step, or as many as pay, if this engine can.
 
         `inexactness`: why this machine breaks the promise of equal bits, if it does.
         """

@@ -109,10 +109,8 @@ class RecentAnswers:
 
     def __init__(self) -> None:
         self._texts: OrderedDict[tuple[str | None, str | None], SuffixIndex] = OrderedDict()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(text.num_bytes for text in self._texts.values())
+        self.num_bytes = 0
+        """Of all namespaces."""
 
     def propose(self, request: Request, most: int) -> Proposal | None:
         text = self._texts.get(_namespace(request))
@@ -131,16 +129,18 @@ class RecentAnswers:
         if request.finish_reason not in ("stop", "length") or len(answer) < 4:
             return
         key = _namespace(request)
-        text = self._texts.get(key) or SuffixIndex()
+        text = self._texts.pop(key, None)
+        self.num_bytes -= 0 if text is None else text.num_bytes
+        text = SuffixIndex() if text is None else text
         added = np.append(answer[-self.MOST_TOKENS // 2 :], np.int32(END_OF_ANSWER))
         if len(text) + len(added) > self.MOST_TOKENS:
             kept, text = text.tokens[-self.MOST_TOKENS // 2 :], SuffixIndex()
             text.extend(kept)
         text.extend(added)
         self._texts[key] = text
-        self._texts.move_to_end(key)
+        self.num_bytes += text.num_bytes
         while self.num_bytes > self.MOST_BYTES:
-            self._texts.popitem(last=False)
+            self.num_bytes -= self._texts.popitem(last=False)[1].num_bytes
 
 
 _NOTHING: IntArray = np.empty(0, np.int32)
