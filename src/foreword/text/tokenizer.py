@@ -148,6 +148,14 @@ class Tokenizer(Renderer):
             ) from error
         return np.array(token_ids, dtype=np.int32)
 
+    def encode_part(self, text: str) -> npt.NDArray[np.int32]:
+        """Token ids of a part of a text, without special tokens around it."""
+        try:
+            token_ids = self._hf.encode(text, add_special_tokens=False, verbose=False)
+        except (TypeError, UnicodeError) as error:
+            raise InvalidRequestError("the text is not valid Unicode (it holds half of a surrogate pair)") from error
+        return np.array(token_ids, dtype=np.int32)
+
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """Token ids of a word alone and after a space, without special tokens; one list if both are equal.
 

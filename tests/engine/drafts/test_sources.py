@@ -10,8 +10,10 @@ import pytest
 
 from foreword.cache import ExtraKeys, KVCacheManager, TokenSequence, make_index
 from foreword.engine.drafts.drafter import Drafter
-from foreword.engine.drafts.sources import CachedPaths, OwnText, RecentAnswers
+from foreword.engine.drafts.sources import CachedPaths, OwnText, Predicted, RecentAnswers
+from foreword.engine.drafts.suffixes import LONGEST_MATCH
 from foreword.engine.prompt import Prompt
+from foreword.errors import InvalidRequestError
 from foreword.request import Request, SamplingParams
 from hash_runner import HashEngine
 
@@ -42,6 +44,27 @@ def test_own_text_is_quoted() -> None:
 
 def test_a_text_that_repeats_itself_is_expected_to_go_on() -> None:
     assert proposed(OwnText(), request_of([1, 2, 3], [1, 2, 3, 1, 2]), 7) == ([3, 1, 2, 3, 1, 2, 3], 5)
+
+
+def test_a_prediction_is_followed_from_its_beginning_and_met_again() -> None:
+    sequence = TokenSequence("request", [1, 2, 3], block_size=4)
+    request = Request(sequence, SamplingParams(prediction_token_ids=tuple(TEXT)), max_tokens=100)
+    predicted = Predicted()
+    assert proposed(predicted, request, 3) == ([5, 9, 2], LONGEST_MATCH)
+    sequence.append(5)
+    assert proposed(predicted, request, 3) == ([9, 2, 7], LONGEST_MATCH)
+    sequence.extend([44, 7, 1])
+    assert proposed(predicted, request, 3) == ([8, 3, 6], 2)
+    sequence.extend([8, 3, 6])
+    assert proposed(predicted, request, 3) is None
+    assert proposed(predicted, request_of(TEXT)) is None
+
+
+@pytest.mark.parametrize(("token_ids", "message"), [((50,), "50 in prediction_token_ids"), (("a",), "is not an integ")])
+def test_a_prediction_of_no_tokens_is_refused(token_ids: Any, message: str) -> None:
+    parts = HashEngine.build(vocab_size=50)
+    with pytest.raises(InvalidRequestError, match=message):
+        parts.add("a", [1, 2], SamplingParams(prediction_token_ids=token_ids))
 
 
 def ended(request: Request, reason: Any = "stop") -> Request:

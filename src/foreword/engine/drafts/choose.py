@@ -11,7 +11,7 @@ from foreword.cache import KVCacheManager, MambaSpec
 from foreword.config import DraftTokens
 from foreword.engine.drafts.drafter import Drafter
 from foreword.engine.drafts.drafting import Drafting
-from foreword.engine.drafts.sources import CachedPaths, OwnText, RecentAnswers
+from foreword.engine.drafts.sources import CachedPaths, OwnText, Predicted, RecentAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def choose_drafting(
     if reason is not None:
         logger.info("no tokens are drafted with this model: %s", reason)
         return None
-    drafters: list[Drafter] = [OwnText(), RecentAnswers()]
+    drafters: list[Drafter] = [Predicted(), OwnText(), RecentAnswers()]
     if manager.enable_prefix_caching:
         drafters.append(CachedPaths(manager))
     return Drafting(drafters, vocab_size, draft_tokens)

@@ -5,6 +5,7 @@ Knows drafters, running requests and the times of steps; knows nothing of blocks
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -19,6 +20,8 @@ from foreword.request import DraftCounts, Request
 
 MOST_DRAFTED = 31
 """Most tokens of one request to draft in a step."""
+SHARE_OF_GUESSES = 0.01
+"""Share of a step's time for guesses about requests whose last guess was wrong."""
 
 
 @dataclass(slots=True)
@@ -36,6 +39,8 @@ class _Known:
 
     trials: dict[str, list[float]] = field(default_factory=dict)
     guesses: list[_Guess] = field(default_factory=list)
+    was_right: bool = True
+    """Whether one of the guesses before these was right, or there was none yet."""
 
     def of(self, source: str) -> list[float]:
         return self.trials.setdefault(source, [0.0, 0.0])
@@ -54,6 +59,7 @@ class Drafting:
         self._fixed = None if draft_tokens == "auto" else int(draft_tokens)
         self._acceptance, self._times = Acceptance(), StepTimes()
         self._known: WeakKeyDictionary[Request, _Known] = WeakKeyDictionary()
+        self._seconds_of_guess, self._turn = 0.0, 0
         self._drafted_from: dict[Request, str] = {}
         """The sources of the drafts of the step that is planned."""
         self.counts = DraftCounts()
@@ -67,7 +73,7 @@ class Drafting:
         self._drafted_from.clear()
         if not self._may_pay(len(requests), num_rows, room):
             return {}
-        guesses = [self._guess(request) for request in requests]
+        guesses = self._guesses(requests, num_rows)
         longest = [0 if guess is None else len(guess[0].token_ids) for guess in guesses]
         if self._fixed is not None:
             lengths = self._fixed_lengths(longest, room)
@@ -100,9 +106,31 @@ class Drafting:
             room -= lengths[-1]
         return lengths
 
+    def _guesses(self, requests: Sequence[Request], num_rows: int) -> list[tuple[Proposal, float] | None]:
+        """A guess for each request that is asked for one.
+
+        Those whose last guess was right are. The others take turns, so that asking in vain costs little of a step.
+        """
+        lucky = [self._known.setdefault(request, _Known()).was_right for request in requests]
+        num_others = len(lucky) - sum(lucky)
+        asked = np.array(lucky)
+        if self._fixed is None and self._seconds_of_guess and self._times.is_known:
+            most = int(SHARE_OF_GUESSES * self._times.seconds(np.array([num_rows]))[0] / self._seconds_of_guess)
+            num_others = min(num_others, max(1, most))
+        others = np.flatnonzero(~asked)
+        if len(others):
+            asked[others[(self._turn + np.arange(num_others)) % len(others)]] = True
+            self._turn += num_others
+        started = time.perf_counter()
+        guesses = [self._guess(request) if ask else None for request, ask in zip(requests, asked, strict=True)]
+        if asked.any():
+            seconds = (time.perf_counter() - started) / int(asked.sum())
+            self._seconds_of_guess += (seconds - self._seconds_of_guess) / 16
+        return guesses
+
     def _guess(self, request: Request) -> tuple[Proposal, float] | None:
         """The proposal that is likeliest to be right, and the chance of each of its tokens."""
-        known = self._known.setdefault(request, _Known())
+        known = self._known[request]
         self._judge(request, known)
         most = min(MOST_DRAFTED, request.max_tokens - request.num_output_tokens - 1)
         if most <= 0:
@@ -120,6 +148,7 @@ class Drafting:
 
     def _judge(self, request: Request, known: _Known) -> None:
         """Compare the last guesses with what came."""
+        known.was_right = False
         for guess in known.guesses:
             came = request.sequence.token_ids[guess.length :]
             proposal = guess.proposal
@@ -133,6 +162,7 @@ class Drafting:
                 one_was_wrong=len(wrong) > 0,
                 own=known.of(proposal.source),
             )
+            known.was_right |= num_right > 0
         known.guesses.clear()
 
     def note_checked(self, request: Request, num_drafted: int, num_accepted: int) -> None:

@@ -32,6 +32,11 @@ class StepTimes:
         self._num_steps = 0
         self._curve: Floats | None = None
 
+    @property
+    def is_known(self) -> bool:
+        """Whether any step was timed."""
+        return self._num_steps > 0
+
     def note(self, num_rows: int, seconds: float) -> None:
         """Note what a step took."""
         self._num_steps += 1

@@ -1,4 +1,4 @@
-"""Where drafts come from: a request's own text, the cache's paths, and answers of its namespace.
+"""Where drafts come from: a request's own text, its caller's prediction, the cache's paths, answers of its namespace.
 
 Knows requests and the cache manager; knows nothing of steps, or of how drafts are checked. Negative numbers in texts
 stand for ends of answers: no token is negative, so no match and no draft goes beyond one.
@@ -47,6 +47,37 @@ class OwnText:
         if len(token_ids) < most:  # the text repeats itself up to its end, so it may go on to do so
             token_ids = np.resize(token_ids, most)
         return Proposal(token_ids, self.name, num_matched)
+
+    def leave(self, request: Request) -> None:
+        self._texts.pop(request, None)
+
+
+class Predicted:
+    """What the caller expects the answer to say: from its beginning, and from where the answer meets it again."""
+
+    name = "prediction"
+
+    def __init__(self) -> None:
+        self._texts: WeakKeyDictionary[Request, SuffixIndex] = WeakKeyDictionary()
+
+    def propose(self, request: Request, most: int) -> Proposal | None:
+        predicted = request.params.prediction_token_ids
+        if not predicted:
+            return None
+        text = self._texts.get(request)
+        if text is None:
+            text = self._texts[request] = SuffixIndex()
+            text.extend(np.array(predicted, np.int32))
+        answer = request.sequence.generated_from(0) if request.num_output_tokens < 2 else []
+        if answer == list(predicted[: len(answer)]) and request.num_output_tokens < 2:
+            place, num_matched = len(answer) - 1, LONGEST_MATCH  # it begins as predicted
+        else:
+            found = text.find(request.sequence.token_ids[request.num_prompt_tokens :][-LONGEST_MATCH:], len(text))
+            if found is None:
+                return None
+            place, num_matched = found
+        token_ids = text.following(place, most)
+        return Proposal(token_ids, self.name, num_matched) if len(token_ids) else None
 
     def leave(self, request: Request) -> None:
         self._texts.pop(request, None)
