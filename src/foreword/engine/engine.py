@@ -371,6 +371,14 @@ class Engine:
         )
 
     @property
+    def num_known_tokens_computed(self) -> int:
+        """`num_computed_tokens`, without drafts."""
+        drafting = self.scheduler.drafting
+        if drafting is None:
+            return self.num_computed_tokens
+        return self.num_computed_tokens - drafting.counts.num_accepted - drafting.counts.num_rejected
+
+    @property
     def state_interval(self) -> int | None:
         """Tokens between the recurrent states that are always saved; None without recurrent layers."""
         return None if self.scheduler.states is None else self.scheduler.states.interval

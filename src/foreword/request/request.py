@@ -155,6 +155,8 @@ class _LookAhead:
     """Numbers of answer tokens after which nothing was allowed; the drafts before some of them may be wrong."""
     masks: dict[int, BoolArray] = field(default_factory=dict)
     """Number of answer tokens, drafts included -> mask, for the drafts that `cut_drafts` found possible."""
+    num_known: int = 0
+    """The number of answer tokens without drafts for which `masks` were made."""
 
 
 class Request:
@@ -279,7 +281,7 @@ class Request:
         if end:  # the mask after the last one is needed too
             last = self._mask(constraint, answer[: num_known + end], num_known + end, vocab_size)
             masks[num_known + end] = self._dry_mask(num_known + end, vocab_size) if last is None else last
-            self._ahead.masks = masks
+            self._ahead.masks, self._ahead.num_known = masks, num_known
         return end
 
     def allowed_tokens(self, num_generated: int, vocab_size: int) -> BoolArray | None:
@@ -290,6 +292,8 @@ class Request:
         """
         if self.constraint is None and self.limits is None:
             return None
+        if self._ahead.num_known != self.num_output_tokens:
+            self._ahead.masks.clear()  # these drafts were never checked
         ahead = self._ahead.masks.pop(num_generated, None)
         if ahead is not None:
             return ahead
