@@ -27,8 +27,9 @@ from foreword.demo.run import embedded_model
 from foreword.engine import Engine
 from foreword.llm import LLM
 from foreword.server.app import make_app
+from foreword.server.engine_thread import in_a_thread
 from foreword.server.options import ServerConfig
-from foreword.server.service import Service
+from foreword.server.service import OpenDoor, Service
 
 MODEL = "foreword-demo"
 FACTS = "The code of the amber falcon is 4821.\nThe home of the quiet lantern is Lisbon.\n"
@@ -88,8 +89,8 @@ class ServerProcess:
 class ServerThread:
     """The app in this process, on real sockets."""
 
-    def __init__(self, llm: LLM, config: ServerConfig) -> None:
-        self.app = make_app(llm, config, MODEL)
+    def __init__(self, llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> None:
+        self.app = make_app(llm, config, MODEL, open_door)
         self.service: Service = self.app.state.service
         self._server = uvicorn.Server(
             uvicorn.Config(self.app, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=20)

@@ -249,7 +249,7 @@ def _other_identities(config: EngineConfig, own: CacheIdentity, tiers: Sequence[
                 continue
             same = identity.model_id == own.model_id
             reason = MissReason.TIER_OTHER_ARITHMETIC if same else MissReason.TIER_OTHER_MODEL
-            root = _block_keys(config, identity).root
+            root = block_keys(config, identity).root
             others.append(OtherIdentity(tier, identity.namespace, root, max(1, block_size), reason))
     others.sort(key=lambda other: other.reason is MissReason.TIER_OTHER_MODEL)
     return others[:MOST_OTHERS]
@@ -301,7 +301,7 @@ def build_engine(
         )
     try:
         storage = KVStorage(layout, num_blocks, model.device)
-        manager = _make_manager(config, layout, num_blocks, publisher)
+        manager = make_manager(config, layout, num_blocks, publisher)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
             f"{budget} bytes of KV memory ({num_blocks} blocks) cannot be allocated on {model.device}; lower "
@@ -332,8 +332,8 @@ def build_engine(
         config.scheduler,
         runner,
         limits,
-        text=None if tokenizer is None else _text_tools(tokenizer, limits.eos_token_ids),
-        keys=_block_keys(config, identity),
+        text=None if tokenizer is None else text_tools(tokenizer, limits.eos_token_ids),
+        keys=block_keys(config, identity),
         tiers=TierDirector(
             [*host, *tiers],
             memory,
@@ -347,7 +347,7 @@ def build_engine(
     )
 
 
-def _text_tools(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> TextTools:
+def text_tools(tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> TextTools:
     """What an engine asks of a tokenizer. End tokens never appear in a text, even if they mark a call."""
 
     def open_text_stream(params: SamplingParams) -> TextStream:
@@ -393,7 +393,7 @@ def _eviction_policy(options: CacheConfig, num_blocks: int) -> EvictionPolicy:
     return PinnedPolicy(policy, num_blocks, max_share=share, max_owner_share=of_tenant) if share else policy
 
 
-def _block_keys(config: EngineConfig, identity: CacheIdentity) -> BlockKeys:
+def block_keys(config: EngineConfig, identity: CacheIdentity) -> BlockKeys:
     """Block keys that depend on whose KV the blocks hold, and on the deployment's salt."""
     fingerprint = json.dumps({"identity": identity.fingerprint, "salt": config.cache.key_salt}, sort_keys=True)
     return BlockKeys(make_hash_function(config.cache.hash_function), chain_root(fingerprint))
@@ -409,7 +409,7 @@ def _sink_tokens(config: EngineConfig, vocab_size: int) -> npt.NDArray[np.int32]
     return token_ids.astype(np.int32)
 
 
-def _make_manager(
+def make_manager(
     config: EngineConfig, layout: CacheLayout, num_blocks: int, publisher: Publisher | None
 ) -> KVCacheManager:
     """A manager for these layers. One full group can have any index, and hits to the token; others need hash keys."""

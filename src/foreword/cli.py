@@ -29,6 +29,8 @@ from foreword.log_lines import JsonLines, LogConfig, PatientHandler, TextLines
 
 if TYPE_CHECKING:
     from foreword import LLM, RequestOutput, SamplingParams
+    from foreword.fleet.options import FleetConfig
+    from foreword.server.options import ServerConfig
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -209,13 +211,15 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    from foreword.fleet.options import FleetConfig
     from foreword.server.options import ServerConfig
 
     parser.add_argument(
         "given_model", metavar="MODEL", nargs="?", help="folder or hub id; the embedded model if left out"
     )
     engine = {**engine_options(), "model": replace(engine_options()["model"], default="the embedded model")}
-    groups = {"server": options_of(ServerConfig), "logging": options_of(LogConfig), "engine": engine}
+    server, replicas = options_of(ServerConfig), options_of(FleetConfig)
+    groups = {"server": server, "replicas": replicas, "logging": options_of(LogConfig), "engine": engine}
     flags = Flags(groups, {**ENGINE_OPTIONS, **SERVER_OPTIONS})
     flags.add_to(parser)
     parser.usage = "%(prog)s [MODEL] [OPTIONS]"
@@ -233,6 +237,7 @@ def _model(args: argparse.Namespace, options: dict[str, Any]) -> str | None:
 
 def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
     try:
+        from foreword.fleet.options import FleetConfig
         from foreword.server.options import ServerConfig
         from foreword.server.run import check_address, serve
     except ModuleNotFoundError as error:
@@ -241,7 +246,7 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
     environment = Environment.read()
     model = _model(args, options)
-    server_options = _taken(options, ServerConfig)
+    server_options, fleet = _taken(options, ServerConfig), FleetConfig(**_taken(options, FleetConfig))
     for name in ("api_key", "operator_key", "server_secret"):
         server_options.setdefault(name, getattr(environment, name))
     with contextlib.ExitStack() as stack:
@@ -251,8 +256,21 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
             options.setdefault("kv_cache_memory_bytes", EMBEDDED_KV_BYTES)
         config = ServerConfig(**server_options)
         check_address(config.host, config.port)
-        serve(stack.enter_context(_load(model, options)), config)
+        if fleet.replicas:
+            _serve_replicas(model, options, config, fleet)
+        else:
+            serve(stack.enter_context(_load(model, options)), config)
     return 0
+
+
+def _serve_replicas(model: str, options: dict[str, Any], config: ServerConfig, fleet: FleetConfig) -> None:
+    try:
+        from foreword.fleet.run import serve_replicas
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"replicas={fleet.replicas} needs the package {error.name}; run `pip install foreword[cluster]`"
+        ) from error
+    serve_replicas(model, options, config, fleet)
 
 
 def _generate(args: argparse.Namespace, options: dict[str, Any]) -> int:

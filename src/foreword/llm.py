@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from foreword.assembly import assemble, load_grammars
+from foreword.assembly import Assembled, assemble, load_grammars
 from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, LookupExplanation, NumberedEvent
 from foreword.chat import Chat
 from foreword.config import EngineConfig, engine_options
@@ -49,8 +49,18 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Unpack[EngineKeywords]) -> None:
-        self.config = EngineConfig.from_options(model, **options)
-        parts = assemble(self.config)
+        config = EngineConfig.from_options(model, **options)
+        self._take(config, assemble(config))
+
+    @classmethod
+    def of(cls, config: EngineConfig, parts: Assembled) -> LLM:
+        """A model of parts that the caller assembled."""
+        llm = cls.__new__(cls)
+        llm._take(config, parts)
+        return llm
+
+    def _take(self, config: EngineConfig, parts: Assembled) -> None:
+        self.config = config
         self.tokenizer = parts.tokenizer
         self.inexactness = parts.inexactness
         """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
@@ -60,6 +70,8 @@ class LLM:
         """The states that the model's layers keep, and the layout of a block of the pool."""
         self.kv_block_bytes = self.layout.bytes_per_block
         """Bytes of one block of the pool."""
+        self.event_addresses = {} if parts.publisher is None else parts.publisher.addresses
+        """Where cache events are published, by the name of the option."""
         self._engine: Engine | None = parts.engine
         self._close_engine = weakref.finalize(self, parts.close)
         self._explain_attention = parts.explain_attention

@@ -18,21 +18,23 @@ from foreword.cluster.decision import (
 from foreword.cluster.decision import (
     RoutingRequest as RoutingRequest,
 )
+from foreword.cluster.decision import (
+    Standing as Standing,
+)
+from foreword.cluster.explain import DecisionLog as DecisionLog
+from foreword.cluster.explain import Explanation as Explanation
+from foreword.cluster.explain import LogCounts as LogCounts
+from foreword.cluster.explain import Reason as Reason
 from foreword.cluster.mirror import EventBatch as EventBatch
 from foreword.cluster.mirror import ReplicaMirror as ReplicaMirror
+from foreword.cluster.options import ReplicaLoad as ReplicaLoad
+from foreword.cluster.options import ReplicaSpec as ReplicaSpec
+from foreword.cluster.options import RoutingCounts as RoutingCounts
+from foreword.cluster.options import RoutingOptions as RoutingOptions
 from foreword.cluster.peers import LoadUpdate as LoadUpdate
 from foreword.cluster.peers import RouterLoad as RouterLoad
 from foreword.cluster.routing import (
-    ReplicaSpec as ReplicaSpec,
-)
-from foreword.cluster.routing import (
     RoutingCore as RoutingCore,
-)
-from foreword.cluster.routing import (
-    RoutingCounts as RoutingCounts,
-)
-from foreword.cluster.routing import (
-    RoutingOptions as RoutingOptions,
 )
 from foreword.cluster.routing import (
     Rule as Rule,

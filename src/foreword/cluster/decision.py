@@ -6,6 +6,7 @@ Knows keys, tokens and seconds; knows no text, and makes no decision.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -87,13 +88,28 @@ class Fleet:
     """Capacity."""
 
 
+class Standing(StrEnum):
+    """Whether a replica could be chosen, and whether its hit is known."""
+
+    KNOWN = "known"
+    UNKNOWN = "unknown"
+    """It could be chosen, but what its cache holds is not known, so it counts as no hit."""
+    EXCLUDED = "excluded"
+    """The caller excluded it, usually after a rejection or a death."""
+    RETIRED = "retired"
+    """It takes no more requests."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One replica in the eyes of one decision."""
 
     chosen: bool
     replica: str
+    standing: Standing
     hit_tokens: int
+    uncached_tokens: int
+    """The rest of the prompt."""
     backlog_s: float
     prefill_s: float
     price_s: float
@@ -116,6 +132,10 @@ class Decision:
     costs: FloatArray
     names: tuple[str, ...]
     """The replica in each slot; empty for slots in no use."""
+    known: int
+    """Bits of the slots whose caches were known."""
+    excluded: tuple[int, ...]
+    """Slots that the caller excluded."""
 
     @property
     def replica(self) -> str:
@@ -129,13 +149,28 @@ class Decision:
 
     def candidates(self) -> list[Candidate]:
         """Every replica with the parts of its cost, the cheapest first."""
-        fleet = self.fleet
-        hit_tokens = np.minimum(fleet.hit_blocks * fleet.block_tokens, fleet.request.num_tokens - 1)
-        columns = (hit_tokens, fleet.backlog_s, fleet.prefill_s, fleet.price_s, fleet.decode_s, self.costs)
+        fleet, num_tokens = self.fleet, self.fleet.request.num_tokens
+        hit_tokens = np.minimum(fleet.hit_blocks * fleet.block_tokens, num_tokens - 1)
+        columns = (
+            hit_tokens,
+            num_tokens - hit_tokens,
+            fleet.backlog_s,
+            fleet.prefill_s,
+            fleet.price_s,
+            fleet.decode_s,
+            self.costs,
+        )
         rows = zip(*(column.tolist() for column in columns), strict=True)
         found = [
-            Candidate(slot == self.slot, name, *row)
+            Candidate(slot == self.slot, name, self._standing(slot), *row)
             for slot, (name, row) in enumerate(zip(self.names, rows, strict=True))
             if name
         ]
         return sorted(found, key=lambda each: (each.cost_s, not each.chosen, each.replica))
+
+    def _standing(self, slot: int) -> Standing:
+        if slot in self.excluded:
+            return Standing.EXCLUDED
+        if not self.fleet.usable[slot]:
+            return Standing.RETIRED
+        return Standing.KNOWN if self.known >> slot & 1 else Standing.UNKNOWN

@@ -37,6 +37,7 @@ class SlotTable:
     rate: FloatArray
     """Prefill tokens a second."""
     decode_s: FloatArray
+    decode_tokens: FloatArray
     waiting_tokens: FloatArray
     other_tokens: FloatArray
     """Tokens to compute of which only the replica knows."""

@@ -27,81 +27,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from foreword.cluster.decision import Decision, Fleet, Reservation, RoutingRequest
+from foreword.cluster.explain import DecisionLog
 from foreword.cluster.holders import HolderIndex, Key
 from foreword.cluster.loads import Loads, Work
 from foreword.cluster.mirror import EventBatch, ReplicaMirror
+from foreword.cluster.options import ReplicaLoad, ReplicaSpec, RoutingCounts, RoutingOptions
 from foreword.cluster.peers import Change, LoadUpdate, Outbox, Peer, RouterLoad
 from foreword.cluster.reuse_ages import FloatArray, ReuseAges
 from foreword.cluster.ring import HashRing
 from foreword.errors import ConfigError, NoReplicaError
 
-HIT_WEIGHT = 4.0
 Rule = Callable[[Fleet], FloatArray]
 """The cost of each slot; the lowest of the usable ones is chosen."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingOptions:
-    """How a router weighs its replicas."""
-
-    block_tokens: int = 16
-    """Tokens per block, the same on all replicas."""
-    hit_weight: float = HIT_WEIGHT
-    """Lambda: the weight of a hit beyond the prefill time that it saves. 0 minimises each request's own wait; more
-    keeps the caches apart, so that later requests wait less."""
-    price_weight: float = 1.0
-    """Weight of the evicted blocks' price; 0 leaves it out."""
-    load_slack: float = 0.25
-    """Without knowledge of the caches: a replica may have this share more than its fair part of the open requests."""
-    expectation_s: float = 60.0
-    """Time from the first token until blocks that no event has reported are no longer expected."""
-    share_load: bool = False
-    """Whether `take_updates` has updates for other routers."""
-    peer_silence_s: float = 5.0
-    """Time after which the reservations of a silent router end."""
-
-    def __post_init__(self) -> None:
-        if self.block_tokens < 1:
-            raise ConfigError(f"block_tokens={self.block_tokens} is too small; use at least 1")
-        for name in ("hit_weight", "price_weight", "load_slack", "expectation_s", "peer_silence_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)} is out of range; use a number of at least 0")
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaSpec:
-    """What a replica says when it joins."""
-
-    num_blocks: int
-    tokens_per_s: float
-    """Prefill tokens a second; corrected by what is measured."""
-    decode_s: float = 0.0
-    """Delay of a new request's first token by each answer that the replica generates."""
-    is_prefix_closed: bool = False
-    """Whether the replica never holds a block without those before it, as foreword's radix index; decisions are faster
-    if all replicas say so."""
-
-    def __post_init__(self) -> None:
-        if self.num_blocks < 1 or not 0 < self.tokens_per_s < float("inf") or not 0 <= self.decode_s < float("inf"):
-            raise ConfigError(
-                f"a replica with num_blocks={self.num_blocks}, tokens_per_s={self.tokens_per_s} and decode_s="
-                f"{self.decode_s} cannot serve; use at least 1 block, a rate above 0 and a delay of at least 0"
-            )
-
-
-@dataclass(slots=True)
-class RoutingCounts:
-    """Sums since the start."""
-
-    decisions: int = 0
-    degraded: int = 0
-    """Decisions of the hash ring, for want of any knowledge."""
-    prompt_tokens: int = 0
-    """Of the requests with a first token, like the next three."""
-    predicted_tokens: int = 0
-    delivered_tokens: int = 0
-    overcredited_tokens: int = 0
-    """Predicted tokens that the replica did not have."""
 
 
 @dataclass(slots=True)
@@ -121,15 +58,21 @@ class _Slots:
 
 
 class RoutingCore:
-    """The state of one router and its decisions. `life` names this process, for its peers."""
+    """The state of one router and its decisions. `life` names this process, for its peers; `log` keeps explanations."""
 
     def __init__(
-        self, options: RoutingOptions, *, router: str = "router", life: str = "", rule: Rule | None = None
+        self,
+        options: RoutingOptions,
+        *,
+        router: str = "router",
+        life: str = "",
+        rule: Rule | None = None,
+        log: DecisionLog | None = None,
     ) -> None:
         self.options = options
         self.router = router
         self.counts = RoutingCounts()
-        self._rule = rule or self._cost
+        self._rule, self._log = rule or self._cost, log
         self._holders, self._ages, self._ring, self._loads = HolderIndex(), ReuseAges(), HashRing(), Loads()
         self._slots = _Slots()
         self._known = 0
@@ -165,7 +108,8 @@ class RoutingCore:
         self._usable |= 1 << slot
         self._open_prefixes = self._open_prefixes & ~(1 << slot) | (not spec.is_prefix_closed) << slot
         table.usable[slot], table.num_blocks[slot] = True, spec.num_blocks
-        table.rate[slot], table.decode_s[slot], table.other_tokens[slot] = spec.tokens_per_s, spec.decode_s, 0
+        table.rate[slot], table.other_tokens[slot] = spec.tokens_per_s, 0
+        table.decode_s[slot], table.decode_tokens[slot] = spec.decode_s, spec.decode_tokens
 
     def retire(self, name: str) -> None:
         """Send no more requests to a replica; those that it has go on."""
@@ -197,6 +141,19 @@ class RoutingCore:
         if slot is None:
             raise ConfigError(f"replica {name!r} is unknown; call join first. Known: {', '.join(self.replicas)}")
         return slot
+
+    def loads(self) -> dict[str, ReplicaLoad]:
+        """What each replica has to do."""
+        table = self._loads.table
+        return {
+            name: ReplicaLoad(
+                int(table.num_blocks[slot]),
+                int(table.num_open[slot]),
+                int(table.waiting_tokens[slot] + table.other_tokens[slot]),
+                float(table.rate[slot]),
+            )
+            for name, slot in self._slots.of_name.items()
+        }
 
     # ------------------------------------------------------------------ knowledge
 
@@ -266,7 +223,11 @@ class RoutingCore:
         self._expected[reservation] = _Expected(mirror, mirror.claim(request.keys[hit_blocks:]), hit_tokens)
         self.counts.decisions += 1
         self.counts.degraded += degraded
-        return Decision(reservation, slot, degraded, hit_tokens, fleet, costs, tuple(self._slots.names))
+        names = tuple(self._slots.names)
+        decision = Decision(reservation, slot, degraded, hit_tokens, fleet, costs, names, self._known, tuple(excluded))
+        if self._log is not None:
+            self._log.add(decision)
+        return decision
 
     def _fleet(self, request: RoutingRequest, now: float, excluded: list[int]) -> Fleet:
         table, size = self._loads.table, self.options.block_tokens
@@ -286,7 +247,7 @@ class RoutingCore:
             self._loads.backlogs(now),
             np.maximum(request.num_tokens - hits * size, 1) / rate,
             price * self._ages.chances(now - table.oldest_use) if evicted.any() else price,
-            table.decode_s * (table.num_open - table.num_waiting),
+            table.decode_s * (table.num_open - table.num_waiting) + table.decode_tokens / rate * table.num_open,
             table.num_waiting,
             table.num_open,
             waiting,
@@ -317,6 +278,8 @@ class RoutingCore:
         ):
             return
         self._tell(Change.PREFILLED, reservation)
+        if self._log is not None:
+            self._log.note_delivered(reservation, cached_tokens)
         expected, counts = self._expected.pop(reservation), self.counts
         counts.prompt_tokens += work.prompt_tokens
         counts.predicted_tokens += expected.hit_tokens

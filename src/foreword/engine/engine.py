@@ -135,6 +135,15 @@ class Engine:
             inexactness=inexactness,
         )
 
+    def check(self, request_id: str, prompt: Prompt, params: SamplingParams) -> TokenSequence:
+        """The tokens and block keys of a request, without queueing it.
+
+        Raises InvalidRequestError when the request can never be served.
+        """
+        prompt = self.truncate(prompt, params)
+        self._intake.check(prompt, params)
+        return self._intake.sequence(request_id, prompt)
+
     def next_seeds(self, count: int) -> list[int]:
         """The seeds that the next requests get if their parameters have none."""
         return self._intake.next_seeds(count)

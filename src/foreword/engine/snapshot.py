@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -108,9 +108,45 @@ class Snapshot:
             clock=clock,
         )
 
+    @classmethod
+    def total(cls, found: Sequence[Snapshot]) -> Snapshot:
+        """Several engines as one: counts are added, the pools' blocks are lined up. Tiers are those of the first."""
+        if len(found) == 1:
+            return found[0]
+        first = found[0]
+        queried = [max(1, each.stats.queries) for each in found]
+        return replace(
+            first,
+            stats=sum((each.stats for each in found), PrefixCacheStats()),
+            totals=sum((each.totals for each in found), PrefixCacheStats()),
+            recent_hit_rate=float(np.average([each.recent_hit_rate for each in found], weights=queried)),
+            evictions=sum((each.evictions for each in found), Counter()),
+            block_states=np.concatenate([each.block_states for each in found]),
+            usage=float(np.average([each.usage for each in found], weights=[each.num_blocks for each in found])),
+            has_ledger=all(each.has_ledger for each in found),
+            entries=[
+                replace(entry, until=entry.until - each.clock + first.clock) for each in found for entry in each.entries
+            ],
+            taken=min(each.taken for each in found),
+            **{name: sum(getattr(each, name) for each in found) for name in _COUNTS},
+        )
+
     @property
     def num_blocks(self) -> int:
         return len(self.block_states)
 
     def num_in_state(self, state: BlockState) -> int:
         return int(np.count_nonzero(self.block_states == state))
+
+
+_COUNTS = (
+    "num_cached_blocks",
+    "num_cached_tokens",
+    "num_tails",
+    "num_sink_blocks",
+    "num_running",
+    "num_waiting",
+    "num_preemptions",
+    "num_computed_tokens",
+    "num_broken_pins",
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import llguidance
@@ -69,7 +70,11 @@ class Grammars:
             # Recursion follows a chain of references: 1,000 of them overflow a usual stack.
             matcher = with_deep_stack(lambda: self._compile(kind, source))
             self.kept.keep(kind, source, matcher)
-        return lambda: _Constraint(matcher.deep_copy(), self._vocab_size, self._eos)
+        return _Opener(self, kind, source, matcher)
+
+    def constraint(self, matcher: Any) -> TokenConstraint:
+        """An answer's constraint at its beginning."""
+        return _Constraint(matcher.deep_copy(), self._vocab_size, self._eos)
 
     def _compile(self, kind: Kind, source: str) -> Any:
         """A matcher at its beginning, to be copied."""
@@ -91,6 +96,26 @@ class Grammars:
         if matcher.is_error():
             raise InvalidRequestError(f"the {_NAMES[kind]} cannot be followed: {_brief(matcher.get_error())}")
         return matcher
+
+
+@dataclass(frozen=True, slots=True)
+class _Opener:
+    """Opens constraints of one grammar. A pickled one compiles it again, for the tokenizer of its new home."""
+
+    grammars: Grammars
+    kind: Kind
+    source: str
+    matcher: Any
+
+    def __call__(self) -> TokenConstraint:
+        return self.grammars.constraint(self.matcher)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.grammars, self.kind, self.source)
+
+
+def _reopen(grammars: Grammars, kind: Kind, source: str) -> Callable[[], TokenConstraint]:
+    return grammars._open(kind, source)
 
 
 def _brief(complaint: str) -> str:

@@ -25,7 +25,7 @@ from foreword.cluster import (
     RoutingOptions,
     RoutingRequest,
 )
-from foreword.cluster.routing import HIT_WEIGHT
+from foreword.cluster.options import HIT_WEIGHT
 from foreword.errors import ConfigError, NoReplicaError
 from foreword.replay.caches import ManagerCache, as_sequence
 from foreword.replay.rivals import COST, make_rule

@@ -34,6 +34,8 @@ async def health(request: Request) -> Response:
         }
     if service.thread.failure is not None:
         return json_response({"status": "failed", "reason": service.thread.failure, **details}, 503)
+    if not service.thread.num_engines:
+        return json_response({"status": "waiting", "reason": "no replica is ready", **details}, 503)
     return json_response({"status": "ok", **details})
 
 

@@ -56,12 +56,23 @@ Event = Accepted | Delta | Finished | APIError
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """The part of a choice that was handed over."""
+
+    token_ids: tuple[int, ...] = ()
+    num_chars: int = 0
+    is_ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One prompt to continue, and its record."""
 
     record: RequestRecord
     prompt: Prompt
     params: SamplingParams
+    answered: Sequence[Shown] = ()
+    """What another engine has generated and handed over, for each choice; the answer goes on from there."""
 
 
 class Home(Protocol):

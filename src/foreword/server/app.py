@@ -23,25 +23,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foreword import __version__
 from foreword.errors import ForewordError
 from foreword.llm import LLM
-from foreword.server import about, cache_api, cache_entries
+from foreword.server import about, cache_api, cache_entries, cluster_api
 from foreword.server.api_errors import APIError
 from foreword.server.bodies.fields import Body
 from foreword.server.cache_entries import EntryChange, PinRequest
 from foreword.server.dialects.openai.fields import DetokenizeRequest, ExplainRequest, TokenizeRequest
 from foreword.server.dialects.registry import DIALECTS, choose
+from foreword.server.engine_thread import in_a_thread
 from foreword.server.http import error_response
 from foreword.server.intake import document_bodies, explain_invalid
 from foreword.server.options import ServerConfig
-from foreword.server.service import Service, new_id
+from foreword.server.service import OpenDoor, Service, new_id
 
 logger = logging.getLogger(__name__)
 
 OWN_BODIES: tuple[type[Body], ...] = (TokenizeRequest, DetokenizeRequest, ExplainRequest, PinRequest, EntryChange)
 
 
-def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
-    """Build the app around one engine and take over that engine. Raises ConfigError for wrong options."""
-    service = Service(llm, config, model_name)
+def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoor = in_a_thread) -> FastAPI:
+    """Build the app around one engine and take over that engine, or around those that `open_door` leads to.
+
+    Raises ConfigError for wrong options.
+    """
+    service = Service(llm, config, model_name, open_door)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -66,6 +70,7 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str) -> FastAPI:
     app.include_router(about.router)
     app.include_router(cache_api.router)
     app.include_router(cache_entries.router)
+    app.include_router(cluster_api.router)
     document_bodies(app, [*OWN_BODIES, *(body for dialect in DIALECTS for body in dialect.bodies)])
     _add_error_handlers(app)
     if config.allowed_origins:

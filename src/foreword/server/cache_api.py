@@ -21,6 +21,7 @@ from foreword.server.dialects.openai.fields import ExplainRequest
 from foreword.server.dialects.openai.messages import read_prompt
 from foreword.server.http import Authorized, authorized, json_response, service_of
 from foreword.server.intake import body_of, takes
+from foreword.server.merging import all_prefixes, best, most
 from foreword.server.observe.explanations import cache_report, most_similar, text_of
 from foreword.server.records import RequestRecord, TenantStats
 from foreword.server.service import Service
@@ -42,7 +43,7 @@ async def explain(
     token_ids = await read_prompt(service, body, request)
     service.check_length(len(token_ids))
     prompt = service.prompt_of(token_ids, service.tenants.namespace(tenant, body.cache_salt))
-    explanation = await service.thread.call(lambda engine: engine.explain(prompt))
+    explanation = await service.thread.call(lambda engine: engine.explain(prompt), best)
 
     def answer() -> Response:
         similar = most_similar(token_ids, prompt.extra_keys.salt, service.records.recent(200, tenant.name))
@@ -96,7 +97,12 @@ async def metrics(request: Request) -> Response:
         service.operators.check(request.scope)
     look = await service.insight.look()
     text, media_type = await asyncio.to_thread(
-        service.metrics.write, look, service.records, service.listeners(), service.kept_bytes()
+        service.metrics.write,
+        look,
+        service.records,
+        service.listeners(),
+        service.kept_bytes(),
+        service.thread.numbers(),
     )
     return Response(text, media_type=media_type)
 
@@ -187,7 +193,7 @@ async def _of_tenant(service: Service, tenant: Tenant, limit: int) -> dict[str, 
     if service.config.keys_file is None:
         return body  # all clients are one tenant here, and a tree would show each of them the prompts of all others
     namespace = service.tenants.namespace_of_all(tenant)
-    found = await service.thread.call(lambda engine: engine.top_prefixes(limit, namespace))
+    found = await service.thread.call(lambda engine: engine.top_prefixes(limit, namespace), all_prefixes)
     if found is not None:
         ids = {node.node_id for node in found}
         body["tree"] = [
@@ -219,7 +225,7 @@ async def listed_prompts(service: Service, limit: int) -> list[dict[str, Any]]:
         uses[key] = uses.get(key, 0) + 1
     shown = list(distinct.items())[:limit]
     prompts = [service.prompt_of(record.prompt_token_ids, record.salt) for _, record in shown]
-    cached = await service.thread.call(lambda engine: [engine.num_cached_tokens(prompt) for prompt in prompts])
+    cached = await service.thread.call(lambda engine: [engine.num_cached_tokens(prompt) for prompt in prompts], most)
     return [
         {
             "tenant": record.tenant,

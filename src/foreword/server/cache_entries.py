@@ -6,6 +6,7 @@ entries too; this API lists, changes and ends them like its own.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -72,9 +73,22 @@ async def list_entries(request: Request) -> Response:
     """The entries of the caller's tenant, the oldest first; for operators those of all."""
     service = service_of(request)
     sees = await _visible(request)
-    found, now = await service.thread.call(lambda engine: (engine.entries.entries(), engine.clock()))
-    listed = [entry_report(entry, now) for entry in found if sees(entry)]
-    return json_response({"object": "list", "data": listed})
+
+    def listed(engine: Engine) -> list[dict[str, Any]]:
+        now = engine.clock()
+        return [entry_report(entry, now) for entry in engine.entries.entries() if sees(entry)]
+
+    return json_response({"object": "list", "data": await service.thread.call(listed, _each_once)})
+
+
+def _each_once(found: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The entries of several engines, an entry of several as the one that keeps most of it."""
+    of_id: dict[str, dict[str, Any]] = {}
+    for report in itertools.chain.from_iterable(found):
+        known = of_id.get(report["id"])
+        if known is None or known["kept_tokens"] < report["kept_tokens"]:
+            of_id[report["id"]] = report
+    return list(of_id.values())
 
 
 @router.patch("/v1/cache/entries/{entry_id}", openapi_extra=takes(EntryChange))
@@ -124,10 +138,14 @@ async def _change(request: Request, entry_id: str, ttl_s: float | None) -> dict[
         engine.entries.set_end(entry_id, now + ttl_s)
         return entry_report(replace(entry, until=now + ttl_s), now)
 
-    report = await service_of(request).thread.call(change)
+    report = await service_of(request).thread.call(change, _known)
     if report is None:
         raise APIError(404, f"There is no cache entry {entry_id!r:.100} (any more).", code="not_found")
     return report
+
+
+def _known(found: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    return next((report for report in found if report is not None), None)
 
 
 def entry_report(entry: CacheEntry, now: float) -> dict[str, Any]:

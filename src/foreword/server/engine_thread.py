@@ -21,13 +21,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from foreword.engine import Engine
 from foreword.errors import EngineError
+from foreword.llm import LLM
 from foreword.request import RequestOutput
 from foreword.server.answer_stream import Accepted, AnswerStream, Delta, Event, Finished, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error, step_failed
+from foreword.server.engine_door import Merge, Number, first
 from foreword.server.listeners import Listener
 from foreword.server.prefill_speed import PrefillSpeed
 from foreword.server.records import Records
@@ -92,6 +94,19 @@ class EngineThread:
 
     # ------------------------------------------------------- event loop's side
 
+    @property
+    def num_engines(self) -> int:
+        return 1
+
+    def numbers(self) -> list[Number]:
+        return []
+
+    def report(self) -> None:
+        return None
+
+    def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
+        return []
+
     def start(self) -> None:
         """Start to step; answers go to the event loop that is running now."""
         self._loop = asyncio.get_running_loop()
@@ -126,7 +141,7 @@ class EngineThread:
             self._open.remove(stream)
             self.num_choices -= sum(job.params.n for job in stream.jobs)
 
-    async def call(self, function: Callable[[Engine], T]) -> T:
+    async def call(self, function: Callable[[Engine], T], merge: Merge[T] = first) -> T:
         """Run a function on the engine's thread, between two steps. Raises what it raises."""
         if self.failure is not None:
             raise engine_failed(self.failure)
@@ -190,7 +205,8 @@ class EngineThread:
         for job in stream.jobs:
             record = job.record
             try:
-                output = self._engine.add_request(record.request_id, job.prompt, job.params)
+                answered = [one.token_ids for one in job.answered]
+                output = self._engine.add_request(record.request_id, job.prompt, job.params, answered)
             except Exception as error:
                 answer = from_error(error)
                 if answer.status >= 500:
@@ -198,10 +214,14 @@ class EngineThread:
                 self._refuse(stream, answer, "refused")
                 return
             stream.outputs.append(output)
-            shown = [(0, 0, False)] * job.params.n
+            shown = [(one.num_chars, len(one.token_ids), one.is_ended) for one in job.answered]
+            shown = shown or [(0, 0, False)] * job.params.n
             self._running[record.request_id] = _Running(job, stream, output, first_choice, shown)
             first_choice += job.params.n
         self._tell(stream, Accepted())
+        for job in stream.jobs:
+            if any(one.token_ids for one in job.answered):  # what was generated elsewhere may be all
+                self._move(self._running[job.record.request_id])
 
     def _refuse(self, stream: AnswerStream, answer: APIError, outcome: str) -> None:
         self._end(stream, outcome)
@@ -268,7 +288,9 @@ class EngineThread:
             num_chars, num_tokens, ended = running.shown[at]
             if ended or (len(completion.token_ids) == num_tokens and not completion.finished):
                 continue
-            logprobs = None if completion.logprobs is None else completion.logprobs[num_tokens:]
+            # Of a resumed answer, there are log probabilities of the new tokens only.
+            num_elsewhere = len(running.job.answered[at].token_ids) if running.job.answered else 0
+            logprobs = None if completion.logprobs is None else completion.logprobs[num_tokens - num_elsewhere :]
             self._tell(
                 running.stream,
                 Delta(
@@ -345,6 +367,11 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(_put_all, outbox)
             except RuntimeError:
                 logger.debug("the event loop has ended before the engine")
+
+
+def in_a_thread(llm: LLM, records: Records, after_step: Sequence[AfterStep]) -> EngineThread:
+    """The way to the model's own engine, which a thread of this process steps."""
+    return EngineThread(llm.engine, records, after_step=after_step)
 
 
 def _put_all(outbox: Mapping[AnswerStream, Sequence[Event]]) -> None:

@@ -96,9 +96,16 @@ async def respond(request: Request, writer: AnswerWriter, frames: Frames | None 
         return Response(status_code=499)  # nobody reads this
 
     def write() -> Response:
-        return Response(to_long_json(writer.whole(deltas), writer.piece_depth), media_type="application/json")
+        body = to_long_json(writer.whole(deltas), writer.piece_depth)
+        return Response(body, headers=_route(writer.answer), media_type="application/json")
 
     return await off_loop(writer.num_bytes(deltas), write)
+
+
+def _route(answer: AnswerStream) -> dict[str, str]:
+    """Which of several engines answers, and why that one."""
+    route = answer.jobs[0].record.route
+    return {} if route is None else {"x-foreword-route": route}
 
 
 async def finished(request: Request, answer: AnswerStream) -> list[Delta] | None:
@@ -215,7 +222,7 @@ class _EventStream(StreamingResponse):
     """A stream within a time limit; the answer is closed however it ends."""
 
     def __init__(self, request: Request, writer: AnswerWriter, limit_s: float, frames: Frames) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **_route(writer.answer)}
         super().__init__(_streamed(request, writer, frames), media_type=frames.media_type, headers=headers)
         self._frames = frames
         self._request = request

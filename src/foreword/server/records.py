@@ -60,6 +60,8 @@ class RequestRecord:
     num_output_tokens: int = 0
     explanation: LookupExplanation | None = None
     """Result of its cache lookup. Clients must see `salt_differs` as `never_seen`."""
+    route: str | None = None
+    """Why it went to its replica, in a line; None if there is one engine."""
     outcome: str | None = None
     """Finish reason of its last choice, or "refused", "failed", "disconnected", "timeout"; None while it runs."""
 

@@ -19,7 +19,9 @@ from foreword.errors import ConfigError
 from foreword.llm import LLM
 from foreword.server.app import make_app
 from foreword.server.dashboard.mount import mount_dashboard
+from foreword.server.engine_thread import in_a_thread
 from foreword.server.options import ServerConfig
+from foreword.server.service import OpenDoor
 from foreword.server.startup import log_addresses, log_model, log_stopping
 
 logger = logging.getLogger(__name__)
@@ -54,10 +56,10 @@ def check_address(host: str, port: int) -> None:
     ) from failure
 
 
-def serve(llm: LLM, config: ServerConfig) -> None:
+def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> None:
     """Serve until a signal comes. Prints the address to standard output once it is ready."""
     name = next(iter(config.served_model_name), PurePath(llm.config.model.model).name)
-    app = make_app(llm, config, name)
+    app = make_app(llm, config, name, open_door)
     if config.dashboard:
         mount_dashboard(app, app.state.service)
     options = uvicorn.Config(

@@ -34,7 +34,8 @@ from foreword.server.api_errors import LongPromptError, bad_request, too_busy, u
 from foreword.server.bodies.body_limits import BodyLimits
 from foreword.server.bodies.json_scan import scan_json
 from foreword.server.bodies.unknown_fields import UnknownFields
-from foreword.server.engine_thread import EngineThread
+from foreword.server.engine_door import EngineDoor
+from foreword.server.engine_thread import AfterStep, in_a_thread
 from foreword.server.kept_responses import KeptResponses
 from foreword.server.listeners import Listener, ListenerHealth
 from foreword.server.observe.insight import Insight
@@ -66,6 +67,9 @@ LONG_TEXT = 4_000
 
 MANY_MESSAGES = 32
 """Number of messages from which a conversation is tokenized in a thread."""
+
+
+OpenDoor = Callable[[LLM, Records, Sequence[AfterStep]], EngineDoor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +116,11 @@ class ChatMark:
 class Service:
     """One engine that serves HTTP. Belongs to the event loop, unless a method says otherwise."""
 
-    def __init__(self, llm: LLM, config: ServerConfig, model_name: str) -> None:
-        """Raises ConfigError for files that cannot be read and prefixes that cannot be shared."""
+    def __init__(self, llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoor = in_a_thread) -> None:
+        """`open_door` makes the way to the engines.
+
+        Raises ConfigError for files that cannot be read and prefixes that cannot be shared.
+        """
         self.llm = llm
         self.config = config
         self.model_name = model_name
@@ -134,7 +141,7 @@ class Service:
         has_curve = options.enable_prefix_caching and llm.layout.is_one_full_group
         self.more_memory = MoreMemory(now.num_blocks - now.num_sink_blocks if has_curve else None, now.block_size)
         self._after_step = (Listener("quotas", self.quotas.enforce), Listener("more_memory", self.more_memory.note))
-        self.thread = EngineThread(llm.engine, self.records, after_step=self._after_step)
+        self.thread = open_door(llm, self.records, self._after_step)
         self.operators = Operators(config.operator_key, asks_for_keys=self.tenants.asks_for_keys)
         self.insight = Insight(self.thread, self.records, self.more_memory)
         self.metrics = Metrics(model_name, self.insight)
@@ -331,7 +338,7 @@ class Service:
             )
         for prompt in prompts:
             self.check_length(len(prompt.token_ids))
-        if self.thread.num_choices + num_choices > self._max_choices:
+        if self.thread.num_choices + num_choices > self._max_choices * max(1, self.thread.num_engines):
             raise too_busy(self._seconds_until_free())
         salt = self.tenants.namespace(caller.tenant, caller.cache_salt)
         if caller.is_uncached:  # what it leaves is evicted like other blocks

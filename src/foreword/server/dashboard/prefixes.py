@@ -19,6 +19,8 @@ from foreword.server.cache_api import listed_prompts, node_report
 from foreword.server.dashboard import drawings as draw
 from foreword.server.dashboard.confirm import confirmed
 from foreword.server.dashboard.pinning import prompt_of_prefix
+from foreword.server.engine_door import first
+from foreword.server.merging import longest
 from foreword.server.service import Service
 
 NUM_NODES = 400
@@ -129,7 +131,7 @@ class Prefixes:
         if not await confirmed(question, "Pin"):
             return
         try:
-            entry = await self._service.thread.call(lambda engine: engine.entries.pin(prompt, Keep(seconds)))
+            entry = await self._service.thread.call(lambda engine: engine.entries.pin(prompt, Keep(seconds)), longest)
             ui.notify(f"{draw.tokens(entry.num_kept_tokens)} pinned for {PIN_TIMES_S[seconds]}.")
         except ForewordError as error:
             ui.notify(str(error), type="negative")
@@ -139,7 +141,7 @@ class Prefixes:
         if prompt is None or not await confirmed("Let this prefix be evicted like all others?", "Unpin"):
             return
         try:
-            await self._service.thread.call(lambda engine: engine.entries.unpin(prompt))
+            await self._service.thread.call(lambda engine: engine.entries.unpin(prompt), first)
             ui.notify("Unpinned.")
         except ForewordError as error:
             ui.notify(str(error), type="negative")

@@ -14,8 +14,9 @@ from foreword.cache import Divergence, PrefixNode
 from foreword.engine import Engine, Snapshot
 from foreword.replay.live_curve import CurvePoint
 from foreword.server.api_errors import APIError
-from foreword.server.engine_thread import EngineThread
+from foreword.server.engine_door import EngineDoor, first
 from foreword.server.listeners import Listener
+from foreword.server.merging import all_prefixes
 from foreword.server.observe.explanations import most_similar
 from foreword.server.observe.more_memory import MoreMemory
 from foreword.server.records import Records, RequestRecord
@@ -26,7 +27,7 @@ MAX_WAIT_S = 5.0
 class Insight:
     """Looks at an engine. Belongs to the event loop."""
 
-    def __init__(self, thread: EngineThread, records: Records, more_memory: MoreMemory) -> None:
+    def __init__(self, thread: EngineDoor, records: Records, more_memory: MoreMemory) -> None:
         self._more_memory = more_memory
         self._thread = thread
         self._records = records
@@ -45,7 +46,8 @@ class Insight:
         if self._last is not None and time.monotonic() - self._last.taken < max_age_s:
             return self._last
         try:
-            self._last = await asyncio.wait_for(self._thread.call(self._take), MAX_WAIT_S)
+            self._last = await asyncio.wait_for(self._thread.call(Engine.snapshot, Snapshot.total), MAX_WAIT_S)
+            self.curve = self._more_memory.points()
         except (TimeoutError, APIError):
             if self._last is None:
                 raise APIError(503, "The engine does not answer.", kind="server_error") from None
@@ -53,26 +55,18 @@ class Insight:
 
     async def reset(self) -> None:
         """Forget all cached prefixes. Raises CacheBusyError while requests hold blocks."""
-
-        def reset(engine: Engine) -> None:
-            engine.reset_prefix_cache()
-            self._more_memory.reset()
-
-        await self._thread.call(reset)
+        await self._thread.call(Engine.reset_prefix_cache, first)
+        self._more_memory.reset()
         self._last = None
 
     async def top_prefixes(self, limit: int) -> list[PrefixNode] | None:
         """The most reused cached prefixes; None without a radix index."""
-        return await self._thread.call(lambda engine: engine.top_prefixes(limit))
+        return await self._thread.call(lambda engine: engine.top_prefixes(limit), all_prefixes)
 
     def similar(self, record: RequestRecord) -> Divergence | None:
         """Where a prompt differs from an earlier one of its namespace, for indexes that do not know it."""
         earlier = (other for other in self._records.recent(200, record.tenant) if other is not record)
         return most_similar(record.prompt_token_ids, record.salt, earlier)
-
-    def _take(self, engine: Engine) -> Snapshot:
-        self.curve = self._more_memory.points()
-        return engine.snapshot()
 
     def _count_saved(self, record: RequestRecord) -> None:
         if record.first_scheduled_time is not None:

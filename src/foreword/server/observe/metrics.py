@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from foreword.cache import PIN, BlockState, EvictionCause, MissReason
 from foreword.engine import BREAKPOINT, RESOURCE, Snapshot, TiersReport
+from foreword.server.engine_door import Number
 from foreword.server.listeners import ListenerHealth
 from foreword.server.observe import tier_numbers
 from foreword.server.observe.insight import Insight
@@ -68,10 +69,15 @@ class Metrics:
             self._inter_token[hit].observe(after - before)
 
     def write(
-        self, look: Snapshot, records: Records, listeners: Sequence[ListenerHealth], kept_bytes: Mapping[str, int]
+        self,
+        look: Snapshot,
+        records: Records,
+        listeners: Sequence[ListenerHealth],
+        kept_bytes: Mapping[str, int],
+        numbers: Sequence[Number] = (),
     ) -> tuple[bytes, str]:
         """All metrics as text, and its media type."""
-        self._engine.show(look, records, listeners, kept_bytes)
+        self._engine.show(look, records, listeners, kept_bytes, numbers)
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
 
@@ -85,6 +91,7 @@ class _EngineCollector(Collector):
         self._records: Records | None = None
         self._listeners: Sequence[ListenerHealth] = ()
         self._kept_bytes: Mapping[str, int] = {}
+        self._numbers: Sequence[Number] = ()
         self._outcomes: dict[str, int] = {}
         self._requests = {"hit": 0, "miss": 0}
         self._prompt_tokens = 0
@@ -99,10 +106,16 @@ class _EngineCollector(Collector):
             self._requests["hit" if mostly_found(record) else "miss"] += 1
 
     def show(
-        self, look: Snapshot, records: Records, listeners: Sequence[ListenerHealth], kept_bytes: Mapping[str, int]
+        self,
+        look: Snapshot,
+        records: Records,
+        listeners: Sequence[ListenerHealth],
+        kept_bytes: Mapping[str, int],
+        numbers: Sequence[Number],
     ) -> None:
         """Report this look from now on."""
         self._look, self._records, self._listeners, self._kept_bytes = look, records, listeners, kept_bytes
+        self._numbers = numbers
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -117,6 +130,9 @@ class _EngineCollector(Collector):
         yield from self._tiers(look.tiers)
         yield from self._tenants(self._records)
         yield from self._of_listeners()
+        for one in self._numbers:
+            make = self._counters if one.is_counter else self._gauges
+            yield make(one.name, one.meaning, one.label, one.values)
 
     def _requests_and_queue(self, look: Snapshot) -> Iterator[Metric]:
         yield self._gauge("num_requests_running", "Requests that hold blocks.", look.num_running)

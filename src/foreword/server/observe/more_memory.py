@@ -1,11 +1,12 @@
 """Estimates the hit rates of larger and smaller caches for this server's traffic.
 
-Knows ended requests, their tokens and namespaces; replay computes the estimate. Runs on the engine's thread.
+Knows ended requests, their tokens and namespaces; replay computes the estimate. Any thread may call it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -21,13 +22,14 @@ FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 
 
 class MoreMemory:
-    """Follows the lookups and the cached blocks of ended requests. Belongs to the engine's thread.
+    """Follows the lookups and the cached blocks of ended requests.
 
     The estimate assumes LRU, whatever policy evicts here, and requests one after the other, each when it ends.
     """
 
     def __init__(self, num_blocks: int | None, block_tokens: int) -> None:
         """`num_blocks` is the pool's size; None: no curve describes this cache."""
+        self._lock = threading.Lock()
         self._curve: LiveLruCurve | None = None
         if num_blocks is not None:
             capacities = [max(1, int(num_blocks * factor)) for factor in FACTORS]
@@ -51,17 +53,21 @@ class MoreMemory:
             reads = not params.skip_reading_prefix_cache and params.prompt_logprobs is None
             num_looked_up = len(job.prompt.token_ids) if reads else 0
             for answer in request.answers:
-                self._curve.admit(block_keys(job.prompt, answer, self._curve.block_tokens), num_looked_up)
+                keys = block_keys(job.prompt, answer, self._curve.block_tokens)
+                with self._lock:
+                    self._curve.admit(keys, num_looked_up)
                 num_looked_up = 0  # the continuations share one prompt
 
     def points(self) -> list[CurvePoint]:
         """One point for each of `FACTORS`; none before the first request, or if nothing is followed."""
-        return [] if self._curve is None else self._curve.points()
+        with self._lock:
+            return [] if self._curve is None else self._curve.points()
 
     def reset(self) -> None:
         """Forget everything, as the cache does."""
         if self._curve is not None:
-            self._curve.reset()
+            with self._lock:
+                self._curve.reset()
 
 
 def block_keys(prompt: Prompt, answer: Sequence[int], block_tokens: int) -> PrefixKeys:

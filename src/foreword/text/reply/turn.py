@@ -6,6 +6,7 @@ Knows a tokenizer and the end of a prompt; knows nothing of requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from foreword.text.reply.reader import ReplyReader
 from foreword.text.reply.thinking import Constraint, Spelling, ThinkingLimit
 
 if TYPE_CHECKING:
+    from foreword.text.reply.format import ThinkingMarks
     from foreword.text.tokenizer import Tokenizer
 
 
@@ -69,18 +71,37 @@ class Turn:
             return answer
         if budget is None and (answer is None or not (self.is_thinking or marks.is_expected)):
             return answer
-        tokenizer, kept = self._tokenizer, self._tokenizer.marker_ids
+        return _LimitOpener(
+            self._tokenizer, marks, answer, vocab_size, tuple(end_token_ids), self.is_thinking, budget, is_call
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _LimitOpener:
+    """Opens the limits of one prompt's replies. It can be pickled, for another process that has the tokenizer."""
+
+    tokenizer: Tokenizer
+    marks: ThinkingMarks
+    answer: Callable[[], Constraint] | None
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+    is_thinking: bool
+    budget: int | None
+    is_call: bool
+
+    def __call__(self) -> ThinkingLimit:
+        tokenizer, kept = self.tokenizer, self.tokenizer.marker_ids
         spelling = Spelling(
-            vocab_size,
-            end_token_ids,
+            self.vocab_size,
+            self.end_token_ids,
             lambda text: [int(token) for token in tokenizer.hf_tokenizer.encode(text, add_special_tokens=False)],
             lambda: tokenizer.detokenizer(kept).push,
         )
-        return lambda: ThinkingLimit(
-            marks,
+        return ThinkingLimit(
+            self.marks,
             spelling,
             is_open=self.is_thinking,
-            budget=budget,
-            answer=None if answer is None else answer(),
-            is_call=is_call,
+            budget=self.budget,
+            answer=None if self.answer is None else self.answer(),
+            is_call=self.is_call,
         )

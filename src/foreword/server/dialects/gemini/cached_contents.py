@@ -34,6 +34,7 @@ from foreword.server.dialects.gemini.fields import (
 )
 from foreword.server.dialects.gemini.paths import page_size, served
 from foreword.server.dialects.gemini.times import LATEST_US, read_duration, read_timestamp, timestamp
+from foreword.server.engine_door import first
 from foreword.server.http import Authorized, finished, json_response, service_of
 from foreword.server.intake import body_of, with_body
 from foreword.server.resources.content import CachedContent, new_content_id
@@ -204,12 +205,12 @@ async def _end_entry(service: Service, one: CachedContent) -> None:
     keep = _keep(service, one)
     assert keep.until is not None
     until = keep.until
-    await service.thread.call(lambda engine: engine.entries.set_end(PREFIX + one.id, until))
+    await service.thread.call(lambda engine: engine.entries.set_end(PREFIX + one.id, until), first)
 
 
 async def _drop(service: Service, content_id: str) -> None:
     if service.thread.failure is None:
-        await service.thread.call(lambda engine: engine.entries.drop(PREFIX + content_id))
+        await service.thread.call(lambda engine: engine.entries.drop(PREFIX + content_id), first)
 
 
 async def _compute(

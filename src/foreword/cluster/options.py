@@ -1,0 +1,93 @@
+"""How a router weighs its replicas, what a replica says of itself, and what the router counts.
+
+Knows numbers and their ranges; decides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from foreword.errors import ConfigError
+
+HIT_WEIGHT = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingOptions:
+    """How a router weighs its replicas."""
+
+    block_tokens: int = 16
+    """Tokens per block, the same on all replicas."""
+    hit_weight: float = HIT_WEIGHT
+    """Lambda: the weight of a hit beyond the prefill time that it saves. 0 minimises each request's own wait; more
+    keeps the caches apart, so that later requests wait less."""
+    price_weight: float = 1.0
+    """Weight of the evicted blocks' price; 0 leaves it out."""
+    load_slack: float = 0.25
+    """Without knowledge of the caches: a replica may have this share more than its fair part of the open requests."""
+    expectation_s: float = 60.0
+    """Time from the first token until blocks that no event has reported are no longer expected."""
+    share_load: bool = False
+    """Whether `take_updates` has updates for other routers."""
+    peer_silence_s: float = 5.0
+    """Time after which the reservations of a silent router end."""
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1:
+            raise ConfigError(f"block_tokens={self.block_tokens} is too small; use at least 1")
+        for name in ("hit_weight", "price_weight", "load_slack", "expectation_s", "peer_silence_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name}={getattr(self, name)} is out of range; use a number of at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """What a replica says when it joins."""
+
+    num_blocks: int
+    tokens_per_s: float
+    """Prefill tokens a second; corrected by what is measured."""
+    decode_s: float = 0.0
+    """Delay of a new request's first token by each answer that the replica generates."""
+    decode_tokens: float = 0.0
+    """Prompt tokens that the answer of each request there weighs as much as, begun or not; besides `decode_s`."""
+    is_prefix_closed: bool = False
+    """Whether the replica never holds a block without those before it, as foreword's radix index; decisions are faster
+    if all replicas say so."""
+
+    def __post_init__(self) -> None:
+        delays = (self.decode_s, self.decode_tokens)
+        if self.num_blocks < 1 or not 0 < self.tokens_per_s < inf or not all(0 <= each < inf for each in delays):
+            raise ConfigError(
+                f"a replica with num_blocks={self.num_blocks}, tokens_per_s={self.tokens_per_s}, decode_s="
+                f"{self.decode_s} and decode_tokens={self.decode_tokens} cannot serve; use at least 1 block, a rate "
+                "above 0 and delays of at least 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """What one replica has to do, as far as its routers know."""
+
+    num_blocks: int
+    num_open: int
+    """Requests without an end."""
+    waiting_tokens: int
+    """Prompt tokens to compute."""
+    tokens_per_s: float
+
+
+@dataclass(slots=True)
+class RoutingCounts:
+    """Sums since the start."""
+
+    decisions: int = 0
+    degraded: int = 0
+    """Decisions of the hash ring, for want of any knowledge."""
+    prompt_tokens: int = 0
+    """Of the requests with a first token, like the next three."""
+    predicted_tokens: int = 0
+    delivered_tokens: int = 0
+    overcredited_tokens: int = 0
+    """Predicted tokens that the replica did not have."""

@@ -1,0 +1,119 @@
+"""How the routers of several fronts tell each other their reservations, over ZeroMQ.
+
+Knows sockets and `RoutingCore`; decides nothing. Each front publishes its changes at once, and once a second all that
+it has reserved: whoever joins late or misses a message is right again after a second. Silence ends a front's
+reservations (`RoutingOptions.peer_silence_s`). It belongs to the event loop, as the core does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+import zmq
+import zmq.asyncio
+
+from foreword.cluster import LoadUpdate, Reservation, RouterLoad, RoutingCore
+from foreword.cluster.peers import Change
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 0.02
+"""Time between two looks for changes to publish."""
+WHOLE_S = 1.0
+"""Time between two messages with all reservations."""
+
+FindPeers = Callable[[str], Awaitable[list[str]]]
+"""Makes an address known, and returns those of all fronts."""
+
+
+class PeerLink:
+    """Shares one core's reservations with those of other fronts."""
+
+    def __init__(self, core: RoutingCore, host: str, find_peers: FindPeers) -> None:
+        """`host`: where other fronts reach this one; the port is any that is free."""
+        self._core, self._find_peers = core, find_peers
+        self._context = zmq.asyncio.Context()
+        self._out = self._context.socket(zmq.PUB)
+        self._out.bind(f"tcp://{host}:0")
+        self.address: str = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._in = self._context.socket(zmq.SUB)
+        self._in.subscribe(b"")
+        self._known = {self.address}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.num_bad = 0
+        """Messages that could not be read."""
+
+    def start(self) -> None:
+        """Begin to publish and to listen."""
+        for work in (self._publish(), self._listen(), self._meet()):
+            self._tasks.append(asyncio.create_task(work))
+
+    async def close(self) -> None:
+        """Say no more. Others end this front's reservations."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    async def _publish(self) -> None:
+        next_whole = 0.0
+        while True:
+            updates = self._core.take_updates()
+            if updates:
+                await self._out.send(encode(updates))
+            if time.monotonic() >= next_whole:
+                next_whole = time.monotonic() + WHOLE_S
+                await self._out.send(encode(self._core.export_load()))
+            await asyncio.sleep(FLUSH_S)
+
+    async def _listen(self) -> None:
+        while True:
+            data = await self._in.recv()
+            try:
+                found = decode(data)
+            except (ValueError, TypeError, msgpack.UnpackException) as error:
+                self.num_bad += 1
+                logger.warning("a message of another front cannot be read: %s", error)
+                continue
+            if isinstance(found, RouterLoad):
+                self._core.install_load(found, time.monotonic())
+            else:
+                self._core.merge(found, time.monotonic())
+
+    async def _meet(self) -> None:
+        """Find fronts that are new, for as long as this one lives."""
+        while True:
+            with suppress(ConnectionError, TimeoutError):
+                for address in set(await self._find_peers(self.address)) - self._known:
+                    logger.info("shares reservations with the front at %s", address)
+                    self._in.connect(address)
+                    self._known.add(address)
+            await asyncio.sleep(WHOLE_S)
+
+
+def encode(message: list[LoadUpdate] | RouterLoad) -> bytes:
+    """The bytes of changes, or of all reservations of a router."""
+    if isinstance(message, RouterLoad):
+        head: list[Any] = [message.router, message.life, message.number]
+        return bytes(msgpack.packb([head, [_plain(one) for one in message.updates]]))
+    return bytes(msgpack.packb([None, [_plain(one) for one in message]]))
+
+
+def decode(data: bytes) -> list[LoadUpdate] | RouterLoad:
+    """The message in these bytes. Raises ValueError or TypeError for others."""
+    head, rows = msgpack.unpackb(data)
+    updates = [
+        LoadUpdate(router, life, number, Change(change), Reservation(*reservation), prompt_tokens, computed_tokens)
+        for router, life, number, change, reservation, prompt_tokens, computed_tokens in rows
+    ]
+    return updates if head is None else RouterLoad(head[0], head[1], head[2], tuple(updates))
+
+
+def _plain(update: LoadUpdate) -> list[Any]:
+    return [*update[:3], update.change.value, list(update.reservation), *update[5:]]

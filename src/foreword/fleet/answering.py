@@ -1,0 +1,100 @@
+"""Answering: what a client already has of one request's answer, whichever replica made it.
+
+Knows messages and deltas; knows nothing of replicas. From it another replica can go on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from foreword.fleet.messages import Complete, PromptComputed
+from foreword.request import CompletionOutput, RequestMetrics, RequestOutput
+from foreword.server.answer_stream import AnswerStream, Delta, Finished, Job, Shown
+
+
+class Answering:
+    """The answer of one job of a stream, as it comes in."""
+
+    def __init__(self, stream: AnswerStream, job: Job, first_choice: int, clock: Callable[[], float]) -> None:
+        """`first_choice`: the place of its choices among those of the stream; `clock`: by which entries end here."""
+        self.shown = [Shown()] * job.params.n
+        self.is_closed = False
+        choices = [CompletionOutput(index) for index in range(job.params.n)]
+        record = job.record
+        self.output = RequestOutput(
+            record.request_id, job.prompt.text, job.prompt.token_ids.tolist(), choices, RequestMetrics(time.monotonic())
+        )
+        self._stream, self._job, self._first_choice, self._clock = stream, job, first_choice, clock
+        self._sent = record.arrival_time
+        self._whole: dict[int, Delta] = {}
+        """For a client that waits for the end: the joined deltas of each choice."""
+
+    def take(self, messages: Sequence[object]) -> int | None:
+        """Take messages of a replica, in order. Returns the prompt's cached tokens once it is computed."""
+        cached, deltas = None, list[Delta]()
+        for message in messages:
+            match message:
+                case PromptComputed():
+                    cached = message.output.num_cached_tokens
+                    self._note_prompt(message)
+                case Delta():
+                    deltas.append(self._note(message))
+                case Complete():
+                    self._note_end(message.output)
+        if deltas:
+            now, record = time.monotonic(), self._job.record
+            record.token_times.append(now)
+            record.num_output_tokens = sum(len(one.token_ids) for one in self.shown)
+            if self._stream.whole:
+                for delta in deltas:
+                    before = self._whole.get(delta.choice)
+                    self._whole[delta.choice] = delta if before is None else before.then(delta)
+            else:
+                self._stream.put(deltas)
+        return cached
+
+    def finish(self) -> None:
+        """Tell the client that the answer is complete, if it is."""
+        if not self.output.finished:
+            return
+        if self._whole:
+            self._stream.put(list(self._whole.values()))
+        self._stream.num_unfinished -= 1
+        if not self._stream.num_unfinished:
+            self._stream.put([Finished()])
+
+    def _note_prompt(self, message: PromptComputed) -> None:
+        """Clients are told of the first lookup only: what a later replica found saved nobody anything."""
+        record, found = self._job.record, message.output
+        if record.first_scheduled_time is not None:
+            return
+        record.first_scheduled_time = min(time.monotonic(), self._sent + message.num_queued_s)
+        record.num_cached_tokens, record.explanation = found.num_cached_tokens, found.explanation
+        output = self.output
+        output.metrics.first_scheduled_time = record.first_scheduled_time
+        output.metrics.first_token_time = time.monotonic()
+        output.num_cached_tokens, output.cached_tokens_by_tier = found.num_cached_tokens, found.cached_tokens_by_tier
+        output.explanation, output.prompt_logprobs = found.explanation, found.prompt_logprobs
+        moved = self._clock() - message.clock
+        output.kept = tuple(replace(entry, until=entry.until + moved) for entry in found.kept)
+
+    def _note(self, delta: Delta) -> Delta:
+        """Note a delta; returns it with the place of its choice among those of the stream."""
+        shown, choice = self.shown[delta.choice], self.output.outputs[delta.choice]
+        self.shown[delta.choice] = Shown(
+            (*shown.token_ids, *delta.token_ids), shown.num_chars + len(delta.text), delta.finish_reason is not None
+        )
+        choice.text += delta.text
+        choice.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            choice.logprobs = [*(choice.logprobs or ()), *delta.logprobs]
+        return replace(delta, choice=self._first_choice + delta.choice)
+
+    def _note_end(self, output: RequestOutput) -> None:
+        """Compare the replica's whole answer with what was handed over, and note how it ended."""
+        for ours, theirs in zip(self.output.outputs, output.outputs, strict=True):
+            assert (ours.token_ids, ours.text) == (theirs.token_ids, theirs.text), "a replica made other bits"
+            ours.finish_reason, ours.stop_reason = theirs.finish_reason, theirs.stop_reason
+        self.output.metrics.finished_time = time.monotonic()

@@ -1,0 +1,61 @@
+"""A model without its weights: what a server needs to read, check and key requests that other processes compute.
+
+Knows how an engine is assembled; computes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+from foreword.assembly import Assembled, block_keys, load_tokenizer, make_manager, text_tools
+from foreword.batch import Batch
+from foreword.config import EngineConfig
+from foreword.engine import Engine, ModelLimits
+from foreword.errors import EngineError
+from foreword.llm import LLM
+from foreword.model.layout import CacheLayout
+from foreword.tiers.identity import CacheIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What a front must know of its engines. It is the same for all of them."""
+
+    layout: CacheLayout
+    identity: CacheIdentity
+    limits: ModelLimits
+    num_blocks: int
+    """Blocks of one engine's pool."""
+    inexactness: str | None
+    """Why the machine breaks the promise of equal bits."""
+
+    @classmethod
+    def of(cls, llm: LLM) -> EngineFacts:
+        """The facts of a loaded model."""
+        engine = llm.engine
+        return cls(llm.layout, llm.cache_identity, engine.limits, engine.snapshot().num_blocks, llm.inexactness)
+
+
+def open_front(config: EngineConfig, facts: EngineFacts) -> LLM:
+    """An LLM that checks requests as the engines do, and computes none. Raises ModelLoadError without a tokenizer."""
+    tokenizer = load_tokenizer(config.model)
+    keys = block_keys(config, facts.identity)
+    engine = Engine(
+        make_manager(config, facts.layout, facts.num_blocks, None),
+        config.scheduler,
+        _NoRunner(),
+        facts.limits,
+        text=None if tokenizer is None else text_tools(tokenizer, facts.limits.eos_token_ids),
+        keys=keys,
+        seed=config.seed,
+    )
+    parts = Assembled(
+        engine, tokenizer, facts.layout, facts.identity, None, facts.inexactness, lambda: "the replicas attend"
+    )
+    return LLM.of(config, parts)
+
+
+class _NoRunner:
+    def execute(self, batch: Batch) -> NoReturn:
+        raise EngineError("this process computes nothing; its replicas do")

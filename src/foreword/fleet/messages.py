@@ -1,0 +1,132 @@
+"""What a front and its replicas say to each other, and the bytes of a request.
+
+Knows requests and outputs; knows neither sockets nor Ray. A request may hold constraints, which hold the tokenizer and
+its grammars. Those are not sent: a pickled request names them, and the replica puts its own in their place.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+from foreword.engine import Prompt
+from foreword.grammar import Grammars
+from foreword.llm import LLM
+from foreword.request import RequestOutput, SamplingParams
+from foreword.server.answer_stream import Delta, Shown
+from foreword.server.api_errors import APIError
+from foreword.text import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request for one replica."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    """With a seed, so that another replica can go on."""
+    answered: tuple[Shown, ...] = ()
+    """For each choice, what clients already have."""
+    is_streamed: bool = True
+    """Whether somebody waits for each token; otherwise tokens are sent in larger pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """The replica's engine has queued the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptComputed:
+    """The first token has come."""
+
+    output: RequestOutput
+    """Without tokens."""
+    num_queued_s: float
+    """Seconds from the request's arrival at the replica to its first step."""
+    clock: float
+    """The replica's engine time, by which entries end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The end of an answer."""
+
+    output: RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The replica cannot answer the request: an `APIError` in pieces."""
+
+    status: int
+    message: str
+    kind: str
+    param: str | None
+    code: str | None
+
+    @classmethod
+    def of(cls, error: APIError) -> Refused:
+        """The pieces of an error."""
+        return cls(error.status, str(error), error.kind, error.param, error.code)
+
+    def error(self) -> APIError:
+        """The error again."""
+        return APIError(self.status, self.message, kind=self.kind, param=self.param, code=self.code)
+
+
+Told = Queued | PromptComputed | Delta | Complete | Refused
+
+
+class Codec:
+    """Turns submissions into bytes, and back into those of its own model."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm, self._lock = llm, threading.Lock()
+
+    def encode(self, submission: Submission) -> bytes:
+        """The bytes of a submission."""
+        found = io.BytesIO()
+        now = self._llm.engine.clock()
+        _Pickler(found).dump(replace(submission, prompt=_moved(submission.prompt, -now)))
+        return found.getvalue()
+
+    def decode(self, data: bytes) -> Submission:
+        """A submission from its bytes. Compiles its grammar, which takes up to a second; any thread may call it.
+
+        Raises InvalidRequestError for a grammar that cannot be followed. The bytes are trusted: they come from a front.
+        """
+        with self._lock:  # grammars belong to one thread at a time
+            submission: Submission = _Unpickler(io.BytesIO(data), self._llm).load()
+        return replace(submission, prompt=_moved(submission.prompt, self._llm.engine.clock()))
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> str | None:
+        if isinstance(value, Tokenizer):
+            return "tokenizer"
+        return "grammars" if isinstance(value, Grammars) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, llm: LLM) -> None:
+        super().__init__(file)
+        self._llm = llm
+
+    def persistent_load(self, name: str) -> Any:
+        return self._llm.tokenizer if name == "tokenizer" else self._llm.grammars
+
+
+def _moved(prompt: Prompt, seconds: float) -> Prompt:
+    """The prompt by another clock: the times at which its marks end are moved."""
+    if not any(mark.keep.until for mark in prompt.marks):
+        return prompt
+    marks = tuple(
+        mark if mark.keep.until is None else replace(mark, keep=replace(mark.keep, until=mark.keep.until + seconds))
+        for mark in prompt.marks
+    )
+    return replace(prompt, marks=marks)

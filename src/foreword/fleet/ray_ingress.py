@@ -1,0 +1,86 @@
+"""The server as a deployment of Ray Serve, for clusters that Serve's config files or KubeRay run.
+
+    applications:
+      - name: foreword
+        route_prefix: /
+        import_path: foreword.fleet.ray_ingress:build
+        args: {model: Qwen/Qwen3-8B, replicas: 4, fronts: 2, max_model_len: 32768}
+
+`args` has the model, the number of fronts, and options of `foreword serve` with underscores.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path, PurePath
+from typing import Any
+
+from ray import serve
+
+from foreword.config import EngineConfig
+from foreword.errors import ConfigError
+from foreword.fleet.front import open_front
+from foreword.fleet.options import FleetConfig
+from foreword.fleet.ray_serve import RayLink, application
+from foreword.fleet.run import door_to
+from foreword.server.app import make_app
+from foreword.server.dashboard.mount import mount_dashboard
+from foreword.server.options import ServerConfig
+
+MAX_FRONTS = 64
+
+
+class Front:
+    """The HTTP server in front of the engines. Several of them share their reservations."""
+
+    def __init__(self, engine: Any, model: str, options: Mapping[str, Any], config: ServerConfig) -> None:
+        self._engine, self._model, self._options, self._config = engine, model, options, config
+
+    async def __serve_build_asgi_app__(self) -> Any:
+        """Called by Serve, once."""
+        link = RayLink(serve.get_replica_context().app_name, self._engine)
+        engine = EngineConfig.from_options(self._model, **self._options)
+        front = open_front(engine, await link.facts_of_engine())
+        name = next(iter(self._config.served_model_name), PurePath(self._model).name)
+        app = make_app(front, self._config, name, door_to(link))
+        if self._config.dashboard:
+            mount_dashboard(app, app.state.service)
+        return app
+
+
+def build(args: Mapping[str, Any]) -> serve.Application:
+    """The application for Serve's `import_path`. Raises ConfigError for arguments that are unknown or do not fit."""
+    given = dict(args)
+    model, fronts = given.pop("model", None), given.pop("fronts", 1)
+    if not isinstance(model, str):
+        raise ConfigError(f"args has model={model!r}; name a folder or a hub id")
+    if not isinstance(fronts, int) or not 1 <= fronts <= MAX_FRONTS:
+        raise ConfigError(f"args has fronts={fronts!r}; use 1 to {MAX_FRONTS}")
+    given.setdefault("server_secret", secrets.token_hex(16))  # one for all fronts: they share caches
+    config = ServerConfig(**{name: _typed(name, value) for name, value in _taken(given, ServerConfig).items()})
+    fleet = FleetConfig(**{"replicas": 1, **_taken(given, FleetConfig)})
+    EngineConfig.from_options(model, **given)  # a wrong option is known before anything starts
+    engine = application(model, given, fleet)
+    front = serve.deployment(
+        name="front",
+        num_replicas=fronts,
+        max_ongoing_requests=10_000,
+        max_surge_percent=100,
+        ray_actor_options={"num_cpus": 1},
+    )(serve.ingress()(Front))
+    return front.bind(engine, model, given, config)
+
+
+def _taken(given: dict[str, Any], config: type) -> dict[str, Any]:
+    return {field.name: given.pop(field.name) for field in fields(config) if field.name in given}
+
+
+def _typed(name: str, value: Any) -> Any:
+    """A value of a YAML file as the option has it: paths are texts there, tuples are lists."""
+    if name in ("keys_file", "record") and value is not None:
+        return Path(value)
+    if name == "share_prefix":
+        return tuple(map(Path, value))
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,318 @@
+"""Replicas as actors of Ray Serve, and the link to them.
+
+Knows Ray; decides nothing. Serve starts, replaces and scales the replicas; `RoutedEngines` chooses among them:
+
+    front process                              an actor for each replica
+    RoutedEngines ── RayLink ── handle ──>     EngineReplica ── Replica ── LLM
+         ^             |  ChosenReplicaRouter obeys the choice
+         |             note_replicas(): Serve's list of who runs
+         +──────── ZeroMQ: cache events ──────
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError, RayError, TaskCancelledError
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+
+from foreword.cluster import ReplicaSpec
+from foreword.config import Environment
+from foreword.errors import ConfigError
+from foreword.fleet.front import EngineFacts
+from foreword.fleet.link import Members, ReplicaLostError
+from foreword.fleet.messages import Refused, Told
+from foreword.fleet.options import FleetConfig
+from foreword.fleet.ray_router import ChosenReplicaRouter
+from foreword.fleet.replica import Replica, ReplicaFacts
+from foreword.llm import LLM
+
+DEPLOYMENT = "engine"
+ANY = ""
+"""In place of a replica's id: whichever Serve takes."""
+ELSEWHERE = "replica_gone"
+"""Code of a call that reached another replica than the chosen one."""
+MAX_ONGOING = 100_000
+"""Calls that Serve lets one replica have: so many that it never rejects a choice. The server has limits of its own."""
+FRONT_SILENCE_S = 10.0
+"""Time after which a front that says nothing is no longer named to others."""
+DRAIN_S = 600.0
+"""Longest time that a replica which Serve stops may take for its answers."""
+
+
+# --------------------------------------------------------------------- the replica's side
+
+
+class EngineReplica:
+    """One engine in an actor. The first argument of each call is the id of the replica that it is meant for."""
+
+    def __init__(self, model: str, options: Mapping[str, Any]) -> None:
+        self._host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._id: str = serve.get_replica_context().replica_id.unique_id
+        address = f"tcp://{self._host}:0"
+        events = {"kv_events": address, "kv_events_snapshot": address, "kv_events_hashes": "bytes"}
+        is_caching = options.get("enable_prefix_caching", True)
+        self._replica = Replica(LLM(model, **{**options, **(events if is_caching else {})}))
+        self._is_started = False
+
+    def _start(self) -> Replica:
+        if not self._is_started:
+            self._is_started = True
+            self._replica.start()
+        return self._replica
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """What Serve hands to every router."""
+        facts = self._start().facts(self._host)
+        return {"spec": asdict(facts.spec), "events": facts.events, "process_id": facts.process_id}
+
+    async def check_health(self) -> None:
+        """Serve replaces a replica whose engine has failed."""
+        if self._replica.failure is not None:
+            raise RuntimeError(self._replica.failure)
+
+    async def generate(self, target: str, data: bytes) -> AsyncGenerator[list[Told]]:
+        """Answer a submission."""
+        if target != self._id:
+            yield [Refused(503, f"replica {target} is gone", "server_error", None, ELSEWHERE)]
+            return
+        async for told in self._start().generate(data):
+            yield told
+
+    async def call(self, target: str, data: bytes) -> bytes:
+        """Run a function on the engine's thread."""
+        if target != self._id:
+            return pickle.dumps(Refused(503, f"replica {target} is gone", "server_error", None, ELSEWHERE))
+        return await self._start().call(data)
+
+    async def facts_of_engine(self, target: str) -> bytes:
+        """What a front needs to check requests; the same for all replicas."""
+        return pickle.dumps(self._replica.facts_of_engine())
+
+    async def __del__(self) -> None:
+        await self._replica.stop()
+
+
+def application(model: str, options: Mapping[str, Any], fleet: FleetConfig) -> serve.Application:
+    """The replicas as an application of Ray Serve. `options`: of the engine."""
+    number: dict[str, Any] = {"num_replicas": fleet.replicas}
+    if fleet.max_replicas is not None:
+        scaling = AutoscalingConfig(min_replicas=fleet.replicas, max_replicas=fleet.max_replicas)
+        number = {"autoscaling_config": scaling}
+    threads = str(Environment.read().num_threads or max(1, round(fleet.replica_cpus)))
+    router = RequestRouterConfig(request_router_class=ChosenReplicaRouter)  # type: ignore[arg-type]
+    deployment = serve.deployment(
+        name=DEPLOYMENT,
+        ray_actor_options={
+            "num_cpus": fleet.replica_cpus,
+            "num_gpus": fleet.replica_gpus,
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads}},
+        },
+        max_ongoing_requests=MAX_ONGOING,
+        graceful_shutdown_timeout_s=DRAIN_S,
+        graceful_shutdown_wait_loop_s=1.0,
+        max_surge_percent=100,  # a new replica before the old one stops: the caches stay
+        request_router_config=router,
+        **number,
+    )(EngineReplica)
+    return deployment.bind(model, dict(options))
+
+
+# --------------------------------------------------------------------- the front's side
+
+_links: dict[str, RayLink] = {}
+"""The link of each application that this process has a front of."""
+_running: dict[str, dict[str, dict[str, Any]]] = {}
+"""The running replicas of each application, with their metadata, as Serve says."""
+
+
+def note_replicas(app_name: str, replicas: dict[str, dict[str, Any]]) -> None:
+    """Serve's list of running replicas; any thread may call it."""
+    _running[app_name] = replicas
+    if (link := _links.get(app_name)) is not None:
+        link.note_replicas(replicas)
+
+
+def note_dead(app_name: str, name: str) -> None:
+    """A replica was found dead; any thread may call it."""
+    note_replicas(app_name, {each: facts for each, facts in _running.get(app_name, {}).items() if each != name})
+
+
+class RayLink:
+    """Leads to the replicas of one application by its handle."""
+
+    def __init__(self, app_name: str, handle: Any = None) -> None:
+        """`handle`: of the replicas, if the caller has one."""
+        self._app_name = app_name
+        self._handle = serve.get_deployment_handle(DEPLOYMENT, app_name) if handle is None else handle
+        self._members: Members | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._gone: dict[str, asyncio.Event] = {}
+        """One event for each replica that is there; it is set when the replica leaves."""
+
+    def start(self, members: Members) -> None:
+        self._members, self._loop = members, asyncio.get_running_loop()
+        _links[self._app_name] = self
+        self._take(_running.get(self._app_name, {}))
+
+    async def stop(self) -> None:
+        _links.pop(self._app_name, None)
+
+    def note_replicas(self, replicas: dict[str, dict[str, Any]]) -> None:
+        """Serve's list; any thread may call it."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop has ended before Serve
+                self._loop.call_soon_threadsafe(self._take, replicas)
+
+    def _take(self, replicas: Mapping[str, dict[str, Any]]) -> None:
+        assert self._members is not None
+        for name in self._gone.keys() - replicas.keys():
+            self._members.leave(name)
+            self._gone.pop(name).set()
+        for name, found in replicas.items():
+            if name not in self._gone and found:  # without metadata it is not ready yet
+                self._gone[name] = asyncio.Event()
+                facts = ReplicaFacts(ReplicaSpec(**found["spec"]), found["events"], found["process_id"])
+                self._members.join(name, facts)
+
+    async def facts_of_engine(self) -> EngineFacts:
+        """Waits until a replica is ready."""
+        facts: EngineFacts = pickle.loads(await self._handle.facts_of_engine.remote(ANY))
+        return facts
+
+    @property
+    def host(self) -> str:
+        """Where other machines of the cluster reach this process."""
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return host
+
+    async def find_fronts(self, address: str) -> list[str]:
+        """Make a front known to the others of this application; returns all. Raises ConnectionError."""
+        name = f"fronts of {self._app_name}"
+        options = {"name": name, "get_if_exists": True, "lifetime": "detached", "namespace": "serve", "num_cpus": 0}
+        board: Any = ray.remote(_Board).options(**options).remote()
+        try:
+            found: list[str] = await board.meet.remote(address)
+        except RayError as error:
+            raise ConnectionError(_brief(error)) from error
+        return found
+
+    async def generate(self, replica: str, data: bytes) -> AsyncGenerator[list[Told]]:
+        gone = self._gone.get(replica)
+        if gone is None:
+            raise ReplicaLostError(f"replica {replica} is gone", died=False)
+        response: Any = self._handle.options(stream=True, method_name="generate").remote(replica, data)
+        try:
+            first = await self._first(response, replica, gone)
+            if isinstance(first[0], Refused) and first[0].code == ELSEWHERE:
+                raise ReplicaLostError(first[0].message, died=False)
+            yield first
+            async for told in response:
+                yield told
+        except RayActorError as error:
+            raise ReplicaLostError(f"replica {replica} ended: {_brief(error)}", died=True) from error
+        except (RayError, StopAsyncIteration) as error:
+            raise ReplicaLostError(f"replica {replica} cannot be reached: {_brief(error)}", died=False) from error
+        finally:
+            response.cancel()
+
+    async def _first(self, response: Any, replica: str, gone: asyncio.Event) -> list[Told]:
+        """The first message. Serve itself would wait for ever for a replica that is gone."""
+        coming = asyncio.ensure_future(anext(response))
+        leaving = asyncio.ensure_future(gone.wait())
+        try:
+            await asyncio.wait((coming, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if coming.done():
+                told: list[Told] = coming.result()
+                return told
+            raise ReplicaLostError(f"replica {replica} left before it began", died=False)
+        finally:
+            for task in (coming, leaving):
+                task.cancel()
+            await asyncio.gather(coming, leaving, return_exceptions=True)
+
+    async def call(self, replica: str, data: bytes) -> bytes:
+        if replica not in self._gone:
+            raise ReplicaLostError(f"replica {replica} is gone", died=False)
+        try:
+            result: bytes = await self._handle.call.remote(replica, data)
+            return result
+        except (RayError, TaskCancelledError) as error:
+            raise ReplicaLostError(f"replica {replica} cannot be reached: {_brief(error)}", died=False) from error
+
+
+class _Board:
+    """The fronts that live. It holds nothing that a second would not bring back, so it may be lost."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, float] = {}
+
+    def meet(self, address: str) -> list[str]:
+        now = time.monotonic()
+        self._seen[address] = now
+        self._seen = {each: seen for each, seen in self._seen.items() if now - seen < FRONT_SILENCE_S}
+        return list(self._seen)
+
+
+def _brief(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+# --------------------------------------------------------------------- Ray itself
+
+
+@contextmanager
+def replicas_of(model: str, options: Mapping[str, Any], fleet: FleetConfig, app_name: str) -> Iterator[RayLink]:
+    """Run replicas, and lead to them. Those of a local Ray end with the context.
+
+    Raises ConfigError for a Ray that does not answer, or if the replicas do not start.
+    """
+    _connect(fleet)
+    try:
+        serve.start(proxy_location="Disabled")
+        try:
+            serve.run(application(model, options, fleet), name=app_name, route_prefix=None)
+        except RuntimeError as error:
+            raise ConfigError(f"the replicas of {model!r} did not start: {error}") from error
+        yield RayLink(app_name)
+    finally:
+        if fleet.ray_address is not None:
+            serve.delete(app_name)
+        else:
+            serve.shutdown()  # type: ignore[no-untyped-call]
+            ray.shutdown()
+
+
+def _connect(fleet: FleetConfig) -> None:
+    """Join a running Ray, or start a local one. Raises ConfigError for an address that does not answer."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # noqa: TID251  # Ray reads it nowhere else
+    if ray.is_initialized():
+        return
+    if fleet.ray_address is not None:
+        try:
+            ray.init(fleet.ray_address, log_to_driver=False, namespace="serve")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"ray_address={fleet.ray_address!r} cannot be reached: {_brief(error)}; give the address of a running "
+                "Ray, or leave it out for a local one"
+            ) from error
+        return
+    most = fleet.max_replicas or fleet.replicas
+    ray.init(
+        num_cpus=max(2, round(most * fleet.replica_cpus) + 1),  # logical: they only place actors
+        include_dashboard=False,
+        object_store_memory=80 * 2**20,
+        log_to_driver=False,
+        namespace="serve",
+        _node_ip_address="127.0.0.1",
+    )

@@ -1,0 +1,160 @@
+"""Replica: one engine that answers a front's requests. It is what runs in each actor.
+
+Knows an LLM, its thread and the messages to a front; knows nothing of Ray and of other replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cloudpickle
+
+from foreword.cluster import ReplicaSpec
+from foreword.engine import Engine
+from foreword.errors import ForewordError
+from foreword.fleet.front import EngineFacts
+from foreword.fleet.messages import Codec, Complete, PromptComputed, Queued, Refused, Submission, Told
+from foreword.llm import LLM
+from foreword.request import RequestOutput
+from foreword.server.answer_stream import AnswerStream, Job
+from foreword.server.api_errors import APIError, from_error
+from foreword.server.engine_door import first
+from foreword.server.engine_thread import EngineThread
+from foreword.server.records import Records, RequestRecord
+
+PIECE_S = 0.1
+"""Seconds between two pieces of an answer that nobody reads before its end."""
+FIRST_RATE = 1000.0
+"""Prefill tokens a second that a router assumes until it has measured."""
+
+
+DECODE_TOKENS = 32.0
+"""Prompt tokens that an answer under way weighs as much as: without a weight, a common prompt would gather all answers
+at the replica that has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """What a replica says of itself when it joins."""
+
+    spec: ReplicaSpec
+    events: dict[str, str]
+    """The addresses of its cache events and of their snapshots, by the name of the option; none without a cache."""
+    process_id: int
+
+
+class Replica:
+    """Serves one engine. All methods are for the event loop on which `start` was called."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._codec = Codec(llm)
+        self._records = Records()
+        self._thread = EngineThread(llm.engine, self._records)
+
+    def start(self) -> None:
+        """Begin to step."""
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Abort the running requests and close the engine."""
+        await self._thread.stop()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine takes no more requests."""
+        return self._thread.failure
+
+    def facts_of_engine(self) -> EngineFacts:
+        """What a front needs to check requests."""
+        return EngineFacts.of(self._llm)
+
+    def facts(self, host: str) -> ReplicaFacts:
+        """What a router needs. `host`: where other machines reach this one."""
+        cache = self._llm.config.cache
+        is_closed = cache.prefix_index == "radix" and self._llm.layout.is_one_full_group
+        spec = ReplicaSpec(
+            self._llm.engine.snapshot().num_blocks,
+            FIRST_RATE,
+            decode_tokens=DECODE_TOKENS,
+            is_prefix_closed=is_closed,
+        )
+        addresses = self._llm.event_addresses
+        return ReplicaFacts(spec, {name: reachable(one, host) for name, one in addresses.items()}, os.getpid())
+
+    async def generate(self, data: bytes) -> AsyncGenerator[list[Told]]:
+        """Answer a submission. Closing the iterator aborts it."""
+        try:
+            submission = await asyncio.to_thread(self._codec.decode, data)
+            stream = self._submit(submission)
+        except ForewordError as error:
+            yield [Refused.of(from_error(error))]
+            return
+        try:
+            async for told in self._tell(submission, stream):
+                yield told
+        except APIError as error:
+            yield [Refused.of(error)]
+        finally:
+            stream.close()
+
+    def _submit(self, submission: Submission) -> AnswerStream:
+        prompt, name = submission.prompt, submission.request_id
+        record = RequestRecord(
+            name, name, "", "replica", prompt.token_ids, num_choices=submission.params.n, stream=submission.is_streamed
+        )
+        return self._thread.submit([Job(record, prompt, submission.params, submission.answered)], whole=False)
+
+    async def _tell(self, submission: Submission, stream: AnswerStream) -> AsyncGenerator[list[Told]]:
+        await stream.accepted()
+        yield [Queued()]
+        [output] = stream.outputs
+        is_first = True
+        async for deltas in stream.deltas():
+            told: list[Told] = [_computed(output, self._llm.engine.clock())] if is_first else []
+            is_first = False
+            yield [*told, *deltas]
+            if not submission.is_streamed:
+                await asyncio.sleep(PIECE_S)
+        yield [Complete(_bare(output))]
+
+    async def call(self, data: bytes) -> bytes:
+        """Run a pickled function on the engine's thread; returns its pickled result, or the pickled error."""
+        function: Callable[[Engine], Any] = cloudpickle.loads(data)
+        try:
+            result = await self._thread.call(function, first)
+        except Exception as error:
+            result = Refused.of(from_error(error))
+        return pickle.dumps(result)
+
+
+def read_result(data: bytes) -> Any:
+    """The result of `Replica.call`. Raises APIError for an error."""
+    result = pickle.loads(data)
+    if isinstance(result, Refused):
+        raise result.error()
+    return result
+
+
+def reachable(address: str, host: str) -> str:
+    """An address at which a socket listens, as other machines see it: tcp://0.0.0.0:5557 -> tcp://HOST:5557."""
+    port = address.rpartition(":")[2]
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _computed(output: RequestOutput, clock: float) -> PromptComputed:
+    metrics = output.metrics
+    queued_s = (metrics.first_scheduled_time or metrics.arrival_time) - metrics.arrival_time
+    empty = replace(output, prompt_token_ids=[], outputs=[])
+    return PromptComputed(empty, queued_s, clock)
+
+
+def _bare(output: RequestOutput) -> RequestOutput:
+    """The output without what the front has: the prompt. Lists are copied, because the engine goes on with its own."""
+    answers = [replace(each, token_ids=list(each.token_ids)) for each in output.outputs]
+    return replace(output, prompt_token_ids=[], outputs=answers)

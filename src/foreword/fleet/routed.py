@@ -1,0 +1,372 @@
+"""RoutedEngines: the server's door to replicas. Routes each request, follows its answer, and goes on elsewhere if a
+replica is lost.
+
+Knows the routing core, the link to replicas and the server's streams; knows nothing of Ray and HTTP. One request:
+
+    check (as an engine would)  ->  choose, which reserves  ->  generate on the replica  ->  deltas to the client
+                                        ^                            |
+                                        +--- the replica is lost ----+   with the tokens that the client has
+
+A replica that goes on makes the same bits, so the client sees one answer. The seed is fixed before the first attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import cloudpickle
+
+from foreword.cluster import Decision, RoutingCore, RoutingRequest
+from foreword.cluster.explain import DecisionLog, Explanation
+from foreword.engine import Engine
+from foreword.errors import NoReplicaError
+from foreword.events.core_feed import CoreFeed
+from foreword.events.peer_link import PeerLink
+from foreword.fleet.answering import Answering
+from foreword.fleet.link import Link, ReplicaLostError
+from foreword.fleet.messages import Codec, Complete, Queued, Refused, Submission
+from foreword.fleet.replica import ReplicaFacts, read_result
+from foreword.fleet.report import decisions, numbers, report
+from foreword.fleet.warmth import Warmth
+from foreword.llm import LLM
+from foreword.request import SamplingParams
+from foreword.server.answer_stream import Accepted, AnswerStream, Job
+from foreword.server.api_errors import APIError, engine_failed, from_error
+from foreword.server.engine_door import Merge, Number
+from foreword.server.engine_thread import AfterStep, Ended
+from foreword.server.prefill_speed import PrefillSpeed
+from foreword.server.records import Records
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_DEATHS = 2
+"""Replicas that may end while they work for one request; then it may be the reason, and is not tried again."""
+JOIN_S = 30.0
+"""Longest time that an answer which has begun waits for a replica to go on with."""
+
+
+@dataclass(slots=True)
+class FleetCounts:
+    """Sums since the start."""
+
+    deaths: int = 0
+    """Replicas that ended while they worked for a request, counted by request."""
+    resumed: int = 0
+    """Attempts that went on with an answer that another replica had begun."""
+    given_up: int = 0
+    """Requests that killed `MAX_DEATHS` replicas."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """One job of a stream, and the state of its answer."""
+
+    job: Job
+    routing: RoutingRequest
+    answering: Answering
+    num_deaths: int = 0
+    avoided: set[str] = field(default_factory=set)
+    """Replicas that were lost."""
+
+
+class RoutedEngines:
+    """Replicas behind one door. All methods are for the event loop."""
+
+    def __init__(
+        self,
+        front: LLM,
+        records: Records,
+        after_step: Sequence[AfterStep],
+        core: RoutingCore,
+        link: Link,
+        *,
+        open_peers: Callable[[], PeerLink] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """`after_step` is called with requests that have ended.
+
+        `open_peers`: opens the link to other fronts of the same replicas; `seed`: of requests that have none.
+        """
+        self.failure: str | None = None
+        self.num_choices = 0
+        self.prefill = PrefillSpeed()
+        self.core, self.log, self.counts = core, DecisionLog(), FleetCounts()
+        self._front, self._records, self._after_step, self._link = front, records, after_step, link
+        self._codec = Codec(front)
+        self._seeds = random.Random(seed)
+        self._feed = CoreFeed(core)
+        self._tasks: dict[AnswerStream, asyncio.Task[None]] = {}
+        self._outcomes: dict[AnswerStream, str] = {}
+        """Why streams were aborted."""
+        self._joined = asyncio.Event()
+        self._open_peers = open_peers
+        self._peers: PeerLink | None = None
+        self._warmth = Warmth(core, link, self._codec)
+        self._has_tiers = any(
+            getattr(front.config.tiers, name) is not None for name in ("cache_dir", "cache_store", "cache_host_bytes")
+        )
+
+    # ------------------------------------------------------------------ replicas
+
+    @property
+    def num_engines(self) -> int:
+        return len(self.core.replicas)
+
+    def numbers(self) -> list[Number]:
+        return numbers(self)
+
+    def report(self) -> dict[str, Any]:
+        return report(self)
+
+    def decisions(self, request_id: str | None, limit: int) -> list[dict[str, Any]]:
+        return decisions(self, request_id, limit)
+
+    def join(self, name: str, facts: ReplicaFacts) -> None:
+        """Send requests to a replica, once it has what requests use most; at once if there is no other replica."""
+        hot = self._warmth.for_new_replica(facts.spec)
+        self.core.join(name, facts.spec)
+        if facts.events:
+            self._feed.follow(name, facts.events["kv_events"], facts.events["kv_events_snapshot"])
+        if hot:
+            self.core.retire(name)
+            self._warmth.warm_up(name, hot, lambda: self._ready(name, facts))
+        else:
+            self._ready(name, facts)
+
+    def _ready(self, name: str, facts: ReplicaFacts) -> None:
+        if name not in self.core.replicas:
+            return  # it left before it was ready
+        self.core.join(name, facts.spec)
+        logger.info("replica %s takes requests: %d blocks", name, facts.spec.num_blocks)
+        self._joined.set()
+        self._joined = asyncio.Event()
+
+    def leave(self, name: str) -> None:
+        """Send no more requests to a replica. Those that it has fail by themselves, if it is gone."""
+        if name in self.core.replicas:
+            logger.info("replica %s has left", name)
+            alone = [] if self._has_tiers else self._warmth.only_at(name)
+            self._feed.leave(name)
+            self.core.leave(name, time.monotonic())
+            if alone and self.failure is None:
+                self._warmth.hand_over(alone)
+
+    # ------------------------------------------------------------------ the server's side
+
+    def start(self) -> None:
+        """Wait for replicas, and meet other fronts."""
+        self._link.start(self)
+        if self._open_peers is not None:
+            self._peers = self._open_peers()
+            self._peers.start()
+
+    async def stop(self) -> None:
+        """End all answers, and follow no replica."""
+        self.failure = self.failure or "the server has been stopped"
+        for stream in list(self._tasks):
+            self.abort(stream, "failed")
+            stream.put([engine_failed(self.failure)])
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._warmth.stop()
+        if self._peers is not None:
+            await self._peers.close()
+        await self._link.stop()
+        await self._feed.close()
+
+    def submit(self, jobs: Sequence[Job], *, whole: bool) -> AnswerStream:
+        """Submit prompts. The stream's first event says whether replicas have queued them: all or none."""
+        if self.failure is not None:
+            raise engine_failed(self.failure)
+        stream = AnswerStream(self, jobs, whole=whole)
+        for job in jobs:
+            self._records.open(job.record)
+        self.num_choices += sum(job.params.n for job in jobs)
+        self._tasks[stream] = asyncio.create_task(self._answer(stream), name=jobs[0].record.request_id)
+        return stream
+
+    def abort(self, stream: AnswerStream, outcome: str) -> None:
+        """Abort an answer that nobody waits for."""
+        if (task := self._tasks.get(stream)) is not None:
+            self._outcomes[stream] = outcome
+            task.cancel()
+
+    def forget(self, stream: AnswerStream) -> None:
+        """Nothing to do: the stream's task ends by itself."""
+
+    async def call(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
+        """Run a function on the engine of every replica. Raises APIError 503 if none can be reached."""
+        data = cloudpickle.dumps(function)
+        asked = await asyncio.gather(
+            *(self._link.call(name, data) for name in self.core.replicas), return_exceptions=True
+        )
+        for error in asked:
+            if isinstance(error, BaseException) and not isinstance(error, ReplicaLostError):
+                raise error
+        found = [read_result(one) for one in asked if isinstance(one, bytes)]
+        if not found:
+            raise _none_ready()
+        return merge(found)
+
+    # ------------------------------------------------------------------ one stream
+
+    async def _answer(self, stream: AnswerStream) -> None:
+        """Answer all jobs of a stream; whatever happens, its records are closed and nothing stays reserved."""
+        requests: list[_Request] = []
+        try:
+            requests += self._checked(stream)
+            accepted = asyncio.Barrier(len(requests))
+
+            async def run(request: _Request) -> None:
+                await self._run(stream, request, accepted)
+
+            async with asyncio.TaskGroup() as group:
+                for request in requests:
+                    group.create_task(run(request))
+        except* asyncio.CancelledError:
+            self._close(stream, requests, self._outcomes.get(stream, "disconnected"))
+        except* Exception as failed:
+            error = from_error(failed.exceptions[0])
+            if error.status >= 500 and not isinstance(failed.exceptions[0], APIError):
+                logger.exception("request %s failed", stream.jobs[0].record.request_id)
+            self._close(stream, requests, "refused" if error.status < 500 else "failed")
+            stream.put([error])
+        finally:
+            self._outcomes.pop(stream, None)
+            self.num_choices -= sum(job.params.n for job in stream.jobs)
+            del self._tasks[stream]
+
+    def _checked(self, stream: AnswerStream) -> list[_Request]:
+        """The requests of a stream. Raises InvalidRequestError for one that no replica could serve."""
+        found, first_choice = [], 0
+        for job in stream.jobs:
+            if job.params.seed is None:
+                job = replace(job, params=replace(job.params, seed=self._seeds.randrange(2**32)))
+            sequence = self._front.engine.check(job.record.request_id, job.prompt, job.params)
+            stable = max((mark.end for mark in job.prompt.marks), default=None)
+            routing = RoutingRequest.of_sequence(sequence, stable, job.record.prompt_cache_key)
+            if not _reads_cache(job.params):
+                routing = replace(routing, keys=[])
+            answering = Answering(stream, job, first_choice, self._front.engine.clock)
+            stream.outputs.append(answering.output)
+            found.append(_Request(job, routing, answering))
+            first_choice += job.params.n
+        return found
+
+    async def _run(self, stream: AnswerStream, request: _Request, accepted: asyncio.Barrier) -> None:
+        is_accepted = False
+        while True:
+            decision = await self._choose(request)
+            try:
+                async with aclosing(self._link.generate(decision.replica, self._submission(stream, request))) as told:
+                    async for messages in told:
+                        if not is_accepted and isinstance(messages[0], Queued):
+                            is_accepted = True
+                            if await accepted.wait() == 0:
+                                stream.put([Accepted()])
+                        if self._take(request, decision, messages):
+                            self._close_one(request, str(request.answering.output.outputs[-1].finish_reason))
+                            return
+                raise ReplicaLostError(f"replica {decision.replica} ended an answer in the middle", died=False)
+            except ReplicaLostError as lost:
+                self._note_lost(request, decision, lost)
+            finally:
+                self.core.release(decision.reservation, time.monotonic())
+
+    def _take(self, request: _Request, decision: Decision, messages: Sequence[object]) -> bool:
+        """Take messages of a replica; True after the last one. Raises APIError if the replica refuses the request."""
+        for message in messages:
+            if isinstance(message, Refused):
+                if message.code == "engine_failed":
+                    raise ReplicaLostError(message.message, died=True)
+                raise message.error()
+        cached = request.answering.take(messages)
+        if cached is not None:
+            self.core.note_first_token(decision.reservation, time.monotonic(), cached)
+            self.log.note_delivered(decision.reservation, cached)
+            self._warmth.note(request.job.prompt, request.routing.keys, cached)
+        return isinstance(messages[-1], Complete)
+
+    def _submission(self, stream: AnswerStream, request: _Request) -> bytes:
+        job, shown = request.job, request.answering.shown
+        answered = tuple(shown) if any(one.token_ids for one in shown) else ()
+        # A replica may still have the last attempt of this name.
+        name = f"{job.record.request_id}.{request.num_deaths}.{len(request.avoided)}"
+        self.counts.resumed += bool(answered)
+        return self._codec.encode(Submission(name, job.prompt, job.params, answered, is_streamed=not stream.whole))
+
+    async def _choose(self, request: _Request) -> Decision:
+        """Choose and reserve. A request that has begun waits for a replica to join. Raises APIError 503."""
+        deadline = time.monotonic() + JOIN_S
+        while True:
+            gone = request.avoided.intersection(self.core.replicas)
+            try:
+                decision = self.core.choose(request.routing, time.monotonic(), gone)
+            except NoReplicaError:
+                if not request.avoided or time.monotonic() > deadline:
+                    raise _none_ready() from None
+                try:
+                    async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                        await self._joined.wait()
+                except TimeoutError:
+                    continue
+            else:
+                self.log.add(decision)
+                request.job.record.route = Explanation.of_decision(decision).text()
+                return decision
+
+    def _note_lost(self, request: _Request, decision: Decision, lost: ReplicaLostError) -> None:
+        """A replica was lost under a request. Raises APIError 500 if the request may be the reason."""
+        logger.warning("request %s: %s", request.job.record.request_id, lost)
+        request.avoided.add(decision.replica)
+        if lost.died:
+            request.num_deaths += 1
+            self.counts.deaths += 1
+        if request.num_deaths >= MAX_DEATHS:
+            self.counts.given_up += 1
+            raise APIError(
+                500,
+                f"{MAX_DEATHS} replicas ended while they computed this request; it is not tried on a third",
+                kind="server_error",
+                code="replicas_died",
+            )
+
+    def _close(self, stream: AnswerStream, requests: Sequence[_Request], outcome: str) -> None:
+        """Close what is still open of a stream that ends early."""
+        for request in requests:
+            self._close_one(request, outcome)
+        for job in stream.jobs[len(requests) :]:
+            self._records.close(job.record, outcome)
+
+    def _close_one(self, request: _Request, outcome: str) -> None:
+        if request.answering.is_closed:
+            return
+        request.answering.is_closed = True
+        job = request.job
+        self._records.close(job.record, outcome)
+        answers = [one.token_ids for one in request.answering.shown]
+        for keep_account in self._after_step:
+            keep_account([Ended(job, answers if job.record.token_times else [])])
+        request.answering.finish()
+
+
+def _reads_cache(params: SamplingParams) -> bool:
+    return not params.skip_reading_prefix_cache and params.prompt_logprobs is None
+
+
+def _none_ready() -> APIError:
+    return APIError(
+        503,
+        "No replica takes requests now; try again in 5 s.",
+        kind="server_error",
+        code="no_replica",
+        headers={"Retry-After": "5"},
+    )

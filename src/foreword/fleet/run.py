@@ -1,0 +1,53 @@
+"""`foreword serve --replicas N`: starts the replicas, and the server in front of them.
+
+Knows Ray's application, the front and the server; each is made elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from foreword.cluster import RoutingCore, RoutingOptions
+from foreword.config import EngineConfig
+from foreword.events.peer_link import PeerLink
+from foreword.fleet.front import open_front
+from foreword.fleet.options import FleetConfig
+from foreword.fleet.ray_serve import RayLink, replicas_of
+from foreword.fleet.routed import RoutedEngines
+from foreword.llm import LLM
+from foreword.server.engine_thread import AfterStep
+from foreword.server.options import ServerConfig
+from foreword.server.records import Records
+from foreword.server.run import serve
+from foreword.server.service import OpenDoor
+
+logger = logging.getLogger(__name__)
+
+APPLICATION = "foreword"
+
+
+def serve_replicas(model: str, options: Mapping[str, Any], config: ServerConfig, fleet: FleetConfig) -> None:
+    """Serve with several engines until a signal comes. `options`: of each engine. Raises ConfigError."""
+    engine = EngineConfig.from_options(model, **options)
+    logger.info("starting %d replicas", fleet.replicas)
+    with replicas_of(model, options, fleet, APPLICATION) as link:
+        front = open_front(engine, asyncio.run(link.facts_of_engine()))
+        serve(front, config, door_to(link))
+
+
+def door_to(link: RayLink) -> OpenDoor:
+    """What opens a server's door to the replicas of a link."""
+
+    def open_door(front: LLM, records: Records, after_step: Sequence[AfterStep]) -> RoutedEngines:
+        life = os.urandom(8).hex()
+        options = RoutingOptions(block_tokens=front.layout.block_size, share_load=True)
+        core = RoutingCore(options, router=f"front-{life[:6]}", life=life)
+        peers = partial(PeerLink, core, link.host, link.find_fronts)
+        return RoutedEngines(front, records, after_step, core, link, open_peers=peers)
+
+    return open_door

@@ -1,0 +1,112 @@
+"""Warm caches for replicas that join, and new places for what a replica that left had alone.
+
+Knows hot prefixes, the routing core and the link to replicas. A prefix travels as tokens, which the other replica
+computes; where replicas share a tier below the pool, its KV is there already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from foreword.cluster import ReplicaSpec, RoutingCore, RoutingRequest
+from foreword.cluster.holders import Key
+from foreword.engine import Prompt
+from foreword.errors import NoReplicaError
+from foreword.fleet.hot_prefixes import HotPrefix, HotPrefixes
+from foreword.fleet.link import Link, ReplicaLostError
+from foreword.fleet.messages import Codec, Submission
+from foreword.request import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+WARM_S = 20.0
+"""Longest time that a new replica takes no requests because it computes what they use."""
+HAND_OVER_TOKENS = 100_000
+"""Most tokens of a replica that left which others compute."""
+LEAST_USES = 2.0
+"""Prefixes with fewer uses are not handed over."""
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+class Warmth:
+    """Belongs to the event loop."""
+
+    def __init__(self, core: RoutingCore, link: Link, codec: Codec) -> None:
+        self._core, self._link, self._codec = core, link, codec
+        self._hot = HotPrefixes(core.options.block_tokens)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def note(self, prompt: Prompt, keys: list[Key], num_cached_tokens: int) -> None:
+        """A request found this part of its prompt."""
+        self._hot.note(prompt, keys, num_cached_tokens)
+
+    def for_new_replica(self, spec: ReplicaSpec) -> list[HotPrefix]:
+        """What a replica should have before it takes requests: up to half of its pool; nothing for the first one."""
+        if not self._core.replicas:
+            return []
+        return self._hot.hottest(spec.num_blocks * self._core.options.block_tokens // 2)
+
+    def only_at(self, name: str) -> list[HotPrefix]:
+        """The hot prefixes that no other replica has."""
+        mirrors = {each: self._core.mirror(each).parents for each in self._core.replicas}
+        own = mirrors.pop(name)
+        return [
+            one
+            for one in self._hot.hottest(HAND_OVER_TOKENS, LEAST_USES)
+            if one.key in own and not any(one.key in held for held in mirrors.values())
+        ]
+
+    def warm_up(self, name: str, hot: Sequence[HotPrefix], then: Callable[[], None]) -> None:
+        """Have a new replica compute these prefixes, for a while, and then call `then`."""
+        self._begin(self._warm_up(name, hot, then))
+
+    def hand_over(self, alone: Sequence[HotPrefix]) -> None:
+        """Have others compute these prefixes, one after the other."""
+        self._begin(self._hand_over(alone))
+
+    def stop(self) -> None:
+        """Compute nothing more."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _warm_up(self, name: str, hot: Sequence[HotPrefix], then: Callable[[], None]) -> None:
+        logger.info("replica %s computes %d prefixes before it takes requests", name, len(hot))
+        try:
+            async with asyncio.timeout(WARM_S):
+                for one in hot:
+                    await self._compute(name, one)
+        except (TimeoutError, ReplicaLostError) as error:
+            logger.warning("replica %s did not compute all of them: %s", name, str(error) or "it took too long")
+        then()
+
+    async def _hand_over(self, alone: Sequence[HotPrefix]) -> None:
+        logger.info("%d prefixes of a replica that left are computed elsewhere", len(alone))
+        for one in alone:
+            routing = RoutingRequest(f"hand-over-{os.urandom(8).hex()}", one.keys, len(one.prompt.token_ids))
+            try:
+                decision = self._core.choose(routing, time.monotonic())
+            except NoReplicaError:
+                return
+            try:
+                await self._compute(decision.replica, one)
+            except ReplicaLostError as error:
+                logger.warning("a prefix was not handed over: %s", error)
+            finally:
+                self._core.release(decision.reservation, time.monotonic())
+
+    async def _compute(self, name: str, one: HotPrefix) -> None:
+        submission = Submission(f"warm-{os.urandom(8).hex()}", one.prompt, PARAMS, is_streamed=False)
+        async with aclosing(self._link.generate(name, self._codec.encode(submission))) as told:
+            async for _ in told:
+                pass

@@ -1,0 +1,122 @@
+"""Replicas in this process behind one server: real engines, real events over ZeroMQ, and no Ray.
+
+A link that the tests control stands for Ray: it can lose a replica in the middle of an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
+from typing import Any
+
+from foreword.cluster import RoutingCore, RoutingOptions
+from foreword.demo.run import embedded_model
+from foreword.fleet.front import EngineFacts, open_front
+from foreword.fleet.link import Members, ReplicaLostError
+from foreword.fleet.messages import Delta, Told
+from foreword.fleet.replica import Replica
+from foreword.fleet.routed import RoutedEngines
+from foreword.llm import LLM
+from foreword.server.options import ServerConfig
+from live_server import ServerThread, wait_until
+
+EVENTS = {
+    "kv_events": "tcp://127.0.0.1:0",
+    "kv_events_snapshot": "tcp://127.0.0.1:0",
+    "kv_events_hashes": "bytes",
+}
+
+
+class LocalLink:
+    """Leads to replicas on the server's own event loop."""
+
+    def __init__(self, llms: dict[str, LLM]) -> None:
+        self.llms = llms
+        self.replicas: dict[str, Replica] = {}
+        self.members: Members | None = None
+        self.requests: Counter[str] = Counter()
+        """Submissions by replica."""
+        self.deaths: list[int] = []
+        """After each of these numbers of pieces with tokens, the replica that answers is lost."""
+        self.running = 0
+
+    def start(self, members: Members) -> None:
+        self.members = members
+        for name, llm in self.llms.items():
+            replica = self.replicas[name] = Replica(llm)
+            replica.start()
+            members.join(name, replica.facts("127.0.0.1"))
+
+    async def stop(self) -> None:
+        for replica in self.replicas.values():
+            await replica.stop()
+
+    async def generate(self, replica: str, data: bytes) -> AsyncGenerator[list[Told]]:
+        self.requests[replica] += 1
+        dies_after = self.deaths.pop(0) if self.deaths else None
+        num_pieces = 0
+        self.running += 1
+        try:
+            async with aclosing(self.replicas[replica].generate(data)) as told:
+                async for messages in told:
+                    if num_pieces == dies_after:
+                        raise ReplicaLostError(f"{replica} was killed", died=True)
+                    num_pieces += any(isinstance(one, Delta) for one in messages)
+                    yield messages
+        finally:
+            self.running -= 1
+
+    async def call(self, replica: str, data: bytes) -> bytes:
+        return await self.replicas[replica].call(data)
+
+
+class Fleet:
+    """A server, its link and its door."""
+
+    def __init__(self, server: ServerThread, link: LocalLink, door: RoutedEngines) -> None:
+        self.server, self.link, self.door = server, link, door
+        self.url = server.url
+
+    def on_loop(self, function: Any) -> Any:
+        """What a function without arguments returns on the server's event loop."""
+
+        async def run() -> Any:
+            return function()
+
+        assert self.server._loop is not None
+        return asyncio.run_coroutine_threadsafe(run(), self.server._loop).result(60)
+
+
+@contextmanager
+def fleet(num_replicas: int, config: ServerConfig | None = None, **options: Any) -> Iterator[Fleet]:
+    """A server of the embedded model with replicas named a, b, c ..."""
+    options = {"num_gpu_blocks_override": 256, "self_check": False, **options}
+    names: Sequence[str] = "abcdefgh"[:num_replicas]
+    with ExitStack() as stack:
+        folder = str(stack.enter_context(embedded_model()))
+        llms = {name: stack.enter_context(LLM(folder, **options, **EVENTS)) for name in names}
+        one = llms["a"]
+        doors: list[RoutedEngines] = []
+        link = LocalLink(llms)
+
+        def open_door(llm: LLM, records: Any, after_step: Any) -> RoutedEngines:
+            core = RoutingCore(RoutingOptions(block_tokens=llm.layout.block_size))
+            doors.append(RoutedEngines(llm, records, after_step, core, link, seed=7))
+            return doors[0]
+
+        front = open_front(one.config, EngineFacts.of(one))
+        server = stack.enter_context(ServerThread(front, config or ServerConfig(), open_door))
+        yield Fleet(server, link, doors[0])
+
+
+def assert_nothing_is_left(found: Fleet) -> None:
+    """No request runs, none is reserved, and every pool is sound."""
+    core = found.door.core
+    wait_until(lambda: found.link.running == 0 and found.door.num_choices == 0)
+    assert not found.on_loop(lambda: list(core._loads.open)), "a reservation leaked"
+    found.on_loop(lambda: core.check_integrity([]))
+    for llm in found.link.llms.values():
+        wait_until(lambda llm=llm: not llm.engine.has_unfinished_requests())
+        llm.engine.check_integrity()
