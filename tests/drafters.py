@@ -34,6 +34,9 @@ class Told:
     def leave(self, request: Request) -> None:
         self.num_left += 1
 
+    def forget(self) -> None:
+        self.num_left = 0
+
 
 def draft_as_told(engine: Engine, guess: Guess, draft_tokens: int = 5) -> Drafting:
     """Let an engine draft what a function says, up to `draft_tokens` tokens at a time, whatever it costs."""

@@ -398,6 +398,8 @@ class Engine:
         self._tiers.reset()
         self.manager.reset_prefix_cache()
         self._counted_before += counted
+        if self.scheduler.drafting is not None:
+            self.scheduler.drafting.forget()
 
     def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
         """The cached prefixes that were reused most; see `KVCacheManager.top_prefixes`."""

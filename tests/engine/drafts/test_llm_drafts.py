@@ -68,7 +68,7 @@ def check_with_drafts(llm: LLM, params: SamplingParams) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 def test_structured_answers_are_equal(llm: LLM, form: dict[str, Any], temperature: float) -> None:
     wanted = StructuredOutputsParams(**form)
-    for seed in range(3):
+    for seed in range(2):
         params = SamplingParams(max_tokens=40, temperature=temperature, seed=seed, structured_outputs=wanted)
         check_with_drafts(llm, params)
 
@@ -100,7 +100,7 @@ def test_an_answer_that_runs_dry_ends_in_the_same_place(llm: LLM) -> None:
         check_with_drafts(llm, params)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_stop_strings_end_answers_in_the_middle_of_a_draft(llm: LLM, seed: int) -> None:
     free = run(llm, SamplingParams(max_tokens=40, temperature=1.0, seed=seed, ignore_eos=True))
     for output in free:

@@ -83,6 +83,20 @@ def test_recent_answers_are_remembered_and_ends_are_not_crossed() -> None:
     assert proposed(answers, request_of([41, 42])) == ([43, 44], 2)
 
 
+def test_a_reset_of_the_cache_forgets_answers_too() -> None:
+    parts = HashEngine.build()
+    parts.engine.draft(4)
+    for number in range(2):
+        parts.add(f"{number}", [1, 2, 3], SamplingParams(seed=0, max_tokens=20))
+        parts.drain()
+        assert ("answers" in parts.engine.snapshot().drafts.accepted) == (number > 0)
+    before = parts.engine.snapshot().drafts.accepted["answers"]
+    parts.engine.reset_prefix_cache()
+    parts.add("last", [1, 2, 3], SamplingParams(seed=0, max_tokens=20))
+    parts.drain()
+    assert parts.engine.snapshot().drafts.accepted["answers"] == before
+
+
 def test_aborted_answers_are_not_remembered() -> None:
     answers = RecentAnswers()
     answers.leave(ended(request_of([1], TEXT), "abort"))

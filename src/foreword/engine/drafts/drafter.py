@@ -38,3 +38,6 @@ class Drafter(Protocol):
 
     def leave(self, request: Request) -> None:
         """A request has ended; `request.finish_reason` says how."""
+
+    def forget(self) -> None:
+        """Forget what requests that have ended left behind."""

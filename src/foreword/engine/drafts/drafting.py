@@ -176,6 +176,11 @@ class Drafting:
         if seconds is not None:
             self._times.note(int((entries.ends - entries.starts).sum()), seconds)
 
+    def forget(self) -> None:
+        """Forget what requests that have ended left behind, and keep what was learnt about speed."""
+        for drafter in self._drafters:
+            drafter.forget()
+
     def leave(self, request: Request) -> None:
         """A request has ended."""
         self._known.pop(request, None)

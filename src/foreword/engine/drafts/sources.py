@@ -51,6 +51,9 @@ class OwnText:
     def leave(self, request: Request) -> None:
         self._texts.pop(request, None)
 
+    def forget(self) -> None:
+        pass  # it knows running requests alone
+
 
 class Predicted:
     """What the caller expects the answer to say: from its beginning, and from where the answer meets it again."""
@@ -81,6 +84,9 @@ class Predicted:
 
     def leave(self, request: Request) -> None:
         self._texts.pop(request, None)
+
+    def forget(self) -> None:
+        pass  # it knows running requests alone
 
 
 class PathsOfCache(Protocol):
@@ -124,6 +130,9 @@ class CachedPaths:
 
     def leave(self, request: Request) -> None:
         self._read.pop(request, None)
+
+    def forget(self) -> None:
+        self._read.clear()
 
 
 class RecentAnswers:
@@ -172,6 +181,10 @@ class RecentAnswers:
         self.num_bytes += text.num_bytes
         while self.num_bytes > self.MOST_BYTES:
             self.num_bytes -= self._texts.popitem(last=False)[1].num_bytes
+
+    def forget(self) -> None:
+        self._texts.clear()
+        self.num_bytes = 0
 
 
 _NOTHING: IntArray = np.empty(0, np.int32)
