@@ -123,10 +123,11 @@ class Scheduler:
         `commit` of the step before comes first, so requests that their tokens end have left when this batch is
         answered. The tokens must be known if a request would be preempted, which discards its token, if sampling
         depends on earlier tokens, and if recurrent states are saved at positions that depend on the tokens. A tier's
-        blocks come and go only while no step is planned, so there is a pause for them too.
+        blocks come and go only while no step is planned, so there is a pause for them too. So there is for drafts,
+        which go on from known tokens.
         """
         before = launched.entries
-        if before.drafts:
+        if before.drafts or (self.drafting is not None and self.drafting.wants_pause(before.requests)):
             return None
         if self.states is not None or before.facts["samples_by_tokens"].any():
             return None

@@ -21,7 +21,7 @@ def choose_drafting(
 ) -> Drafting | None:
     """Drafting from a request's own text, the cache, and earlier answers; None, and a line in the log, if it cannot be.
 
-    `launches`: whether the runner computes while the host plans the next step. `inexactness`: why this machine breaks
+    `launches`: whether the runner is one that computes while the host goes on. `inexactness`: why this machine breaks
     the promise of equal bits, if it does: drafts would change answers there.
     """
     if draft_tokens == 0:
@@ -29,8 +29,8 @@ def choose_drafting(
     reason = None
     if any(isinstance(group, MambaSpec) for group in manager.groups):
         reason = "its recurrent layers cannot go back behind a wrong token"
-    elif launches:
-        reason = "on a GPU, steps are planned before the tokens of the step before are known"
+    elif launches and draft_tokens == "auto":
+        reason = "on a GPU, steps with drafts are no recorded graphs, and were never timed; draft_tokens=N drafts there"
     elif inexactness is not None and draft_tokens == "auto":
         reason = f"results are not bit-exact here ({inexactness}); draft_tokens=N drafts all the same"
     if reason is not None:

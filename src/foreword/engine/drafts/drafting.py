@@ -20,6 +20,8 @@ from foreword.request import DraftCounts, Request
 
 MOST_DRAFTED = 31
 """Most tokens of one request to draft in a step."""
+PAUSE_EVERY = 16
+"""Steps that are planned ahead of known tokens before one waits for them, so that it can guess."""
 SHARE_OF_GUESSES = 0.01
 """Share of a step's time for guesses about requests whose last guess was wrong."""
 
@@ -60,6 +62,8 @@ class Drafting:
         self._acceptance, self._times = Acceptance(), StepTimes()
         self._known: WeakKeyDictionary[Request, _Known] = WeakKeyDictionary()
         self._seconds_of_guess, self._turn = 0.0, 0
+        self._num_ahead = 0
+        """Steps that were planned ahead since the last pause."""
         self._drafted_from: dict[Request, str] = {}
         """The sources of the drafts of the step that is planned."""
         self.counts = DraftCounts()
@@ -89,6 +93,22 @@ class Drafting:
                     drafts[request.row] = token_ids[:length]
                     self._drafted_from[request] = guess[0].source
         return drafts
+
+    def wants_pause(self, requests: Sequence[Request]) -> bool:
+        """Whether the next step should wait for the tokens of the step of these requests, so that it can draft.
+
+        A step that is planned ahead drafts nothing, but costs the host no time. So there is a pause if a request's last
+        guess was right, and now and then, to guess.
+        """
+        if self._fixed is not None:
+            return True
+        self._num_ahead += 1
+        known = (self._known.get(request) for request in requests)
+        is_lucky = any(one is not None and one.was_right and one.guesses for one in known)
+        if not is_lucky and self._num_ahead < PAUSE_EVERY:
+            return False
+        self._num_ahead = 0
+        return self._may_pay(len(requests), len(requests), MOST_DRAFTED)
 
     def _may_pay(self, num_requests: int, num_rows: int, room: int) -> bool:
         """Whether drafts would pay if all of them were right."""
