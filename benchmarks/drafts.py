@@ -6,9 +6,11 @@ sampler samples, all that they would for a model that answers so. What is accept
 alone; they are made of texts in which each token has a few likely successors, as in language, from a seed:
 
     edit       a file of 600 tokens, written again with three changed lines
-    quote      an answer to a document of 1,500 tokens: passages of it, and as much text between them as a third
-    agent      six turns: calls that differ in their arguments, which come from the results of tools
-    retry      the same prompt again, at temperature 0.7: the answer keeps half of the earlier one, in pieces
+    quote      an answer to a document of 1,500 tokens: passages of it of 40 to 100 tokens, with 6 to 14 other ones
+               between
+    agent      six turns: a call of 97 tokens, of which 12 are arguments from the last result and 5 are new
+    retry      the same prompt again, at temperature 0.7: the answer keeps the earlier one in pieces of 40 tokens on
+               average, with 3 to 8 other ones between
     random     random tokens: nothing can be drafted, so this is what trying costs
 
 Each is run by one request, and by 16 different ones at once. Times are those of the whole call, prefill included;
@@ -94,19 +96,19 @@ class Writer:
     def quote(self) -> list[Call]:
         document, answer = self.text(self._length(1500)), []
         while len(answer) < self._length(300):
-            answer += self.text(int(self._rng.integers(8, 20)))
+            answer += self.text(int(self._rng.integers(6, 14)))
             start = int(self._rng.integers(len(document) - 10))
-            answer += document[start : start + int(self._rng.integers(20, 50))]
+            answer += document[start : start + int(self._rng.integers(40, 100))]
         return [Call(document + self.text(30), answer)]
 
     def agent(self) -> list[Call]:
-        calls, frame = [], self.text(40)
+        calls, frame = [], self.text(self._length(80))
         history = self.text(self._length(400))
         for _ in range(6):
             result = self.text(self._length(80))
             history = [*history, *result, *self.text(10)]
             argument = result[5:17]
-            answer = [*frame[:15], *argument, *frame[15:], *self.text(5)]
+            answer = [*frame[:30], *argument, *frame[30:], *self.text(5)]
             calls.append(Call(history, answer))
             history = [*history, *answer]
         return calls
@@ -116,9 +118,9 @@ class Writer:
         second: list[int] = []
         at = 0
         while at < len(first):
-            kept = int(self._rng.geometric(1 / 25))
+            kept = int(self._rng.geometric(1 / 40))
             second += first[at : at + kept]
-            other = int(self._rng.integers(4, 12))
+            other = int(self._rng.integers(3, 9))
             second += self.text(other)
             at += kept + other
         return [Call(prompt, first, is_measured=False), Call(prompt, second)]

@@ -15,7 +15,7 @@ import numpy as np
 from foreword.batch import Entries, IntArray
 from foreword.config import DraftTokens
 from foreword.engine.drafts.drafter import Drafter, Proposal
-from foreword.engine.drafts.gain import Acceptance, StepTimes, best_lengths
+from foreword.engine.drafts.gain import Acceptance, Record, StepTimes, best_count, best_lengths
 from foreword.request import DraftCounts, Request
 
 MOST_DRAFTED = 31
@@ -37,15 +37,20 @@ class _Guess:
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a running request: for each source, the weight of trials and of right ones."""
+    """What is known of a running request."""
 
-    trials: dict[str, list[float]] = field(default_factory=dict)
+    records: dict[str, Record] = field(default_factory=dict)
+    """By source."""
     guesses: list[_Guess] = field(default_factory=list)
     was_right: bool = True
     """Whether one of the guesses before these was right, or there was none yet."""
 
-    def of(self, source: str) -> list[float]:
-        return self.trials.setdefault(source, [0.0, 0.0])
+    def of(self, source: str) -> Record:
+        return self.records.setdefault(source, Record())
+
+
+_Judged = tuple[Proposal, tuple[float, float]]
+"""A proposal, and the chances of its first token and of later ones."""
 
 
 class Drafting:
@@ -82,7 +87,7 @@ class Drafting:
         if self._fixed is not None:
             lengths = self._fixed_lengths(longest, room)
         else:
-            chances = [0.0 if guess is None else guess[1] for guess in guesses]
+            chances = [(0.0, 0.0) if guess is None else guess[1] for guess in guesses]
             lengths = best_lengths(chances, longest, num_rows, len(requests), self._times, room)
         drafts = {}
         for request, guess, length in zip(requests, guesses, lengths, strict=True):
@@ -116,7 +121,7 @@ class Drafting:
             return room > 0
         more = np.arange(1 + min(room, num_requests * MOST_DRAFTED))
         rates = (num_requests + more) / self._times.seconds(num_rows + more)
-        return int(rates.argmax()) > 0
+        return best_count(rates) > 0
 
     def _fixed_lengths(self, longest: Sequence[int], room: int) -> list[int]:
         assert self._fixed is not None
@@ -126,7 +131,7 @@ class Drafting:
             room -= lengths[-1]
         return lengths
 
-    def _guesses(self, requests: Sequence[Request], num_rows: int) -> list[tuple[Proposal, float] | None]:
+    def _guesses(self, requests: Sequence[Request], num_rows: int) -> list[_Judged | None]:
         """A guess for each request that is asked for one.
 
         Those whose last guess was right are. The others take turns, so that asking in vain costs little of a step.
@@ -148,22 +153,24 @@ class Drafting:
             self._seconds_of_guess += (seconds - self._seconds_of_guess) / 16
         return guesses
 
-    def _guess(self, request: Request) -> tuple[Proposal, float] | None:
-        """The proposal that is likeliest to be right, and the chance of each of its tokens."""
+    def _guess(self, request: Request) -> _Judged | None:
+        """The proposal of which the most tokens are likely to be right."""
         known = self._known[request]
         self._judge(request, known)
         most = min(MOST_DRAFTED, request.max_tokens - request.num_output_tokens - 1)
         if most <= 0:
             return None
-        best: tuple[Proposal, float] | None = None
+        best: _Judged | None = None
+        most_likely = 0.0
         for drafter in self._drafters:
             proposal = drafter.propose(request, most)
             if proposal is None:
                 continue
             known.guesses.append(_Guess(proposal, len(request)))
-            chance = self._acceptance.chance(proposal.source, proposal.num_matched, known.of(proposal.source))
-            if best is None or chance > best[1]:
-                best = proposal, chance
+            first, later = self._acceptance.chances(proposal.source, proposal.num_matched, known.of(proposal.source))
+            likely = first * (1.0 - later ** len(proposal.token_ids)) / (1.0 - later)
+            if likely > most_likely:
+                best, most_likely = (proposal, (first, later)), likely
         return best
 
     def _judge(self, request: Request, known: _Known) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,10 @@ SIZES = np.array([1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192
 FREE_ROWS, COST_OF_MORE = 8, 0.06
 """What is assumed before steps were timed: this many rows cost what one does, each further row this share of it."""
 KEPT_TIMES = 7
+ASSUMED_CHANCE, ASSUMED_TRIALS = 0.7, 4.0
+"""The chance of a token of which nothing is known, and the trials that it, or what other requests taught, counts as."""
+LEAST_GAIN = 1.03
+"""Drafts must promise this many times the tokens a second: less is within the error of times and chances."""
 FORGOTTEN_AFTER = 512
 """Steps after which a time that was not measured again is forgotten, so that it is tried again."""
 
@@ -78,34 +83,66 @@ def _assumed(num_rows: npt.NDArray[np.int64]) -> Floats:
     return seconds
 
 
-class Acceptance:
-    """How likely a drafted token is right if those before it are, by source and length of match."""
+@dataclass(slots=True)
+class Trials:
+    """Guessed tokens that were compared with what came; older ones count less."""
 
-    ASSUMED = 0.6
-    WEIGHT = 4.0
-    """Trials that the assumption, or what is known of other requests, counts as."""
-    KEPT = 0.98
-    """Weight of older trials at each new one."""
-    KEPT_OF_REQUEST = 0.9
-    """The same for the trials of one request."""
+    weight: float = 0.0
+    right: float = 0.0
+
+    def note(self, num_trials: int, num_right: int, kept: float) -> None:
+        """Note some trials; `kept`: the weight that earlier ones keep at each of them."""
+        self.weight = self.weight * kept**num_trials + num_trials
+        self.right = self.right * kept**num_trials + num_right
+
+    def mixed_with(self, chance: float) -> float:
+        """The share of right ones, if what was known before is this chance, with the weight of `ASSUMED_TRIALS`."""
+        return (self.right + chance * ASSUMED_TRIALS) / (self.weight + ASSUMED_TRIALS)
+
+
+@dataclass(slots=True)
+class Record:
+    """How guesses did: their first tokens, and the tokens after right ones."""
+
+    first: Trials = field(default_factory=Trials)
+    later: Trials = field(default_factory=Trials)
+
+    def note(self, num_right: int, *, one_was_wrong: bool, kept: float) -> None:
+        """Note a guess of which `num_right` tokens were right, and then perhaps one was wrong."""
+        if num_right or one_was_wrong:
+            self.first.note(1, min(num_right, 1), kept)
+        if num_right:
+            self.later.note(num_right - 1 + one_was_wrong, num_right - 1, kept)
+
+
+class Acceptance:
+    """How likely guessed tokens are right, by source and length of match.
+
+    A guess begins rightly or not; once it has begun rightly, it mostly goes on so. So there are two chances.
+    """
+
+    KEPT, KEPT_OF_REQUEST = 0.98, 0.9
+    """Weight that trials of all requests, and those of one, keep at each new one."""
 
     def __init__(self) -> None:
-        self._trials: dict[tuple[str, int], list[float]] = {}
-        """Weight of the trials and of the right ones, by source and class of match."""
+        self._records: dict[tuple[str, int], Record] = {}
+        """By source and class of match."""
 
-    def chance(self, source: str, num_matched: int, own: Sequence[float]) -> float:
-        """The chance of each next token; `own`: the weight of the request's trials, and of the right ones."""
-        trials, right = self._trials.get((source, _class(num_matched)), (0.0, 0.0))
-        general = (right + self.ASSUMED * self.WEIGHT) / (trials + self.WEIGHT)
-        return min(0.995, (own[1] + general * self.WEIGHT) / (own[0] + self.WEIGHT))
+    def chances(self, source: str, num_matched: int, own: Record) -> tuple[float, float]:
+        """The chance of a first token, and of each later one if those before it are right; `own`: of the request."""
+        general = self._records.get((source, _class(num_matched)), _NOTHING_KNOWN)
+        first = own.first.mixed_with(general.first.mixed_with(ASSUMED_CHANCE))
+        later = own.later.mixed_with(general.later.mixed_with(ASSUMED_CHANCE))
+        return first, min(0.995, later)
 
-    def note(self, source: str, num_matched: int, num_right: int, *, one_was_wrong: bool, own: list[float]) -> None:
+    def note(self, source: str, num_matched: int, num_right: int, *, one_was_wrong: bool, own: Record) -> None:
         """Note a checked guess: `num_right` tokens were right, and then perhaps one was wrong."""
-        general = self._trials.setdefault((source, _class(num_matched)), [0.0, 0.0])
-        num_trials = num_right + one_was_wrong
-        for counts, kept in ((general, self.KEPT), (own, self.KEPT_OF_REQUEST)):
-            counts[0] = counts[0] * kept**num_trials + num_trials
-            counts[1] = counts[1] * kept**num_trials + num_right
+        general = self._records.setdefault((source, _class(num_matched)), Record())
+        general.note(num_right, one_was_wrong=one_was_wrong, kept=self.KEPT)
+        own.note(num_right, one_was_wrong=one_was_wrong, kept=self.KEPT_OF_REQUEST)
+
+
+_NOTHING_KNOWN = Record()
 
 
 def _class(num_matched: int) -> int:
@@ -113,22 +150,36 @@ def _class(num_matched: int) -> int:
     return min(num_matched, 3) if num_matched < 4 else min(16, 1 << num_matched.bit_length() - 1)
 
 
+def best_count(rates: Floats) -> int:
+    """The index of the best of some rates; 0 unless it is clearly better than the first."""
+    at = int(rates.argmax())
+    return at if rates[at] > LEAST_GAIN * rates[0] else 0
+
+
 def best_lengths(
-    chances: Sequence[float], longest: Sequence[int], num_rows: int, num_samples: int, times: StepTimes, room: int
+    chances: Sequence[tuple[float, float]],
+    longest: Sequence[int],
+    num_rows: int,
+    num_samples: int,
+    times: StepTimes,
+    room: int,
 ) -> list[int]:
     """The number of tokens to draft for each request, so that the step gives the most tokens for each second.
 
-    A request's draft is right up to its i-th token with `chances[r] ** i`, and has at most `longest[r]` tokens. All of
-    them share the rows that cost little: the likeliest tokens of all requests come first. The step has `num_rows` rows
-    and gives `num_samples` tokens without drafts; at most `room` rows are added.
+    Request r's draft has at most `longest[r]` tokens. Its first one is right with the first of `chances[r]`, each later
+    one, if those before it are right, with the second. All requests share the rows that cost little: the likeliest
+    tokens of all come first. The step has `num_rows` rows and gives `num_samples` tokens without drafts; at most `room`
+    rows are added.
     """
     owners = np.repeat(np.arange(len(longest)), longest)
     if not len(owners) or room <= 0:
         return [0] * len(longest)
-    gains = np.concatenate([chance ** np.arange(1, most + 1) for chance, most in zip(chances, longest, strict=True)])
+    gains = np.concatenate(
+        [first * later ** np.arange(most) for (first, later), most in zip(chances, longest, strict=True)]
+    )
     order = (-gains).argsort(kind="stable")[:room]
     tokens = num_samples + np.append(0.0, gains[order].cumsum())
     rates = tokens / times.seconds(num_rows + np.arange(len(tokens)))
-    count = int(rates.argmax())
+    count = best_count(rates)
     lengths: list[int] = np.bincount(owners[order[:count]], minlength=len(longest)).tolist()
     return lengths
