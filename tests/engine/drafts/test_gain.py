@@ -46,9 +46,10 @@ def test_longer_drafts_pay_where_they_are_surely_right() -> None:
     assert unsure == 7
 
 
-def test_times_are_medians_and_never_fall_with_more_rows() -> None:
+def test_times_that_other_work_disturbed_do_not_count_and_none_falls_with_more_rows() -> None:
     times = timed({1: 0.02, 4: 0.019, 8: 0.03})
-    times.note(1, 5.0)
+    for num_rows in (1, 8, 8, 8):
+        times.note(num_rows, 5.0)
     curve = times.seconds(np.array([1, 2, 4, 8, 9, 64]))
     assert curve[0] == pytest.approx(0.02)
     assert (np.diff(curve) >= 0).all()
@@ -68,6 +69,15 @@ def test_a_guess_that_begins_rightly_is_drafted_to_its_end() -> None:
     times = timed({1: 0.02, 2: 0.021, 4: 0.022, 8: 0.026, 10: 0.5})
     assert best_lengths([(0.3, 0.3)], [31], 1, 1, times, 100) == [3]
     assert best_lengths([(0.3, 0.98)], [31], 1, 1, times, 100) == [7]
+
+
+def test_a_size_that_was_slow_once_is_tried_again() -> None:
+    times = timed({1: 0.02})
+    times.note(8, 0.2)
+    assert best_lengths([(0.9, 0.9)], [7], 1, 1, times, 100) == [7]
+    for _ in range(6):
+        times.note(8, 0.25)
+    assert best_lengths([(0.9, 0.9)], [7], 1, 1, times, 100) < [4]
 
 
 def test_acceptance_is_learnt_by_source_and_length_of_match_and_by_request() -> None:

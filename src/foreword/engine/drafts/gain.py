@@ -63,7 +63,11 @@ class StepTimes:
         return seconds * np.maximum(1.0, _assumed(num_rows) / _assumed(SIZES[-1:]))
 
     def _measured(self) -> Floats:
-        """Seconds at each of SIZES: medians, and in between and beyond them the assumed shape."""
+        """Seconds at each of SIZES: the least of the last times, and in between and beyond them the assumed shape.
+
+        Other work on the machine only adds to a time, so the least is the nearest to the truth. A size that was timed
+        less often is taken for cheaper than it was, so that it is tried until that is sure.
+        """
         known = [
             at
             for at, times in enumerate(self._times)
@@ -72,8 +76,11 @@ class StepTimes:
         assumed = _assumed(SIZES)
         if not known:
             return assumed
-        medians = np.array([sorted(self._times[at])[len(self._times[at]) // 2] for at in known])
-        ratios = np.interp(np.log(SIZES), np.log(SIZES[known]), medians / assumed[known])
+        counts = np.array([len(self._times[at]) for at in known])
+        slowness = np.array([min(self._times[at]) for at in known]) / assumed[known]
+        unsure = KEPT_TIMES - counts
+        slowness = (counts * slowness + unsure * slowness[0]) / KEPT_TIMES
+        ratios = np.interp(np.log(SIZES), np.log(SIZES[known]), slowness)
         curve: Floats = np.maximum.accumulate(assumed * ratios)
         return curve
 
