@@ -88,19 +88,22 @@ class Driver:
     def start(self) -> None:
         """Begin with a new engine."""
         block_size = int(self.rng.choice([1, 2, 3, 4]))
+        caching = bool(self.rng.random() < 0.85)
+        policies = ["fcfs", "priority", "prefix"] if caching else ["fcfs", "priority"]
         self.parts = HashEngine.build(
             num_blocks=int(self.rng.choice([24, 32, 48, 160])) // block_size,
             block_size=block_size,
             vocab_size=VOCAB_SIZE,
             max_model_len=MAX_MODEL_LEN,
-            enable_prefix_caching=bool(self.rng.random() < 0.85),
+            enable_prefix_caching=caching,
             prefix_index=str(self.rng.choice(["radix", "hash"])),
             eviction_policy=str(
                 self.rng.choice(["lru", "lru", "lfu", "slru", "fifo", "last_accessed", "priority", "value"])
             ),
             max_num_batched_tokens=int(self.rng.choice([1, 3, 8, 64])),
             max_num_seqs=int(self.rng.choice([1, 2, 8])),
-            scheduling_policy=str(self.rng.choice(["fcfs", "priority"])),
+            scheduling_policy=str(self.rng.choice(policies)),
+            max_overtake_s=float(self.rng.choice([0.0, 0.001, 10.0])),
             coalesce_in_flight=bool(self.rng.random() < 0.7),
             deduplicate=bool(self.rng.random() < 0.3),
             **self.further_options(),
@@ -154,7 +157,13 @@ class Driver:
         try:
             output = self.parts.engine.add_request(
                 request_id,
-                Prompt(np.array(prompt, np.int32), None, ExtraKeys(salt=salt), int(self.rng.integers(3))),
+                Prompt(
+                    np.array(prompt, np.int32),
+                    None,
+                    ExtraKeys(salt=salt),
+                    int(self.rng.integers(3)),
+                    owner=str(self.rng.choice(["ada", "bob"])) if self.rng.random() < 0.5 else None,
+                ),
                 params,
             )
         except RequestTooLargeError:

@@ -17,6 +17,7 @@ import yaml
 
 from foreword.cli import _parser
 from foreword.config import Environment
+from foreword.errors import ConfigError
 from foreword.server.options import ServerConfig
 
 ROOT = Path(__file__).parents[1]
@@ -103,7 +104,11 @@ def test_the_image_has_a_python_and_the_extras_that_the_package_names() -> None:
     version = re.match(r"python:(3\.\d+)-slim", dockerfile("FROM")[0])
     assert version
     assert f"Programming Language :: Python :: {version[1]}" in project["classifiers"]
-    extras = {extra for names in re.findall(r"\.\[([\w,]+)\]", dockerfile("RUN")[0]) for extra in names.split(",")}
+    extras = {
+        extra
+        for names in re.findall(r"\.\[([\w,]+)(?:\$\{EXTRAS\})?\]", dockerfile("RUN")[0])
+        for extra in names.split(",")
+    }
     assert {"serve", "gpu"} <= extras <= set(project["optional-dependencies"])
 
 
@@ -128,3 +133,34 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
 def test_the_shell_understands_how_the_image_is_built() -> None:
     for command in dockerfile("RUN"):
         assert subprocess.run(["bash", "-n", "-c", command], capture_output=True).stderr == b""
+
+
+def ray_applications() -> dict[str, Any]:
+    """The arguments of foreword's application in each file of deploy/ray."""
+    found = {}
+    for path in (DEPLOY / "ray").glob("*.yaml"):
+        config = yaml.safe_load(path.read_text())
+        if config.get("kind") == "RayService":
+            config = yaml.safe_load(config["spec"]["serveConfigV2"])
+        [application] = config["applications"]
+        assert application["import_path"] == "foreword.fleet.ray_ingress:build"
+        found[path.name] = application["args"]
+    return found
+
+
+def test_ray_serve_takes_what_deploy_gives_it() -> None:
+    pytest.importorskip("ray", reason="needs foreword[cluster]")
+    from foreword.fleet.ray_ingress import build
+
+    assert set(ray_applications()) == {"serve.yaml", "kuberay.yaml"}
+    for name, args in ray_applications().items():
+        assert build(args) is not None, name
+    args = ray_applications()["serve.yaml"]
+    for wrong, told in (
+        ({"model": None}, "name a folder"),
+        ({"fronts": 0}, "fronts=0"),
+        ({"replicas": -1}, "replicas=-1"),
+        ({"block_sise": 16}, "block_sise"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            build({**args, **wrong})

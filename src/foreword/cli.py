@@ -1,7 +1,7 @@
-"""The command line: foreword generate | serve | demo | bench | replay | lint | watch | cache.
+"""The command line: foreword generate | serve | demo | bench | replay | lint | pml | watch | cache.
 
 Knows arguments, the terminal and exit codes; other modules do the work. Logging is configured only here. Exit codes: 0
-done, 1 a check of `demo` or `bench` failed or `cache` found damage, 2 a user's mistake, 130 interrupted.
+done, 1 a check of `demo`, `bench` or `pml` failed or `cache` found damage, 2 a user's mistake, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -135,8 +135,15 @@ def _parser() -> argparse.ArgumentParser:
     lint = commands.add_parser("lint", help="why recorded prompts part early, and what mending that would save")
     lint.later = _arguments_of("foreword.lint.command")
 
+    pml = commands.add_parser("pml", help="prompt modules: check a schema, or answer a prompt of it")
+    of_pml = pml.add_subparsers(title="actions", required=True, metavar="ACTION")
+    check = of_pml.add_parser("check", help="a schema's layout, or the line and column where it is wrong")
+    check.later = _arguments_of("foreword.modules.check")
+    run = of_pml.add_parser("run", help="answer one prompt of a schema")
+    run.later = _arguments_of("foreword.modules.run")
+
     watch = commands.add_parser("watch", help="what the cache of a running engine holds: foreword's, vLLM's, SGLang's")
-    watch.later = _arguments_of("foreword.events.watch", "cluster")
+    watch.later = _arguments_of("foreword.server.watch.command", "cluster")
 
     cache = commands.add_parser("cache", help="what lies in a cache directory, whether it is sound, and what can go")
     actions = cache.add_subparsers(title="actions", required=True, metavar="ACTION")

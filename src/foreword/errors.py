@@ -6,7 +6,11 @@ Knows only names. `ForewordError` catches all of them; each message names the wr
     ├── InvalidRequestError        (also a ValueError)  one request cannot be served as asked
     │   ├── PromptTooLongError     the prompt does not fit into max_model_len
     │   ├── RequestTooLargeError   the request would not fit into the whole block pool
-    │   └── ChatTemplateError      chat() on a tokenizer that cannot render a conversation
+    │   ├── ChatTemplateError      chat() on a tokenizer that cannot render a conversation
+    │   └── PMLError               a file of prompt modules is wrong, at a line and column
+    │       ├── PMLSyntaxError     it is not well-formed, has an unknown tag or attribute, or is too large
+    │       ├── SchemaError        names, unions, scaffolds or parameters of a schema contradict each other
+    │       └── PromptError        a prompt asks for what its schema does not have, or has no room for
     ├── ConfigError                (also a ValueError)  an option of the engine is out of range
     ├── ModelLoadError             the model's files cannot be read
     │   └── UnsupportedModelError  they can, but this engine cannot run the architecture
@@ -43,6 +47,30 @@ class RequestTooLargeError(InvalidRequestError):
 
 class ChatTemplateError(InvalidRequestError):
     """The tokenizer has no chat template, or the template refused the messages."""
+
+
+class PMLError(InvalidRequestError):
+    """A schema or prompt of modules is wrong; the message begins with `file:line:column`."""
+
+    def __init__(self, message: str, file: str = "", line: int = 0, column: int = 0) -> None:
+        """`line` and `column` count from 1; 0: the mistake has no place in a text, as in a prompt from Python."""
+        place = f"{file}:{line}:{column}: " if line else f"{file}: " if file else ""
+        super().__init__(place + message)
+        self.file = file
+        self.line = line
+        self.column = column
+
+
+class PMLSyntaxError(PMLError):
+    """The text is not well-formed XML, has a tag or attribute that the language lacks, or exceeds a limit."""
+
+
+class SchemaError(PMLError):
+    """Parts of a schema contradict each other."""
+
+
+class PromptError(PMLError):
+    """A prompt does not fit its schema."""
 
 
 class ConfigError(ForewordError, ValueError):

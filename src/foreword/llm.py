@@ -5,7 +5,6 @@ Knows users' prompts, and outputs; `assembly.py` builds the engine.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import sys
 import weakref
@@ -20,15 +19,17 @@ import numpy.typing as npt
 from foreword.assembly import Assembled, assemble, load_grammars
 from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, LookupExplanation, NumberedEvent
 from foreword.chat import Chat
-from foreword.config import EngineConfig, engine_options
-from foreword.config.keywords import EngineKeywords
+from foreword.config import EngineConfig
+from foreword.config.keywords import EngineKeywords, signature
 from foreword.engine import CacheReport, Engine, Keep, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
 from foreword.offline import run_all
+from foreword.pml.library import Library, SchemaPrompt
 from foreword.request import RequestOutput, SamplingParams, one_each
 from foreword.text import Tokenizer
 from foreword.text.conversation import ChatKeywords, template_inputs
 from foreword.text.reply.turn import Turn
+from foreword.text.schema_text import schema_text
 from foreword.tiers.disk.manifest import manifest_facts
 from foreword.tiers.prefix_file.manifest import ExportReport, ImportReport, check_shareable, check_target
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...}; a content is a text, or a list of {"type": "text", "text": ...}."""
-PromptInput = str | Mapping[str, Any]
+PromptInput = str | SchemaPrompt | Mapping[str, Any]
 
 
 class LLM:
@@ -98,8 +99,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue prompts; results in their order.
 
-        A prompt is a text or `{"prompt_token_ids": [...]}` (or `{"prompt": "..."}`), optionally with
-        "cache_salt" and "priority"; `priority` has one for each prompt. One SamplingParams serves all
+        A prompt is a text, a prompt of a schema (`pml`) or `{"prompt_token_ids": [...]}` (or `{"prompt": ...}`),
+        optionally with "cache_salt" and "priority"; `priority` has one for each prompt. One SamplingParams serves all
         prompts; a list has one for each prompt. Raises InvalidRequestError, and runs nothing, if a prompt is invalid.
         With `show_progress=None` a progress bar appears if there are several prompts and standard error is a
         terminal; `use_tqdm` is vLLM's name for this option.
@@ -202,10 +203,10 @@ class LLM:
     def check_priority(self, priority: int) -> None:
         """Raise InvalidRequestError for a priority that the scheduling policy ignores."""
         policy = self.config.scheduler.scheduling_policy
-        if priority and policy != "priority":
+        if priority and policy == "fcfs":
             raise InvalidRequestError(
                 f"priority={priority} has no effect under scheduling_policy={policy!r}; leave it out, or choose the "
-                "policy 'priority'"
+                "policy 'priority' or 'prefix'"
             )
 
     @property
@@ -258,9 +259,20 @@ class LLM:
         ends = tokenizer.message_ends(messages, token_ids, template_inputs=inputs, chat_template=template)
         return Prompt(token_ids, message_ends=ends)
 
+    @property
+    def pml(self) -> Library:
+        """Schemas of prompt modules for this model: `llm.pml.load("trip.pml").prompt({"plan": {}}, text="Where?")`.
+
+        Raises InvalidRequestError if the model has no tokenizer.
+        """
+        return Library(schema_text(self._tokenizer_for("a schema")), self._keep, self.engine.limits.max_model_len - 1)
+
+    def _keep(self, token_ids: Sequence[int], ttl_s: float, salt: str | None) -> int:
+        return self.pin_prefix({"prompt_token_ids": token_ids, "cache_salt": salt}, ttl_s=ttl_s)
+
     def _prompt(self, prompt: PromptInput) -> Prompt:
-        if isinstance(prompt, str):
-            return Prompt(self._tokenizer_for("a text prompt").encode(prompt), prompt)
+        if isinstance(prompt, str | SchemaPrompt):
+            return self._prompt({"prompt": prompt})
         if not isinstance(prompt, Mapping):
             raise InvalidRequestError(
                 f"a prompt must be a text or {{'prompt_token_ids': [...]}}, not {prompt!r:.60} "
@@ -275,6 +287,8 @@ class LLM:
         keys, priority = _extra_keys(prompt.get("cache_salt")), _priority(prompt.get("priority", 0))
         if "prompt" in prompt:
             text = prompt["prompt"]
+            if isinstance(text, SchemaPrompt):
+                return Prompt(text.token_ids, None, keys, priority)
             return Prompt(self._tokenizer_for("a text prompt").encode(text), text, keys, priority)
         return Prompt(_token_array(prompt["prompt_token_ids"]), None, keys, priority)
 
@@ -390,17 +404,7 @@ class LLM:
         self.close()
 
 
-def _signature() -> inspect.Signature:
-    """The signature of `LLM(...)` that help() and notebooks show: all options with their defaults."""
-    parameters = [inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str)]
-    for option in engine_options().values():
-        if option.name != "model":
-            kind = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(inspect.Parameter(option.name, kind, default=option.default, annotation=option.kind))
-    return inspect.Signature(parameters)
-
-
-LLM.__signature__ = _signature()  # type: ignore[attr-defined]
+LLM.__signature__ = signature()  # type: ignore[attr-defined]
 
 
 def _priority(value: Any) -> int:

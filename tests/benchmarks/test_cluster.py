@@ -21,4 +21,4 @@ def test_cluster_compares_rules_and_ends_with_one_json_line():
     assert report["mean_ttft_s"] < report["rivals"]["round_robin"]["mean_ttft_s"]
     assert report["hit_ratio"] > report["rivals"]["round_robin"]["hit_ratio"]
     assert all(report[f"select_us_{number}"] > 0 for number in (8, 64, 1000))
-    assert report.keys() >= {"overload_ttft_s", "routers3_ratio", "routers3_burst_ratio", "stale30_ratio"}
+    assert report.keys() >= {"overload_ttft_s", "routers3_ratio", "routers3_blind_ratio", "stale30_ratio"}

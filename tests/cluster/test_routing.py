@@ -366,3 +366,16 @@ def test_a_silent_or_restarted_router_loses_its_reservations():
     one.choose(prompt("late", "c", 0), 7.0)
     assert one.export_load().updates[0].reservation.request_id == "late"
     assert loads_of(one) == pytest.approx([0.01])
+
+
+def test_a_rate_that_is_a_guess_gives_way_to_what_others_measured() -> None:
+    core = RoutingCore(RoutingOptions())
+    for name in ("a", "b"):
+        core.join(name, ReplicaSpec(100, 1000.0, is_rate_known=False))
+    core.join("known", ReplicaSpec(100, 1000.0))
+    core.retire("known")
+    decision = core.choose(RoutingRequest("r", [], 1000), 0.0, exclude=["b"])
+    core.note_first_token(decision.reservation, 0.5, 0)
+    assert {name: load.tokens_per_s for name, load in core.loads().items()} == {"a": 2000, "b": 2000, "known": 1000}
+    core.join("c", ReplicaSpec(100, 1000.0, is_rate_known=False))
+    assert core.loads()["c"].tokens_per_s == 2000

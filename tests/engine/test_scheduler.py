@@ -45,8 +45,8 @@ def submit(parts: HashEngine, request_id: str, prompt: Sequence[int], own: Sampl
 def test_cold_requests_with_one_long_prefix_compute_it_once(budget: int, coalesce: bool) -> None:
     """Ten requests, 100 shared tokens, 3 of their own: 100 + 10 * 3 tokens, though prefill may take many steps.
 
-    Coalescing changes nothing here: a request that is not computed to its end takes all of a step's budget,
-    so nobody is admitted beside it, and once it is through, its blocks are hit.
+    Coalescing changes nothing here: beside an unfinished prompt only those are admitted that compute all of their own,
+    which are few tokens once the shared ones are hit.
     """
     parts = HashEngine.build(num_blocks=256, max_num_batched_tokens=budget, coalesce_in_flight=coalesce)
     shared = tokens(100)
@@ -106,14 +106,49 @@ def test_blocks_that_a_batch_fills_are_hit_by_later_members_of_the_batch(coalesc
         assert_right(output, prompts[name], params())
 
 
-def test_a_request_with_a_prefix_that_another_computes_starts_when_the_budget_reaches_it() -> None:
+def test_a_request_waits_for_a_prefix_that_another_computes_and_no_longer() -> None:
     parts = HashEngine.build(num_blocks=256, max_num_batched_tokens=10)
     long = tokens(100)
-    parts.add("owner", long, params())
-    parts.add("waiter", [*long[:20], 1, 2, 3], params())
-    spans = [parts.step() for _ in range(10)]
-    assert spans == [{"owner": (start, start + 10)} for start in range(0, 100, 10)]
-    assert parts.step() == {"waiter": (20, 23)}
+    prompts = {"owner": long, "waiter": [*long[:20], 1, 2, 3], "late waiter": [*long[:64], 1, 2]}
+    outputs = {name: submit(parts, name, prompt, params()) for name, prompt in prompts.items()}
+    spans = [parts.step() for _ in range(9)]
+    assert spans[:4] == [
+        {"owner": (0, 10)},
+        {"owner": (10, 20)},
+        {"owner": (20, 27), "waiter": (20, 23)},
+        {"owner": (27, 37)},
+    ]
+    assert [list(step) for step in spans[6:8]] == [["owner"], ["owner", "late waiter"]]
+    parts.drain()
+    assert parts.engine.num_computed_tokens == 100 + 3 + 2
+    for name, output in outputs.items():
+        assert_right(output, prompts[name], params())
+
+
+def test_beside_a_long_prompt_short_ones_run_and_long_ones_wait_for_its_end() -> None:
+    parts = HashEngine.build(num_blocks=256, max_num_batched_tokens=20)
+    parts.add("first", tokens(90), params())
+    parts.add("long", [9, *tokens(40)], params())
+    parts.add("short", [8, 7, 6], params(4))
+    steps = [parts.step() for _ in range(7)]
+    assert steps[0] == {"first": (0, 20)}
+    assert steps[1] == {"first": (20, 37), "short": (0, 3)}
+    assert steps[2] == {"first": (37, 56), "short": (3, 4)}, "an answer goes on beside a long prompt"
+    assert [list(step) for step in steps[3:5]] == [["first", "short"], ["first", "short", "long"]]
+    assert list(steps[6]) == ["long"]
+
+
+def test_a_long_prompt_gets_half_of_each_step_whatever_waits() -> None:
+    parts = HashEngine.build(num_blocks=512, max_num_batched_tokens=20, max_num_seqs=64)
+    parts.add("long", tokens(100), params())
+    for number in range(60):
+        parts.add(f"{number}", [number % 50, number // 50, 3], params())
+    steps = [parts.step() for _ in range(9)]
+    spans = [step["long"] for step in steps if "long" in step]
+    assert spans[0] == (0, 20)
+    assert all(10 <= end - start < 15 for start, end in spans[1:-1])
+    assert spans[-1][1] == 100
+    assert all(sum(end - start for start, end in step.values()) <= 20 for step in steps)
 
 
 def test_a_prefix_in_flight_belongs_to_the_first_that_opened_it_until_it_leaves() -> None:

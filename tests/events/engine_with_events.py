@@ -17,9 +17,13 @@ from hash_runner import HashEngine
 class EngineWithEvents:
     """A real engine whose vocabulary of two tokens makes prefixes meet, part, and be evicted."""
 
-    def __init__(self, config: EventsConfig, *, seed: int = 0, index: str = "hash", **limits: int) -> None:
+    def __init__(
+        self, config: EventsConfig, *, seed: int = 0, index: str = "hash", num_blocks: int = 24, **limits: int
+    ) -> None:
         self.publisher = Publisher(config, **limits)
-        self.built = HashEngine.build(num_blocks=24, vocab_size=2, prefix_index=index, deduplicate=seed % 2 == 1)
+        self.built = HashEngine.build(
+            num_blocks=num_blocks, vocab_size=2, prefix_index=index, deduplicate=seed % 2 == 1
+        )
         self.ledger = self.built.manager.ledger
         self.ledger.events._listener = self.publisher.note
         self._rng = random.Random(seed)

@@ -41,6 +41,18 @@ class LocalLink:
         self.deaths: list[int] = []
         """After each of these numbers of pieces with tokens, the replica that answers is lost."""
         self.running = 0
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self.holds_warm_ups = False
+        """Whether requests that are not a client's never begin."""
+
+    def hold(self) -> None:
+        """Let submissions wait before they reach a replica."""
+        self._gate.clear()
+
+    def go_on(self) -> None:
+        """Let them go on; call it on the event loop."""
+        self._gate.set()
 
     def start(self, members: Members) -> None:
         self.members = members
@@ -57,6 +69,9 @@ class LocalLink:
         self.requests[replica] += 1
         dies_after = self.deaths.pop(0) if self.deaths else None
         num_pieces = 0
+        if self.holds_warm_ups and b"warm-" in data:
+            await asyncio.Event().wait()
+        await self._gate.wait()
         self.running += 1
         try:
             async with aclosing(self.replicas[replica].generate(data)) as told:

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-pytest.importorskip("zmq", reason="needs foreword[cluster]")
-
 from foreword.cluster import ReplicaSpec, RouterLoad, RoutingCore, RoutingOptions, RoutingRequest
 from foreword.events.peer_link import PeerLink, decode, encode
 

@@ -88,6 +88,17 @@ def test_routers_that_share_reservations_wait_less_than_routers_that_do_not():
     assert shared.mean_ttft_s < 1.3 * alone.mean_ttft_s
 
 
+def test_routers_that_take_turns_decide_a_burst_almost_as_well_as_one():
+    """All requests of two seconds arrive at one moment, as in recordings with coarse times."""
+    trace = [one._replace(timestamp_ms=one.timestamp_ms // 2000 * 2000) for one in recorded(spacing_s=0.2)]
+    slow = replace(OPTIONS, tokens_per_s=(300.0,))
+    alone = serve(trace, slow)
+    in_turn = serve(trace, slow, num_routers=3)
+    blind = serve(trace, slow, num_routers=3, turn_s=0.0)
+    assert in_turn.requests == blind.requests == len(trace)
+    assert in_turn.mean_ttft_s < 1.1 * alone.mean_ttft_s < blind.mean_ttft_s
+
+
 def test_requests_of_a_replica_that_dies_are_served_elsewhere_and_a_new_one_takes_its_share():
     trace = recorded(spacing_s=0.005)
     changes = (

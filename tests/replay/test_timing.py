@@ -1,11 +1,12 @@
 """Simulated time: the engine's decisions, a clock that adds up, replicas and routing."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from foreword.cache import KVCacheManager, RadixIndex
+from foreword.cache import CacheLedger, KVCacheManager, RadixIndex
 from foreword.cli import main
 from foreword.config import SchedulerConfig
 from foreword.engine import Engine, ModelLimits, Prompt, SimulatedScheduler
@@ -48,18 +49,22 @@ class RecordingRunner(SimulatedRunner):
         return self.run(batch.entries)
 
 
-@pytest.mark.parametrize("policy", ["lru", "value"])
+@pytest.mark.parametrize(("policy", "scheduling"), [("lru", "fcfs"), ("value", "fcfs"), ("lru", "prefix")])
 @pytest.mark.parametrize("num_blocks", [60, 200, 2000])
-def test_every_step_decides_as_the_engine_does_on_the_same_requests(num_blocks, policy, monkeypatch):
+def test_every_step_decides_as_the_engine_does_on_the_same_requests(num_blocks, policy, scheduling, monkeypatch):
     monkeypatch.setattr(SimulatedScheduler, "num_steady_steps", lambda _: 0)
+    config = replace(SMALL, scheduling_policy=scheduling)
     trace = recorded(chat(np.random.default_rng(1), 150), spacing_s=0.005)
     trace = [each for each in trace if len(each.keys) < 50]
 
-    replica = Replica(num_blocks, 4, policy, SMALL, COST)
+    replica = Replica(num_blocks, 4, policy, config, COST)
     replica.runner = RecordingRunner(COST)
-    manager = KVCacheManager(num_blocks, block_size=4, index=RadixIndex(num_blocks, 4), eviction_policy=policy)
+    ledger = CacheLedger(num_blocks) if scheduling == "prefix" else None
+    index = RadixIndex(num_blocks, 4)
+    manager = KVCacheManager(num_blocks, block_size=4, index=index, eviction_policy=policy, ledger=ledger)
     runner = RecordingRunner(COST)
-    engine = Engine(manager, SMALL, runner, ModelLimits(2**31 - 1, 10_000))
+    engine = Engine(manager, config, runner, ModelLimits(2**31 - 1, 10_000))
+    engine.clock = lambda: runner.now
     for number, each in enumerate(trace):
         at = each.timestamp_ms / 1000
         replica.run_until(at)

@@ -24,7 +24,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GRAMMARS = [
-    ({"regex": "[0-9]{3}-[a-c]+"}, "[0-9]{3}-[a-c]+"),
+    ({"regex": "[0-9]{3}-[a-c]{1,9}"}, "[0-9]{3}-[a-c]{1,9}"),
     ({"choice": ["falcon", 'an "ötter"\n']}, 'falcon|an "ötter"\n'),
     ({"grammar": 'root ::= "yes" | "no" more\nmore ::= " " [0-9]+'}, "yes|no [0-9]+"),
     ({"grammar": 'start: "yes" | "no" / [0-9]+/'}, "yes|no [0-9]+"),

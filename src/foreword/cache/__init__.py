@@ -17,6 +17,7 @@ from foreword.cache.account.ledger import (
     CacheLedger as CacheLedger,
     Eviction as Eviction,
     EvictionCause as EvictionCause,
+    GroupLedger as GroupLedger,
     MissReason as MissReason,
 )
 from foreword.cache.account.stats import CachingMetrics as CachingMetrics, PrefixCacheStats as PrefixCacheStats

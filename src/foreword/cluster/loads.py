@@ -36,6 +36,8 @@ class SlotTable:
     oldest_use: FloatArray
     rate: FloatArray
     """Prefill tokens a second."""
+    guessed: npt.NDArray[np.bool_]
+    """Whether nobody has measured the rate."""
     decode_s: FloatArray
     decode_tokens: FloatArray
     waiting_tokens: FloatArray
@@ -119,7 +121,11 @@ class Loads:
         ):
             measured, known = computed_tokens / (now - table.head_since[slot]), table.rate[slot]
             measured = min(max(measured, known / MAX_RATE_STEP), known * MAX_RATE_STEP)
-            table.rate[slot] += RATE_WEIGHT * (measured - known)
+            table.rate[slot] = measured if table.guessed[slot] else known + RATE_WEIGHT * (measured - known)
+            table.guessed[slot] = False
+            measured_ones = table.usable & ~table.guessed
+            measured_ones[slot] = True  # it may take no more requests
+            table.rate[table.guessed] = table.rate[measured_ones].mean()
         table.waiting_tokens[slot] -= waiting.pop(reservation)
         table.num_waiting[slot] -= 1
         if was_head:

@@ -11,6 +11,7 @@ from math import inf
 from foreword.errors import ConfigError
 
 HIT_WEIGHT = 4.0
+TURN_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,14 @@ class RoutingOptions:
     """Whether `take_updates` has updates for other routers."""
     peer_silence_s: float = 5.0
     """Time after which the reservations of a silent router end."""
+    turn_s: float = TURN_S
+    """Length of a router's turn in a burst; longer than updates take to reach other routers, and than their clocks
+    differ. 0: routers take no turns."""
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
             raise ConfigError(f"block_tokens={self.block_tokens} is too small; use at least 1")
-        for name in ("hit_weight", "price_weight", "load_slack", "expectation_s", "peer_silence_s"):
+        for name in ("hit_weight", "price_weight", "load_slack", "expectation_s", "peer_silence_s", "turn_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)} is out of range; use a number of at least 0")
 
@@ -48,6 +52,8 @@ class ReplicaSpec:
     num_blocks: int
     tokens_per_s: float
     """Prefill tokens a second; corrected by what is measured."""
+    is_rate_known: bool = True
+    """False: the rate is a guess. Until it is measured here, the mean of the measured replicas takes its place."""
     decode_s: float = 0.0
     """Delay of a new request's first token by each answer that the replica generates."""
     decode_tokens: float = 0.0

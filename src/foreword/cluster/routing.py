@@ -35,8 +35,11 @@ from foreword.cluster.options import ReplicaLoad, ReplicaSpec, RoutingCounts, Ro
 from foreword.cluster.peers import Change, LoadUpdate, Outbox, Peer, RouterLoad
 from foreword.cluster.reuse_ages import FloatArray, ReuseAges
 from foreword.cluster.ring import HashRing
+from foreword.cluster.turns import time_to_turn
 from foreword.errors import ConfigError, NoReplicaError
 
+MAX_WAIT_SHARE = 0.01
+"""Share of a prompt's prefill time that it may wait for its router's turn."""
 Rule = Callable[[Fleet], FloatArray]
 """The cost of each slot; the lowest of the usable ones is chosen."""
 
@@ -95,6 +98,11 @@ class RoutingCore:
         """The names of the replicas that have joined and not left."""
         return list(self._slots.of_name)
 
+    @property
+    def is_any_usable(self) -> bool:
+        """Whether a request could be sent anywhere."""
+        return self._usable != 0
+
     def join(self, name: str, spec: ReplicaSpec) -> None:
         """Add a replica of which nothing is known yet, or take a retired one back."""
         slots = self._slots
@@ -109,6 +117,10 @@ class RoutingCore:
         self._open_prefixes = self._open_prefixes & ~(1 << slot) | (not spec.is_prefix_closed) << slot
         table.usable[slot], table.num_blocks[slot] = True, spec.num_blocks
         table.rate[slot], table.other_tokens[slot] = spec.tokens_per_s, 0
+        table.guessed[slot] = not spec.is_rate_known
+        measured = table.usable & ~table.guessed
+        if table.guessed[slot] and measured.any():
+            table.rate[slot] = table.rate[measured].mean()
         table.decode_s[slot], table.decode_tokens[slot] = spec.decode_s, spec.decode_tokens
 
     def retire(self, name: str) -> None:
@@ -185,6 +197,17 @@ class RoutingCore:
         return mirror.is_synced
 
     # ------------------------------------------------------------------ decisions
+
+    def wait_s(self, request: RoutingRequest, clock_s: float) -> float:
+        """Seconds to wait before `choose`, so that routers decide in turn about requests that meet; 0.0 if alone.
+
+        `clock_s` is of a clock that all routers share, such as `time.time()`. Short prompts do not wait: a choice that
+        another router did not know of delays others by the time of its prompt, and a wait has to be much less.
+        """
+        wait_s = time_to_turn(self.router, self._peers, self.options.turn_s, clock_s)
+        table = self._loads.table
+        rate = float(table.rate[table.usable].max(initial=0)) or 1.0
+        return wait_s if wait_s <= MAX_WAIT_SHARE * request.num_tokens / rate else 0.0
 
     def choose(self, request: RoutingRequest, now: float, exclude: Collection[str] = ()) -> Decision:
         """Choose a replica outside `exclude` and reserve the work there. Releases the request's earlier attempt.

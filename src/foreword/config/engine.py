@@ -20,7 +20,7 @@ from foreword.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KernelName = Literal["auto", "cpu", "triton", "reference"]
-Policy = Literal["fcfs", "priority"]
+Policy = Literal["fcfs", "priority", "prefix"]
 IndexName = Literal["radix", "hash"]
 _DTYPES = {"half": "float16", "float": "float32"}
 """vLLM's other names for a precision."""
@@ -217,16 +217,17 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     """Token budget of one step, shared by prefill chunks, decoding and resumed requests."""
     long_prefill_token_threshold: int | None = None
-    """Most tokens of one request in one step, so that a long prompt leaves room for others; None: no limit."""
+    """Most tokens of one request in one step. None: all of it, but a prompt that takes several steps leaves up to half
+    of each to others that need no more."""
     max_num_seqs: int = 128
     """Most requests running at a time."""
     scheduling_policy: Policy = "fcfs"
-    """Order of service: by arrival, or by `priority` (lower value first), then arrival."""
+    """Order of service: "fcfs" by arrival; "priority" (lower value first), then arrival; "prefix": priority, tenants by
+    turns, then what is cached most, within `max_overtake_s`."""
+    max_overtake_s: float = 2.0
+    """Under the policy "prefix": most seconds of computation that later requests take from one that waits."""
     coalesce_in_flight: bool = True
-    """Let a request whose prefix another one is computing wait for those blocks instead of computing them too.
-
-    This has an effect if a long prompt leaves room for others (`long_prefill_token_threshold`).
-    """
+    """Let a request whose prefix another one is computing wait for those blocks instead of computing them too."""
     draft_tokens: DraftTokens = "auto"
     """Most tokens of an answer to guess at a time, from the prompt, the cache and earlier answers; one step checks them
     all, and answers stay the same to the bit. "auto": as many as make answers faster; 0: none."""
@@ -235,7 +236,9 @@ class SchedulerConfig:
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        _one_of("scheduling_policy", self.scheduling_policy, get_args(Policy))
+        if not 0.0 <= self.max_overtake_s < 1e9:
+            raise ConfigError(f"max_overtake_s={self.max_overtake_s} is no time to wait; use seconds, at least 0")
         if self.draft_tokens != "auto":
             _of_type("draft_tokens", self.draft_tokens, int, "a number, or 'auto'")
             _at_least("draft_tokens", self.draft_tokens, 0)
@@ -257,6 +260,13 @@ class EngineConfig:
         if self.events.kv_events is not None and not (self.cache.enable_prefix_caching and self.cache.explain_misses):
             raise ConfigError(
                 f"kv_events={self.events.kv_events!r} needs enable_prefix_caching and explain_misses; leave both on"
+            )
+        if self.scheduler.scheduling_policy == "prefix" and not (
+            self.cache.enable_prefix_caching and self.cache.explain_misses
+        ):
+            raise ConfigError(
+                "scheduling_policy='prefix' needs enable_prefix_caching and explain_misses, which tell it what is "
+                "cached; leave both on"
             )
 
     @classmethod

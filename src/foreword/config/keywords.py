@@ -5,6 +5,7 @@ Knows only names and types; foreword.config has the meanings and defaults, and a
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
 from typing import TypedDict
@@ -18,6 +19,7 @@ from foreword.config.engine import (
     IndexName,
     KernelName,
     Policy,
+    engine_options,
 )
 from foreword.config.events import EncodingName, HashesName
 
@@ -86,6 +88,7 @@ class SchedulerKeywords(TypedDict, total=False):
     long_prefill_token_threshold: int | None
     max_num_seqs: int
     scheduling_policy: Policy
+    max_overtake_s: float
     coalesce_in_flight: bool
     draft_tokens: DraftTokens
 
@@ -105,3 +108,13 @@ class EngineKeywords(ModelKeywords, CacheKeywords, TierKeywords, SchedulerKeywor
     """All keywords of an engine."""
 
     seed: int
+
+
+def signature() -> inspect.Signature:
+    """The signature of `LLM(...)` that help() and notebooks show: all options with their defaults."""
+    parameters = [inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str)]
+    for option in engine_options().values():
+        if option.name != "model":
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(option.name, kind, default=option.default, annotation=option.kind))
+    return inspect.Signature(parameters)

@@ -111,6 +111,11 @@ class Coalescing:
         """Forget a request that has left."""
         self._awaited.pop(request, None)
 
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._in_flight = InFlightPrefixes()
+        self._awaited.clear()
+
     def _will_save_state(self, states: StateCheckpoints, request: Request, hit: PrefixHit, missing: int) -> bool:
         """Whether the request that computes block `missing` saves a state that this one could hit.
 

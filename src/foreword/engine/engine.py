@@ -72,7 +72,9 @@ class Engine:
         """`text`: None if tokens do not become text; `tiers`: None if nothing lies below the pool."""
         self.manager = manager
         self._tiers = tiers or TierDirector.of_none(manager)
-        self.scheduler = Scheduler(manager, config, self._tiers)
+        self.clock: Callable[[], float] = time.monotonic
+        """The time at which pins end, and by which steps are measured, in seconds."""
+        self.scheduler = Scheduler(manager, config, self._tiers, clock=lambda: self.clock())
         self.limits = limits
         self._runner = runner
         self._launcher = runner if isinstance(runner, LaunchingRunner) else None
@@ -82,8 +84,6 @@ class Engine:
         keys = keys or BlockKeys()
         self._keys_digest = keys.digest()
         self._intake = Intake(manager, limits, text, keys, max_step_tokens=step, seed=seed)
-        self.clock: Callable[[], float] = time.monotonic
-        """The time at which pins end, in seconds."""
         self.entries = Keeper(manager, self._tiers, self._checked_sequence, lambda: self.clock())
         """The prefixes that owners asked to keep."""
         self._in_flight: deque[tuple[Batch, PendingStep, float]] = deque()

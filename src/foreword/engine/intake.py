@@ -62,8 +62,8 @@ class Intake:
             )
             for index, own_id in enumerate(continuation_ids(request_id, params.n))
         ]
-        for request in requests[1:]:
-            request.is_fork = True
+        for index, request in enumerate(requests):
+            request.tenant, request.is_fork = prompt.owner, index > 0
         return requests
 
     def next_seeds(self, count: int) -> list[int]:

@@ -94,10 +94,10 @@ class Prompt:
     extra_keys: ExtraKeys = NO_EXTRA_KEYS
     """Adapter, salt and media that keep its cached blocks apart from others."""
     priority: int = 0
-    """Lower goes first under the "priority" policy."""
+    """Lower goes first under the policies "priority" and "prefix"."""
     message_ends: tuple[int, ...] = ()
     """Positions at which the messages of a conversation end, if known."""
     marks: tuple[Mark, ...] = ()
     """Once the prompt is computed, each becomes an entry of the cache."""
     owner: str | None = None
-    """Whose budget the entries take; None: only the budget of all."""
+    """Whose budget the entries take, and whose turn the request takes; None: only the budget of all."""

@@ -11,23 +11,24 @@ difference. Prefill, chunked prefill, decoding and resuming after preemption are
 
 from __future__ import annotations
 
-import bisect
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from operator import attrgetter
 
 import numpy as np
 
 from foreword.batch import Batch, BatchResult, Entries, Int64Array, IntArray, build_batch
-from foreword.cache import KVCacheManager, PrefixHit, StateCheckpoints
+from foreword.cache import KVCacheManager, StateCheckpoints
 from foreword.config import SchedulerConfig
 from foreword.engine.coalescing import Coalescing
 from foreword.engine.drafts.drafting import Drafting
 from foreword.engine.recording import Recording
 from foreword.engine.running_rows import RunningRows
+from foreword.engine.starter import Starter
 from foreword.engine.tiering.director import TierDirector
+from foreword.engine.waiting.choose import make_queue
+from foreword.engine.waiting.pace import Pace
 from foreword.errors import ConfigError
 from foreword.request import NO_ROW, FinishReason, Request, RequestStatus
 
@@ -40,13 +41,20 @@ Spans = tuple[Int64Array, Int64Array, Int64Array]
 class Scheduler:
     """Continuous batching over one token budget; a hit's tokens take nothing of it.
 
-    Both queues are in service order. Running requests come first in a step. When blocks run short, the scheduler
-    preempts the last of them: it frees its blocks (they stay cached), and the request waits at its old place for
-    another lookup. A waiting request that does not fit blocks all later ones, so none starves.
+    Running requests come first in a step, in service order. When blocks run short, the scheduler preempts the last of
+    them: it frees its blocks (they stay cached), and the request waits for another lookup. The waiting queue has an
+    order of its own. Its oldest request blocks all others if it does not fit, so none starves.
     """
 
-    def __init__(self, manager: KVCacheManager, config: SchedulerConfig, tiers: TierDirector | None = None) -> None:
-        """`tiers`: what lies below the pool; None: nothing does."""
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        config: SchedulerConfig,
+        tiers: TierDirector | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`tiers`: what lies below the pool; None: nothing does. `clock`: seconds, to measure steps."""
         self.manager = manager
         self.config = config
         self._tiers = tiers or TierDirector.of_none(manager)
@@ -60,36 +68,33 @@ class Scheduler:
                 f"max_num_batched_tokens={config.max_num_batched_tokens} is less than the {self.states.grid} tokens "
                 "between places where a recurrent state can be saved; raise it, or lower state_block_size"
             )
-        self._waiting: list[Request] = []
-        """In service order."""
         self._running = RunningRows()
         self.recording = Recording(manager, self._running, self.finish, self._note_first_token)
-        self._coalescing = self._make_coalescing()
+        self._pace = Pace(clock)
+        self._waiting = make_queue(manager, config, self._pace)
+        self._coalescing = Coalescing(
+            manager,
+            self.states if self._saves_states else None,
+            self._running.num_computed_of,
+            enabled=config.coalesce_in_flight and manager.enable_prefix_caching,
+        )
+        self._starter = Starter(manager, self._waiting, self._running, self._coalescing, self._tiers, self._end)
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
-
-    def _make_coalescing(self) -> Coalescing:
-        enabled = self.config.coalesce_in_flight and self.manager.enable_prefix_caching
-        states = self.states if self._saves_states else None
-        return Coalescing(self.manager, states, self._running.num_computed_of, enabled=enabled)
 
     # ------------------------------------------------------------------ intake
 
     def add(self, request: Request) -> None:
         """Queue a request; its id must not be in use."""
         assert request.request_id not in self._requests
-        rank = request.priority if self.config.scheduling_policy == "priority" else 0
+        rank = 0 if self.config.scheduling_policy == "fcfs" else request.priority
         request.service_key = (rank, self._num_arrived)
         self._num_arrived += 1
         if self.states is not None and self._saves_states:
             request.state_positions = self.states.of_prompt(request.sequence, request.message_ends)
-        self._wait(request)
+        self._waiting.add(request)
         self._requests[request.request_id] = request
         self._tiers.arrive(request)
-
-    def _wait(self, request: Request) -> None:
-        """Put a request at its place in the queue."""
-        bisect.insort(self._waiting, request, key=attrgetter("service_key"))
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -155,6 +160,7 @@ class Scheduler:
     def _next_entries(self) -> Entries:
         """The shares of the next step; empty if there is nothing to do. Allocates the step's blocks."""
         self.manager.begin_step()
+        self._pace.begin_step()
         planned = self._plan_running(self.config.max_num_batched_tokens)
         drafts = {} if self.drafting is None else self._draft(self.drafting, planned)
         entries = self._serve(planned)
@@ -196,7 +202,9 @@ class Scheduler:
             kept = self._find_room(rows, ends, served)
             return self._running.entries(rows[kept], starts[kept], ends[kept])
         if len(self._waiting):
-            admitted = self._admit_waiting(self.config.max_num_batched_tokens - int((ends - starts).sum()), ahead=ahead)
+            left = self.config.max_num_batched_tokens - int((ends - starts).sum())
+            is_cut = self._leaves_room and bool((ends < self._running.progress["num_tokens"][rows]).any())
+            admitted = self._starter.start(left, self.config.max_num_seqs, ahead=ahead, whole=is_cut)
             rows, starts, ends = (np.append(own, new) for own, new in zip(planned, admitted.T, strict=True))
         return self._running.entries(rows, starts, ends)
 
@@ -206,13 +214,32 @@ class Scheduler:
         starts = self._running.progress["num_computed"][rows]
         if self.states is None:
             wanted = self._running.progress["num_tokens"][rows] - starts
-            np.minimum(wanted, self.config.long_prefill_token_threshold or budget, out=wanted)
+            np.minimum(wanted, self.config.long_prefill_token_threshold or self._most_each(wanted, budget), out=wanted)
             left = budget + wanted - wanted.cumsum()  # for each row, after the rows before it
             ends = starts + np.minimum(wanted, np.maximum(left, 0))
         else:
             ends = self._cut_at_states(rows, starts, budget)
         computing = ends > starts
         return (rows, starts, ends) if computing.all() else (rows[computing], starts[computing], ends[computing])
+
+    @property
+    def _leaves_room(self) -> bool:
+        """Whether a prompt that one step cannot finish leaves room for others, without the option that says how much.
+
+        With recurrent layers it does not: its steps end at their cells.
+        """
+        return self.states is None and self.config.long_prefill_token_threshold is None
+
+    def _most_each(self, wanted: Int64Array, budget: int) -> int:
+        """Most tokens of one running request: a prompt that does not fit leaves up to half of the step to others.
+
+        These are running requests, and waiting ones that can compute the whole rest of their prompts beside it.
+        """
+        longest, total = int(wanted.max(initial=0)), int(wanted.sum())
+        if total <= budget:
+            return budget
+        others, half = total - longest, budget // 2
+        return budget - min(half, others + self._starter.wanted(half - others))
 
     def _cut_at_states(self, rows: Int64Array, starts: Int64Array, budget: int) -> Int64Array:
         """The end of each row's span with recurrent layers, at most `budget` tokens in all."""
@@ -258,51 +285,6 @@ class Scheduler:
                 kept.append(number)
         return kept
 
-    def _admit_waiting(self, budget: int, *, ahead: bool) -> Int64Array:
-        """Admit waiting requests; returns the row, start and end of each, [admitted, 3]."""
-        spans: list[tuple[int, int, int]] = []
-        for request in self._waiting.copy():
-            if not budget or len(self._running) >= self.config.max_num_seqs:
-                break
-            if self._coalescing.still_waits(request) or self._tiers.still_waits(request):
-                continue
-            hit = self.manager.get_computed_blocks(
-                request.sequence,
-                skip_reading=request.skips_cache,
-                resumed=request.num_preemptions > 0,
-                forked=request.is_fork,
-            )
-            if self._coalescing.must_wait(request, hit):
-                continue
-            if self._tiers.must_wait(request, hit, may_begin=not ahead):
-                continue
-            end = self._end(request, hit.num_tokens, budget)
-            if end == hit.num_tokens:
-                break  # no room for a whole cell of recurrent layers
-            row = self.manager.admit(request.sequence, end, hit, save_states_at=request.state_positions)
-            if row is None:
-                if not len(self._running) and self._tiers.yield_blocks():
-                    return self._admit_waiting(budget, ahead=ahead)
-                break
-            self._start(request, row, hit, end)
-            spans.append((row, hit.num_tokens, end))
-            budget -= end - hit.num_tokens
-        return np.array(spans, np.int64).reshape(-1, 3)
-
-    def _start(self, request: Request, row: int, hit: PrefixHit, end: int) -> None:
-        """Run a request in the row in which it was admitted."""
-        self._waiting.remove(request)
-        self._running.add(row, request, hit.num_tokens, hit.num_shared_tokens)
-        request.status = RequestStatus.RUNNING
-        request.num_scheduled_tokens = end
-        if request.metrics.first_scheduled_time is None:
-            request.metrics.first_scheduled_time = time.monotonic()
-            request.loads.num_offered_tokens = hit.num_shared_tokens
-            num_cached = request.num_cached_tokens = min(hit.num_tokens, request.num_prompt_tokens)
-            request.cached_tokens_by_tier = request.loads.tokens_by_tier(num_cached)
-            request.explain(self.manager.explanation_of(request.request_id))
-        self._coalescing.begin(request, hit, end)
-
     # ------------------------------------------------------------------ commit
 
     def commit(self, entries: Entries, result: BatchResult, seconds: float | None = None) -> list[Request]:
@@ -312,6 +294,7 @@ class Scheduler:
         that is known.
         """
         self._tiers.note_settled(entries, seconds)
+        self._pace.note_step(entries)
         moved = self.recording.record(entries, result, self.drafting)
         if self.drafting is not None:
             self.drafting.note_step(entries, seconds)
@@ -368,7 +351,8 @@ class Scheduler:
             self.manager.forget_uncomputed(request_id, computed)
             self.manager.free(request_id)
         self._running.clear()  # the object stays: steps that are still to fail refer to its rows
-        self._waiting, self._coalescing = [], self._make_coalescing()
+        self._waiting.clear()
+        self._coalescing.clear()
         self._requests.clear()
         for request in requests:
             self._end_life(request, "abort")
@@ -387,6 +371,7 @@ class Scheduler:
         request = self._requests.pop(request_id)
         if request.status is RequestStatus.RUNNING:
             self._release(request)
+            self._waiting.note_end(request)
         else:
             self._waiting.remove(request)
         self._coalescing.stop_waiting(request)
@@ -407,7 +392,7 @@ class Scheduler:
         request.num_preemptions += 1
         request.loads.may_ask = True
         self.num_preemptions += 1
-        self._wait(request)
+        self._waiting.add(request)
         logger.info("preempted %s: no free blocks", request.request_id)
 
     def _release(self, request: Request) -> None:
@@ -419,7 +404,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError if queues, holdings and the cache contradict each other."""
         self.manager.check_integrity()
-        running, waiting = list(self._running), self._waiting
+        running, waiting = list(self._running), list(self._waiting)
+        self._waiting.check_integrity()
         assert {r.request_id for r in running} | {r.request_id for r in waiting} == set(self._requests)
         assert len(running) + len(waiting) == len(self._requests), "a request is queued twice"
         assert set(self.manager.held_request_ids()) == {r.request_id for r in running}, "a holding leaked"

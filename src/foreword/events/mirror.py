@@ -17,7 +17,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from foreword.events.wire import (
     UNAVAILABLE,
@@ -70,6 +70,8 @@ class Mirror:
     def __init__(self) -> None:
         self.blocks: dict[BlockName, MirroredBlock] = {}
         self.num_tokens = 0
+        self.num_blocks: Counter[tuple[str, int]] = Counter()
+        """The number of blocks by medium and group."""
         self.counts: Counter[str] = Counter()
         """The number of blocks stored and removed, of unknown removed ones, and of events that are not understood."""
 
@@ -90,6 +92,7 @@ class Mirror:
     def clear(self) -> None:
         """Forget all blocks."""
         self.blocks.clear()
+        self.num_blocks.clear()
         self.num_tokens = 0
 
     def _store(self, event: Stored) -> None:
@@ -101,14 +104,18 @@ class Mirror:
             extra = event.extra_keys[at] if event.extra_keys and at < len(event.extra_keys) else None
             self._forget(name)
             self.blocks[name] = MirroredBlock(parent, tokens, size, event.lora_name, extra)
+            self.num_blocks[name[:2]] += 1
             self.num_tokens += size
             parent = one
         self.counts["stored"] += len(event.block_hashes)
 
     def _forget(self, name: BlockName) -> bool:
         block = self.blocks.pop(name, None)
-        self.num_tokens -= 0 if block is None else block.block_size
-        return block is not None
+        if block is None:
+            return False
+        self.num_blocks[name[:2]] -= 1
+        self.num_tokens -= block.block_size
+        return True
 
     def common_prefixes(self, limit: int) -> list[CommonPrefix]:
         """Where sequences part: the prefixes with which most of them begin, by blocks. Looks at all blocks."""
@@ -156,11 +163,22 @@ class _Message:
     digest: bytes
 
 
+class Witness(Protocol):
+    """Sees the events that happen while it looks, not those of a snapshot, in order."""
+
+    def note(self, time: float, event: Event) -> None:
+        """An event, before the mirror applies it."""
+
+    def end_batch(self, time: float) -> None:
+        """The last event of a batch is applied."""
+
+
 class Follower:
     """Applies a publisher's messages in order, and finds out what is missing."""
 
     def __init__(self, *, has_replay: bool, has_snapshot: bool) -> None:
         self.mirror = Mirror()
+        self.witness: Witness | None = None
         self.need = Need.REPLAY if has_replay and not has_snapshot else Need.NOTHING
         self.publisher_id: bytes | None = None
         self.counts: Counter[str] = Counter()
@@ -334,9 +352,14 @@ class Follower:
 
     def _apply_later(self) -> None:
         while self._next is not None and (message := self._later.pop(self._next, None)) is not None:
-            for event in message.batch.events:
+            batch, witness = message.batch, self.witness
+            for event in batch.events:
+                if witness is not None:
+                    witness.note(batch.time, event)
                 self.mirror.apply(event)
                 self._is_complete = self._is_complete or isinstance(event, Cleared)
+            if witness is not None:
+                witness.end_batch(batch.time)
             self._applied[message.seq] = message.digest
             self._applied.pop(message.seq - NUM_REMEMBERED, None)
             self.counts["batches"] += 1

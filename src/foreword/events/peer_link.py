@@ -24,7 +24,7 @@ from foreword.cluster.peers import Change
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.02
-"""Time between two looks for changes to publish."""
+"""Longest time until a change is published; `flush` publishes it at once."""
 WHOLE_S = 1.0
 """Time between two messages with all reservations."""
 
@@ -45,6 +45,7 @@ class PeerLink:
         self._in = self._context.socket(zmq.SUB)
         self._in.subscribe(b"")
         self._known = {self.address}
+        self._is_due = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.num_bad = 0
         """Messages that could not be read."""
@@ -53,6 +54,10 @@ class PeerLink:
         """Begin to publish and to listen."""
         for work in (self._publish(), self._listen(), self._meet()):
             self._tasks.append(asyncio.create_task(work))
+
+    def flush(self) -> None:
+        """Publish what has changed at once, because other routers decide next."""
+        self._is_due.set()
 
     async def close(self) -> None:
         """Say no more. Others end this front's reservations."""
@@ -70,7 +75,10 @@ class PeerLink:
             if time.monotonic() >= next_whole:
                 next_whole = time.monotonic() + WHOLE_S
                 await self._out.send(encode(self._core.export_load()))
-            await asyncio.sleep(FLUSH_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FLUSH_S):
+                    await self._is_due.wait()
+            self._is_due.clear()
 
     async def _listen(self) -> None:
         while True:

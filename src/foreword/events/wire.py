@@ -57,7 +57,7 @@ class Stored:
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
-    """For each block: salts, digests, and (content, offset) of media; None without any."""
+    """For each block: salts, digests, and (content, offset) of media; None without any. SGLang names a salt only."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -167,7 +167,7 @@ _LAYOUT: dict[type, tuple[str, tuple[str, ...], int]] = {
 
 
 def encode_batch(batch: EventBatch, encoding: Encoding) -> bytes:
-    """A batch as msgpack, with the bytes that vLLM's structs give: only maps leave out fields without a value."""
+    """A batch as msgpack, with the fields that vLLM's structs give: only maps leave out fields without a value."""
     events = [_encode_event(event, encoding) for event in batch.events]
     fields: list[Any] = [batch.time, events, batch.data_parallel_rank]
     if batch.publisher_id is not None:
@@ -227,6 +227,8 @@ def _decode_stored(value_of: Callable[[str], Any]) -> Stored:
     if size < 1:
         raise WireError(f"block_size={size} is no number of tokens")
     extra = _check("extra_keys", value_of("extra_keys"), (list, type(None)))
+    if extra is None and (salt := _check("cache_salt", value_of("cache_salt"), (str, type(None)))) is not None:
+        extra = [[salt]] * len(hashes)  # SGLang's
     return Stored(
         hashes,
         _check("parent_block_hash", value_of("parent_block_hash"), (int, bytes, type(None))),

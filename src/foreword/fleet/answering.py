@@ -19,7 +19,6 @@ class Answering:
 
     def __init__(self, stream: AnswerStream, job: Job, first_choice: int, clock: Callable[[], float]) -> None:
         """`first_choice`: the place of its choices among those of the stream; `clock`: by which entries end here."""
-        self.shown = [Shown()] * job.params.n
         self.is_closed = False
         choices = [CompletionOutput(index) for index in range(job.params.n)]
         record = job.record
@@ -28,8 +27,18 @@ class Answering:
         )
         self._stream, self._job, self._first_choice, self._clock = stream, job, first_choice, clock
         self._sent = record.arrival_time
+        self._ended = [False] * job.params.n
+        """Whether the end of each choice was handed over."""
         self._whole: dict[int, Delta] = {}
         """For a client that waits for the end: the joined deltas of each choice."""
+
+    @property
+    def shown(self) -> list[Shown]:
+        """What was handed over of each choice."""
+        return [
+            Shown(tuple(one.token_ids), len(one.text), ended)
+            for one, ended in zip(self.output.outputs, self._ended, strict=True)
+        ]
 
     def take(self, messages: Sequence[object]) -> int | None:
         """Take messages of a replica, in order. Returns the prompt's cached tokens once it is computed."""
@@ -46,7 +55,7 @@ class Answering:
         if deltas:
             now, record = time.monotonic(), self._job.record
             record.token_times.append(now)
-            record.num_output_tokens = sum(len(one.token_ids) for one in self.shown)
+            record.num_output_tokens = sum(len(one.token_ids) for one in self.output.outputs)
             if self._stream.whole:
                 for delta in deltas:
                     before = self._whole.get(delta.choice)
@@ -66,7 +75,7 @@ class Answering:
             self._stream.put([Finished()])
 
     def _note_prompt(self, message: PromptComputed) -> None:
-        """Clients are told of the first lookup only: what a later replica found saved nobody anything."""
+        """Usage shows the first lookup only: what a later replica found saved nobody anything."""
         record, found = self._job.record, message.output
         if record.first_scheduled_time is not None:
             return
@@ -82,10 +91,8 @@ class Answering:
 
     def _note(self, delta: Delta) -> Delta:
         """Note a delta; returns it with the place of its choice among those of the stream."""
-        shown, choice = self.shown[delta.choice], self.output.outputs[delta.choice]
-        self.shown[delta.choice] = Shown(
-            (*shown.token_ids, *delta.token_ids), shown.num_chars + len(delta.text), delta.finish_reason is not None
-        )
+        choice = self.output.outputs[delta.choice]
+        self._ended[delta.choice] = delta.finish_reason is not None
         choice.text += delta.text
         choice.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:

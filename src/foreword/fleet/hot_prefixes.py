@@ -16,7 +16,7 @@ from foreword.engine import Prompt
 MAX_PREFIXES = 512
 MAX_TOKENS = 2_000_000
 HALF_LIFE = 2_000
-"""After so many notes, an old use counts half as much as a new one."""
+"""The number of notes after which a use counts half as much as a new one."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class HotPrefixes:
             self._num_tokens -= len(dropped.prompt.token_ids)
 
     def hottest(self, max_tokens: int, least_uses: float = 1.0) -> list[HotPrefix]:
-        """The most used ones that fit into so many tokens together, the most used first."""
+        """The most used ones that fit into `max_tokens` together, the most used first."""
         ranked = sorted(self._found.values(), key=lambda one: -one.weight * self._faded(one))
         chosen: list[HotPrefix] = []
         for one in ranked:

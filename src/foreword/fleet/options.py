@@ -14,12 +14,12 @@ class FleetConfig:
     """Several engines behind one server, run by Ray Serve."""
 
     replicas: int = 0
-    """Engines to run behind this server; 0: one engine in this process, without Ray."""
+    """Engines that this server leads to; 0: one engine in this process, without Ray."""
     ray_address: str | None = None
     """A running Ray cluster, such as auto or ray://HOST:10001, for `replicas`; None: a local one, which ends with the
     server."""
     replica_cpus: float = 1.0
-    """Ray's logical processors of one replica: it is placed where so many are free. GPUs: `replica_gpus`."""
+    """Ray's logical processors of one replica: it is placed where they are free. One thread runs on each."""
     replica_gpus: float = 0.0
     """Ray's logical GPUs of one replica."""
     max_replicas: int | None = None

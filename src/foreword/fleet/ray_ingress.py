@@ -19,7 +19,7 @@ from typing import Any
 
 from ray import serve
 
-from foreword.config import EngineConfig
+from foreword.config import EngineConfig, Environment
 from foreword.errors import ConfigError
 from foreword.fleet.front import open_front
 from foreword.fleet.options import FleetConfig
@@ -58,6 +58,10 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         raise ConfigError(f"args has model={model!r}; name a folder or a hub id")
     if not isinstance(fronts, int) or not 1 <= fronts <= MAX_FRONTS:
         raise ConfigError(f"args has fronts={fronts!r}; use 1 to {MAX_FRONTS}")
+    environment = Environment.read()
+    for name in ("api_key", "operator_key", "server_secret"):
+        if (value := getattr(environment, name)) is not None:
+            given.setdefault(name, value)
     given.setdefault("server_secret", secrets.token_hex(16))  # one for all fronts: they share caches
     config = ServerConfig(**{name: _typed(name, value) for name, value in _taken(given, ServerConfig).items()})
     fleet = FleetConfig(**{"replicas": 1, **_taken(given, FleetConfig)})

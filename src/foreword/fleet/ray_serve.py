@@ -129,8 +129,8 @@ def application(model: str, options: Mapping[str, Any], fleet: FleetConfig) -> s
 
 # --------------------------------------------------------------------- the front's side
 
-_links: dict[str, RayLink] = {}
-"""The link of each application that this process has a front of."""
+_links: dict[str, set[RayLink]] = {}
+"""The links of each application that this process has fronts of."""
 _running: dict[str, dict[str, dict[str, Any]]] = {}
 """The running replicas of each application, with their metadata, as Serve says."""
 
@@ -138,7 +138,7 @@ _running: dict[str, dict[str, dict[str, Any]]] = {}
 def note_replicas(app_name: str, replicas: dict[str, dict[str, Any]]) -> None:
     """Serve's list of running replicas; any thread may call it."""
     _running[app_name] = replicas
-    if (link := _links.get(app_name)) is not None:
+    for link in list(_links.get(app_name, ())):
         link.note_replicas(replicas)
 
 
@@ -161,11 +161,11 @@ class RayLink:
 
     def start(self, members: Members) -> None:
         self._members, self._loop = members, asyncio.get_running_loop()
-        _links[self._app_name] = self
+        _links.setdefault(self._app_name, set()).add(self)
         self._take(_running.get(self._app_name, {}))
 
     async def stop(self) -> None:
-        _links.pop(self._app_name, None)
+        _links[self._app_name].discard(self)
 
     def note_replicas(self, replicas: dict[str, dict[str, Any]]) -> None:
         """Serve's list; any thread may call it."""
@@ -226,7 +226,7 @@ class RayLink:
             response.cancel()
 
     async def _first(self, response: Any, replica: str, gone: asyncio.Event) -> list[Told]:
-        """The first message. Serve itself would wait for ever for a replica that is gone."""
+        """The first message. Serve itself would never stop waiting for a replica that is gone."""
         coming = asyncio.ensure_future(anext(response))
         leaving = asyncio.ensure_future(gone.wait())
         try:

@@ -6,6 +6,7 @@ Knows an LLM, its thread and the messages to a front; knows nothing of Ray and o
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
 from collections.abc import AsyncGenerator, Callable
@@ -22,10 +23,12 @@ from foreword.fleet.messages import Codec, Complete, PromptComputed, Queued, Ref
 from foreword.llm import LLM
 from foreword.request import RequestOutput
 from foreword.server.answer_stream import AnswerStream, Job
-from foreword.server.api_errors import APIError, from_error
+from foreword.server.api_errors import from_error
 from foreword.server.engine_door import first
 from foreword.server.engine_thread import EngineThread
 from foreword.server.records import Records, RequestRecord
+
+logger = logging.getLogger(__name__)
 
 PIECE_S = 0.1
 """Seconds between two pieces of an answer that nobody reads before its end."""
@@ -81,6 +84,7 @@ class Replica:
         spec = ReplicaSpec(
             self._llm.engine.snapshot().num_blocks,
             FIRST_RATE,
+            is_rate_known=False,
             decode_tokens=DECODE_TOKENS,
             is_prefix_closed=is_closed,
         )
@@ -92,14 +96,19 @@ class Replica:
         try:
             submission = await asyncio.to_thread(self._codec.decode, data)
             stream = self._submit(submission)
-        except ForewordError as error:
+        except Exception as error:  # nothing of it would come out right at another replica
+            if not isinstance(error, ForewordError):
+                logger.exception("a request could not be read")
             yield [Refused.of(from_error(error))]
             return
         try:
             async for told in self._tell(submission, stream):
                 yield told
-        except APIError as error:
-            yield [Refused.of(error)]
+        except Exception as error:
+            answer = from_error(error)
+            if answer is not error:
+                logger.exception("request %s failed", submission.request_id)
+            yield [Refused.of(answer)]
         finally:
             stream.close()
 

@@ -5,6 +5,7 @@ Knows the routing core and its log; knows nothing of links.
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 def report(door: RoutedEngines) -> dict[str, Any]:
     """The replicas, and what routing has done since the start."""
     return {
+        "front": {"name": door.core.router, "process_id": os.getpid()},
         "replicas": replicas(door),
         "routing": asdict(door.core.counts),
         "reasons": {reason.value: asdict(counts) for reason, counts in door.log.counts.items()},
@@ -44,6 +46,7 @@ def replicas(door: RoutedEngines) -> list[dict[str, Any]]:
             "open_requests": load.num_open,
             "waiting_tokens": load.waiting_tokens,
             "tokens_per_s": load.tokens_per_s,
+            "process_id": door.process_ids.get(name),
         }
         for name, load in loads.items()
     ]

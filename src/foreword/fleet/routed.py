@@ -17,7 +17,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ from foreword.llm import LLM
 from foreword.request import SamplingParams
 from foreword.server.answer_stream import Accepted, AnswerStream, Job
 from foreword.server.api_errors import APIError, engine_failed, from_error
-from foreword.server.engine_door import Merge, Number
+from foreword.server.engine_door import Merge, Number, first
 from foreword.server.engine_thread import AfterStep, Ended
 from foreword.server.prefill_speed import PrefillSpeed
 from foreword.server.records import Records
@@ -108,6 +108,9 @@ class RoutedEngines:
         self._outcomes: dict[AnswerStream, str] = {}
         """Why streams were aborted."""
         self._joined = asyncio.Event()
+        self._shrinking: set[asyncio.Task[None]] = set()
+        self.process_ids: dict[str, int] = {}
+        """The process of each replica on its machine."""
         self._open_peers = open_peers
         self._peers: PeerLink | None = None
         self._warmth = Warmth(core, link, self._codec)
@@ -132,6 +135,7 @@ class RoutedEngines:
 
     def join(self, name: str, facts: ReplicaFacts) -> None:
         """Send requests to a replica, once it has what requests use most; at once if there is no other replica."""
+        self.process_ids[name] = facts.process_id
         hot = self._warmth.for_new_replica(facts.spec)
         self.core.join(name, facts.spec)
         if facts.events:
@@ -156,7 +160,10 @@ class RoutedEngines:
             logger.info("replica %s has left", name)
             alone = [] if self._has_tiers else self._warmth.only_at(name)
             self._feed.leave(name)
+            self.process_ids.pop(name, None)
             self.core.leave(name, time.monotonic())
+            if not self.core.is_any_usable:
+                self._warmth.hurry()
             if alone and self.failure is None:
                 self._warmth.hand_over(alone)
 
@@ -201,6 +208,16 @@ class RoutedEngines:
 
     def forget(self, stream: AnswerStream) -> None:
         """Nothing to do: the stream's task ends by itself."""
+
+    def shrink(self, namespace: str, max_blocks: int) -> None:
+        """Each replica may hold `max_blocks` of the namespace."""
+        task = asyncio.create_task(self._shrink(namespace, max_blocks))
+        self._shrinking.add(task)
+        task.add_done_callback(self._shrinking.discard)
+
+    async def _shrink(self, namespace: str, max_blocks: int) -> None:
+        with suppress(APIError):  # no replica, no blocks
+            await self.call(lambda engine: engine.shrink_namespace(namespace, max_blocks), first)
 
     async def call(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
         """Run a function on the engine of every replica. Raises APIError 503 if none can be reached."""
@@ -305,6 +322,8 @@ class RoutedEngines:
 
     async def _choose(self, request: _Request) -> Decision:
         """Choose and reserve. A request that has begun waits for a replica to join. Raises APIError 503."""
+        if wait_s := self.core.wait_s(request.routing, time.time()):
+            await asyncio.sleep(wait_s)  # other fronts decide first
         deadline = time.monotonic() + JOIN_S
         while True:
             gone = request.avoided.intersection(self.core.replicas)
@@ -319,6 +338,8 @@ class RoutedEngines:
                 except TimeoutError:
                     continue
             else:
+                if self._peers is not None:
+                    self._peers.flush()
                 self.log.add(decision)
                 request.job.record.route = Explanation.of_decision(decision).text()
                 return decision

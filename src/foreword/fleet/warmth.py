@@ -41,6 +41,8 @@ class Warmth:
         self._core, self._link, self._codec = core, link, codec
         self._hot = HotPrefixes(core.options.block_tokens)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._warming: dict[str, asyncio.Task[None]] = {}
+        """The replicas that compute what requests use, before they take any."""
 
     def note(self, prompt: Prompt, keys: list[Key], num_cached_tokens: int) -> None:
         """A request found this part of its prompt."""
@@ -64,21 +66,27 @@ class Warmth:
 
     def warm_up(self, name: str, hot: Sequence[HotPrefix], then: Callable[[], None]) -> None:
         """Have a new replica compute these prefixes, for a while, and then call `then`."""
-        self._begin(self._warm_up(name, hot, then))
+        self._warming[name] = self._begin(self._warm_up(name, hot, then))
 
     def hand_over(self, alone: Sequence[HotPrefix]) -> None:
         """Have others compute these prefixes, one after the other."""
         self._begin(self._hand_over(alone))
+
+    def hurry(self) -> None:
+        """No replica takes requests: those that are warming up are to take them now."""
+        for task in list(self._warming.values()):
+            task.cancel()
 
     def stop(self) -> None:
         """Compute nothing more."""
         for task in self._tasks:
             task.cancel()
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _warm_up(self, name: str, hot: Sequence[HotPrefix], then: Callable[[], None]) -> None:
         logger.info("replica %s computes %d prefixes before it takes requests", name, len(hot))
@@ -88,7 +96,9 @@ class Warmth:
                     await self._compute(name, one)
         except (TimeoutError, ReplicaLostError) as error:
             logger.warning("replica %s did not compute all of them: %s", name, str(error) or "it took too long")
-        then()
+        finally:
+            del self._warming[name]
+            then()
 
     async def _hand_over(self, alone: Sequence[HotPrefix]) -> None:
         logger.info("%d prefixes of a replica that left are computed elsewhere", len(alone))

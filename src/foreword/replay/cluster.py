@@ -25,7 +25,7 @@ from foreword.cluster import (
     RoutingOptions,
     RoutingRequest,
 )
-from foreword.cluster.options import HIT_WEIGHT
+from foreword.cluster.options import HIT_WEIGHT, TURN_S
 from foreword.errors import ConfigError, NoReplicaError
 from foreword.replay.caches import ManagerCache, as_sequence
 from foreword.replay.rivals import COST, make_rule
@@ -63,6 +63,8 @@ class ClusterOptions:
     """Time until the events of a pool reach the routers."""
     update_delay_s: float | None = 0.002
     """Time until a router's reservations reach the others; None: never."""
+    turn_s: float = TURN_S
+    """Length of a router's turn in a burst; 0: none."""
     decode_tokens_per_s: float = 50.0
     """Speed of one answer; it ends the request and delays nobody."""
     changes: tuple[FleetChange, ...] = ()
@@ -167,6 +169,7 @@ class ClusterSimulation:
             block_tokens,
             hit_weight=options.hit_weight,
             price_weight=options.price_weight,
+            turn_s=options.turn_s,
             share_load=options.num_routers > 1 and options.update_delay_s is not None,
         )
         self.cores = [
@@ -204,6 +207,14 @@ class ClusterSimulation:
         self._route(_Job(sequence, recorded, request, number % len(self.cores), self.now))
 
     def _route(self, job: _Job) -> None:
+        """Choose a replica once it is the router's turn."""
+        wait_s = self.cores[job.router].wait_s(job.request, self.now)
+        if wait_s:
+            self._at(self.now + wait_s, lambda: self._choose(job))
+        else:
+            self._choose(job)
+
+    def _choose(self, job: _Job) -> None:
         try:
             decision = self.cores[job.router].choose(job.request, self.now)
         except NoReplicaError:

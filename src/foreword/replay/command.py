@@ -18,11 +18,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from foreword.errors import ConfigError
 from foreword.replay.capacity import Capacity, kv_bytes_per_token, parse_capacity, parse_with_unit, read_model_config
+from foreword.replay.chunks import chunk_file
 from foreword.replay.cluster_command import add_cluster_arguments, cluster_options, simulate_cluster
 from foreword.replay.lines import PromptEncoder
+from foreword.replay.linking_command import add_linking_arguments, run_linking
 from foreword.replay.picture import check_format, write_picture
 from foreword.replay.report import as_json, capacity_name, gigabytes, print_report, table_of
 from foreword.replay.rivals import RULES
+from foreword.replay.scheduling_command import add_scheduling_arguments, compare_schedulings, schedulings_of
 from foreword.replay.simulator import OPTIMUM, ReplayResult, Simulation
 from foreword.replay.tiers import TierOption, replay_tiers
 from foreword.replay.timing import Routing, StepCost, TimingOptions, simulate_time
@@ -84,12 +87,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RULE",
         help="which replica a request goes to: round_robin, least_loaded or prefix_aware (default)",
     )
+    add_scheduling_arguments(time)
     add_cluster_arguments(parser)
+    add_linking_arguments(parser)
     parser.add_argument("--json", action="store_true", help="end with one JSON line; all else goes to stderr")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run with parsed arguments. Checks them before it opens the trace."""
+    """Run with parsed arguments. Checks them before it replays the trace."""
+    if (chunks := chunk_file(args.trace)) is not None:
+        return run_linking(args, chunks, args.parser.parse_args([str(args.trace)]))
     console = Console(stderr=args.json)
     for file in args.picture:
         check_format(file)
@@ -97,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     simulation = Simulation(_names(args.policy, "policy", DEFAULT_POLICIES), (), sampling_rate=args.sample)
     _capacities(args.capacity, 1, bytes_per_token)
     cluster, cost = cluster_options(args), _step_cost(args)
+    schedulings = schedulings_of(args)
     tier = None if args.tier is None else TierOption.parse(args.tier)
     if tier is not None:
         tier.capacity(1, bytes_per_token)
@@ -113,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
         print_report(result, console, args.trace.name, bytes_per_token)
         tiers = [] if tier is None else _replay_tier(tier, reader, result, bytes_per_token, console)
         timing = _simulate_time(args, reader, result, cost, console) if cost is not None else {}
+        schedules = compare_schedulings(args, schedulings, reader, result, cost, console) if cost is not None else {}
         served = [
             (policy, capacity, replace(cluster, num_blocks=capacity.num_blocks, eviction_policy=policy))
             for policy in result.hits
@@ -129,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
                 **report,
                 "tiers": tiers,
                 "timing": timing,
+                "scheduling": schedules,
                 "cluster": clusters,
                 "malformed_lines": reader.num_malformed,
             }

@@ -7,7 +7,7 @@ Sampled tokens are made up, so an answer is never part of a later prompt's hit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.batch import BatchResult, Entries, Int64Array
-from foreword.cache import KVCacheManager, RadixIndex, TokenSequence
+from foreword.cache import CacheLedger, KVCacheManager, RadixIndex, TokenSequence
 from foreword.config import SchedulerConfig
 from foreword.engine import SimulatedScheduler
 from foreword.errors import ConfigError
@@ -125,9 +125,10 @@ class Replica:
             block_size=block_tokens,
             index=RadixIndex(num_blocks, block_tokens),
             eviction_policy=eviction_policy,
+            ledger=CacheLedger(num_blocks) if config.scheduling_policy == "prefix" else None,
         )
-        self.scheduler = SimulatedScheduler(self.manager, config)
         self.runner = SimulatedRunner(cost)
+        self.scheduler = SimulatedScheduler(self.manager, config, clock=lambda: self.runner.now)
         self.started: dict[str, float] = {}
         """Time at which each request first ran."""
         self.first_token: dict[str, float] = {}
@@ -252,6 +253,13 @@ def simulate_time(requests: Iterable[RecordedRequest], options: TimingOptions) -
         num_prompt_tokens += request.num_prompt_tokens
     for replica in replicas:
         replica.run_until(float("inf"))
+    return report_of(replicas, arrivals, num_prompt_tokens, num_refused)
+
+
+def report_of(
+    replicas: Sequence[Replica], arrivals: Mapping[str, float], num_prompt_tokens: int, num_refused: int
+) -> TimingReport:
+    """The results of replicas that have answered everything. `arrivals`: seconds by request id."""
     first = {name: at for replica in replicas for name, at in replica.first_token.items()}
     started = {name: at for replica in replicas for name, at in replica.started.items()}
     seconds = max([replica.runner.now for replica in replicas], default=0.0) - min(arrivals.values(), default=0.0)

@@ -12,7 +12,7 @@ import hashlib
 import json
 import secrets
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -244,7 +244,6 @@ class TraceWriter:
         Times should be relative to the recording's start: an absolute one is a fact about a user too.
         Raises TraceError; then the file is as it was before, and the same request may be tried again.
         """
-        assert self._file is not None, "write() after close()"
         tokens = np.ascontiguousarray(prompt_token_ids, np.int32)
         size = self.block_tokens
         parent = hashlib.blake2b(namespace.encode(), key=self._secret, digest_size=16).digest()
@@ -252,12 +251,27 @@ class TraceWriter:
         for start in range(0, len(tokens), size):
             block = parent + tokens[start : start + size].tobytes()
             parent = hashlib.blake2b(block, key=self._secret, digest_size=16).digest()
-            ids.append(int.from_bytes(parent[:8], "little") >> 1)
+            ids.append(_id_of(parent))
+        self._append(timestamp_ms, len(tokens), num_output_tokens, ids)
+
+    def write_keys(self, *, timestamp_ms: float, keys: Sequence[int | bytes], num_output_tokens: int) -> None:
+        """Append one request of whole blocks, given an engine's keys of its prompt's blocks instead of their tokens.
+
+        Raises TraceError, as `write` does.
+        """
+        ids = []
+        for key in keys:
+            name = key if isinstance(key, bytes) else b"%d" % key
+            ids.append(_id_of(hashlib.blake2b(name, key=self._secret, digest_size=16).digest()))
+        self._append(timestamp_ms, len(ids) * self.block_tokens, num_output_tokens, ids)
+
+    def _append(self, timestamp_ms: float, input_length: int, output_length: int, ids: list[int]) -> None:
+        assert self._file is not None, "writing after close()"
         record = {
             "timestamp": timestamp_ms,
-            "input_length": len(tokens),
-            "output_length": num_output_tokens,
-            "block_tokens": size,
+            "input_length": input_length,
+            "output_length": output_length,
+            "block_tokens": self.block_tokens,
             "hash_ids": ids,
         }
         try:
@@ -283,3 +297,8 @@ class TraceWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _id_of(digest: bytes) -> int:
+    """63 bits, which every format of numbers holds."""
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -162,6 +162,9 @@ class _LookAhead:
 class Request:
     """One prompt, continued once. The scheduler changes its progress, the engine reads it."""
 
+    tenant: str | None = None
+    """Who sent it, if that is known."""
+
     def __init__(
         self,
         sequence: TokenSequence,
@@ -317,8 +320,12 @@ class Request:
         self._ahead.dry_at.add(num_generated)
         return self._limits(vocab_size).only_end()
 
-    def explain(self, lookup: LookupExplanation | None) -> None:
-        """Note the result of the lookup that admitted it, and what tiers gave."""
+    def note_admission(self, num_hit_tokens: int, num_shared_tokens: int, lookup: LookupExplanation | None) -> None:
+        """Note the first admission: the tokens of the hit, those in shared blocks, and the result of the lookup."""
+        self.metrics.first_scheduled_time = time.monotonic()
+        self.loads.num_offered_tokens = num_shared_tokens
+        self.num_cached_tokens = min(num_hit_tokens, self.num_prompt_tokens)
+        self.cached_tokens_by_tier = self.loads.tokens_by_tier(self.num_cached_tokens)
         self.explanation = lookup
         if lookup is not None and (self.loads.spans or self.loads.failure):
             loaded = {name: count for name, count in self.cached_tokens_by_tier.items() if name != "memory"}

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foreword import __version__
 from foreword.errors import ForewordError
 from foreword.llm import LLM
-from foreword.server import about, cache_api, cache_entries, cluster_api
+from foreword.server import about, cache_api, cache_entries, cluster_api, schemas_api
 from foreword.server.api_errors import APIError
 from foreword.server.bodies.fields import Body
 from foreword.server.cache_entries import EntryChange, PinRequest
@@ -33,11 +33,19 @@ from foreword.server.engine_thread import in_a_thread
 from foreword.server.http import error_response
 from foreword.server.intake import document_bodies, explain_invalid
 from foreword.server.options import ServerConfig
+from foreword.server.schemas_api import SchemaRequest
 from foreword.server.service import OpenDoor, Service, new_id
 
 logger = logging.getLogger(__name__)
 
-OWN_BODIES: tuple[type[Body], ...] = (TokenizeRequest, DetokenizeRequest, ExplainRequest, PinRequest, EntryChange)
+OWN_BODIES: tuple[type[Body], ...] = (
+    TokenizeRequest,
+    DetokenizeRequest,
+    ExplainRequest,
+    PinRequest,
+    EntryChange,
+    SchemaRequest,
+)
 
 
 def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoor = in_a_thread) -> FastAPI:
@@ -71,6 +79,7 @@ def make_app(llm: LLM, config: ServerConfig, model_name: str, open_door: OpenDoo
     app.include_router(cache_api.router)
     app.include_router(cache_entries.router)
     app.include_router(cluster_api.router)
+    app.include_router(schemas_api.router)
     document_bodies(app, [*OWN_BODIES, *(body for dialect in DIALECTS for body in dialect.bodies)])
     _add_error_handlers(app)
     if config.allowed_origins:

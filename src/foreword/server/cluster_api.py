@@ -1,4 +1,4 @@
-"""/v1/cluster: the engines behind this server, and why a request went to the one that answered it. For operators."""
+"""/v1/cluster: the engines of this server, and why a request went to the one that answered it. For operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EngineDoor: what a server asks of the engines behind it, be it one in a thread of this process or several elsewhere.
+"""EngineDoor: what a server asks of its engines, be it one in a thread of this process or several elsewhere.
 
 Knows prompts, answers and functions of an engine; knows nothing of threads, processes and HTTP.
 """
@@ -60,6 +60,9 @@ class EngineDoor(Protocol):
 
     def submit(self, jobs: Sequence[Job], *, whole: bool) -> AnswerStream:
         """Submit prompts. The stream's first event says whether they were accepted: all or none."""
+
+    def shrink(self, namespace: str, max_blocks: int) -> None:
+        """Shrink a namespace's share of each engine's cache. Called where requests are found to have ended."""
 
     async def call(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
         """Run a function on every engine between two of its steps, and merge what they return.

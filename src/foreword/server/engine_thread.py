@@ -141,6 +141,10 @@ class EngineThread:
             self._open.remove(stream)
             self.num_choices -= sum(job.params.n for job in stream.jobs)
 
+    def shrink(self, namespace: str, max_blocks: int) -> None:
+        """For the engine's thread, in spite of the rule."""
+        self._engine.shrink_namespace(namespace, max_blocks)
+
     async def call(self, function: Callable[[Engine], T], merge: Merge[T] = first) -> T:
         """Run a function on the engine's thread, between two steps. Raises what it raises."""
         if self.failure is not None:

@@ -57,6 +57,8 @@ class ServerConfig:
     """Most choices of one call: n times the number of prompts."""
     max_cached_contents: int = 256
     """Most cached contents (Gemini's API) of one tenant; all together have at most 16 times as many. 0: none."""
+    max_schema_tokens: int = 1_000_000
+    """Most tokens of one tenant's schemas of prompt modules; all together have at most 16 times as many. 0: none."""
     request_timeout_s: float = 600.0
     """Most seconds from a request's arrival to its last token."""
     body_timeout_s: float = 60.0
@@ -69,16 +71,8 @@ class ServerConfig:
     """Seconds between two log lines about the traffic, while there is any; 0: none."""
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_choices"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)} is too small; use a positive number")
+        self._check_counts()
         self._check_times()
-        if self.max_cached_contents < 0:
-            raise ConfigError(f"max_cached_contents={self.max_cached_contents} is negative; use 0 to keep none")
-        if self.max_queued < 0:
-            raise ConfigError(f"max_queued={self.max_queued} is negative; use 0 to refuse whatever cannot run at once")
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ConfigError(f"max_prompt_tokens={self.max_prompt_tokens} allows no prompt; use 1 or more, or None")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"root_path={self.root_path!r} is not a path; it must begin, and not end, with a slash")
         for origin in self.allowed_origins:
@@ -92,6 +86,18 @@ class ServerConfig:
             raise ConfigError("api_key='' is empty; leave it out to ask for no key")
         if self.operator_key is not None and not self.operator_key:
             raise ConfigError("operator_key='' is empty; leave it out for no operator's key")
+
+    def _check_counts(self) -> None:
+        for name in ("max_body_bytes", "max_choices"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} is too small; use a positive number")
+        for name in ("max_cached_contents", "max_schema_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} is negative; use 0 to keep none")
+        if self.max_queued < 0:
+            raise ConfigError(f"max_queued={self.max_queued} is negative; use 0 to refuse whatever cannot run at once")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise ConfigError(f"max_prompt_tokens={self.max_prompt_tokens} allows no prompt; use 1 or more, or None")
 
     def _check_times(self) -> None:
         for name in ("request_timeout_s", "body_timeout_s", "shutdown_timeout_s"):

@@ -84,11 +84,11 @@ def serve(llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> 
         log_addresses(url, llm.config, config)
         print(f"foreword: serving {name} at {url}", flush=True)
 
-    _Server(options, started, lambda: log_stopping(thread.num_choices, config.shutdown_timeout_s)).run()
+    AnnouncingServer(options, started, lambda: log_stopping(thread.num_choices, config.shutdown_timeout_s)).run()
     logger.info("the server has stopped", extra={"fields": {"event": "stopped"}})
 
 
-class _Server(uvicorn.Server):
+class AnnouncingServer(uvicorn.Server):
     """A server that reports its addresses, also when the system chose the port."""
 
     def __init__(self, config: uvicorn.Config, on_start: Callable[[str], None], on_stop: Callable[[], None]) -> None:

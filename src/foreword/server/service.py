@@ -47,6 +47,7 @@ from foreword.server.observe.traffic_log import TrafficLog, log_request
 from foreword.server.options import ServerConfig
 from foreword.server.records import Records, RequestRecord
 from foreword.server.resources.folder import open_folder
+from foreword.server.resources.schemas import KeptSchemas
 from foreword.server.resources.store import CachedContents
 from foreword.server.template_check import (
     check_template,
@@ -137,11 +138,12 @@ class Service:
             quotas_work=now.has_ledger or not options.enable_prefix_caching,
         )
         self.unknown_fields = UnknownFields(ignored=config.ignore_unknown_fields)
-        self.quotas = Quotas(llm.engine, self.tenants)
+        self.quotas = Quotas(self.tenants)
         has_curve = options.enable_prefix_caching and llm.layout.is_one_full_group
         self.more_memory = MoreMemory(now.num_blocks - now.num_sink_blocks if has_curve else None, now.block_size)
         self._after_step = (Listener("quotas", self.quotas.enforce), Listener("more_memory", self.more_memory.note))
         self.thread = open_door(llm, self.records, self._after_step)
+        self.quotas.shrink = self.thread.shrink
         self.operators = Operators(config.operator_key, asks_for_keys=self.tenants.asks_for_keys)
         self.insight = Insight(self.thread, self.records, self.more_memory)
         self.metrics = Metrics(model_name, self.insight)
@@ -180,6 +182,7 @@ class Service:
         self.cached_contents = CachedContents(
             lambda: self.clock(), config.max_cached_contents, open_folder(llm.config.tiers, llm.cache_identity.model_id)
         )
+        self.schemas = KeptSchemas(lambda: llm.pml, config.max_schema_tokens)
         self._max_choices = llm.config.scheduler.max_num_seqs + config.max_queued
         self._grammar_lock = asyncio.Lock()
 
@@ -253,7 +256,7 @@ class Service:
             return self.tokenizer.encode(text)
         return await asyncio.to_thread(self.tokenizer.encode, text)
 
-    async def encode_part(self, text: str) -> npt.NDArray[np.int32]:
+    async def encode_part(self, text: str) -> tuple[int, ...]:
         """Token ids of a part of a text, without special tokens around it."""
         return await asyncio.to_thread(self.tokenizer.encode_part, text)
 

@@ -82,6 +82,11 @@ class Renderer:
         token_ids = self._apply_template(conversation, continue_final_message, chat_template, tokenize=True)
         return np.array(token_ids, dtype=np.int32)
 
+    def render_text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        """The text of a conversation, of which `render_chat` gives the tokens. Raises as it does."""
+        text: str = self._apply_template(_conversation(messages, None, add_generation_prompt, False), False)
+        return text
+
     def _apply_template(
         self, one: Conversation, continues: bool, chat_template: str | None = None, *, tokenize: bool = False
     ) -> Any:

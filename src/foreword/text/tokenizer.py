@@ -138,23 +138,22 @@ class Tokenizer(Renderer):
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Token ids of `text`, with the special tokens that the tokenizer adds by default."""
+        return np.array(self._encode(text, add_special_tokens=True), dtype=np.int32)
+
+    def encode_part(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text that is part of a prompt: without special tokens that it does not have itself."""
+        return tuple(self._encode(text, add_special_tokens=False))
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):
             raise InvalidRequestError(f"a prompt's text must be a str, not {type(text).__name__}")
         try:
-            token_ids = self._hf.encode(text, verbose=False)
+            token_ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         except (TypeError, UnicodeError) as error:
             raise InvalidRequestError(
                 'the text is not valid Unicode (it holds half of a surrogate pair); decode it with errors="replace"'
             ) from error
-        return np.array(token_ids, dtype=np.int32)
-
-    def encode_part(self, text: str) -> npt.NDArray[np.int32]:
-        """Token ids of a part of a text, without special tokens around it."""
-        try:
-            token_ids = self._hf.encode(text, add_special_tokens=False, verbose=False)
-        except (TypeError, UnicodeError) as error:
-            raise InvalidRequestError("the text is not valid Unicode (it holds half of a surrogate pair)") from error
-        return np.array(token_ids, dtype=np.int32)
+        return token_ids
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """Token ids of a word alone and after a space, without special tokens; one list if both are equal.

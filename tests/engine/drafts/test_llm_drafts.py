@@ -78,8 +78,8 @@ def test_a_draft_is_cut_where_the_grammar_ends_it(llm: LLM) -> None:
     wanted = StructuredOutputsParams(regex="[0-9]{30}")
     params = SamplingParams(max_tokens=30, temperature=2.0, structured_outputs=wanted)
     assert llm.tokenizer is not None
-    [letter] = llm.tokenizer.encode_part("x").tolist()
-    [digit] = llm.tokenizer.encode_part("7").tolist()
+    [letter] = llm.tokenizer.encode_part("x")
+    [digit] = llm.tokenizer.encode_part("7")
     drafting = draft_as_told(llm.engine, lambda request, most: [digit, letter, letter, letter], 4)
     llm.generate(["The"], params)
     counts = drafting.counts
@@ -89,7 +89,7 @@ def test_a_draft_is_cut_where_the_grammar_ends_it(llm: LLM) -> None:
 
 def test_an_answer_that_runs_dry_ends_in_the_same_place(llm: LLM) -> None:
     assert llm.tokenizer is not None
-    digits = [token_id for text in "0123456789" for token_id in llm.tokenizer.encode_part(text).tolist()]
+    digits = [token_id for text in "0123456789" for token_id in llm.tokenizer.encode_part(text)]
     wanted = StructuredOutputsParams(regex="[0-9]{4}x[0-9]+")
     for seed in range(3):
         params = SamplingParams(

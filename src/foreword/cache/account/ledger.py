@@ -20,6 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +91,19 @@ class Eviction:
     """The share of blocks that requests held at that moment, 0.0 to 1.0."""
 
 
+class KeyWatcher(Protocol):
+    """Follows which keys of a group are findable."""
+
+    def stored(self, keys: Sequence[BlockHash]) -> None:
+        """These keys were not findable, and are now."""
+
+    def gone(self, keys: Sequence[BlockHash]) -> None:
+        """These keys were findable, and are not any more."""
+
+    def cleared(self) -> None:
+        """No key is findable any more."""
+
+
 class GroupLedger:
     """The account of one group. Each of its blocks covers `width` blocks of a sequence.
 
@@ -98,7 +112,8 @@ class GroupLedger:
 
     def __init__(self, num_blocks: int, group_id: int, width: int, events: EventLog | None) -> None:
         self._group_id = group_id
-        self._width = width
+        self.width = width
+        self.watcher: KeyWatcher | None = None
         self._events = events
         self._max_ghosts = num_blocks
         self._keys: npt.NDArray[np.object_] = np.full(num_blocks, None, object)
@@ -110,6 +125,15 @@ class GroupLedger:
         self._variant_of: dict[BlockHash, tuple[BlockHash, ExtraKeys]] = {}
         self._num_salted: Counter[str | None] = Counter()
         """The number of findable keys under each salt."""
+
+    def __contains__(self, key: BlockHash) -> bool:
+        """Whether a key is findable."""
+        return key in self._num_copies
+
+    def keys_of(self, sequence: TokenSequence) -> Sequence[BlockHash]:
+        """The keys of the group's full blocks of a sequence; do not change them."""
+        hashes = sequence.block_hashes()
+        return hashes if self.width == 1 else self._of_numbers(hashes, range(len(hashes) // self.width))
 
     def stored(self, sequence: TokenSequence, numbers: range, block_ids: BlockIds) -> None:
         """Record that the sequence's blocks `numbers` of this group were indexed as `block_ids`."""
@@ -141,6 +165,8 @@ class GroupLedger:
                 self._num_salted[salted] += 1
         if self._events is not None:
             self._report_stored(self._events, sequence, [numbers[at] for at in new])
+        if self.watcher is not None:
+            self.watcher.stored([keys[at] for at in new])
 
     def removed(self, block_ids: BlockIds, eviction: Eviction) -> int:
         """Record that blocks were forgotten, ignoring unknown ones. Returns the number of known ones."""
@@ -162,6 +188,8 @@ class GroupLedger:
                 self._forget_variant(key)
         if gone and self._events is not None:
             self._events.append(BlockRemoved(tuple(gone), group_idx=self._group_id))
+        if gone and self.watcher is not None:
+            self.watcher.gone(gone)
         return num_removed
 
     def drop_oldest_ghosts(self) -> None:
@@ -178,10 +206,12 @@ class GroupLedger:
         self._keys.fill(None)
         for table in (self._num_copies, self._ghosts, self._variants, self._variant_of, self._num_salted):
             table.clear()
+        if self.watcher is not None:
+            self.watcher.cleared()
 
     def reason(self, sequence: TokenSequence, number: int) -> tuple[MissReason, Eviction | None] | None:
         """Why the sequence's block `number` is not found, and its eviction if any; None if it is findable."""
-        if (number + 1) * self._width > sequence.num_full_blocks:
+        if (number + 1) * self.width > sequence.num_full_blocks:
             return MissReason.PARTIAL_BLOCK, None
         numbers = range(number, number + 1)
         (key,) = self._of_numbers(sequence.block_hashes(), numbers)
@@ -210,7 +240,7 @@ class GroupLedger:
         """The number of consecutive blocks of the sequence, from `first` on, that twice the memory would hold."""
         if not self._ghosts:
             return 0
-        numbers = range(first, sequence.num_full_blocks // self._width)
+        numbers = range(first, sequence.num_full_blocks // self.width)
         ghosts = map(self._ghosts.get, self._of_numbers(sequence.block_hashes(), numbers))
         return sum(1 for _ in takewhile(lambda ghost: ghost and ghost.cause is EvictionCause.REUSED, ghosts))
 
@@ -243,7 +273,7 @@ class GroupLedger:
 
     def _of_numbers(self, hashes: Sequence[BlockHash], numbers: range) -> Sequence[BlockHash]:
         """Keys of the group's blocks with these numbers."""
-        width = self._width
+        width = self.width
         return hashes[(numbers.start + 1) * width - 1 : numbers.stop * width : width]
 
     def _forget_variant(self, key: BlockHash) -> None:
@@ -260,7 +290,7 @@ class GroupLedger:
 
     def _report_stored(self, events: EventLog, sequence: TokenSequence, new: Sequence[int]) -> None:
         """Append one event for each run of consecutive blocks."""
-        hashes, width = sequence.block_hashes(), self._width
+        hashes, width = sequence.block_hashes(), self.width
         size = width * sequence.block_size
         starts = [at for at, number in enumerate(new) if not at or number != new[at - 1] + 1]
         for start, end in pairwise([*starts, len(new)]):

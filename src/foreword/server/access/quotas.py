@@ -1,13 +1,12 @@
 """Quotas: the number of cached blocks that a tenant may leave in the pool.
 
-Knows tenants' namespaces and the engine. Runs on the engine's thread, between two steps.
+Knows tenants' namespaces. Runs between two steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from foreword.engine import Engine
 from foreword.server.access.tenants import Tenant, Tenants
 from foreword.server.engine_thread import Ended
 
@@ -19,8 +18,9 @@ class Quotas:
     no tenant.
     """
 
-    def __init__(self, engine: Engine, tenants: Tenants) -> None:
-        self._engine = engine
+    def __init__(self, tenants: Tenants) -> None:
+        self.shrink: Callable[[str, int], None] = lambda namespace, max_blocks: None
+        """Shrinks a namespace's share of the engine's cache, or of each engine's, to this number of blocks."""
         self._tenants = tenants
         self._limits: dict[str, tuple[str, int]] = {}
 
@@ -36,4 +36,4 @@ class Quotas:
         for name in {request.job.record.tenant for request in ended}:
             limit = self._limits.get(name)
             if limit is not None:
-                self._engine.shrink_namespace(*limit)
+                self.shrink(*limit)

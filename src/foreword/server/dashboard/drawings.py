@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +74,20 @@ def size(num_bytes: float) -> str:
 # --------------------------------------------------------------------- charts
 
 
-def token_bars(records: Sequence[RequestRecord], now: float, window_s: float) -> str:
+class ServedPrompt(Protocol):
+    """A request that ended at a moment of the monotonic clock."""
+
+    @property
+    def finished_time(self) -> float | None: ...
+    @property
+    def first_scheduled_time(self) -> float | None: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+
+def token_bars(records: Sequence[ServedPrompt], now: float, window_s: float) -> str:
     """Prompt tokens of the last `window_s` seconds, found ones below and computed ones above, in `NUM_BINS` bars."""
     width = window_s / NUM_BINS
     bins = np.zeros((NUM_BINS, 2))

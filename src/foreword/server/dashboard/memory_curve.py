@@ -5,7 +5,8 @@ Knows snapshots of the engine, as drawings.py knows records.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from html import escape
 
 from foreword.engine import Snapshot
 from foreword.replay.live_curve import CurvePoint
@@ -16,10 +17,13 @@ def memory_curve(look: Snapshot, curve: Sequence[CurvePoint], block_bytes: int, 
     """The whole card, for blocks of `block_bytes`; a hit saves `seconds_per_token` of prefill for each token."""
     if not curve and not look.stats.requests:
         return '<div class="empty">No curve yet: it is drawn from requests that have ended.</div>'
-    return _curve(curve, block_bytes) + _of_ghosts(look, block_bytes, seconds_per_token)
+    return drawn_curve(curve, lambda num_blocks: draw.size(num_blocks * block_bytes)) + _of_ghosts(
+        look, block_bytes, seconds_per_token
+    )
 
 
-def _curve(points: Sequence[CurvePoint], block_bytes: int) -> str:
+def drawn_curve(points: Sequence[CurvePoint], size: Callable[[int], str]) -> str:
+    """Hit rates over sizes of the pool, the first of them its own; `size` puts a number of blocks into words."""
     if not points:
         return ""
     width = 100 / len(points)
@@ -34,18 +38,18 @@ def _curve(points: Sequence[CurvePoint], block_bytes: int) -> str:
     shapes = f'<path class="level" d="M{line[0]}H100"/>'  # the part above it is the gain
     shapes += f'<path class="band" d="M{"L".join(band)}Z"/><path class="line" d="M{"L".join(line)}"/>'
     shapes += "".join(f'<path class="dot stroke-found" d="M{at}h0"/>' for at in line)
-    sizes = "".join(_size(point, points[0], block_bytes) for point in points)
+    sizes = "".join(_size(point, points[0], size) for point in points)
     columns = f"grid-template-columns:repeat({len(points)},minmax(0,1fr))"
     below = f'<div class="sizes" style="{columns}">{sizes}</div>'
     return draw.chart(shapes, ["100%", "50%", "0%"], "estimated hit rate over memory", below)
 
 
-def _size(point: CurvePoint, own: CurvePoint, block_bytes: int) -> str:
+def _size(point: CurvePoint, own: CurvePoint, size: Callable[[int], str]) -> str:
     factor = point.num_blocks / own.num_blocks
     name = "now" if point is own else f"\u00d7{factor:.3g}"
     error = f"<small>\u00b1{100 * point.standard_error:.1f}</small>" if point.standard_error else ""
     return (
-        f"<div><b>{name}</b><span>{draw.size(point.num_blocks * block_bytes)}</span>"
+        f"<div><b>{name}</b><span>{escape(size(point.num_blocks))}</span>"
         f'<span class="found">{100 * point.hit_rate:.0f}%</span>{error}</div>'
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from html import escape
 from urllib.parse import parse_qs
 
@@ -39,29 +40,40 @@ MAX_FORM_FIELDS = 64
 def mount_dashboard(app: FastAPI, service: Service) -> None:
     """Show the dashboard of this app's engine at /dashboard. Raises ConfigError if NiceGUI is not installed."""
     try:
-        from nicegui import __version__ as nicegui_version
-        from nicegui import app as nicegui_app
-        from nicegui import ui
-
-        from foreword.server.dashboard.edge import give_edge
         from foreword.server.dashboard.page import View
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the dashboard needs the package {error.name}; run `pip install foreword[serve]`, or give dashboard=False"
         ) from error
+    mount_page(app, service.operators, service.model_name, lambda: View(service))
+
+
+def mount_page(
+    app: FastAPI,
+    operators: Operators,
+    name: str,
+    build: Callable[[], object],
+    refuse: Callable[[Request, APIError], Response] = error_response,
+) -> None:
+    """Show a page at /dashboard to operators; `build` makes it for each viewer, `refuse` answers programs."""
+    from nicegui import __version__ as nicegui_version
+    from nicegui import app as nicegui_app
+    from nicegui import ui
+
+    from foreword.server.dashboard.edge import give_edge
 
     @app.post(LOGIN, include_in_schema=False)
     async def login(request: Request) -> Response:
-        return await _log_in(request, service.operators)
+        return await _log_in(request, operators)
 
     @ui.page("/")
-    def build() -> None:
-        View(service)
+    def page() -> None:
+        build()
 
     ui.run_with(
         app,
         mount_path=PATH,
-        title=f"foreword: {service.model_name}",
+        title=f"foreword: {name}",
         favicon=ICON,
         dark=None,
         tailwind=False,
@@ -69,7 +81,7 @@ def mount_dashboard(app: FastAPI, service: Service) -> None:
         show_welcome_message=False,
     )
     give_edge(nicegui_app, files=f"/_nicegui/{nicegui_version}/")
-    app.add_middleware(_OperatorsOnly, operators=service.operators)
+    app.add_middleware(_OperatorsOnly, operators=operators, refuse=refuse)
 
 
 async def _log_in(request: Request, operators: Operators) -> Response:
@@ -93,9 +105,10 @@ async def _log_in(request: Request, operators: Operators) -> Response:
 class _OperatorsOnly:
     """Lets only operators reach /dashboard, and everybody reach everything else."""
 
-    def __init__(self, app: ASGIApp, *, operators: Operators) -> None:
+    def __init__(self, app: ASGIApp, *, operators: Operators, refuse: Callable[[Request, APIError], Response]) -> None:
         self._app = app
         self._operators = operators
+        self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Without a proxy's root path. A lifespan has no path.
@@ -117,7 +130,7 @@ class _OperatorsOnly:
     def _refusal(self, scope: Scope, error: APIError) -> Response:
         if error.status == 401 and "text/html" in Headers(scope=scope).get("accept", ""):
             return _form("", scope.get("root_path", ""))
-        return error_response(Request(scope), error)
+        return self._refuse(Request(scope), error)
 
 
 def _form(problem: str, root_path: str) -> Response:

@@ -25,8 +25,8 @@ from foreword.server.dashboard.entry_rows import entry_rows
 from foreword.server.dashboard.memory_curve import memory_curve
 from foreword.server.dashboard.model_card import model_card
 from foreword.server.dashboard.parting import Parting
+from foreword.server.dashboard.parts import Head, Html, card, figure, window_choice
 from foreword.server.dashboard.prefixes import Prefixes
-from foreword.server.dashboard.style import ICON, STYLE
 from foreword.server.dashboard.tier_rows import tier_rows
 from foreword.server.observe.metrics import mostly_found
 from foreword.server.records import RequestRecord
@@ -35,22 +35,8 @@ from foreword.server.service import Service
 REFRESH_S = 1.0
 NUM_ROWS = 40
 NUM_RECENT = 1000
-WINDOWS_S = {60.0: "1 min", 300.0: "5 min", 900.0: "15 min", 3600.0: "1 h"}
 RATE_S = 10.0
 """Tokens per second are counted over this many seconds."""
-
-
-class _Html:
-    """A piece of the page that is sent again only if it has changed."""
-
-    def __init__(self, classes: str = "", test_id: str = "") -> None:
-        self._element = ui.html("", sanitize=False).classes(classes)  # drawings.py escapes
-        if test_id:
-            self._element.props(f'data-testid="{test_id}"')
-
-    def show(self, content: str) -> None:
-        if self._element.content != content:
-            self._element.content = content
 
 
 class View:
@@ -58,10 +44,7 @@ class View:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        ui.add_css(STYLE)
-        ui.colors(primary="#119a72")
-        self._dark = ui.dark_mode(None)
-        self._head()
+        self._head = Head(service.model_name)
         with ui.tabs().classes("tabs").props("align=left no-caps mobile-arrows") as tabs:
             names = [ui.tab(name) for name in ("Overview", "Prefixes", "Requests", "Chat")]
         with ui.tab_panels(tabs, value="Overview", animated=False).classes("panels") as self._panels:
@@ -71,71 +54,53 @@ class View:
                 self._prefixes = Prefixes(service)
             with ui.tab_panel(names[2]), ui.element("div").classes("grid"):
                 self._parting = Parting(service)
-                with _card("Recent requests", "span12"):
-                    self._rows = _Html(test_id="requests")
+                with card("Recent requests", "span12"):
+                    self._rows = Html(test_id="requests")
             with ui.tab_panel(names[3]):
                 Chat(service)
         ui.timer(REFRESH_S, self._refresh)
 
     # ------------------------------------------------------------------- parts
 
-    def _head(self) -> None:
-        with ui.header(fixed=True).classes("top"):
-            ui.html(f'<div class="brand">{ICON}foreword</div>', sanitize=False)
-            ui.html(f'<div class="model">{escape(self._service.model_name)}</div>', sanitize=False).style("min-width:0")
-            self._state = _Html(test_id="state")
-            self._state._element.style("margin-left:auto")
-            ui.button(icon="contrast", on_click=self._switch_colours).props(
-                'flat round dense aria-label="light or dark" data-testid="colours"'
-            ).classes("plain")
-
-    async def _switch_colours(self) -> None:
-        if self._dark.value is None:
-            self._dark.value = not await ui.run_javascript("document.body.classList.contains('body--dark')")
-        else:
-            self._dark.value = not self._dark.value
-
     def _overview(self) -> None:
         with ui.element("div").classes("grid"):
-            with _card("Model", "span12"):
-                self._model = _Html("model-facts", "model")
+            with card("Model", "span12"):
+                self._model = Html("model-facts", "model")
             self._traffic: list[ui.element] = []
             """Parts that have nothing to show before the first request."""
-            with _card("Waiting for the first request", "span12 waiting") as self._waiting:
+            with card("Waiting for the first request", "span12 waiting") as self._waiting:
                 ui.html(_first_request(), sanitize=False).props('data-testid="waiting"')
             with ui.element("div").classes("span12 tools") as tools:
-                self._window = ui.toggle(WINDOWS_S, value=300.0).props(
-                    'no-caps unelevated dense data-testid="window" aria-label="time window"'
-                )
-                self._covered = _Html("hint")
+                self._window = window_choice()
+                self._covered = Html("hint")
             with ui.element("div").classes("span12 figures") as figures:
-                self._figures = [_figure(name, test_id) for name, test_id in _FIGURES]
+                self._figures = [figure(name, test_id) for name, test_id in _FIGURES]
             self._traffic += [tools, figures]
             self._bars = self._chart("Prompt tokens", "span7", keys=("found", "computed"))
             self._dots = self._chart("Time to first token", "span5", keys=("mostly found", "mostly computed"))
-            with _card("KV pool", "span7"):
-                self._pool = _Html(test_id="pool")
+            with card("KV pool", "span7"):
+                self._pool = Html(test_id="pool")
                 ui.button("Reset the cache", on_click=self._reset, color=None).props(
                     'flat data-testid="reset"'
                 ).classes("danger")
             self._reasons = self._chart("Computed prompt tokens, and why", "span5", test_id="reasons")
             self._tiers = None
             if self._service.llm.engine.tier_names:
-                with _card("Below the pool", "span12"):
-                    self._tiers = _Html(test_id="tiers")
-            with _card("Kept prefixes", "span12") as self._entries_card:
-                self._entries = _Html(test_id="entries")
+                with card("Below the pool", "span12"):
+                    self._tiers = Html(test_id="tiers")
+            with card("Kept prefixes", "span12") as self._entries_card:
+                self._entries = Html(test_id="entries")
             self._more = self._chart("What would more memory bring", "span12", test_id="more-memory")
             self._latest = self._chart("Latest requests", "span12", test_id="latest")
             for change in self._service.template_changes:
-                with _card("The chat template spoils reuse", "span12"):
+                with card("The chat template spoils reuse", "span12"):
                     ui.html(f'<div class="note">{escape(str(change))}</div>', sanitize=False)
 
-    def _chart(self, title: str, span: str, keys: tuple[str, str] | None = None, test_id: str = "") -> _Html:
+    def _chart(self, title: str, span: str, keys: tuple[str, str] | None = None, test_id: str = "") -> Html:
         """A card that is shown once there is traffic."""
-        with _card(title, span, keys) as card:
-            self._traffic.append(card)
-            return _Html(test_id=test_id)
+        with card(title, span, keys) as shown:
+            self._traffic.append(shown)
+            return Html(test_id=test_id)
 
     async def _reset(self, _: events.ClickEventArguments) -> None:
         question = "Forget all cached prefixes? The next requests compute theirs anew. Pins end, too."
@@ -154,11 +119,11 @@ class View:
         try:
             look = await service.insight.look(REFRESH_S / 2)
         except APIError as error:
-            self._state.show(f'<div class="state bad"><i></i>{escape(str(error))}</div>')
+            self._head.show_state(str(error), is_bad=True)
             return
         failure = service.thread.failure
         busy = f"{look.num_running} running, {look.num_waiting} waiting"
-        self._state.show(f'<div class="state{" bad" if failure else ""}"><i></i>{escape(failure or busy)}</div>')
+        self._head.show_state(failure or busy, is_bad=bool(failure))
         records = service.records.recent(NUM_RECENT)
         if self._panels.value == "Overview":
             self._show_overview(look, records)
@@ -193,10 +158,8 @@ class View:
         lately = [record for record in records if now - (record.finished_time or now) < window_s]
         is_cut = len(records) == NUM_RECENT and len(lately) == len(records)
         self._covered.show(f"the last {NUM_RECENT:,} requests" if is_cut else draw.requests(len(lately)))
-        for figure, text in zip(
-            self._figures, self._figure_texts(look, lately, [*running, *records], now), strict=True
-        ):
-            figure.show(text)
+        for one, text in zip(self._figures, self._figure_texts(look, lately, [*running, *records], now), strict=True):
+            one.show(text)
         self._bars.show(draw.token_bars(records, now, window_s))
         self._dots.show(draw.ttft_dots(records, now, window_s))
         stats = look.stats
@@ -274,22 +237,3 @@ def _first_request() -> str:
         '<div class="note">The server is ready. Charts appear with the first request: send one, or use the chat.</div>'
         f'<div class="whole" style="margin-top:10px">{escape(command, quote=False)}</div>'
     )
-
-
-def _figure(name: str, test_id: str) -> _Html:
-    with ui.element("div").classes("card"):
-        ui.html(f'<div class="label">{name}</div>', sanitize=False)
-        return _Html("figure", test_id)
-
-
-def _card(title: str, span: str, keys: tuple[str, str] | None = None) -> ui.element:
-    card = ui.element("div").classes(f"card {span}")
-    marks = ""
-    if keys is not None:
-        marks = "".join(
-            f'<span class="key"><i class="{kind}"></i>{key}</span>'
-            for kind, key in zip(("found", "computed"), keys, strict=True)
-        )
-    with card:
-        ui.html(f'<div class="title">{escape(title)}{marks}</div>', sanitize=False)
-    return card

@@ -202,10 +202,8 @@ def _keep(service: Service, one: CachedContent) -> Keep:
 
 
 async def _end_entry(service: Service, one: CachedContent) -> None:
-    keep = _keep(service, one)
-    assert keep.until is not None
-    until = keep.until
-    await service.thread.call(lambda engine: engine.entries.set_end(PREFIX + one.id, until), first)
+    name, left_s = PREFIX + one.id, _keep(service, one).ttl_s
+    await service.thread.call(lambda engine: engine.entries.set_end(name, engine.clock() + left_s), first)
 
 
 async def _drop(service: Service, content_id: str) -> None:

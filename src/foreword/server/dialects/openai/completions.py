@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from foreword.engine import Prompt
 from foreword.request import TokenLogprobs
+from foreword.server.access.tenants import Tenant
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import bad_request
 from foreword.server.calls import Limits, caller_of, sampling_params
@@ -38,12 +39,17 @@ async def completions(
     body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest))], request: Request, tenant: Authorized
 ) -> Response:
     """Continue one or several texts."""
+    return await complete(body, request, tenant, "completions")
+
+
+async def complete(body: CompletionRequest, request: Request, tenant: Tenant, endpoint: str) -> Response:
+    """Answer a call that continues texts; `endpoint` names it in records."""
     service = service_of(request)
     check_call(service, body)
     if body.best_of not in (None, body.n or 1):
         raise bad_request(f"best_of={body.best_of} is not supported, other than equal to n", param="best_of")
     caching = Caching(body)
-    caller = caller_of(body, request, tenant, "completions", cache_key=body.prompt_cache_key)
+    caller = caller_of(body, request, tenant, endpoint, cache_key=body.prompt_cache_key)
     caller = replace(caller, is_uncached=caching.is_off)
     extras = Extras(service, tenant, request, body, caching)
     limits = _completion_limits(body)

@@ -7,8 +7,8 @@ from typing import Any
 
 from foreword.server.api_errors import APIError, InvalidFieldError, UnknownFieldError
 from foreword.server.dialects.dialect import Dialect, ErrorAnswer, Event
-from foreword.server.dialects.openai import chat, completions, responses
-from foreword.server.dialects.openai.fields import ChatRequest, CompletionRequest
+from foreword.server.dialects.openai import chat, completions, modules, responses
+from foreword.server.dialects.openai.fields import ChatRequest, CompletionRequest, ModulesRequest
 from foreword.server.dialects.openai.response_fields import ResponsesRequest
 from foreword.server.service import Service
 
@@ -17,8 +17,8 @@ class OpenAI(Dialect):
     """The API of openai's clients."""
 
     name = "openai"
-    routers = (chat.router, completions.router, responses.router)
-    bodies = (ChatRequest, CompletionRequest, ResponsesRequest)
+    routers = (chat.router, completions.router, modules.router, responses.router)
+    bodies = (ChatRequest, CompletionRequest, ModulesRequest, ResponsesRequest)
     stream_end = b"data: [DONE]\n\n"
     ping = b": the request waits\n\n"
 

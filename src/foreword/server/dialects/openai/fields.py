@@ -275,15 +275,9 @@ class ChatRequest(_ChoicesCall):
     UNSUPPORTED = ("functions", "audio", "web_search_options")
 
 
-class CompletionRequest(_ChoicesCall):
-    """POST /v1/completions."""
+class _TextCall(_ChoicesCall):
+    """Fields of calls that continue a text."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-        | SomeTokenIds
-        | Annotated[list[SomeTokenIds], Field(min_length=1, fail_fast=True)]
-    )
     max_tokens: Count | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -291,7 +285,36 @@ class CompletionRequest(_ChoicesCall):
     suffix: str | None = None
 
     UNSUPPORTED = ("suffix",)
+
+
+class CompletionRequest(_TextCall):
+    """POST /v1/completions."""
+
     HOLDS = "prompts"
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | SomeTokenIds
+        | Annotated[list[SomeTokenIds], Field(min_length=1, fail_fast=True)]
+    )
+
+
+class ModulesRequest(_TextCall):
+    """POST /v1/pml/completions: a prompt of a schema's modules, as PML text or by name."""
+
+    schema_name: Annotated[str, Field(alias="schema", max_length=256)]
+    prompt: str | None = None
+    modules: dict[str, Any] | None = None
+    text: str | None = None
+    messages: dict[Word, str] | None = None
+    positions: Word = "schema"
+    trailing: Word = "last"
+
+    def as_completion(self, token_ids: list[int]) -> CompletionRequest:
+        """The same call for a prompt of token ids."""
+        shared = {name: getattr(self, name) for name in _TextCall.model_fields}
+        return CompletionRequest.model_construct(prompt=token_ids, **shared)
 
 
 class _PromptOrMessages(Body):

@@ -1,0 +1,103 @@
+"""Starter: which waiting requests start in a step, and the room that a long prompt leaves them.
+
+Knows the waiting and the running requests, the cache manager, and what requests wait for; plans no running request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from foreword.batch import Int64Array
+from foreword.cache import KVCacheManager, PrefixHit
+from foreword.engine.coalescing import Coalescing
+from foreword.engine.running_rows import RunningRows
+from foreword.engine.tiering.director import TierDirector
+from foreword.engine.waiting.queue import WaitingQueue
+from foreword.request import Request, RequestStatus
+
+MAX_TRIED = 8
+"""Waiting requests that are looked up beside an unfinished prompt and do not fit, in a step."""
+
+
+class Starter:
+    """Starts waiting requests within a step's budget."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        waiting: WaitingQueue,
+        running: RunningRows,
+        coalescing: Coalescing,
+        tiers: TierDirector,
+        end_of: Callable[[Request, int, int], int],
+    ) -> None:
+        """`end_of`: the end of a request's span from its start, within a budget."""
+        self._manager, self._waiting, self._running = manager, waiting, running
+        self._coalescing, self._tiers, self._end_of = coalescing, tiers, end_of
+
+    def wanted(self, most: int) -> int:
+        """Tokens, at most `most`, that the next waiting requests need to compute the whole rest of their prompts."""
+        left = most
+        for request in self._waiting.likely(MAX_TRIED) if most > 0 else ():
+            if self._coalescing.still_waits(request) or self._tiers.still_waits(request):
+                continue
+            needed = len(request) - self._look_up(request).num_tokens
+            left -= needed if needed <= left else 0
+        return most - left
+
+    def start(self, budget: int, max_num_seqs: int, *, ahead: bool, whole: bool) -> Int64Array:
+        """Start waiting requests; returns the row, start and end of each, [started, 3].
+
+        `ahead`: another step is planned already. `whole`: only requests that can compute the whole rest of their
+        prompts, because a running one cannot.
+        """
+        spans: list[tuple[int, int, int]] = []
+        num_refused = 0
+        for request in self._waiting.candidates():
+            if not budget or len(self._running) >= max_num_seqs or num_refused == MAX_TRIED:
+                break
+            if self._coalescing.still_waits(request) or self._tiers.still_waits(request):
+                continue
+            hit = self._look_up(request)
+            if self._coalescing.must_wait(request, hit):
+                continue
+            if self._tiers.must_wait(request, hit, may_begin=not ahead):
+                continue
+            if whole and len(request) - hit.num_tokens > budget:
+                num_refused += 1
+                continue
+            end = self._end_of(request, hit.num_tokens, budget)
+            if end == hit.num_tokens:
+                break  # no room for a whole cell of recurrent layers
+            row = self._manager.admit(request.sequence, end, hit, save_states_at=request.state_positions)
+            if row is None:
+                if not len(self._running) and self._tiers.yield_blocks():
+                    return self.start(budget, max_num_seqs, ahead=ahead, whole=whole)
+                if self._waiting.may_pass(request):
+                    continue
+                break
+            self._start(request, row, hit, end)
+            spans.append((row, hit.num_tokens, end))
+            budget -= end - hit.num_tokens
+        return np.array(spans, np.int64).reshape(-1, 3)
+
+    def _look_up(self, request: Request) -> PrefixHit:
+        return self._manager.get_computed_blocks(
+            request.sequence,
+            skip_reading=request.skips_cache,
+            resumed=request.num_preemptions > 0,
+            forked=request.is_fork,
+        )
+
+    def _start(self, request: Request, row: int, hit: PrefixHit, end: int) -> None:
+        """Run a request in the row in which it was admitted."""
+        self._waiting.start(request, len(request) - hit.num_tokens)
+        self._running.add(row, request, hit.num_tokens, hit.num_shared_tokens)
+        request.status = RequestStatus.RUNNING
+        request.num_scheduled_tokens = end
+        if request.metrics.first_scheduled_time is None:
+            explanation = self._manager.explanation_of(request.request_id)
+            request.note_admission(hit.num_tokens, hit.num_shared_tokens, explanation)
+        self._coalescing.begin(request, hit, end)

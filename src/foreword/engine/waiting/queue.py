@@ -1,0 +1,93 @@
+"""WaitingQueue: what the scheduler asks of a queue, and the queue in order of arrival.
+
+Knows requests and their service keys; knows nothing of budgets and blocks.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from typing import Protocol
+
+from foreword.request import Request
+
+
+class WaitingQueue(Protocol):
+    """Requests that wait, and the order in which the scheduler tries to start them."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request: a new one, or one that was preempted."""
+
+    def remove(self, request: Request) -> None:
+        """Forget a waiting request that has ended."""
+
+    def start(self, request: Request, num_tokens: int) -> None:
+        """Forget a waiting request that runs now, and computes `num_tokens` tokens before its first new one."""
+
+    def candidates(self) -> Iterator[Request]:
+        """The requests to try in this step, each once it is asked for.
+
+        A request that still waits when the next one is asked for cannot run in this step, and is passed over.
+        """
+
+    def likely(self, most: int) -> Iterable[Request]:
+        """Requests that the next step is likely to try first, at most `most`. Changes nothing."""
+
+    def may_pass(self, request: Request) -> bool:
+        """Whether others may be tried after a candidate for which there are no blocks."""
+
+    def note_end(self, request: Request) -> None:
+        """A request that ran has ended."""
+
+    def clear(self) -> None:
+        """Forget all requests."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the queue contradicts itself."""
+
+
+class ArrivalQueue:
+    """Serves the lowest service key first: rank, then arrival. What does not fit blocks all later ones."""
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+        """In service order."""
+
+    def add(self, request: Request) -> None:
+        bisect.insort(self._requests, request, key=attrgetter("service_key"))
+
+    def remove(self, request: Request) -> None:
+        del self._requests[bisect.bisect_left(self._requests, request.service_key, key=attrgetter("service_key"))]
+
+    def start(self, request: Request, num_tokens: int) -> None:
+        self.remove(request)
+
+    def candidates(self) -> Iterator[Request]:
+        return iter(self._requests.copy())
+
+    def likely(self, most: int) -> Iterable[Request]:
+        return self._requests[:most]
+
+    def may_pass(self, request: Request) -> bool:
+        return False
+
+    def note_end(self, request: Request) -> None:
+        pass
+
+    def clear(self) -> None:
+        self._requests.clear()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def check_integrity(self) -> None:
+        keys = [request.service_key for request in self._requests]
+        assert keys == sorted(set(keys)), "the queue is out of order, or holds a request twice"

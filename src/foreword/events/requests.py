@@ -1,0 +1,289 @@
+"""The requests behind a stream of cache events, as far as the stream shows them.
+
+Knows events and the times in them; knows nothing of sockets. An engine reports the blocks that it stores, not the
+requests that it serves. A request shows itself by its first new block, and has found all blocks before that one:
+
+    b1 ── b2 ──┬── b3 ── b4              stored earlier
+               └── b5 ── b6 ── b7 ── b8
+                   ^^^^^^^^               stored together: the rest of a prompt, of which b1 and b2 were found
+                               ^^^^^^^^   each alone, soon after: its answer
+
+The stream does not show a request that stores nothing (its whole prompt was found, its answer is short), the end of a
+prompt after its last whole block, and whether a block that follows soon belongs to the same request. In doubt it does,
+so the number of found tokens is a lower bound where answers are reported block by block (foreword, vLLM). SGLang
+reports an answer as a whole, and it counts as a part of its prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from foreword.events.mirror import BlockName, Mirror
+from foreword.events.wire import Cleared, Event, Removed, Stored, WireHash
+
+IDLE_S = 10.0
+"""A request has ended if no block follows its last one for this time."""
+MAX_WAITING_BLOCKS = 1_000_000
+"""Most blocks of requests that wait until those before them have ended; beyond, the earliest one counts as ended."""
+DEVICE = "GPU"
+WHOLE_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
+"""Groups whose blocks hold the whole prefix; windows and recurrent states do not."""
+
+
+@dataclass(slots=True)
+class SeenRequest:
+    """A request, in whole blocks."""
+
+    time: float
+    """Of its first new block, in seconds on the engine's clock."""
+    keys: list[WireHash]
+    """The engine's keys of the blocks of its prompt and answer."""
+    block_tokens: int
+    num_found_blocks: int
+    num_prompt_blocks: int
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.num_prompt_blocks * self.block_tokens
+
+    @property
+    def num_found_tokens(self) -> int:
+        return self.num_found_blocks * self.block_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return (len(self.keys) - self.num_prompt_blocks) * self.block_tokens
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """Sums over the requests that were seen."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    found_tokens: int = 0
+    output_tokens: int = 0
+    unknown_beginnings: int = 0
+    """Requests whose first blocks are not known; they are in no other sum."""
+    other_sizes: int = 0
+    """Reports of blocks whose size is not that of the first block; they are ignored."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that may go on."""
+
+    number: int
+    request: SeenRequest
+    last_time: float
+    is_answering: bool
+
+
+@dataclass(slots=True)
+class _Run:
+    """Blocks that were stored together, each after the one before it."""
+
+    parent: WireHash | None
+    held: list[WireHash] = field(default_factory=list)
+    """Those at its beginning that the engine had; some publishers report them again."""
+    new: list[WireHash] = field(default_factory=list)
+
+    @property
+    def last(self) -> WireHash | None:
+        known = self.new or self.held
+        return known[-1] if known else self.parent
+
+
+class Requests:
+    """Witness of a follower: rebuilds requests, and counts what twice the memory would have kept."""
+
+    def __init__(self, mirror: Mirror, num_blocks: int | None = None) -> None:
+        """`num_blocks`: the size of the engine's pool; None: the most that it held when it evicted."""
+        self.counts = RequestCounts()
+        self.num_again_tokens = 0
+        """Tokens that were stored again although twice the memory, under LRU, would have kept them."""
+        self.num_blocks = num_blocks
+        """None if it is not given and the engine has not evicted yet."""
+        self.block_tokens: int | None = None
+        """None before the first block."""
+        self._is_size_given = num_blocks is not None
+        self._mirror = mirror
+        self._group = 0
+        self._time = -math.inf
+        self._run: _Run | None = None
+        self._open: OrderedDict[WireHash, _Open] = OrderedDict()
+        """Requests by their last block, those with the latest blocks at the end."""
+        self._open_numbers: set[int] = set()
+        """Of the open requests that were not taken."""
+        self._begun: deque[tuple[int, SeenRequest]] = deque()
+        """The requests that were not taken, with their numbers, the earliest first."""
+        self._next_number = 0
+        self._num_waiting_blocks = 0
+        self._ghosts: OrderedDict[WireHash, None] = OrderedDict()
+        """Blocks that the engine evicted lately, at most as many as its pool has."""
+
+    # ------------------------------------------------------------------ events
+
+    def note(self, time: float, event: Event) -> None:
+        """An event, before the mirror applies it."""
+        self._tell_time(time)
+        match event:
+            case Stored() if event.block_hashes and self._is_followed(event):
+                self._store(event)
+            case Removed() if (event.medium or DEVICE, event.group_idx or 0) == self._place:
+                self._end_run()
+                self._remove(event)
+            case Cleared():
+                self._end_run()
+                self._ghosts.clear()
+            case _:
+                pass
+
+    def end_batch(self, time: float) -> None:
+        """The last event of a batch is applied."""
+        self._tell_time(time)
+        self._end_run()
+        while self._open:
+            last, oldest = next(iter(self._open.items()))
+            if self._time - oldest.last_time <= IDLE_S:
+                break
+            self._close(last)
+
+    def pass_time(self, seconds: float) -> None:
+        """Nothing has arrived for `seconds`, by our clock."""
+        self.end_batch(self._time + seconds)
+
+    def take(self, *, everything: bool = False) -> list[SeenRequest]:
+        """The requests that have ended, in the order in which they began; with `everything`, the open ones too."""
+        taken = []
+        while self._begun:
+            number, request = self._begun[0]
+            is_full = self._num_waiting_blocks > MAX_WAITING_BLOCKS
+            if number in self._open_numbers and not everything and not is_full:
+                break
+            self._begun.popleft()
+            self._open_numbers.discard(number)
+            self._num_waiting_blocks -= len(request.keys)
+            counts = self.counts
+            counts.requests += 1
+            counts.prompt_tokens += request.num_prompt_tokens
+            counts.found_tokens += request.num_found_tokens
+            counts.output_tokens += request.num_output_tokens
+            taken.append(request)
+        return taken
+
+    # ------------------------------------------------------------------- blocks
+
+    @property
+    def _place(self) -> tuple[str, int]:
+        """Medium and group of the blocks that are followed."""
+        return DEVICE, self._group
+
+    def _tell_time(self, time: float) -> None:
+        if math.isfinite(time):
+            self._time = max(self._time, time)
+
+    def _is_followed(self, event: Stored) -> bool:
+        """Whether the event has blocks that hold whole prefixes, in the group and of the size of the first of them."""
+        if (event.medium or DEVICE) != DEVICE or event.kv_cache_spec_kind not in WHOLE_KINDS:
+            return False
+        group = event.group_idx or 0
+        if self.block_tokens is None:
+            self.block_tokens, self._group = event.block_size, group
+        if group != self._group:
+            return False
+        self.counts.other_sizes += event.block_size != self.block_tokens
+        return event.block_size == self.block_tokens
+
+    def _store(self, event: Stored) -> None:
+        if self._run is None or event.parent_block_hash != self._run.last:
+            self._end_run()
+            self._run = _Run(event.parent_block_hash)
+        assert self.block_tokens is not None
+        run, blocks = self._run, self._mirror.blocks
+        for key in event.block_hashes:
+            if not run.new and (*self._place, key) in blocks:
+                run.held.append(key)
+                continue
+            run.new.append(key)
+            if key in self._ghosts:
+                del self._ghosts[key]
+                self.num_again_tokens += self.block_tokens
+
+    def _remove(self, event: Removed) -> None:
+        held = self._mirror.num_blocks[self._place]
+        if not self._is_size_given:
+            self.num_blocks = max(self.num_blocks or 1, held)
+        for key in event.block_hashes:
+            if (*self._place, key) in self._mirror.blocks:
+                self._ghosts[key] = None
+                self._ghosts.move_to_end(key)
+
+    def _end_run(self) -> None:
+        """All blocks of the run are in the mirror: find the request that they belong to."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        while len(self._ghosts) > (self.num_blocks or 0):
+            self._ghosts.popitem(last=False)
+        one = None if run.parent is None or run.held else self._open.get(run.parent)
+        if one is not None and self._goes_on(one, run):
+            self._extend(one, run)
+            return
+        if one is not None:
+            self._close(one.request.keys[-1])
+        path = self._path(run.parent)
+        if path is None:
+            self.counts.unknown_beginnings += 1
+        else:
+            self._begin(path, run)
+
+    def _goes_on(self, one: _Open, run: _Run) -> bool:
+        """Whether these blocks belong to the request that they follow: a block of its answer, or more of its prompt."""
+        if self._time - one.last_time > IDLE_S:
+            return False
+        return len(run.new) == 1 or not one.is_answering
+
+    def _extend(self, one: _Open, run: _Run) -> None:
+        request = one.request
+        del self._open[request.keys[-1]]
+        request.keys += run.new
+        if len(run.new) > 1:
+            request.num_prompt_blocks = len(request.keys)
+        else:
+            one.is_answering = True
+        one.last_time = self._time
+        self._open[request.keys[-1]] = one
+        if one.number in self._open_numbers:
+            self._num_waiting_blocks += len(run.new)
+
+    def _begin(self, path: list[WireHash], run: _Run) -> None:
+        assert self.block_tokens is not None
+        keys = path + run.held + run.new
+        found = len(path) + len(run.held)
+        request = SeenRequest(self._time, keys, self.block_tokens, found, len(keys))
+        number, self._next_number = self._next_number, self._next_number + 1
+        self._begun.append((number, request))
+        self._num_waiting_blocks += len(keys)
+        if keys[-1] not in self._open:
+            self._open[keys[-1]] = _Open(number, request, self._time, False)
+            self._open_numbers.add(number)
+
+    def _close(self, last: WireHash) -> None:
+        self._open_numbers.discard(self._open.pop(last).number)
+
+    def _path(self, end: WireHash | None) -> list[WireHash] | None:
+        """The blocks up to this one, the first one first; None if they are not all known."""
+        path: list[WireHash] = []
+        blocks = self._mirror.blocks
+        while end is not None:
+            name: BlockName = (*self._place, end)
+            block = blocks.get(name)
+            if block is None or block.block_size != self.block_tokens or len(path) == len(blocks):
+                return None
+            path.append(end)
+            end = block.parent
+        path.reverse()
+        return path

@@ -1,0 +1,1 @@
+"""`foreword pml`: checks and runs files of prompt modules."""

@@ -1,0 +1,141 @@
+"""Check: what a schema's author should know of its layout.
+
+Knows layouts; knows no terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from foreword.pml.layout import Box, Choice, Layout, Run, Slot
+from foreword.pml.schema import Child, Turn, Union
+
+SEAM_CHARACTERS = 48
+"""Text on each side of a seam that is tokenized to find out whether tokens would join."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A module in its layout."""
+
+    path: str
+    """"" for the schema's own text."""
+    num_tokens: int
+    """Tokens of its own text, with the places of parameters, without nested modules."""
+    begin: int
+    end: int
+    """Positions from the first of its items to the one after its last."""
+    room: int | None
+    """Tokens of a prompt's text that fit right after it if no other module follows; None: any number."""
+    parameters: tuple[tuple[str, int], ...]
+    """Names and lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """Two texts that are tokenized apart, and would have other tokens if they were one."""
+
+    before: str
+    """Path of the module whose text ends there."""
+    after: str
+    text_before: str
+    text_after: str
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaReport:
+    """What `foreword pml check` says of a schema."""
+
+    name: str
+    num_positions: int
+    num_source_tokens: int
+    """Tokens to compute once, so that every prompt of the schema finds its modules."""
+    rows: tuple[Row, ...]
+    shared: tuple[tuple[str, ...], ...]
+    """Paths of modules whose texts are equal: they are computed once."""
+    seams: tuple[Seam, ...]
+    notes: tuple[str, ...]
+
+
+def report_on(layout: Layout) -> SchemaReport:
+    """A report on a schema that can be laid out."""
+    rows = tuple(_rows(layout.root, ()))
+    same: dict[tuple[int, ...], list[str]] = {}
+    for path, box in layout.boxes.items():
+        if path and box.own_ids:
+            same.setdefault(box.own_ids, []).append(path)
+    shared = tuple(tuple(paths) for paths in same.values() if len(paths) > 1)
+    num_source_tokens = sum(len(source.token_ids) for source in layout.sources())
+    return SchemaReport(
+        layout.schema.name,
+        layout.num_positions,
+        num_source_tokens,
+        rows,
+        shared,
+        tuple(_seams(layout)),
+        tuple(_notes(layout)),
+    )
+
+
+def _rows(box: Box, later: tuple[int, ...]) -> Iterator[Row]:
+    """`later`: where the texts around this module go on after it, innermost first."""
+    room = min((begin - box.end for begin in later if begin >= box.end), default=None)
+    parameters = tuple((name, slot.parameter.length) for name, slot in box.slots.items())
+    yield Row(box.path, len(box.own_ids), box.position, box.end, room, parameters)
+    for item in box.items:
+        if isinstance(item, Box | Choice):
+            fixed = (one.position for one in box.items if isinstance(one, Run | Slot) and one.position >= item.end)
+            around = (min(fixed, default=None), *later)
+            for inner in item.members if isinstance(item, Choice) else (item,):
+                yield from _rows(inner, tuple(one for one in around if one is not None))
+
+
+def _seams(layout: Layout) -> Iterator[Seam]:
+    encode = layout.text.encode
+    for (before, first), (after, second) in _neighbours(layout.root, []):
+        left, right = first[-SEAM_CHARACTERS:], second[:SEAM_CHARACTERS]
+        if encode(left + right) != encode(left) + encode(right):
+            yield Seam(before, after, left, right)
+
+
+_End = tuple[str, str]
+"""A module's path and its text next to a seam."""
+
+
+def _neighbours(box: Box, ends: list[_End]) -> Iterator[tuple[_End, _End]]:
+    """Texts that touch each other where all is imported; `ends` are those before the box, and become its last."""
+    for item in box.items:
+        if isinstance(item, Run):
+            if item.text:
+                yield from ((end, (box.path, item.text)) for end in ends)
+                ends[:] = [(box.path, item.text)]
+        elif isinstance(item, Slot):
+            ends.clear()  # an argument is tokenized apart in any case
+        elif isinstance(item, Box):
+            yield from _neighbours(item, ends)
+        else:
+            found: list[_End] = []
+            for member in item.members:
+                own = list(ends)
+                yield from _neighbours(member, own)
+                found += own
+            ends[:] = found
+
+
+def _notes(layout: Layout) -> Iterator[str]:
+    for path, box in layout.boxes.items():
+        for union in _unions(box.module.children):
+            if union.scaffold is not None:
+                name = union.scaffold
+                yield f"line {union.place.line}: scaffold={name!r} of a union has no effect; name scaffolds in modules"
+        if path and box.position == box.end:
+            yield f"line {box.module.place.line}: the module {path!r} has no text"
+
+
+def _unions(children: tuple[Child, ...]) -> Iterator[Union]:
+    for child in children:
+        if isinstance(child, Union):
+            yield child
+        elif isinstance(child, Turn):
+            yield from _unions(child.children)

@@ -1,0 +1,324 @@
+"""Language: reads a schema from XML, and writes one.
+
+Knows tags, attributes and names; knows neither tokens nor positions. The language is that of Prompt Cache (Gim et al.,
+MLSys 2024) as real XML: every well-formed schema of its repository reads unchanged.
+
+    <schema name>                                         its own text is part of every prompt
+      <module name src cache scaffold recompute>          text; modules nest
+        <parameter name length scaffold optional recompute/>
+      <union scaffold> <module/> ... </union>             one member at most is imported
+      <system> <user> <assistant>                         messages; modules may stand in them, and they in modules
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from xml.sax.saxutils import escape, quoteattr
+
+from foreword.errors import PMLSyntaxError, SchemaError
+from foreword.pml.markup import Element, Place, TextNode, parse
+from foreword.pml.schema import (
+    AFTER_ARGUMENT,
+    ROLES,
+    Child,
+    Module,
+    Parameter,
+    Schema,
+    Text,
+    Turn,
+    Union,
+)
+
+MAX_MODULES = 4096
+MAX_PARAMETER_TOKENS = 1 << 20
+_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_\-.]*")
+_FIRST_K = re.compile(r"first-([1-9][0-9]{0,5})")
+_SPACE = "xml:space"
+_SPACES = " \t\r\n"
+
+Include = Callable[[str, Place], str]
+"""The text of the file that a module's `src` names. Raises PMLError if it may not be read."""
+
+
+def read_schema(text: str | bytes, file: str, include: Include) -> Schema:
+    """The schema of an XML text; `file` names it in errors. Raises PMLSyntaxError or SchemaError, with the place."""
+    root = parse(text, file)
+    if root.tag != "schema":
+        raise root.place.error(PMLSyntaxError, f"the outer tag is <{root.tag}>; a schema begins with <schema name=...>")
+    return _SchemaReader(include).read(root)
+
+
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """What a child inherits from the tags around it."""
+
+    is_exact: bool = False
+    """Whether white space is kept as it is written."""
+    in_turn: bool = False
+    in_module: bool = False
+
+
+class _SchemaReader:
+    """Turns elements into modules, and refuses what contradicts itself."""
+
+    def __init__(self, include: Include) -> None:
+        self._include = include
+        self._num_modules = 0
+
+    def read(self, element: Element) -> Schema:
+        element.checked(PMLSyntaxError, frozenset({"name", "version", _SPACE}), frozenset({"name"}))
+        version = element.attributes.get("version", "1")
+        if version != "1":
+            raise element.place.error(PMLSyntaxError, f"version={version!r} is unknown; this engine reads version 1")
+        around = _Around(is_exact=is_exact(element))
+        root = Module("", self._children(element, around), place=element.place)
+        check_names(root)
+        schema = Schema(_name(element), root, element.place.file)
+        _check_scaffolds(schema)
+        return schema
+
+    def _children(self, element: Element, around: _Around) -> tuple[Child, ...]:
+        nodes = element.children
+        children: list[Child] = []
+        for number, node in enumerate(nodes):
+            if isinstance(node, TextNode):
+                ends = (number == 0, number == len(nodes) - 1) if element.tag in ROLES else (False, False)
+                text = node.text if around.is_exact else spaced(node.text, *ends)
+                if text:
+                    children.append(Text(text, node.place))
+            else:
+                children.append(self._child(node, around))
+        return tuple(children)
+
+    def _child(self, element: Element, around: _Around) -> Child:
+        tag = element.tag
+        if tag == "module":
+            return self._module(element, around)
+        if tag == "union":
+            return self._union(element, around)
+        if tag == "parameter":
+            if not around.in_module:
+                raise element.place.error(
+                    SchemaError,
+                    "a parameter stands outside of modules; put it into the module whose text it is part of",
+                )
+            return _parameter(element)
+        if tag in ROLES:
+            if around.in_turn:
+                raise element.place.error(SchemaError, f"<{tag}> stands in another message; close that one first")
+            return self._turn(element, around)
+        raise element.place.error(
+            PMLSyntaxError,
+            f"<{tag}> is not a tag of schemas; known are module, union, parameter, system, user and assistant",
+        )
+
+    def _turn(self, element: Element, around: _Around) -> Turn:
+        element.checked(PMLSyntaxError, frozenset({_SPACE}))
+        inner = replace(around, in_turn=True, is_exact=is_exact(element, around.is_exact))
+        (role,) = (one for one in ROLES if one == element.tag)
+        return Turn(role, self._children(element, inner), element.place)
+
+    def _module(self, element: Element, around: _Around) -> Module:
+        allowed = frozenset({"name", "src", "cache", "scaffold", "recompute", _SPACE})
+        element.checked(PMLSyntaxError, allowed, frozenset({"name"}))
+        self._num_modules += 1
+        if self._num_modules > MAX_MODULES:
+            raise element.place.error(SchemaError, f"there are more than {MAX_MODULES:,} modules; split the schema")
+        attributes, place = element.attributes, element.place
+        inner = replace(around, in_module=True, is_exact=is_exact(element, around.is_exact))
+        children = self._children(element, inner)
+        if "src" in attributes:
+            text = self._include(attributes["src"], place)
+            text = text if inner.is_exact else spaced(text)
+            if children and isinstance(children[0], Text):
+                text, children = text + children[0].text, children[1:]
+            children = (Text(text, place), *children) if text else children
+        is_all, first_k = _recompute(element)
+        module = Module(
+            _name(element),
+            children,
+            is_cached=_flag(element, "cache", default=True) and not is_all,
+            scaffold=tuple(dict.fromkeys(attributes.get("scaffold", "").split())),
+            first_k=first_k,
+            place=place,
+        )
+        check_names(module)
+        return module
+
+    def _union(self, element: Element, around: _Around) -> Union:
+        element.checked(PMLSyntaxError, frozenset({"scaffold"}))
+        members: list[Module] = []
+        for node in element.children:
+            if isinstance(node, TextNode):
+                if node.text.strip(_SPACES):
+                    raise node.place.error(
+                        SchemaError, "text stands between the members of a union; put it into a module"
+                    )
+            elif node.tag != "module":
+                raise node.place.error(SchemaError, f"<{node.tag}> stands in a union, which has only modules")
+            else:
+                members.append(self._module(node, around))
+        if not members:
+            raise element.place.error(SchemaError, "the union has no members; add a module, or remove it")
+        scaffold = element.attributes.get("scaffold")
+        if scaffold is not None and scaffold not in {member.name for member in members}:
+            names = ", ".join(member.name for member in members)
+            raise element.place.error(SchemaError, f"scaffold={scaffold!r} is no member of this union; it has: {names}")
+        return Union(tuple(members), scaffold, element.place)
+
+
+def _parameter(element: Element) -> Parameter:
+    allowed = frozenset({"name", "length", "scaffold", "optional", "recompute"})
+    element.checked(PMLSyntaxError, allowed, frozenset({"name", "length"}))
+    if any(not isinstance(node, TextNode) or node.text.strip(_SPACES) for node in element.children):
+        raise element.place.error(PMLSyntaxError, "a parameter holds nothing; write <parameter name=... length=.../>")
+    written = element.attributes["length"].strip()
+    if not re.fullmatch(r"[0-9]{1,9}", written) or not 1 <= int(written) <= MAX_PARAMETER_TOKENS:
+        raise element.place.error(
+            SchemaError, f"length={written!r} is no number of tokens; give one from 1 to {MAX_PARAMETER_TOKENS:,}"
+        )
+    wish = element.attributes.get("recompute", "run")
+    after = [one for one in AFTER_ARGUMENT if one == wish]
+    if not after:
+        raise element.place.error(SchemaError, f"recompute={wish!r} is unknown; use {', '.join(AFTER_ARGUMENT)}")
+    return Parameter(
+        _name(element),
+        int(written),
+        element.attributes.get("scaffold", ""),
+        is_optional=_flag(element, "optional", default=False),
+        recomputed=after[0],
+        place=element.place,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- attributes
+
+
+def is_exact(element: Element, inherited: bool = False) -> bool:
+    """Whether white space in this element is kept, which `xml:space` decides. Raises PMLSyntaxError."""
+    value = element.attributes.get(_SPACE)
+    if value not in (None, "preserve", "default"):
+        raise element.place.error(PMLSyntaxError, f"xml:space={value!r} is unknown; use preserve or default")
+    return inherited if value is None else value == "preserve"
+
+
+def spaced(text: str, is_first: bool = False, is_last: bool = False) -> str:
+    """Text whose white space at both ends is one space, or none at the beginning or end of a message.
+
+    White space alone is nothing: it is the layout of the file.
+    """
+    bare = text.strip(_SPACES)
+    if not bare:
+        return ""
+    before = "" if is_first or text[0] not in _SPACES else " "
+    after = "" if is_last or text[-1] not in _SPACES else " "
+    return before + bare + after
+
+
+def _name(element: Element) -> str:
+    name = element.attributes["name"]
+    if not _NAME.fullmatch(name):
+        raise element.place.error(
+            SchemaError,
+            f"name={name!r} is no name: begin with a letter or _, and go on with letters, digits, _, - and .",
+        )
+    return name
+
+
+def _flag(element: Element, name: str, *, default: bool) -> bool:
+    value = element.attributes.get(name)
+    if value not in (None, "true", "false"):
+        raise element.place.error(SchemaError, f'{name}={value!r} is neither "true" nor "false"')
+    return default if value is None else value == "true"
+
+
+def _recompute(element: Element) -> tuple[bool, int | None]:
+    """Whether all of a module is computed in each prompt, and the number of its first tokens that are."""
+    wish = element.attributes.get("recompute")
+    if wish in (None, "all"):
+        return wish == "all", None
+    if wish == "none":
+        return False, 0
+    match = _FIRST_K.fullmatch(wish or "")
+    if match is None:
+        raise element.place.error(
+            SchemaError, f"recompute={wish!r} is unknown; use none, first-16 (any number), or all"
+        )
+    return False, int(match[1])
+
+
+# ------------------------------------------------------------------------------------------------------ names
+
+
+def check_names(module: Module) -> None:
+    """Raise SchemaError if two modules directly in this one, or two of its parameters, have the same name."""
+    seen: dict[str, Place] = {}
+    for one, _ in module.modules():
+        if one.name in seen:
+            raise one.place.error(
+                SchemaError, f"the module {one.name!r} is also in line {seen[one.name].line}; give each its own name"
+            )
+        seen[one.name] = one.place
+    places: dict[str, Place] = {}
+    for parameter in _parameters(module.children):
+        if parameter.name in places:
+            line = places[parameter.name].line
+            raise parameter.place.error(
+                SchemaError, f"the parameter {parameter.name!r} is also in line {line}; give each its own name"
+            )
+        places[parameter.name] = parameter.place
+
+
+def _parameters(children: tuple[Child, ...]) -> list[Parameter]:
+    found: list[Parameter] = []
+    for child in children:
+        if isinstance(child, Parameter):
+            found.append(child)
+        elif isinstance(child, Turn):
+            found += _parameters(child.children)
+    return found
+
+
+def _check_scaffolds(schema: Schema) -> None:
+    """A scaffold names modules that stand before the module, so that nothing waits for itself."""
+    earlier: set[str] = set()
+    for path, module, _ in schema.modules():
+        for name in module.scaffold:
+            if name not in earlier or path.startswith(f"{name}/"):
+                raise module.place.error(
+                    SchemaError,
+                    f"scaffold={name!r} names no module before {path!r} and beside it; give the paths of earlier "
+                    "modules, such as plan/rome",
+                )
+        earlier.add(path)
+
+
+# ------------------------------------------------------------------------------------------------------ write
+
+
+def write_schema(schema: Schema) -> str:
+    """A schema as XML that reads as the same schema; the texts of files are in it."""
+    inner = "".join(map(_written, schema.root.children))
+    return f'<schema name={quoteattr(schema.name)} xml:space="preserve">{inner}</schema>\n'
+
+
+def _written(child: Child) -> str:
+    if isinstance(child, Text):
+        return escape(child.text, {"\r": "&#13;"})
+    if isinstance(child, Parameter):
+        optional = ' optional="true"' if child.is_optional else ""
+        scaffold = f" scaffold={quoteattr(child.scaffold)}" if child.scaffold else ""
+        rest = f'{scaffold}{optional} recompute="{child.recomputed}"'
+        return f'<parameter name={quoteattr(child.name)} length="{child.length}"{rest}/>'
+    if isinstance(child, Union):
+        scaffold = f" scaffold={quoteattr(child.scaffold)}" if child.scaffold else ""
+        return f"<union{scaffold}>{''.join(map(_written, child.members))}</union>"
+    inner = "".join(map(_written, child.children))
+    if isinstance(child, Turn):
+        return f"<{child.role}>{inner}</{child.role}>"
+    cache = "" if child.is_cached else ' cache="false"'
+    scaffold = f" scaffold={quoteattr(' '.join(child.scaffold))}" if child.scaffold else ""
+    recompute = "" if child.first_k is None else f' recompute="{f"first-{child.first_k}" if child.first_k else "none"}"'
+    return f"<module name={quoteattr(child.name)}{cache}{scaffold}{recompute}>{inner}</module>"

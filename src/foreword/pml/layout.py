@@ -1,0 +1,288 @@
+"""Layout: the tokens and rotary positions of a schema's texts, parameters and modules.
+
+Knows a schema, and a tokenizer as functions; knows no prompt. One counter runs through the document. The members of a
+union begin at the same position, and what follows the union begins where its longest member ends:
+
+    text   module a      union { b | c }         text
+    0..4   4 ......10    10 ........ 18          18..20
+                         b b b b b b b b   c c c . . . . .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from foreword.errors import ChatTemplateError, SchemaError
+from foreword.pml.composition import Source, TokenIds
+from foreword.pml.markup import Place
+from foreword.pml.schema import Child, Module, Parameter, Role, Schema, Text, Turn, Union, join
+
+MAX_SCHEMA_TOKENS = 1 << 22
+"""Most tokens of all modules and parameters of a schema together."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaText:
+    """What a layout asks of a model's tokenizer and chat template."""
+
+    encode: Callable[[str], TokenIds]
+    """Tokens of a text, without those that the tokenizer adds to a prompt; special tokens count if they are written."""
+    opening: TokenIds
+    """Tokens that begin every prompt, such as the one for its beginning; every source begins with them too."""
+    placeholder_id: int
+    """The token that fills parameters while their module is computed."""
+    around: Callable[[Role | None, Role], tuple[str, str]]
+    """Texts before and after a message, given the role of the message before it (None: the conversation begins; then
+    without the opening). Raises ChatTemplateError."""
+    answer: Callable[[Role], str]
+    """The text that opens the assistant's answer after a message of this role. Raises ChatTemplateError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Text between two tags."""
+
+    text: str
+    token_ids: TokenIds
+    position: int
+    offset: int
+    """The number of tokens of its module's own text before it."""
+
+    @property
+    def end(self) -> int:
+        return self.position + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The positions that a parameter reserves."""
+
+    parameter: Parameter
+    placeholder_ids: TokenIds
+    position: int
+    offset: int
+    """As of a run."""
+
+    @property
+    def end(self) -> int:
+        return self.position + self.parameter.length
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A module in its place; the schema's own text is the box at path ""."""
+
+    path: str
+    module: Module
+    items: tuple[Item, ...]
+    position: int
+    end: int
+    """The position after its last item, used or not."""
+    own_ids: TokenIds
+    """Its own text, with placeholders and without nested modules."""
+    spoken: tuple[tuple[int, Role], ...]
+    """Positions of its own texts in which messages begin, and the role of the last one there."""
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        return {item.parameter.name: item for item in self.items if isinstance(item, Slot)}
+
+    @property
+    def boxes(self) -> dict[str, Box]:
+        """The modules directly in it, by name."""
+        found: dict[str, Box] = {}
+        for item in self.items:
+            for box in item.members if isinstance(item, Choice) else (item,) if isinstance(item, Box) else ():
+                found[box.module.name] = box
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A union in its place."""
+
+    members: tuple[Box, ...]
+    position: int
+    end: int
+
+
+Item = Run | Slot | Box | Choice
+
+
+class Layout:
+    """A schema in tokens and positions."""
+
+    def __init__(self, schema: Schema, text: SchemaText, max_module_tokens: int | None = None) -> None:
+        """Raises SchemaError for a module or scaffold that is too long, or a message that no template can write."""
+        self.schema, self.text = schema, text
+        self.root = _Builder(text).box("", schema.root, 0, None)
+        self.boxes: Mapping[str, Box] = {box.path: box for box in _all_boxes(self.root)}
+        self._unions = _unions_of(self.root)
+        self._sources: dict[tuple[str, bool], Source] = {}
+        if max_module_tokens is not None:
+            self._check_lengths(max_module_tokens)
+
+    def _check_lengths(self, most: int) -> None:
+        """Every source must fit into one request, with its scaffold."""
+        for path, box in self.boxes.items():
+            scaffold = sum(len(self.boxes[name].own_ids) for name in box.module.scaffold)
+            num_tokens = len(box.own_ids) + (scaffold + len(self.text.opening) if path else 0)
+            if num_tokens > most:
+                what = f"the module {path!r}" if path else "the schema's own text"
+                after = f" after a scaffold of {scaffold:,}" if scaffold else ""
+                raise box.module.place.error(
+                    SchemaError,
+                    f"{what} has {len(box.own_ids):,} tokens{after}, and one request may have {most:,}; split it, "
+                    "shorten its parameters, or raise max_model_len",
+                )
+
+    @property
+    def num_positions(self) -> int:
+        """The positions that the schema reserves, from 0."""
+        return self.root.end
+
+    def union_of(self, path: str) -> Choice | None:
+        """The union that a module is a member of."""
+        return self._unions.get(path)
+
+    def source(self, path: str, imported: Mapping[str, object]) -> Source:
+        """What a module's text is linked from, in a prompt that imports these paths.
+
+        With its scaffold if all of it is imported, otherwise alone: a module that is left out has no influence.
+        """
+        scaffold = self.boxes[path].module.scaffold
+        key = path, bool(scaffold) and all(name in imported for name in scaffold)
+        if key not in self._sources:
+            self._sources[key] = self._source(path, scaffold if key[1] else ())
+        return self._sources[key]
+
+    def _source(self, path: str, scaffold: tuple[str, ...]) -> Source:
+        own_ids = self.boxes[path].own_ids
+        if not path:
+            return Source(own_ids)  # its own text begins with the opening
+        before = self.text.opening + tuple(one for name in scaffold for one in self.boxes[name].own_ids)
+        return Source(before + own_ids, len(before), path)
+
+    def sources(self) -> tuple[Source, ...]:
+        """All that prompts of this schema may link from, each once: what to compute before the first prompt comes."""
+        found: dict[Source, None] = {}
+        for path, box in self.boxes.items():
+            if box.module.is_cached and box.own_ids:
+                found[self.source(path, {})] = None
+                found[self.source(path, self.boxes)] = None
+        return tuple(found)
+
+
+class _Builder:
+    """Places items one after another, and remembers who spoke last."""
+
+    def __init__(self, text: SchemaText) -> None:
+        self._text = text
+        self._num_tokens = 0
+        self._role: Role | None = None
+        self._began: Role | None = None
+        """The last message that began and has not yet been placed."""
+
+    def box(self, path: str, module: Module, position: int, role: Role | None) -> Box:
+        self._role = role
+        begin = position
+        items: list[Item] = []
+        own_ids: list[int] = []
+        spoken: list[tuple[int, Role]] = []
+        if not path and self._text.opening:
+            items.append(Run("", self._text.opening, 0, 0))
+            own_ids += self._text.opening
+            position += len(own_ids)
+        for child in self._flat(module.children):
+            item: Item
+            if isinstance(child, str):
+                token_ids = self._text.encode(child)
+                if not token_ids:
+                    continue
+                self._count(len(token_ids), module.place)
+                item = Run(child, token_ids, position, len(own_ids))
+                own_ids += token_ids
+                if self._began is not None:
+                    spoken.append((position, self._began))
+                    self._began = None
+            elif isinstance(child, Parameter):
+                self._count(child.length, child.place)
+                item = Slot(child, self._placeholders(child), position, len(own_ids))
+                own_ids += item.placeholder_ids
+            elif isinstance(child, Union):
+                item = self._choice(path, child, position)
+            else:
+                item = self.box(join(path, child.name), child, position, self._role)
+            items.append(item)
+            position = item.end
+        return Box(path, module, tuple(items), begin, position, tuple(own_ids), tuple(spoken))
+
+    def _count(self, num_tokens: int, place: Place) -> None:
+        self._num_tokens += num_tokens
+        if self._num_tokens > MAX_SCHEMA_TOKENS:
+            raise place.error(SchemaError, f"the schema has more than {MAX_SCHEMA_TOKENS:,} tokens; split it")
+
+    def _choice(self, path: str, union: Union, position: int) -> Choice:
+        role = self._role
+        members = tuple(self.box(join(path, one.name), one, position, role) for one in union.members)
+        return Choice(members, position, max(member.end for member in members))
+
+    def _placeholders(self, parameter: Parameter) -> TokenIds:
+        token_ids = self._text.encode(parameter.scaffold) if parameter.scaffold else ()
+        if len(token_ids) > parameter.length:
+            raise parameter.place.error(
+                SchemaError,
+                f"the scaffold of {parameter.name!r} has {len(token_ids)} tokens, and its length is "
+                f"{parameter.length}; shorten the scaffold or raise the length",
+            )
+        return token_ids + (self._text.placeholder_id,) * (parameter.length - len(token_ids))
+
+    def _flat(self, children: tuple[Child, ...]) -> Iterator[str | Parameter | Module | Union]:
+        """The children, with messages written out and texts that touch each other joined.
+
+        A generator: what it has not yet come to knows the role of what was placed before it.
+        """
+        text = ""
+        for piece in self._pieces(children):
+            if isinstance(piece, str):
+                text += piece
+                continue
+            if text:
+                yield text
+                text = ""
+            yield piece
+        if text:
+            yield text
+
+    def _pieces(self, children: tuple[Child, ...]) -> Iterator[str | Parameter | Module | Union]:
+        for child in children:
+            if isinstance(child, Text):
+                yield child.text
+            elif not isinstance(child, Turn):
+                yield child
+            elif child.children:  # an empty message is left out, as <system/> says
+                try:
+                    before, after = self._text.around(self._role, child.role)
+                except ChatTemplateError as error:
+                    raise child.place.error(SchemaError, f"<{child.role}> cannot be written: {error}") from error
+                self._role = self._began = child.role
+                yield before
+                yield from self._pieces(child.children)
+                yield after
+
+
+def _all_boxes(box: Box) -> Iterator[Box]:
+    yield box
+    for inner in box.boxes.values():
+        yield from _all_boxes(inner)
+
+
+def _unions_of(root: Box) -> dict[str, Choice]:
+    return {
+        member.path: item
+        for box in _all_boxes(root)
+        for item in box.items
+        if isinstance(item, Choice)
+        for member in item.members
+    }

@@ -1,0 +1,199 @@
+"""Library: schemas that are loaded for one model, and the prompts that they make.
+
+Knows files, schemas and what one model's text functions say of them; knows nothing of the engine, which it reaches
+through one function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.errors import PMLError, PMLSyntaxError, PromptError
+from foreword.pml.compose import Placing, compose
+from foreword.pml.composition import Composition, Source, TokenIds
+from foreword.pml.language import read_schema
+from foreword.pml.layout import Layout, SchemaText
+from foreword.pml.markup import MAX_BYTES, Place
+from foreword.pml.prompt import ModulePrompt, looks_like_xml, prompt_of, read_prompt
+from foreword.pml.schema import Schema
+
+TEXT_NAME = "<schema>"
+"""The name in errors of a schema that has no file."""
+
+Keep = Callable[[TokenIds, float, str | None], int]
+"""Compute tokens as an ordinary request and keep them for a number of seconds, under a salt; gives the tokens kept."""
+
+
+@dataclass(frozen=True)
+class SchemaPrompt:
+    """A prompt of a schema's modules, ready for `LLM.generate`."""
+
+    composition: Composition
+    """Its tokens with their positions, and what they can be linked from."""
+    schema_name: str
+    modules: tuple[str, ...]
+    """Paths of the imported modules that have text, in order."""
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """The plain prompt: the same tokens one after another, without gaps. Without linking this is what runs."""
+        return self.composition.token_ids
+
+
+class LoadedSchema:
+    """A schema laid out for one model."""
+
+    def __init__(self, layout: Layout, keep: Keep | None = None) -> None:
+        self.layout = layout
+        self.num_tokens = sum(len(box.own_ids) for box in layout.boxes.values())
+        """Tokens of its modules, with the places of parameters."""
+        self._keep = keep
+
+    @property
+    def name(self) -> str:
+        return self.layout.schema.name
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The token sequences that its modules are computed as; ordinary prompts find them in the cache, too."""
+        return self.layout.sources()
+
+    def prompt(
+        self,
+        prompt: Mapping[str, Any] | str = "",
+        *,
+        text: str = "",
+        messages: Mapping[str, str] | None = None,
+        positions: str = "schema",
+        trailing: str = "last",
+    ) -> SchemaPrompt:
+        """The prompt of modules by name, or of PML text. Raises PMLSyntaxError or PromptError.
+
+        A mapping has, for each module, a mapping of its parameters to texts and of its nested modules to mappings:
+        `{"plan": {"duration": "3 days", "rome": {}}}`. `text` follows; `messages` are texts by role. A PML text begins
+        with `<prompt schema=...>` and has all of this itself. `positions` and `trailing` are those of `Placing`.
+        """
+        if isinstance(prompt, str) and prompt:
+            if text or messages:
+                raise PromptError("text or messages are given beside a PML text; write them into it")
+            written = read_prompt(prompt)
+        else:
+            written = prompt_of(prompt or {}, text=text, messages=messages)
+        return self._composed(written, Placing(positions, trailing))
+
+    def read_prompt(self, file: str | Path) -> SchemaPrompt:
+        """The prompt of a file of PML. Raises PMLError, with file, line and column."""
+        content = _read(Path(file).expanduser(), MAX_BYTES, Place(str(file)))
+        return self._composed(read_prompt(content, str(file)), Placing())
+
+    def _composed(self, prompt: ModulePrompt, placing: Placing) -> SchemaPrompt:
+        composition = compose(self.layout, prompt, placing)
+        paths = (part.name.partition(":")[0] for part in composition.parts if part.name)
+        return SchemaPrompt(composition, self.name, tuple(dict.fromkeys(paths)))
+
+    def compile(self, pin_ttl_s: float = 300.0, *, cache_salt: str | None = None) -> int:
+        """Compute all sources now and keep them for `pin_ttl_s` seconds; returns the number of tokens kept.
+
+        Each is an ordinary request with ordinary keys, so this changes no answer: without it, sources are computed when
+        the first prompt needs them. Raises what `LLM.pin_prefix` raises.
+        """
+        assert self._keep is not None
+        return sum(self._keep(source.token_ids, pin_ttl_s, cache_salt) for source in self.sources)
+
+
+@dataclass(frozen=True)
+class Library:
+    """Loads schemas for one model."""
+
+    text: SchemaText
+    keep: Keep | None = field(default=None, repr=False)
+    max_module_tokens: int | None = None
+    """Most tokens of a module with its scaffold, which one request must hold; None: any number."""
+
+    def load(self, source: str | Path, *, include: str | Path | None = None) -> LoadedSchema:
+        """The schema of a file, or of a text that begins with `<`.
+
+        `include` is the folder whose files a module may name in `src`; without it none may. Raises PMLSyntaxError or
+        SchemaError, with file, line and column.
+        """
+        return self._laid_out(load_schema(source, include))
+
+    def load_text(self, text: str) -> LoadedSchema:
+        """The schema of a text, which can name no file. Raises as `load`."""
+        return self._laid_out(read_schema(text, TEXT_NAME, _Included(None, 0).read))
+
+    def _laid_out(self, schema: Schema) -> LoadedSchema:
+        return LoadedSchema(Layout(schema, self.text, self.max_module_tokens), self.keep)
+
+
+def load_schema(source: str | Path, include: str | Path | None = None) -> Schema:
+    """The schema of a file, or of a text that begins with `<`; no tokenizer is needed. Raises as `Library.load`."""
+    if not isinstance(source, str | Path):
+        raise PMLError(f"{source!r:.60} is neither a path nor a text of PML")
+    content: str | bytes
+    if isinstance(source, str) and looks_like_xml(source):
+        name, content = TEXT_NAME, source
+        num_bytes = len(source.encode("utf-8", "surrogatepass"))
+    else:
+        name = str(source)
+        content = _read(Path(source).expanduser(), MAX_BYTES, Place(name))
+        num_bytes = len(content)
+    folder = None if include is None else Path(include).expanduser()
+    if folder is not None and not folder.is_dir():
+        raise PMLError(f"include={str(include)!r} is no folder; name the one that holds the files of src")
+    return read_schema(content, name, _Included(folder, MAX_BYTES - num_bytes).read)
+
+
+class _Included:
+    """Reads the files that `src` names, and no others."""
+
+    def __init__(self, folder: Path | None, num_bytes_left: int) -> None:
+        self._folder, self._num_bytes_left = folder, num_bytes_left
+
+    def read(self, name: str, place: Place) -> str:
+        if self._folder is None:
+            raise place.error(
+                PMLError, f"src={name!r} needs a folder; give --include (include= in Python), the folder of such files"
+            )
+        parts = name.split("/")
+        if not name or any(part in ("", ".", "..") for part in parts) or set(name) & set("\\:\0"):
+            raise place.error(PMLError, f"src={name!r} leaves the folder of included files; name a file inside it")
+        folder = self._folder.resolve()
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder):
+            raise place.error(PMLError, f"src={name!r} is a link out of the folder of included files; copy the file")
+        content = _read(path, self._num_bytes_left, place, name)
+        self._num_bytes_left -= len(content)
+        try:
+            return content.decode("utf-8-sig").replace("\r\n", "\n")
+        except UnicodeDecodeError as error:
+            raise place.error(PMLSyntaxError, f"src={name!r} is not UTF-8; save it as UTF-8") from error
+
+
+def _read(path: Path, most_bytes: int, place: Place, name: str = "") -> bytes:
+    """A regular file's bytes; `name` is how a schema names it. Raises PMLError."""
+    named = f"src={name!r}" if name else f"the file {str(path)!r}"
+    try:
+        # A pipe or a device could block forever.
+        content = None if path.exists() and not path.is_file() else _beginning(path, most_bytes + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise place.error(PMLError, f"{named} cannot be read: {reason}") from error
+    if content is None:
+        raise place.error(PMLError, f"{named} is not a regular file; name one")
+    if len(content) > most_bytes:
+        raise place.error(
+            PMLSyntaxError, f"{named} is too large: a schema and its files may have {MAX_BYTES:,} bytes; split it"
+        )
+    return content
+
+
+def _beginning(path: Path, num_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(num_bytes)

@@ -1,0 +1,193 @@
+"""Prompt: the modules that a prompt imports, their arguments, and its own text.
+
+Knows tags and names as they are written; knows no schema. A prompt is XML, or values of Python:
+
+    <prompt schema="trip"> <plan duration="3 days"> <rome/> </plan> Where first? </prompt>
+    {"plan": {"duration": "3 days", "rome": {}}}, text="Where first?"
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from foreword.errors import PMLSyntaxError, PromptError
+from foreword.pml.language import is_exact, spaced
+from foreword.pml.markup import MAX_DEPTH, Element, Place, TextNode, parse
+from foreword.pml.schema import ROLES, Role, Text, join
+
+NOWHERE = Place("<prompt>")
+POSITIONS = ("schema", "shift", "dense")
+TRAILING = ("last", "schema")
+_SPACE = "xml:space"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A module that a prompt imports."""
+
+    path: str
+    arguments: Mapping[str, str]
+    children: tuple[Reference, ...] = ()
+    place: Place = NOWHERE
+
+    def flat(self) -> Iterator[Reference]:
+        """It, and the references in it."""
+        yield self
+        for child in self.children:
+            yield from child.flat()
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message of the conversation, around texts and references."""
+
+    role: Role
+    children: tuple[Text | Reference, ...]
+    place: Place = NOWHERE
+
+
+PromptChild = Text | Reference | Message
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePrompt:
+    """A prompt as it is written."""
+
+    children: tuple[PromptChild, ...]
+    schema_name: str | None = None
+    """The schema that it names; None: any."""
+    placing: Mapping[str, str] = field(default_factory=dict)
+    """What the prompt says of its positions: `positions` is one of POSITIONS, `trailing` one of TRAILING."""
+    place: Place = field(default=NOWHERE, compare=False)
+
+
+# -------------------------------------------------------------------------------------------------------- XML
+
+
+def read_prompt(text: str | bytes, file: str = "<prompt>") -> ModulePrompt:
+    """The prompt of an XML text. Raises PMLSyntaxError or PromptError, with the place."""
+    root = parse(text, file)
+    if root.tag != "prompt":
+        raise root.place.error(
+            PMLSyntaxError, f"the outer tag is <{root.tag}>; a prompt begins with <prompt schema=...>"
+        )
+    root.checked(PMLSyntaxError, frozenset({"schema", "positions", "trailing", _SPACE}), frozenset({"schema"}))
+    placing: dict[str, str] = {}
+    for name, known in (("positions", POSITIONS), ("trailing", TRAILING)):
+        value = root.attributes.get(name)
+        if value is not None and value not in known:
+            raise root.place.error(PromptError, f"{name}={value!r} is unknown; use {' or '.join(known)}")
+        placing |= {} if value is None else {name: value}
+    keeps_space = is_exact(root)
+    children: list[PromptChild] = []
+    for number, node in enumerate(root.children):
+        if isinstance(node, Element) and node.tag in ROLES:
+            children.append(_message(node, keeps_space))
+        else:
+            children += _plain(node, keeps_space, is_last=number == len(root.children) - 1)
+    return ModulePrompt(tuple(children), root.attributes["schema"], placing, root.place)
+
+
+def _message(element: Element, inherited: bool) -> Message:
+    element.checked(PMLSyntaxError, frozenset({_SPACE}))
+    keeps_space = is_exact(element, inherited)
+    children: list[Text | Reference] = []
+    for number, node in enumerate(element.children):
+        if isinstance(node, Element) and node.tag in ROLES:
+            raise node.place.error(PromptError, f"<{node.tag}> stands in another message; close that one first")
+        is_last = number == len(element.children) - 1
+        children += _plain(node, keeps_space, is_first=number == 0, is_last=is_last)
+    (role,) = (one for one in ROLES if one == element.tag)
+    return Message(role, tuple(children), element.place)
+
+
+def _plain(
+    node: Element | TextNode, keeps_space: bool, *, is_first: bool = False, is_last: bool = False
+) -> list[Text | Reference]:
+    """A text, unless nothing is left of it, or a reference."""
+    if isinstance(node, TextNode):
+        text = node.text if keeps_space else spaced(node.text, is_first, is_last)
+        return [Text(text, node.place)] if text else []
+    if node.tag == "text":
+        return _literal(node, keeps_space)
+    return [_reference(node, "")]
+
+
+def _literal(element: Element, inherited: bool) -> list[Text | Reference]:
+    """`<text>`: text whose white space may differ from that around it."""
+    element.checked(PMLSyntaxError, frozenset({_SPACE}))
+    keeps_space = is_exact(element, inherited)
+    for node in element.children:
+        if isinstance(node, Element):
+            raise node.place.error(PMLSyntaxError, f"<{node.tag}> stands in <text>, which holds text alone")
+    text = "".join(node.text for node in element.children if isinstance(node, TextNode))
+    text = text if keeps_space else spaced(text)
+    return [Text(text, element.place)] if text else []
+
+
+def _reference(element: Element, parent: str) -> Reference:
+    arguments = dict(element.attributes)
+    name = element.tag
+    if name == "use":
+        if "module" not in arguments:
+            raise element.place.error(PMLSyntaxError, '<use> lacks module="..."; add the path, such as plan/rome')
+        name = arguments.pop("module")
+    path = join(parent, name)
+    children: list[Reference] = []
+    for node in element.children:
+        if isinstance(node, Element):
+            children.append(_reference(node, path))
+        elif node.text.strip():
+            raise node.place.error(
+                PromptError, f"text stands inside of module {path!r}; write it after the module, or as an argument"
+            )
+    return Reference(path, arguments, tuple(children), element.place)
+
+
+# ----------------------------------------------------------------------------------------------------- Python
+
+
+def prompt_of(modules: Mapping[str, Any], *, text: str = "", messages: Mapping[str, str] | None = None) -> ModulePrompt:
+    """The prompt of modules by name: a value is a mapping of parameters to texts and of nested modules to mappings.
+
+    `text` follows the modules as it is; `messages` are texts by role, written as the chat template writes them.
+    """
+    if not isinstance(modules, Mapping):
+        raise PromptError(f"modules={modules!r:.60} is no mapping; give names of modules, such as {{'plan': {{}}}}")
+    children: list[PromptChild] = [_reference_of(name, value, "") for name, value in modules.items()]
+    if not isinstance(text, str):
+        raise PromptError(f"text={text!r:.60} is no text")
+    if text:
+        children.append(Text(text, NOWHERE))
+    for name, said in (messages or {}).items():
+        roles = [role for role in ROLES if role == name]
+        if not roles or not isinstance(said, str):
+            raise PromptError(f"messages have {name!r}: {said!r:.60}; give texts by role: {', '.join(ROLES)}")
+        children.append(Message(roles[0], (Text(said, NOWHERE),) if said else ()))
+    return ModulePrompt(tuple(children))
+
+
+def _reference_of(name: Any, value: Any, parent: str) -> Reference:
+    if not isinstance(name, str) or not name:
+        raise PromptError(f"{name!r:.60} is no name of a module")
+    path = join(parent, name)
+    if path.count("/") >= MAX_DEPTH:
+        raise PromptError(f"the modules are nested deeper than {MAX_DEPTH}; nest less")
+    if not isinstance(value, Mapping):
+        raise PromptError(f"the module {path!r} is given {value!r:.60}; give a mapping, {{}} if it needs no arguments")
+    arguments: dict[str, str] = {}
+    children: list[Reference] = []
+    for key, inner in value.items():
+        if isinstance(inner, str):
+            arguments[str(key)] = inner
+        else:
+            children.append(_reference_of(key, inner, path))
+    return Reference(path, arguments, tuple(children))
+
+
+def looks_like_xml(text: str) -> bool:
+    """Whether a text is XML, and not a file's name."""
+    return re.match(r"\ufeff?\s*<", text) is not None

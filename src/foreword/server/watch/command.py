@@ -1,0 +1,150 @@
+"""`foreword watch ADDRESS`: what the cache of a running engine holds and brings, from its events.
+
+Knows arguments and the terminal; the watcher knows the engine: foreword's, vLLM's or SGLang's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from foreword.config import Environment
+from foreword.errors import ConfigError
+from foreword.events.subscriber import Subscriber
+from foreword.server.watch.watcher import Report, Watcher
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `foreword watch`."""
+    parser.add_argument("events", metavar="ADDRESS", help="where the engine publishes events, such as tcp://HOST:5557")
+    parser.add_argument("--replay", metavar="ADDRESS", help="where it repeats events, such as tcp://HOST:5558")
+    parser.add_argument(
+        "--snapshot", metavar="ADDRESS", help="where it tells all that it holds, such as tcp://HOST:5559"
+    )
+    parser.add_argument("--topic", default="", help="beginning of the topics to follow (default: all)")
+    parser.add_argument(
+        "--blocks", metavar="N", type=int, help="size of the engine's pool (default: the most it held when it evicted)"
+    )
+    parser.add_argument(
+        "--record", metavar="FILE", type=Path, help="write the requests that are seen as a trace for `foreword replay`"
+    )
+    parser.add_argument("--port", type=int, help="show a dashboard at this port instead of reports; 0 takes a free one")
+    parser.add_argument("--host", default="127.0.0.1", help="address of the dashboard (default: 127.0.0.1)")
+    parser.add_argument(
+        "--interval", metavar="SECONDS", type=float, default=1.0, help="between two reports (default: 1)"
+    )
+    parser.add_argument("--reports", metavar="N", type=int, help="end after this many reports (default: never)")
+    parser.add_argument("--json", action="store_true", help="print a JSON line for each report instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Follow an engine until interrupted; returns the exit code."""
+    serve = None if args.port is None else _server(args)
+    with (
+        Subscriber(args.events, replay=args.replay, snapshot=args.snapshot, topic=args.topic) as subscriber,
+        closing(Watcher(subscriber, num_blocks=args.blocks, record=args.record)) as watcher,
+    ):
+        if serve is not None:
+            serve(watcher)
+            return 0
+        console = Console()
+        reports = _reports(watcher, max(0.05, args.interval), args.reports)
+        if args.json:
+            for report in reports:
+                print(json.dumps(report.as_dict()), flush=True)
+        elif console.is_terminal:
+            with Live(console=console, auto_refresh=False) as live:
+                for report in reports:
+                    live.update(_table(args.events, report), refresh=True)
+        else:
+            for report in reports:
+                console.print(_line(report), soft_wrap=True)
+    return 0
+
+
+def _server(args: argparse.Namespace) -> Callable[[Watcher], None]:
+    """What serves the dashboard. Raises ConfigError if it cannot."""
+    if args.json or args.reports is not None:
+        raise ConfigError("--port shows a dashboard and prints no reports; leave out --json and --reports")
+    if not 0 <= args.port < 65536:
+        raise ConfigError(f"port={args.port} is not a port; use 1 to 65535, or 0 for any free one")
+    try:
+        from foreword.server.run import check_address
+        from foreword.server.watch.run import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"a dashboard needs the package {error.name}; run `pip install foreword[serve]`") from error
+    check_address(args.host, args.port)
+    key = Environment.read().operator_key
+    return lambda watcher: serve(watcher, args.events, args.host, args.port, key)
+
+
+def _reports(watcher: Watcher, interval_s: float, most: int | None) -> Iterator[Report]:
+    """What is known after each interval."""
+    num_reports = 0
+    while most is None or num_reports < most:
+        num_reports += 1
+        end = time.monotonic() + interval_s
+        while (left := end - time.monotonic()) > 0:
+            watcher.poll(left)
+        yield watcher.report()
+
+
+def _line(report: Report) -> str:
+    return f"{report.state}: {_held(report)}, {_rates(report)}; {_found(report)}; {_again(report)}; {_troubles(report)}"
+
+
+def _table(address: str, report: Report) -> Table:
+    table = Table(title=f"{address}: {report.state}", box=SIMPLE_HEAD, show_header=False)
+    table.add_row("held", _held(report))
+    table.add_row("blocks", _rates(report))
+    table.add_row("found", _found(report))
+    table.add_row("memory", _again(report))
+    for point in report.curve[1:]:
+        factor = point.num_blocks / report.curve[0].num_blocks
+        table.add_row(f"  {factor:.3g} times", f"{point.hit_rate:.1%} instead of {report.curve[0].hit_rate:.1%}")
+    for prefix in report.common_prefixes:
+        table.add_row("common prefix", f"{prefix.num_tokens:,} tokens, {prefix.num_ends:,} sequences go on from it")
+    table.add_row("stream", f"{report.batches:,} batches; {_troubles(report)}")
+    if report.num_recorded is not None:
+        table.add_row("recorded", f"{report.num_recorded:,} requests")
+    return table
+
+
+def _held(report: Report) -> str:
+    return f"{report.blocks:,} blocks, {report.tokens:,} tokens"
+
+
+def _rates(report: Report) -> str:
+    return f"+{report.stored_per_s:g}/s -{report.removed_per_s:g}/s"
+
+
+def _found(report: Report) -> str:
+    if report.hit_rate is None:
+        return "no request seen"
+    return (
+        f"at least {report.hit_rate:.1%} of {report.seen.prompt_tokens:,} tokens of {report.seen.requests:,} requests"
+    )
+
+
+def _again(report: Report) -> str:
+    if report.pool_blocks is None:
+        return "nothing evicted"
+    return f"twice the memory would have kept {report.again_tokens:,} tokens"
+
+
+def _troubles(report: Report) -> str:
+    troubles = [f"{count} {name.replace('_', ' ')}" for name, count in report.troubles.items() if count]
+    if report.seen.unknown_beginnings:
+        troubles.append(f"{report.seen.unknown_beginnings} requests without a known beginning")
+    if report.seen.other_sizes:
+        troubles.append(f"{report.seen.other_sizes} reports of blocks of another size ignored")
+    return ", ".join(troubles) or "nothing lost"

@@ -1,0 +1,249 @@
+"""Watcher: follows one engine's events, and says what its cache holds and brings.
+
+Knows the subscriber, the requests that it shows, curves and recordings; knows neither terminals nor pages. One thread
+calls it; a `Report` may go to others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foreword.errors import ConfigError
+from foreword.events.mirror import CommonPrefix
+from foreword.events.requests import RequestCounts, Requests, SeenRequest
+from foreword.events.subscriber import Subscriber
+from foreword.events.wire import WireHash
+from foreword.replay.keys import PrefixKeys
+from foreword.replay.live_curve import CurvePoint, LiveLruCurve
+from foreword.replay.trace import TraceWriter
+from foreword.server.observe.more_memory import FACTORS
+
+MAX_PREFIXES = 5
+"""Common prefixes to show."""
+MAX_PREFIX_SHARE = 0.1
+"""Share of the time that the search for common prefixes may take."""
+TROUBLES = ("gaps", "resyncs", "restarts", "silences", "bad", "incomplete_replays")
+"""What went wrong in the stream, and was made good."""
+NUM_RECENT = 1000
+MAX_PAST_BLOCKS = 1_000_000
+"""Blocks of past requests that are kept to draw the curve anew when the size of the pool becomes known."""
+MIN_GROWTH = 1.1
+"""The curve is drawn anew when the pool shows itself to be larger by this factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecentPrompt:
+    """A prompt as the bars of prompt tokens draw it."""
+
+    finished_time: float
+    """Of our monotonic clock."""
+    num_cached_tokens: int
+    num_computed_tokens: int
+
+    @property
+    def first_scheduled_time(self) -> float:
+        return self.finished_time
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What is known of an engine's cache at one moment."""
+
+    state: str
+    blocks: int
+    tokens: int
+    pool_blocks: int | None
+    """The most blocks that the pool held when it evicted, or the size that was given; None if neither is known."""
+    block_tokens: int | None
+    stored_per_s: float
+    removed_per_s: float
+    batches: int
+    troubles: dict[str, int]
+    seen: RequestCounts
+    again_tokens: int
+    """Tokens that were computed again although twice the memory would have kept them."""
+    curve: tuple[CurvePoint, ...]
+    """The estimated hit rates of the requests seen, over multiples of the pool; empty while its size is not known."""
+    common_prefixes: tuple[CommonPrefix, ...]
+    recent: tuple[RecentPrompt, ...]
+    num_recorded: int | None
+    """Requests in the recording; None without one."""
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of the prompt tokens that were found, at least; None before the first request."""
+        return self.seen.found_tokens / self.seen.prompt_tokens if self.seen.prompt_tokens else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Values of JSON."""
+        return {
+            "state": self.state,
+            "blocks": self.blocks,
+            "tokens": self.tokens,
+            "pool_blocks": self.pool_blocks,
+            "block_tokens": self.block_tokens,
+            "stored_per_s": self.stored_per_s,
+            "removed_per_s": self.removed_per_s,
+            "batches": self.batches,
+            **self.troubles,
+            "seen": asdict(self.seen),
+            "hit_rate": None if self.hit_rate is None else round(self.hit_rate, 4),
+            "again_tokens": self.again_tokens,
+            "curve": [
+                {"blocks": point.num_blocks, "hit_rate": round(point.hit_rate, 4), "error": point.standard_error}
+                for point in self.curve
+            ],
+            "common_prefixes": [
+                {"tokens": prefix.num_tokens, "sequences": prefix.num_ends} for prefix in self.common_prefixes
+            ],
+            "recorded": self.num_recorded,
+        }
+
+
+class Watcher:
+    """What one subscriber has shown so far. `poll` it all the time; `close` writes the end of the recording."""
+
+    def __init__(self, subscriber: Subscriber, *, num_blocks: int | None = None, record: Path | None = None) -> None:
+        """`num_blocks`: the pool's size, if it is known; `record`: a file to start. Raises ConfigError, TraceError."""
+        if num_blocks is not None and num_blocks < 1:
+            raise ConfigError(f"a pool of {num_blocks} blocks holds nothing; use at least 1")
+        self._subscriber = subscriber
+        self._requests = Requests(subscriber.mirror, num_blocks)
+        subscriber.follower.witness = self._requests
+        self._curve = _Curve()
+        self._recording = None if record is None else _Recording(record)
+        self._recent: deque[RecentPrompt] = deque(maxlen=NUM_RECENT)
+        self._prefixes: tuple[CommonPrefix, ...] = ()
+        self._prefixes_after = -float("inf")
+        self._polled = self._reported = time.monotonic()
+        self._stored = self._removed = 0
+
+    def poll(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` seconds for events, and follow those that are there. Raises TraceError."""
+        follower = self._subscriber.follower
+        before = follower.counts["batches"]
+        self._subscriber.poll(timeout_s)
+        now = time.monotonic()
+        if follower.counts["batches"] == before:
+            self._requests.pass_time(now - self._polled)
+        self._polled = now
+        self._follow(self._requests.take())
+
+    def _follow(self, requests: Sequence[SeenRequest]) -> None:
+        now = time.monotonic()
+        for request in requests:
+            computed = request.num_prompt_tokens - request.num_found_tokens
+            self._recent.append(RecentPrompt(now, request.num_found_tokens, computed))
+            self._curve.note(request)
+            if self._recording is not None:
+                self._recording.write(request)
+
+    def report(self) -> Report:
+        """What is known now; rates are those since the last report."""
+        mirror, follower = self._subscriber.mirror, self._subscriber.follower
+        requests, now = self._requests, self._polled
+        seconds, self._reported = max(1e-3, now - self._reported), now
+        stored, removed = mirror.counts["stored"], mirror.counts["removed"]
+        stored_per_s, removed_per_s = (stored - self._stored) / seconds, (removed - self._removed) / seconds
+        self._stored, self._removed = stored, removed
+        if now > self._prefixes_after:
+            self._prefixes = tuple(mirror.common_prefixes(MAX_PREFIXES))
+            self._prefixes_after = now + (time.monotonic() - now) / MAX_PREFIX_SHARE
+        return Report(
+            follower.state,
+            len(mirror.blocks),
+            mirror.num_tokens,
+            requests.num_blocks,
+            requests.block_tokens,
+            round(stored_per_s, 1),
+            round(removed_per_s, 1),
+            follower.counts["batches"],
+            {name: follower.counts[name] for name in TROUBLES},
+            replace(requests.counts),
+            requests.num_again_tokens,
+            self._curve.points(requests.num_blocks, requests.block_tokens),
+            self._prefixes,
+            tuple(self._recent),
+            None if self._recording is None else self._recording.num_requests,
+        )
+
+    def close(self) -> None:
+        """Follow the requests that are still open, and finish the recording. May be called twice. Raises TraceError."""
+        self._follow(self._requests.take(everything=True))
+        if self._recording is not None:
+            self._recording.close()
+
+
+class _Curve:
+    """The curve of a pool whose size shows itself late: past requests are kept, and followed once it is known."""
+
+    def __init__(self) -> None:
+        self._past: deque[tuple[PrefixKeys, int]] = deque()
+        self._num_past_blocks = 0
+        self._curve: LiveLruCurve | None = None
+        self._num_blocks = 0
+
+    def note(self, request: SeenRequest) -> None:
+        """Follow a request."""
+        keys = _numbers(request.keys)
+        self._past.append((keys, request.num_prompt_tokens))
+        self._num_past_blocks += len(keys)
+        while self._num_past_blocks > MAX_PAST_BLOCKS and len(self._past) > 1:
+            self._num_past_blocks -= len(self._past.popleft()[0])
+        if self._curve is not None:
+            self._curve.admit(keys, request.num_prompt_tokens)
+
+    def points(self, num_blocks: int | None, block_tokens: int | None) -> tuple[CurvePoint, ...]:
+        """The curve for multiples of a pool of `num_blocks` blocks; empty if that is not known."""
+        if num_blocks is None or block_tokens is None:
+            return ()
+        if self._curve is None or num_blocks > MIN_GROWTH * self._num_blocks:
+            self._num_blocks = num_blocks
+            capacities = [max(1, int(num_blocks * factor)) for factor in FACTORS]
+            self._curve = LiveLruCurve(capacities, block_tokens=block_tokens)
+            for keys, num_prompt_tokens in self._past:
+                self._curve.admit(keys, num_prompt_tokens)
+        return tuple(self._curve.points())
+
+
+def _numbers(keys: Sequence[WireHash]) -> PrefixKeys:
+    """An engine's keys as 64-bit numbers: those of signed numbers and of the last bytes of digests."""
+    return np.array([_number(key) for key in keys], np.uint64)
+
+
+def _number(key: WireHash) -> int:
+    return (int.from_bytes(key[-8:], "big") if isinstance(key, bytes) else key) % 2**64
+
+
+class _Recording:
+    """A trace of the requests that were seen. Times begin with the first of them."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._writer = TraceWriter(file)
+        self._start: float | None = None
+        self.num_requests = 0
+
+    def write(self, request: SeenRequest) -> None:
+        """Append a request. Raises TraceError."""
+        if self._start is None:
+            self._start = request.time
+            self._writer.close()
+            self._writer = TraceWriter(self._file, block_tokens=request.block_tokens)  # only now the size is known
+        self._writer.write_keys(
+            timestamp_ms=round(1e3 * (request.time - self._start), 3),
+            keys=request.keys[: request.num_prompt_blocks],
+            num_output_tokens=request.num_output_tokens,
+        )
+        self.num_requests += 1
+
+    def close(self) -> None:
+        """Finish the file. Raises TraceError."""
+        self._writer.close()

@@ -1,0 +1,191 @@
+"""A router's mirrors over real sockets: equal to the pool after everything that can happen to messages and replicas.
+
+The engines, publishers and sockets are real; a proxy loses, repeats, reorders and damages messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from events.engine_with_events import EVERYTHING, EngineWithEvents, reachable
+from events.proxy import Proxy
+from events.test_sockets import free_port
+from foreword.cluster import ReplicaSpec, RoutingCore, RoutingOptions, RoutingRequest, Standing
+from foreword.config import EventsConfig
+from foreword.events.core_feed import CoreFeed
+
+WHOLE = replace(EVERYTHING, kv_events_hashes="bytes")
+BLOCK = 4
+
+
+@asynccontextmanager
+async def feeding(*names: str) -> AsyncIterator[tuple[RoutingCore, CoreFeed]]:
+    core = RoutingCore(RoutingOptions(BLOCK))
+    for name in names:
+        core.join(name, ReplicaSpec(24, 1000.0))
+    feed = CoreFeed(core)
+    try:
+        yield core, feed
+    finally:
+        await feed.close()
+
+
+def follow(feed: CoreFeed, name: str, engine: EngineWithEvents, live: str | None = None) -> None:
+    told = engine.publisher.addresses
+    feed.follow(name, live or reachable(told["kv_events"]), told["kv_events_snapshot"])
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.01)
+
+
+def is_equal(core: RoutingCore, name: str, engine: EngineWithEvents) -> bool:
+    """Whether a mirror says that it is right, and is."""
+    mirror = core.mirror(name)
+    return mirror.is_synced and set(mirror.parents) == engine.held()
+
+
+def credits_nothing(core: RoutingCore, name: str, engine: EngineWithEvents) -> bool:
+    """Whether the router counts on none of the replica's blocks."""
+    decision = core.choose(RoutingRequest("probe", list(engine.held())[:1], BLOCK + 1), 0.0)
+    core.release(decision.reservation, 0.0)
+    (one,) = (each for each in decision.candidates() if each.replica == name)
+    return (one.standing, one.hit_tokens) == (Standing.UNKNOWN, 0)
+
+
+@pytest.mark.parametrize("index", ["hash", "radix"])
+def test_a_mirror_equals_the_pool_after_lost_repeated_reordered_and_damaged_messages(index: str) -> None:
+    async def run() -> None:
+        with (
+            EngineWithEvents(WHOLE, seed=7, index=index) as engine,
+            Proxy(reachable(engine.publisher.addresses["kv_events"]), seed=7) as proxy,
+        ):
+            async with feeding("r") as (core, feed):
+                engine.work(5)
+                follow(feed, "r", engine, proxy.address)
+                for _ in range(6):
+                    proxy.trouble = 0.4
+                    for _ in range(5):
+                        engine.work(4)
+                        await asyncio.sleep(0.01)
+                    proxy.trouble = 0.0
+                    engine.work(3)
+                    await until(lambda: is_equal(core, "r", engine))
+                    core.check_integrity(list(engine.held()))
+                mirror = core.mirror("r")
+                assert proxy.num_troubled > 20
+                assert feed.num_bad > 0
+                assert mirror.num_gaps > 0
+                assert mirror.num_duplicates > 0
+                assert feed.num_snapshots > 1
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_restarts_at_the_same_address_is_credited_only_with_its_new_blocks() -> None:
+    async def run() -> None:
+        ports = [free_port() for _ in range(2)]
+        config = EventsConfig(
+            kv_events=f"tcp://*:{ports[0]}",
+            kv_events_snapshot=f"tcp://127.0.0.1:{ports[1]}",
+            kv_events_hashes="bytes",
+        )
+        async with feeding("r") as (core, feed):
+            with EngineWithEvents(config, seed=1) as first:
+                follow(feed, "r", first)
+                first.work()
+                await until(lambda: is_equal(core, "r", first))
+            for life in (2, 3):
+                with EngineWithEvents(config, seed=life) as again:
+                    again.work()
+                    await until(lambda engine=again: is_equal(core, "r", engine))
+                    assert again.held() != first.held()
+                    core.check_integrity(list(again.held() | first.held()))
+            assert core.mirror("r").num_restarts == 2
+
+    asyncio.run(run())
+
+
+def test_a_router_that_comes_late_or_stands_still_loses_nothing() -> None:
+    """The loop stands still while the engine works: the engine does not wait, and the mirror is right afterwards."""
+
+    async def run() -> None:
+        with EngineWithEvents(WHOLE, seed=4) as engine:
+            engine.work(40)
+            async with feeding("r") as (core, feed):
+                follow(feed, "r", engine)
+                await until(lambda: is_equal(core, "r", engine))
+                engine.work(200)  # in this thread, which is the loop's
+                assert engine.publisher._feed._next_number > 200
+                await until(lambda: is_equal(core, "r", engine))
+                assert core.mirror("r").num_gaps == 0
+
+    asyncio.run(run())
+
+
+def test_what_a_publisher_drops_is_a_gap_and_a_snapshot_fills_it() -> None:
+    async def run() -> None:
+        with EngineWithEvents(WHOLE, seed=3, max_waiting_blocks=8) as engine:
+            async with feeding("r") as (core, feed):
+                follow(feed, "r", engine)
+                engine.work(5)
+                await until(lambda: is_equal(core, "r", engine))
+                before = feed.num_snapshots
+                for _ in range(10):
+                    engine.publisher._feed._has_rung = True  # nobody wakes the publisher until its next heartbeat
+                    engine.work(10)
+                await until(lambda: is_equal(core, "r", engine))
+                assert core.mirror("r").num_gaps > 0
+                assert feed.num_snapshots > before
+
+    asyncio.run(run())
+
+
+def test_a_mirror_that_waits_for_a_snapshot_credits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody answers at first; other replicas are followed all the same."""
+    monkeypatch.setattr("foreword.events.core_feed.ANSWER_S", 0.2)
+
+    async def run() -> None:
+        with EngineWithEvents(WHOLE, seed=5) as lost, EngineWithEvents(WHOLE, seed=6) as well:
+            lost.ask([0, 1, 0, 1, 1])
+            async with feeding("lost", "well") as (core, feed):
+                feed.follow("lost", reachable(lost.publisher.addresses["kv_events"]), f"tcp://127.0.0.1:{free_port()}")
+                follow(feed, "well", well)
+                for number in range(3):
+                    lost.ask([number % 2] * (9 + 4 * number))  # no reset, which would make a mirror right
+                    well.work(3)
+                    await until(lambda: is_equal(core, "well", well))
+                    assert core.unsynced() == ["lost"]
+                    assert credits_nothing(core, "lost", lost)
+                follow(feed, "lost", lost)
+                await until(lambda: is_equal(core, "lost", lost))
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_leaves_is_followed_no_longer() -> None:
+    async def run() -> None:
+        with EngineWithEvents(WHOLE, seed=8) as engine:
+            async with feeding("r") as (core, feed):
+                follow(feed, "r", engine)
+                engine.work(10)
+                await until(lambda: is_equal(core, "r", engine))
+                feed.leave("r")
+                core.leave("r", 0.0)
+                engine.work(10)
+                await asyncio.sleep(0.2)
+                assert core.replicas == []
+                core.join("r", ReplicaSpec(24, 1000.0))
+                follow(feed, "r", engine)
+                await until(lambda: is_equal(core, "r", engine))
+
+    asyncio.run(run())

@@ -1,0 +1,207 @@
+"""Requests rebuilt from events: against a real engine that knows the truth, and case by case."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from events.engine_with_events import EVERYTHING, EngineWithEvents, as_ints, hashes, reachable
+from foreword.engine import Prompt
+from foreword.events.mirror import Follower, Mirror
+from foreword.events.requests import IDLE_S, Requests, SeenRequest
+from foreword.events.subscriber import Subscriber
+from foreword.events.wire import Cleared, Event, EventBatch, Removed, Stored, encode_batch, encode_seq
+from foreword.request import SamplingParams
+
+
+class Stream:
+    """A mirror and its witness, fed with batches."""
+
+    def __init__(self, num_blocks: int | None = None) -> None:
+        self.follower = Follower(has_replay=False, has_snapshot=False)
+        self.requests = self.follower.witness = Requests(self.follower.mirror, num_blocks)
+        self._seq = 0
+
+    def send(self, time: float, *events: Event) -> None:
+        payload = encode_batch(EventBatch(time, events), "map")
+        self.follower.take_live([b"", encode_seq(self._seq), payload])
+        self._seq += 1
+
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """Found, prompt and answer blocks of all requests."""
+        taken = self.requests.take(everything=True)
+        return [(one.num_found_blocks, one.num_prompt_blocks, len(one.keys) - one.num_prompt_blocks) for one in taken]
+
+
+def stored(parent: int | None, *keys: int, size: int = 16, **more: object) -> Stored:
+    return Stored(keys, parent, tuple(range(size * len(keys))), size, medium="GPU", **more)
+
+
+def test_a_request_has_found_the_blocks_before_its_first_new_one() -> None:
+    stream = Stream()
+    stream.send(1.0, stored(None, 1, 2, 3, 4))
+    stream.send(30.0, stored(2, 5, 6))
+    stream.send(60.0, stored(6, 7, 8, 9))
+    stream.send(90.0, stored(None, 10))
+    assert stream.shapes() == [(0, 4, 0), (2, 4, 0), (4, 7, 0), (0, 1, 0)]
+    counts = stream.requests.counts
+    assert (counts.requests, counts.prompt_tokens, counts.found_tokens) == (4, 16 * 16, 6 * 16)
+
+
+def test_chunks_of_a_prompt_and_blocks_of_its_answer_belong_to_one_request() -> None:
+    stream = Stream()
+    stream.send(1.0, stored(None, 1, 2))
+    stream.send(2.0, stored(2, 3, 4))
+    for at in range(5, 9):
+        stream.send(at * 2.0, stored(at - 1, at))
+    stream.send(17.0, stored(8, 9, 10))  # an answer grows by single blocks: this is the next turn
+    assert stream.shapes() == [(0, 4, 4), (8, 10, 0)]
+
+
+def test_a_block_that_comes_late_is_another_request_s() -> None:
+    stream = Stream()
+    stream.send(1.0, stored(None, 1, 2))
+    stream.send(1.0 + IDLE_S, stored(2, 3))
+    stream.send(1.1 + 2 * IDLE_S, stored(3, 4))
+    assert stream.shapes() == [(0, 2, 1), (3, 4, 0)]
+
+
+def test_pages_that_are_reported_one_by_one_in_a_batch_are_one_prompt() -> None:
+    """As SGLang does; two requests' pages may alternate only by batch."""
+    stream = Stream()
+    stream.send(1.0, *[stored(at or None, at + 1) for at in range(6)], stored(3, 20), stored(20, 21))
+    assert stream.shapes() == [(0, 6, 0), (3, 5, 0)]
+
+
+def test_blocks_that_are_reported_again_were_found() -> None:
+    stream = Stream()
+    stream.send(1.0, stored(None, 1, 2, 3))
+    stream.send(30.0, stored(None, 1, 2, 3, 4, 5))
+    stream.send(60.0, stored(None, 1, 2))
+    assert stream.shapes() == [(0, 3, 0), (3, 5, 0), (2, 2, 0)]
+
+
+def test_requests_are_taken_in_the_order_of_their_beginnings_once_all_before_them_have_ended() -> None:
+    stream = Stream()
+    stream.send(1.0, stored(None, 1, 2))
+    stream.send(2.0, stored(None, 11, 12))
+    stream.send(9.0, stored(2, 3))
+    stream.send(13.0)
+    assert not stream.requests.take(), "the first one may go on"
+    stream.requests.pass_time(7.0)
+    assert [one.time for one in stream.requests.take()] == [1.0, 2.0]
+    assert stream.requests.counts.output_tokens == 16
+
+
+def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foreword.events.requests.MAX_WAITING_BLOCKS", 100)
+    stream = Stream()
+    stream.send(1.0, stored(None, *range(1, 101)))
+    assert not stream.requests.take()
+    stream.send(2.0, stored(None, -1, -2))
+    (first,) = stream.requests.take()
+    assert len(first.keys) == 100
+    stream.send(3.0, stored(-2, -3))
+    assert stream.shapes() == [(0, 2, 1)]
+    assert stream.requests._num_waiting_blocks == 0
+
+
+def test_what_twice_the_memory_would_have_kept() -> None:
+    stream = Stream()
+    stream.send(0.0, stored(None, 1, 2, 3, 4))
+    assert stream.requests.num_blocks is None, "an engine that has never evicted does not show its size"
+    stream.send(30.0, Removed((4, 3), "GPU"), stored(None, 5, 6))
+    assert stream.requests.num_blocks == 4
+    stream.send(60.0, Removed((6,), "GPU"), stored(2, 3))
+    assert stream.requests.num_again_tokens == 16
+    for at in range(7, 12):
+        stream.send(30.0 * at, Removed((at - 2,) if at != 8 else (7,), "GPU"), stored(None, at))
+    before = stream.requests.num_again_tokens
+    stream.send(900.0, stored(3, 4))
+    assert stream.requests.num_again_tokens == before, "five others were evicted after it"
+    stream.send(930.0, Cleared())
+    stream.send(960.0, stored(None, 10))
+    assert stream.requests.num_again_tokens == before, "a reset is not for want of memory"
+
+
+def test_other_media_groups_kinds_and_sizes_are_not_the_prefix() -> None:
+    stream = Stream(num_blocks=10)
+    window = {"kv_cache_spec_kind": "sliding_window"}
+    stream.send(0.0, stored(None, 1, group_idx=0, **window), stored(None, 1, 2, group_idx=1))
+    stream.send(0.0, replace(stored(None, 7, 8), medium="CPU", group_idx=1), Removed((7,), "CPU", 1))
+    stream.send(0.0, stored(None, 5, size=4, group_idx=1), stored(None, 6, group_idx=2))
+    assert stream.shapes() == [(0, 2, 0)]
+    counts = stream.requests.counts
+    assert (counts.other_sizes, counts.unknown_beginnings, stream.requests.num_blocks) == (1, 0, 10)
+
+
+def test_a_request_whose_beginning_is_not_known_is_counted_apart() -> None:
+    stream = Stream()
+    stream.send(0.0, stored(99, 1, 2))
+    stream.send(30.0, stored(5, 5))  # its own parent
+    stream.send(60.0, stored(5, 6))
+    assert stream.shapes() == []
+    assert (stream.requests.counts.unknown_beginnings, stream.requests.counts.requests) == (3, 0)
+
+
+def test_times_that_are_no_times_change_nothing() -> None:
+    stream = Stream()
+    for time in (float("nan"), 5.0, float("-inf"), 2.0, float("inf")):
+        stream.send(time)
+    stream.send(1.0, stored(None, 1))
+    assert [one.time for one in stream.requests.take(everything=True)] == [5.0]
+
+
+def test_no_events_crash_a_witness() -> None:
+    rng = random.Random(5)
+    stream = Stream()
+    for time in range(3000):
+        keys = tuple(rng.randrange(8) for _ in range(rng.randrange(4)))
+        parent = rng.choice([None, *range(8)])
+        event = rng.choice([Stored(keys, parent, (), rng.choice([1, 1, 2])), Removed(keys), Cleared()])
+        stream.send(time * rng.random(), event)
+    stream.requests.take(everything=True)
+    requests = stream.requests
+    assert requests._num_waiting_blocks == 0
+    assert len(requests._ghosts) <= (requests.num_blocks or 0)
+
+
+@pytest.mark.parametrize("index", ["hash", "radix"])
+def test_the_requests_of_a_real_engine(index: str) -> None:
+    """One at a time and far apart, each is seen with what the engine says it found, in whole blocks."""
+    rng = random.Random(index)
+    families = [[rng.randint(0, 1) for _ in range(24)] for _ in range(3)]
+    with EngineWithEvents(EVERYTHING, seed=2, index=index) as engine:
+        told = engine.publisher.addresses
+        with Subscriber(reachable(told["kv_events"]), snapshot=told["kv_events_snapshot"]) as subscriber:
+            requests = subscriber.follower.witness = Requests(subscriber.mirror)
+            assert subscriber.poll_until(lambda one: one.is_exact)
+            truth = []
+            for number in range(60):
+                own = [rng.randint(0, 1) for _ in range(rng.randrange(16))]
+                tokens = np.array(rng.choice(families)[: rng.randrange(4, 25)] + own, np.int32)
+                before = engine.held()
+                engine.built.engine.add_request(f"q{number}", Prompt(tokens), SamplingParams(max_tokens=1))
+                outputs = []
+                while engine.built.engine.has_unfinished_requests():
+                    outputs += engine.built.engine.step()
+                if engine.held() - before:
+                    truth.append((outputs[-1].num_cached_tokens // 4, len(tokens) // 4))
+                assert subscriber.poll_until(lambda one: hashes(one.mirror) == as_ints(engine.held()))
+                requests.pass_time(2 * IDLE_S)
+            seen = requests.take(everything=True)
+            assert [(one.num_found_blocks, one.num_prompt_blocks) for one in seen] == truth
+            assert sum(found for found, _ in truth) > 60
+            assert requests.num_again_tokens > 0
+            assert requests.counts.unknown_beginnings == 0
+
+
+def test_a_snapshot_is_no_traffic() -> None:
+    mirror = Mirror()
+    mirror.apply(stored(None, 1, 2))
+    requests = Requests(mirror)
+    requests.note(1.0, stored(2, 3))
+    mirror.apply(stored(2, 3))
+    requests.end_batch(1.0)
+    assert requests.take(everything=True) == [SeenRequest(1.0, [1, 2, 3], 16, 2, 3)]
