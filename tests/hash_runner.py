@@ -76,7 +76,8 @@ class HashRunner:
 
     def plan(self, batch: Batch) -> list[tuple[int, int] | None]:
         """Seed and number of tokens before, of each entry that samples; what a device's runner also takes at launch."""
-        return [(e.request.seed, e.end - e.request.num_prompt_tokens) if e.samples else None for e in batch.entries]
+        counts = batch.entries.num_generated().tolist()
+        return [(e.request.seed, count) if e.samples else None for e, count in zip(batch.entries, counts, strict=True)]
 
     def compute(self, batch: Batch, draws: list[tuple[int, int] | None]) -> BatchResult:
         """What was planned; tokens that the batch expects are those that the last one sampled."""
@@ -91,8 +92,9 @@ class HashRunner:
             assert token_ids[number] == 0, "an expected token cannot be known"
             assert self._samples[source] >= 0, "it was not sampled"
             token_ids[number] = self._samples[source]
-        rows = zip(batch.entries, draws, strict=True)
-        sampled = [self._compute(batch, token_ids, row, entry, draw) for row, (entry, draw) in enumerate(rows)]
+        sampled: list[int] = []
+        for row, (entry, draw) in enumerate(zip(batch.entries, draws, strict=True)):
+            sampled += self._compute(batch, token_ids, row, entry, draw)
         self._samples = np.array(sampled, np.int64)
         return BatchResult(self._samples)
 
@@ -103,8 +105,8 @@ class HashRunner:
 
     def _compute(
         self, batch: Batch, token_ids: npt.NDArray[np.int32], row: int, entry: BatchEntry, draw: tuple[int, int] | None
-    ) -> int:
-        """The entry's token; -1 for none."""
+    ) -> list[int]:
+        """The entry's token, and one more after each draft; [-1] for none."""
         request = entry.request
         table = batch.block_tables[row].astype(np.int64)
         own = slice(batch.query_starts[row], batch.query_starts[row + 1])
@@ -120,8 +122,13 @@ class HashRunner:
             self._slots[slot] = value
             context = (context + value * _WEIGHT_LIST[position]) & _MASK
         if draw is None:
-            return -1
-        return _next_token(self._context(table, entry.end), *draw, self.vocab_size)
+            return [-1]
+        num_drafts = len(batch.entries.drafts.get(row, ()))
+        seed, num_before = draw
+        return [
+            _next_token(self._context(table, entry.end - num_drafts + ahead), seed, num_before + ahead, self.vocab_size)
+            for ahead in range(num_drafts + 1)
+        ]
 
     def _slot(self, table: npt.NDArray[np.int64], position: int) -> int:
         return int(table[position // self.block_size]) * self.block_size + position % self.block_size

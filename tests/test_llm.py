@@ -416,6 +416,15 @@ def test_text_grows_step_by_step_and_never_changes(llm: LLM) -> None:
     assert len(set(seen)) > 10
 
 
+@pytest.fixture
+def without_drafts(llm: LLM) -> Iterator[None]:
+    """One token a step, for tests that count steps."""
+    llm.engine.draft(0)
+    yield
+    llm.engine.draft("auto")
+
+
+@pytest.mark.usefixtures("without_drafts")
 def test_a_stream_yields_after_every_token(llm: LLM) -> None:
     lengths = [len(output.outputs[0].token_ids) for output in llm.stream(TEXT, greedy(5))]
     assert lengths == [1, 2, 3, 4, 5]

@@ -116,6 +116,7 @@ def assemble(config: EngineConfig) -> Assembled:
         identity = identify(config, model, weights.hex(), prompt.digest())
         del prompt
         engine = build_engine(config, model, tokenizer, identity, tiers, publisher)
+        engine.draft(config.scheduler.draft_tokens, inexactness)
         for tier in tiers:
             if isinstance(tier, DiskTier):
                 facts = manifest_facts(identity, config.model.model, engine.manager.block_size)

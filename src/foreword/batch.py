@@ -12,12 +12,20 @@ A batch may be planned while the batch before it is still computed. Tokens that 
 
     before       samples      3      7      -
     token_ids    0      0     4 4 4 4       expected (0, 0), (1, 1)
+
+A request may end with drafts: guesses at its next tokens, which the step computes and checks. It samples a token after
+its last known token and after each draft, and the result has a row for each:
+
+    request      0          1           2
+    token_ids    5 6 7      3 d e       4       d, e: drafts of request 1
+    result       r0         r1 r2 r3    r4      r2 counts if r1 = d, r3 if r2 = e too
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +38,9 @@ from foreword.request.links import IntArray as IntArray
 
 BoolArray = npt.NDArray[np.bool_]
 NONE_EXPECTED: IntArray = np.empty((0, 2), np.int32)
+Drafts = Mapping[int, IntArray]
+"""The drafts of some entries, by entry number."""
+NO_DRAFTS: Drafts = MappingProxyType({})
 
 PROGRESS = np.dtype(
     [
@@ -69,11 +80,13 @@ class Entries:
     """[entries] PROGRESS at the time when the step was planned."""
     facts: FactRows
     """[entries]"""
+    drafts: Drafts = field(default_factory=lambda: NO_DRAFTS)
+    """Tokens with which spans end that are no known tokens, but guesses; only of entries with one known token."""
     samples: BoolArray = field(init=False)
     """[entries]: whether each reaches the end of its sequence."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "samples", self.ends == self.progress["num_tokens"])
+        object.__setattr__(self, "samples", self.ends >= self.progress["num_tokens"])
 
     @classmethod
     def of_prompts(cls, requests: Sequence[Request]) -> Entries:
@@ -95,9 +108,28 @@ class Entries:
         columns = (self.starts.tolist(), self.ends.tolist(), self.samples.tolist())
         return map(BatchEntry, self.requests, *columns)
 
+    def num_drafts(self) -> Int64Array:
+        """[entries]"""
+        counts = np.zeros(len(self), np.int64)
+        for number, token_ids in self.drafts.items():
+            counts[number] = len(token_ids)
+        return counts
+
+    def known_ends(self) -> Int64Array:
+        """The end of each span's known tokens, [entries]."""
+        return self.ends - self.num_drafts() if self.drafts else self.ends
+
+    def result_rows(self) -> Int64Array:
+        """The first row of each entry in the result, [entries]; rows for its drafts follow."""
+        rows = np.arange(len(self))
+        if self.drafts:
+            counts = self.num_drafts()
+            rows += counts.cumsum() - counts
+        return rows
+
     def num_generated(self) -> Int64Array:
-        """The number of tokens that each answer has after this step, if it samples; [entries]."""
-        counts: Int64Array = self.ends - self.facts["num_prompt_tokens"]
+        """The number of answer tokens, without drafts, that precede the first token that each samples; [entries]."""
+        counts: Int64Array = self.known_ends() - self.facts["num_prompt_tokens"]
         return counts
 
 
@@ -170,12 +202,12 @@ class Batch:
 
 @dataclass(slots=True)
 class BatchResult:
-    """Results in the order of the batch's entries."""
+    """Results in the order of the batch's entries: a row for each, and one more for each draft (`result_rows`)."""
 
     token_ids: Int64Array
-    """[entries]; meaningless for entries that do not sample."""
+    """[entries + drafts]; meaningless for entries that do not sample."""
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """The log probabilities of each entry's token, by entry number, if requested."""
+    """The log probabilities of sampled tokens, by row, if requested."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """The log probabilities of the prompt tokens after the computed positions, by entry number."""
 
@@ -209,7 +241,11 @@ def _token_ids(entries: Entries, lengths: IntArray, query_starts: IntArray) -> I
     token_ids[query_starts[:-1]] = entries.progress["last_token"]
     for number in (~entries.samples | (lengths > 1)).nonzero()[0].tolist():
         request, start, end, _ = entries[number]
-        token_ids[query_starts[number] : query_starts[number + 1]] = request.sequence.token_ids[start:end]
+        known = request.sequence.token_ids[start:end]
+        drafts = entries.drafts.get(number)
+        token_ids[query_starts[number] : query_starts[number + 1]] = (
+            known if drafts is None else np.concatenate((known, drafts))
+        )
     return token_ids
 
 

@@ -160,7 +160,8 @@ class LLM:
         return self.engine.add_request(self._next_id(), self._prompt(prompt), params)
 
     def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Continue one prompt, yielding its output (one object, which grows) after every token.
+        """Continue one prompt, yielding its output (one object, which grows) after every step that
+        brings tokens: one, or several if the engine drafted them.
 
         Leaving the loop early aborts the request.
         """

@@ -11,6 +11,8 @@ import pytest
 
 from foreword.batch import BatchResult
 from foreword.engine import Engine, ModelLimits, Prompt, TextTools
+from foreword.engine.drafts.drafting import Drafting
+from foreword.engine.drafts.sources import CachedPaths, OwnText, RecentAnswers
 from foreword.errors import EngineError
 from foreword.request import SamplingParams
 from hash_runner import HashEngine, expected_answer
@@ -373,3 +375,41 @@ def test_an_interrupt_while_waiting_loses_neither_the_batch_nor_the_cache(monkey
         world.engine.step()
     expected, _ = expected_answer([9, 8, 7], params, seed=1, vocab_size=VOCAB_SIZE, max_model_len=512)
     assert output.outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("draft_tokens", [3, "auto"])
+def test_drafts_wait_for_known_tokens_and_change_nothing(draft_tokens: Any) -> None:
+    """The same prompts again and again, which the cache learns; some are aborted while their drafts are computed."""
+    world, runner = late_engine(num_blocks=96, max_num_batched_tokens=64, prefix_index="radix")
+    drafting = Drafting([OwnText(), RecentAnswers(), CachedPaths(world.manager)], VOCAB_SIZE, draft_tokens)
+    world.scheduler.drafting = drafting
+    drafting.note_step = lambda entries, seconds: None  # type: ignore[method-assign]  # so that no time decides here
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB_SIZE, 9).tolist() for _ in range(3)]
+    for number in range(40):
+        prompt, params = prompts[number % 3], SamplingParams(max_tokens=24, seed=number % 3)
+        output = world.engine.add_request(str(number), prompt_of(prompt), params)
+        for _ in range(int(rng.integers(0, 6))):
+            world.step()
+        if number % 7 == 6:
+            world.engine.abort_request(str(number))
+        world.drain()
+        [completion] = output.outputs
+        expected = expected_answer(prompt, params, seed=number % 3, vocab_size=VOCAB_SIZE, max_model_len=512)
+        if completion.finish_reason == "abort":
+            assert completion.token_ids == expected[0][: len(completion.token_ids)]
+        else:
+            assert (completion.token_ids, completion.finish_reason) == expected
+    assert world.manager.get_num_free_blocks() == world.manager.num_blocks
+    assert world.engine.snapshot().drafts.num_accepted > 100
+    assert (runner.num_behind > 0) == (draft_tokens == "auto")
+
+
+def test_a_runner_that_launches_drafts_only_if_it_is_told_how_much(caplog: pytest.LogCaptureFixture) -> None:
+    world, _ = late_engine()
+    with caplog.at_level("INFO", "foreword"):
+        world.engine.draft("auto")
+    assert world.scheduler.drafting is None
+    assert "on a GPU" in caplog.text
+    world.engine.draft(4)
+    assert world.scheduler.drafting is not None

@@ -272,6 +272,15 @@ class KVCacheManager(TieredCache):
             f"{self._sequences[row].request_id!r} has room for; tables only grow, so free it and admit it again"
         )
 
+    def retract(self, row: int, num_tokens: int) -> None:
+        """Take all slots of a row but the first `num_tokens` as not computed: they hold the KV of wrong drafts.
+
+        None of them is indexed, because only known tokens are. The row keeps its blocks, which it soon fills.
+        """
+        assert num_tokens <= self._num_slots[row]
+        self._num_slots[row] = num_tokens
+        self._quiet_until[row] = self._end_of_quiet(num_tokens)
+
     def num_quiet_tokens(self, rows: Int64Array) -> int:
         """The number of tokens by which all these requests can grow without taking, giving up or filling a block."""
         return max(0, int((self._quiet_until[rows] - self._num_slots[rows]).min()))
@@ -419,6 +428,7 @@ class KVCacheManager(TieredCache):
         for manager in self._coordinator.managers:
             for row in rows:
                 num_slots = int(self._num_slots[row])
-                assert manager.tables.length(row) == -(-num_slots // manager.block_size), (
+                assert manager.tables.length(row) >= -(-num_slots // manager.block_size), (
                     f"{self._sequences[row].request_id!r} has slots for {num_slots} tokens, but not the blocks for them"
                 )
+                assert manager.num_indexed[row] * manager.block_size <= num_slots, "an uncomputed block is indexed"

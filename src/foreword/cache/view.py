@@ -18,6 +18,7 @@ from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.groups.choose import is_one_full_group
 from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit
 from foreword.cache.index.tree_view import PrefixNode
+from foreword.cache.keys.hashing import TokenArray
 from foreword.cache.keys.sequence import TokenSequence
 
 
@@ -146,6 +147,13 @@ class CacheView:
         With `under_salt`, only prefixes under salts that begin with it.
         """
         return self._coordinator.top_prefixes(limit, under_salt)
+
+    def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
+        """At most `num_tokens` tokens that followed all of a sequence in a cached one, under the same extra keys.
+
+        Of several ways to go on, the last one that was cached. Empty if none is known, or if the index has no tokens.
+        """
+        return self._coordinator.following(sequence, num_tokens)
 
     def free_block_ids(self) -> BlockIds:
         """Free blocks in the order in which they will be given away (a copy)."""

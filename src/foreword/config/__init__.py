@@ -7,6 +7,7 @@ from foreword.config.engine import (
     AdmissionName as AdmissionName,
     CacheConfig as CacheConfig,
     TierConfig as TierConfig,
+    DraftTokens as DraftTokens,
     Dtype as Dtype,
     EngineConfig as EngineConfig,
     Environment as Environment,

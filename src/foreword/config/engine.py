@@ -34,6 +34,7 @@ LIBRARY_SWITCHES = (
 HashName = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 EvictionName = Literal["lru", "lfu", "slru", "fifo", "last_accessed", "priority", "value"]
 AdmissionName = Literal["all", "twice", "room", "heads"]
+DraftTokens = int | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +232,9 @@ class SchedulerConfig:
     """Under the policy "prefix": most seconds of computation that later requests take from one that waits."""
     coalesce_in_flight: bool = True
     """Let a request whose prefix another one is computing wait for those blocks instead of computing them too."""
+    draft_tokens: DraftTokens = "auto"
+    """Most tokens of an answer to guess at a time, from the prompt, the cache and earlier answers; one step checks them
+    all, and answers stay the same to the bit. "auto": as many as make answers faster; 0: none."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
@@ -239,6 +243,9 @@ class SchedulerConfig:
         _one_of("scheduling_policy", self.scheduling_policy, get_args(Policy))
         if not 0.0 <= self.max_overtake_s < 1e9:
             raise ConfigError(f"max_overtake_s={self.max_overtake_s} is no time to wait; use seconds, at least 0")
+        if self.draft_tokens != "auto":
+            _of_type("draft_tokens", self.draft_tokens, int, "a number, or 'auto'")
+            _at_least("draft_tokens", self.draft_tokens, 0)
 
 
 @dataclass(frozen=True, slots=True)

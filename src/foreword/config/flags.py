@@ -124,6 +124,8 @@ def _metavar(option: Option) -> str:
         return "{" + ",".join(option.choices) + "}"
     if option.is_size:
         return "SIZE"
+    if option.words:
+        return "{" + ",".join(("N", *option.words)) + "}"
     known = {int: "N", Path: "FILE", tuple[int, ...]: "N,N", tuple[Path, ...]: "FILE"}
     if option.kind is float:
         return "SECONDS" if option.name.endswith("_s") else "X"

@@ -12,6 +12,7 @@ from typing import TypedDict
 
 from foreword.config.engine import (
     AdmissionName,
+    DraftTokens,
     Dtype,
     EvictionName,
     HashName,
@@ -90,6 +91,7 @@ class SchedulerKeywords(TypedDict, total=False):
     scheduling_policy: Policy
     max_overtake_s: float
     coalesce_in_flight: bool
+    draft_tokens: DraftTokens
 
 
 class EventsKeywords(TypedDict, total=False):

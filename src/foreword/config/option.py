@@ -35,6 +35,8 @@ class Option:
     default: Any
     help: str
     """The first paragraph of its docstring, and the one that says what None means."""
+    words: tuple[str, ...] = ()
+    """Words that may stand in place of a number."""
 
     @property
     def flag(self) -> str:
@@ -73,6 +75,8 @@ class Option:
         """The value that a flag's text stands for. Raises ConfigError."""
         if self.is_list:
             return self._read_items(text.split(",") if get_args(self.kind)[0] is int else [text])
+        if text.lower() in self.words:
+            return text.lower()
         return _from_text(self, self.kind, text)
 
     def read(self, value: Any) -> Any:
@@ -85,8 +89,8 @@ class Option:
             if not isinstance(value, Iterable):
                 raise ConfigError(f"{self.name}={value!r} has the wrong type; use a list")
             return self._read_items(value)
-        if self.is_size and isinstance(value, str):
-            return _from_text(self, int, value)
+        if (self.is_size or self.words) and isinstance(value, str):
+            return self.read_text(value)
         return _checked(self, self.kind, value)
 
     def _read_items(self, values: Iterable[Any]) -> tuple[Any, ...]:
@@ -104,7 +108,8 @@ def options_of(*classes: type, without: Collection[str] = ()) -> dict[str, Optio
         for field in dataclasses.fields(one):
             if field.name not in without:
                 default = None if field.default is dataclasses.MISSING else field.default
-                found[field.name] = Option(field.name, _kind(hints[field.name]), default, docs.get(field.name, ""))
+                kind, words = _kind(hints[field.name])
+                found[field.name] = Option(field.name, kind, default, docs.get(field.name, ""), words)
     return found
 
 
@@ -173,13 +178,16 @@ def unknown_option(name: str, value: Any, known: Collection[str]) -> ConfigError
     return ConfigError(f"unknown option {name!r}={value!r}; {hint}")
 
 
-def _kind(hint: Any) -> Any:
-    """A type without None."""
-    if get_origin(hint) in (Union, UnionType):
-        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-        assert len(kinds) == 1, f"an option of type {hint} cannot be a flag"
-        return kinds[0]
-    return hint
+def _kind(hint: Any) -> tuple[Any, tuple[str, ...]]:
+    """A type without None, and the words that may stand in its place."""
+    if get_origin(hint) not in (Union, UnionType):
+        return hint, ()
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    words: tuple[str, ...] = ()
+    if len(kinds) == 2 and get_origin(kinds[1]) is Literal:
+        words = get_args(kinds.pop())
+    assert len(kinds) == 1, f"an option of type {hint} cannot be a flag"
+    return kinds[0], words
 
 
 def _from_text(option: Option, kind: Any, text: str) -> Any:
@@ -196,7 +204,7 @@ def _from_text(option: Option, kind: Any, text: str) -> Any:
         try:
             return kind(text)
         except ValueError:
-            what = "an integer" if kind is int else "a number"
+            what = " or ".join(("an integer" if kind is int else "a number", *option.words))
             raise ConfigError(f"{option.name}={text!r} is not {what}") from None
     if kind is Path:
         return Path(text).expanduser()
@@ -226,4 +234,5 @@ def _checked(option: Option, kind: Any, value: Any) -> Any:
     if option.choices and isinstance(value, str):
         return _chosen(option, value)
     remedy = {bool: "True or False", int: "an integer", float: "a number", Path: "a path"}.get(kind, "a text")
+    remedy = " or ".join((remedy, *(repr(word) for word in option.words)))
     raise ConfigError(f"{option.name}={value!r} has the wrong type; use {remedy}")

@@ -36,7 +36,8 @@ from foreword.cache import (
     PrefixNode,
     TokenSequence,
 )
-from foreword.config import SchedulerConfig
+from foreword.config import DraftTokens, SchedulerConfig
+from foreword.engine.drafts.choose import choose_drafting
 from foreword.engine.intake import Intake, continuation_ids
 from foreword.engine.keeper import Keeper
 from foreword.engine.outputs import Outputs
@@ -78,6 +79,7 @@ class Engine:
         self._runner = runner
         self._launcher = runner if isinstance(runner, LaunchingRunner) else None
         self._outputs = Outputs(None if text is None else text.open_stream, self.scheduler.finish)
+        self.scheduler.recording.read_text = self._outputs.read
         step = config.max_num_batched_tokens
         keys = keys or BlockKeys()
         self._keys_digest = keys.digest()
@@ -119,6 +121,19 @@ class Engine:
                 self.scheduler.finish_if_answered(request)
             self._outputs.collect(requests)
         return output
+
+    def draft(self, draft_tokens: DraftTokens, inexactness: str | None = None) -> None:
+        """Draft at most `draft_tokens` tokens of a request in each step, or as many as pay, if this engine can.
+
+        `inexactness`: why this machine breaks the promise of equal bits, if it does.
+        """
+        self.scheduler.drafting = choose_drafting(
+            draft_tokens,
+            self.manager,
+            self.limits.vocab_size,
+            launches=self._launcher is not None,
+            inexactness=inexactness,
+        )
 
     def check(self, request_id: str, prompt: Prompt, params: SamplingParams) -> TokenSequence:
         """The tokens and block keys of a request, without queueing it.
@@ -366,6 +381,14 @@ class Engine:
         )
 
     @property
+    def num_known_tokens_computed(self) -> int:
+        """`num_computed_tokens`, without drafts."""
+        drafting = self.scheduler.drafting
+        if drafting is None:
+            return self.num_computed_tokens
+        return self.num_computed_tokens - drafting.counts.num_accepted - drafting.counts.num_rejected
+
+    @property
     def state_interval(self) -> int | None:
         """Tokens between the recurrent states that are always saved; None without recurrent layers."""
         return None if self.scheduler.states is None else self.scheduler.states.interval
@@ -376,6 +399,8 @@ class Engine:
         self._tiers.reset()
         self.manager.reset_prefix_cache()
         self._counted_before += counted
+        if self.scheduler.drafting is not None:
+            self.scheduler.drafting.forget()
 
     def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
         """The cached prefixes that were reused most; see `KVCacheManager.top_prefixes`."""

@@ -176,7 +176,7 @@ class Intake:
                 f"prompt token {prompt.token_ids[wrong[0]]} at position {wrong[0]} is out of range; "
                 f"the model's ids are 0 to {self._limits.vocab_size - 1}"
             )
-        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "prediction_token_ids"):
             token_ids = getattr(params, name) or (0,)
             for token_id in (min(token_ids), max(token_ids)):
                 if not 0 <= token_id < self._limits.vocab_size:

@@ -85,7 +85,9 @@ class Outputs:
         answers = []
         for index, request in enumerate(requests):
             logprobs = None if request.params.logprobs is None else request.logprobs
-            completion = CompletionOutput(index, token_ids=request.sequence.shown, logprobs=logprobs)
+            completion = CompletionOutput(
+                index, token_ids=request.sequence.shown, logprobs=logprobs, drafts=request.drafts
+            )
             stream = None if self._open_text_stream is None else self._open_text_stream(request.params)
             answers.append(_Answer(request, completion, stream))
         completions = [answer.completion for answer in answers]
@@ -102,6 +104,13 @@ class Outputs:
             for group in groups
             if group is not None
         ]
+
+    def read(self, request: Request) -> None:
+        """Turn a request's new tokens into text before the step is over; it ends if they complete a stop string."""
+        group = self._group_of.get(request)
+        for answer in () if group is None else group.answers:
+            if answer.request is request and answer.stream is not None:
+                self._read(answer, answer.stream)
 
     def note_kept(self, request: Request, entries: tuple[CacheEntry, ...]) -> None:
         """Note the entries that a prompt's marks made, when its first token is known."""

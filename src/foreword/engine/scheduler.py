@@ -14,14 +14,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 
-from foreword.batch import Batch, BatchResult, Entries, Int64Array, build_batch
+from foreword.batch import Batch, BatchResult, Entries, Int64Array, IntArray, build_batch
 from foreword.cache import KVCacheManager, StateCheckpoints
 from foreword.config import SchedulerConfig
 from foreword.engine.coalescing import Coalescing
+from foreword.engine.drafts.drafting import Drafting
 from foreword.engine.linking import SOURCE_KEYS, Linking
+from foreword.engine.recording import Recording
 from foreword.engine.running_rows import RunningRows
 from foreword.engine.shares import Shares, Spans
 from foreword.engine.starter import Starter, WaitsFor
@@ -29,7 +32,7 @@ from foreword.engine.tiering.director import TierDirector
 from foreword.engine.waiting.choose import make_queue
 from foreword.engine.waiting.pace import Pace
 from foreword.errors import ConfigError
-from foreword.request import NO_ROW, NOTHING_ALLOWED, FinishReason, Request, RequestStatus
+from foreword.request import NO_ROW, FinishReason, Request, RequestStatus
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,8 @@ class Scheduler:
         self.manager = manager
         self.config = config
         self._tiers = tiers or TierDirector.of_none(manager)
+        self.drafting: Drafting | None = None
+        """None: no tokens are drafted."""
         self.num_preemptions = 0
         self.states = StateCheckpoints.for_groups(manager.groups)
         """Positions of saved recurrent states, where steps end; None without recurrent layers."""
@@ -63,6 +68,7 @@ class Scheduler:
                 "between places where a recurrent state can be saved; raise it, or lower state_block_size"
             )
         self._running = RunningRows()
+        self.recording = Recording(manager, self._running, self.finish, self._note_first_token)
         self._pace = Pace(clock)
         self._waiting = make_queue(manager, config, self._pace)
         self._coalescing = Coalescing(
@@ -138,9 +144,12 @@ class Scheduler:
         `commit` of the step before comes first, so requests that their tokens end have left when this batch is
         answered. The tokens must be known if a request would be preempted, which discards its token, if sampling
         depends on earlier tokens, and if recurrent states are saved at positions that depend on the tokens. A tier's
-        blocks come and go only while no step is planned, so there is a pause for them too.
+        blocks come and go only while no step is planned, so there is a pause for them too. So there is for drafts,
+        which go on from known tokens.
         """
         before = launched.entries
+        if before.drafts or (self.drafting is not None and self.drafting.wants_pause(before.requests)):
+            return None
         if self.states is not None or before.facts["samples_by_tokens"].any():
             return None
         if self._tiers.wants_pause:
@@ -171,12 +180,35 @@ class Scheduler:
         self.manager.begin_step()
         self._pace.begin_step()
         self._linking.hold_for(self._waiting)
-        entries = self._serve(self._shares.of_running(self.config.max_num_batched_tokens))
+        planned = self._shares.of_running(self.config.max_num_batched_tokens)
+        drafts = {} if self.drafting is None else self._draft(self.drafting, planned)
+        entries = self._serve(planned)
+        if drafts:
+            numbers = enumerate(entries.rows.tolist())
+            entries = replace(entries, drafts={number: drafts[row] for number, row in numbers if row in drafts})
         if not len(entries):
             # The first request can always run: intake refuses requests that do not fit into the empty pool, and
             # preemption ends at the first running request. But it may wait for a load.
             assert not self._requests or self._tiers.is_loading, "requests are left, but none of them can run"
         return entries
+
+    def _draft(self, drafting: Drafting, planned: Spans) -> dict[int, IntArray]:
+        """Drafts by row, for which the planned spans grow in place; none that take a block from another request."""
+        rows, starts, ends = planned
+        progress, num_tokens = self._running.progress.take(rows), int((ends - starts).sum())
+        decoding = ((ends - starts == 1) & (ends == progress["num_tokens"]) & ~progress["is_new"]).nonzero()[0]
+        room = self.config.max_num_batched_tokens - num_tokens
+        if not len(decoding) or room <= 0:
+            return {}
+        requests = [self._running[row] for row in rows[decoding].tolist()]
+        drafts = drafting.plan(requests, num_tokens, room)
+        longer = ends.copy()
+        for number, request in zip(decoding.tolist(), requests, strict=True):
+            longer[number] += len(drafts.get(request.row, ()))
+        if not drafts or not self.manager.has_blocks_for(rows, longer):
+            return {}
+        ends[:] = longer
+        return drafts
 
     def _serve(self, planned: Spans, *, ahead: bool = False) -> Entries:
         """Allocate blocks for the running requests; if there are enough for all, admit waiting requests.
@@ -230,31 +262,10 @@ class Scheduler:
         self._tiers.note_settled(entries, seconds)
         self._linking.settle()
         self._pace.note_step(entries)
-        running, alive = self._running, self._running.still_run(entries)
-        running.progress["num_computed"][entries.rows[alive]] = entries.ends[alive]
-        numbers = (alive & entries.samples).nonzero()[0]
-        rows, token_ids = entries.rows[numbers], result.token_ids[numbers]
-        requests = entries.requests
-        if len(numbers) < len(entries):
-            requests = [requests[number] for number in numbers.tolist()]
-        lengths = entries.ends[numbers] + 1
-        before = running.progress.take(rows)
-        ends = running.record(rows, lengths, token_ids)
-        ends |= lengths >= entries.facts["max_length"][numbers]
-        for number, logprobs in result.logprobs.items():
-            if alive[number]:
-                entries.requests[number].logprobs.append(logprobs)
-        for at in before["is_new"].nonzero()[0].tolist():
-            self._note_first_token(requests[at])
-        may_end = ends | entries.facts["may_run_dry"][numbers]
-        for at in may_end.nonzero()[0].tolist():
-            if requests[at].status is not RequestStatus.FINISHED:  # a source ends with the last one that needs it
-                self._finish_if_due(requests[at], int(token_ids[at]))
-        filled = (before["source"] >= 0) & (lengths % self.manager.block_size == 0)
-        if filled.any():
-            filled &= running.still_run(entries)[numbers]
-            self.manager.cache_known_blocks(rows[filled])
-        return requests
+        moved = self.recording.record(entries, result, self.drafting)
+        if self.drafting is not None:
+            self.drafting.note_step(entries, seconds)
+        return moved
 
     def _note_first_token(self, request: Request) -> None:
         """The first token since admission: releases the requests that wait for this one's prefix."""
@@ -283,20 +294,7 @@ class Scheduler:
     def finish_if_answered(self, request: Request) -> None:
         """Finish a queued request whose answer, generated elsewhere, is complete."""
         if request.num_output_tokens:
-            self._finish_if_due(request, int(request.sequence.token_ids[-1]))
-
-    def _finish_if_due(self, request: Request, token_id: int) -> None:
-        num_tokens = request.num_output_tokens
-        if request.has_run_dry:
-            request.stop_reason = NOTHING_ALLOWED
-            self.finish(request.request_id, "content_filter")
-            return
-        if token_id in request.stop_token_ids and (num_tokens > request.params.min_tokens or request.may_run_dry):
-            if token_id in request.params.stop_token_ids:
-                request.stop_reason = token_id
-            self.finish(request.request_id, "stop")
-        elif num_tokens >= request.max_tokens:
-            self.finish(request.request_id, "length")
+            self.recording.finish_if_due(request, int(request.sequence.token_ids[-1]))
 
     def fail(self, batch: Batch) -> list[Request]:
         """Give up a batch that could not be computed: end its requests, and forget their uncomputed blocks."""
@@ -361,6 +359,8 @@ class Scheduler:
     def _end_life(self, request: Request, reason: FinishReason) -> None:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+        if self.drafting is not None:
+            self.drafting.leave(request)
         request.metrics.finished_time = time.monotonic()
 
     def _preempt(self, request: Request) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from foreword.cache import BlockState, CacheEntry, EvictionCause, PrefixCacheStats
 from foreword.engine.tiering.director import TiersReport
+from foreword.request import DraftCounts
 
 if TYPE_CHECKING:
     from foreword.engine.scheduler import Scheduler
@@ -57,6 +59,8 @@ class Snapshot:
     num_preemptions: int
     num_computed_tokens: int
     """Tokens that went through the model since the engine started."""
+    drafts: DraftCounts
+    """What became of drafted tokens since the engine started, by source: a copy."""
     tiers: TiersReport
     """Loads, stores and what the tiers hold; of no tiers if nothing lies below the pool."""
     entries: Sequence[CacheEntry]
@@ -97,6 +101,7 @@ class Snapshot:
             num_waiting=scheduler.num_waiting,
             num_preemptions=scheduler.num_preemptions,
             num_computed_tokens=num_computed_tokens,
+            drafts=DraftCounts() if scheduler.drafting is None else deepcopy(scheduler.drafting.counts),
             tiers=tiers,
             entries=entries,
             num_broken_pins=manager.num_broken_pins,

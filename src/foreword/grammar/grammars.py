@@ -133,6 +133,11 @@ class _Constraint:
         self._eos = eos_token_ids
         self._num_read = 0
 
+    def fork(self) -> TokenConstraint:
+        forked = _Constraint(self._matcher.deep_copy(), self._vocab_size, self._eos)
+        forked._num_read = self._num_read
+        return forked
+
     def allowed(self, output_token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
         if not self._matcher.is_stopped():
             self._matcher.consume_tokens(list(output_token_ids[self._num_read :]))

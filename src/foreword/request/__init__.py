@@ -11,6 +11,7 @@ from foreword.request.request import (
     NO_ROW as NO_ROW,
     NOTHING_ALLOWED as NOTHING_ALLOWED,
     CompletionOutput as CompletionOutput,
+    DraftCounts as DraftCounts,
     FactRows as FactRows,
     FinishReason as FinishReason,
     Logprob as Logprob,

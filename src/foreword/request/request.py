@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from foreword.cache import CacheEntry, LoadFailure, LookupExplanation, TokenSequence
 from foreword.request.links import LinkReport, Links
 from foreword.request.reply import Reply
+from foreword.request.sampling_params import ForkingConstraint
 from foreword.request.sampling_params import SamplingParams as SamplingParams
 from foreword.request.sampling_params import TokenConstraint as TokenConstraint
 from foreword.request.token_limits import BoolArray, TokenLimits
@@ -123,6 +125,42 @@ class Loaded:
         return {name: num_tokens for name, num_tokens in found.items() if num_tokens}
 
 
+@dataclass(slots=True)
+class DraftCounts:
+    """What became of the tokens that were drafted."""
+
+    accepted: dict[str, int] = field(default_factory=dict)
+    """Tokens of the answer that were drafted, by the source of the draft; without zeros."""
+    rejected: dict[str, int] = field(default_factory=dict)
+    """Other drafted tokens."""
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.accepted.values())
+
+    @property
+    def num_rejected(self) -> int:
+        return sum(self.rejected.values())
+
+    def count(self, source: str, num_accepted: int, num_rejected: int) -> None:
+        """Count one checked draft."""
+        for counts, number in ((self.accepted, num_accepted), (self.rejected, num_rejected)):
+            if number:
+                counts[source] = counts.get(source, 0) + number
+
+
+@dataclass(slots=True)
+class _LookAhead:
+    """What was found about the tokens of an answer before it came to them."""
+
+    dry_at: set[int] = field(default_factory=set)
+    """Numbers of answer tokens after which nothing was allowed; the drafts before some of them may be wrong."""
+    masks: dict[int, BoolArray] = field(default_factory=dict)
+    """Number of answer tokens, drafts included -> mask, for the drafts that `cut_drafts` found possible."""
+    num_known: int = 0
+    """The number of answer tokens without drafts for which `masks` were made."""
+
+
 class Request:
     """One prompt, continued once. The scheduler changes its progress, the engine reads it."""
 
@@ -162,8 +200,8 @@ class Request:
         """Tokens that may come, besides what the constraint says; None: any."""
         self.may_run_dry = self.constraint is not None or (limits is not None and bool(limits.bad_words))
         """Whether a step may come in which no token is allowed, or only one that ends the answer."""
-        self.has_run_dry = False
-        """Whether such a step came: the token sampled in it is the last."""
+        self._ahead = _LookAhead()
+        self.drafts = DraftCounts()
         self.seed = seed
         penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         samples_by_tokens = bool(penalised) or self.may_run_dry
@@ -226,6 +264,38 @@ class Request:
     def num_output_tokens(self) -> int:
         return len(self.sequence) - self.num_prompt_tokens
 
+    @property
+    def has_run_dry(self) -> bool:
+        """Whether its last token was sampled where nothing was allowed: then it is the last of the answer."""
+        return self.num_output_tokens - 1 in self._ahead.dry_at
+
+    def cut_drafts(self, drafts: Sequence[int], vocab_size: int) -> int:
+        """The number of leading drafts that may come next; keeps the masks for them until the next call.
+
+        A draft ends before a token that ends the answer: nothing could follow.
+        """
+        self._ahead.masks.clear()
+        end = next((at for at, token_id in enumerate(drafts) if token_id in self.stop_token_ids), len(drafts))
+        if (self.constraint is None and self.limits is None) or not end:
+            return end
+        constraint = self.constraint.fork() if isinstance(self.constraint, ForkingConstraint) else None
+        if constraint is None and self.constraint is not None:
+            return 0  # it cannot look ahead
+        answer, masks = self.sequence.generated_from(0), {}
+        num_known = len(answer)
+        for at, token_id in enumerate(drafts[:end]):
+            mask = self._mask(constraint, answer, num_known + at, vocab_size)
+            if mask is None or not mask[token_id]:
+                end = at
+                break
+            masks[num_known + at] = mask
+            answer.append(token_id)
+        if end:  # the mask after the last one is needed too
+            last = self._mask(constraint, answer[: num_known + end], num_known + end, vocab_size)
+            masks[num_known + end] = self._dry_mask(num_known + end, vocab_size) if last is None else last
+            self._ahead.masks, self._ahead.num_known = masks, num_known
+        return end
+
     def allowed_tokens(self, num_generated: int, vocab_size: int) -> BoolArray | None:
         """Mask over the vocabulary for the token after `num_generated` tokens of the answer; None: any token may come.
 
@@ -234,14 +304,30 @@ class Request:
         """
         if self.constraint is None and self.limits is None:
             return None
-        limits = self.limits if self.limits is not None else TokenLimits(vocab_size, self.stop_token_ids)
-        allowed = None if self.constraint is None else self.constraint.allowed(self.output_token_ids)
+        if self._ahead.num_known != self.num_output_tokens:
+            self._ahead.masks.clear()  # these drafts were never checked
+        ahead = self._ahead.masks.pop(num_generated, None)
+        if ahead is not None:
+            return ahead
+        found = self._mask(self.constraint, self.output_token_ids, num_generated, vocab_size)
+        return self._dry_mask(num_generated, vocab_size) if found is None else found
+
+    def _limits(self, vocab_size: int) -> TokenLimits:
+        return self.limits if self.limits is not None else TokenLimits(vocab_size, self.stop_token_ids)
+
+    def _mask(
+        self, constraint: TokenConstraint | None, answer: Sequence[int], num_generated: int, vocab_size: int
+    ) -> BoolArray | None:
+        """The mask after an answer, [vocab]; None if it allows nothing. The `constraint` reads its new tokens."""
+        self._ahead.dry_at.discard(num_generated)
+        allowed = None if constraint is None else constraint.allowed(answer)
         needs_more = num_generated < self.params.min_tokens
-        found = limits.narrow(allowed, self.output_token_ids, needs_more=needs_more)
-        if found is None:
-            self.has_run_dry = True
-            found = limits.only_end()
-        return found
+        return self._limits(vocab_size).narrow(allowed, answer, needs_more=needs_more)
+
+    def _dry_mask(self, num_generated: int, vocab_size: int) -> BoolArray:
+        """The mask where nothing is allowed: only the tokens that end answers."""
+        self._ahead.dry_at.add(num_generated)
+        return self._limits(vocab_size).only_end()
 
     def note_admission(self, num_hit_tokens: int, num_shared_tokens: int, lookup: LookupExplanation | None) -> None:
         """Note the first admission: the tokens of the hit, those in shared blocks, and the result of the lookup."""
@@ -297,6 +383,8 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    """What became of the tokens that were drafted for it."""
     reply: Reply | None = None
     """Content, reasoning and calls; None unless it is an answer of `LLM.chat`."""
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +33,16 @@ class TokenConstraint(Protocol):
     def allowed(self, output_token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Mask over the vocabulary, from all tokens of the answer so far. Must not raise.
 
-        Called once for each token, in order. A mask that allows nothing ends the answer.
+        Called in order: each answer begins with that of the call before. A mask that allows nothing ends the answer.
         """
+
+
+@runtime_checkable
+class ForkingConstraint(TokenConstraint, Protocol):
+    """A constraint that can look ahead, so that answers under it can be drafted."""
+
+    def fork(self) -> TokenConstraint | None:
+        """A constraint at the same place in the answer, which goes its own way; None if it cannot be made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +150,8 @@ class SamplingParams:
     """The form that the answer must have; `LLM` turns it into an `open_constraint`."""
     open_constraint: Callable[[], TokenConstraint] | None = None
     """Makes the constraint of one continuation; None: any token may come."""
+    prediction_token_ids: tuple[int, ...] = ()
+    """What the answer is likely to say: a source of drafts, which changes its speed and nothing else."""
     skip_reading_prefix_cache: bool = False
     """Compute the whole prompt even if it is cached."""
     truncate_prompt_tokens: int | None = None
@@ -152,6 +162,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        object.__setattr__(self, "prediction_token_ids", tuple(self.prediction_token_ids or ()))
         words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
         object.__setattr__(self, "bad_words", words)
         if self.allowed_token_ids is not None:
@@ -199,10 +210,12 @@ class SamplingParams:
         for name, value in numbers.items():
             if not isinstance(value, Real):
                 raise InvalidRequestError(f"{name}={value!r} is not a number")
-        for token_id in (*self.stop_token_ids, *self.logit_bias, *_not_ints(self.allowed_token_ids or ())):
+        long_lists = (*_not_ints(self.allowed_token_ids or ()), *_not_ints(self.prediction_token_ids))
+        for token_id in (*self.stop_token_ids, *self.logit_bias, *long_lists):
             if not isinstance(token_id, Integral):
                 raise InvalidRequestError(
-                    f"token id {token_id!r} in stop_token_ids, logit_bias or allowed_token_ids is not an integer"
+                    f"token id {token_id!r} in stop_token_ids, logit_bias, allowed_token_ids or prediction_token_ids "
+                    "is not an integer"
                 )
         for kind, texts in (("stop string", self.stop), ("bad word", self.bad_words)):
             for text in texts:

@@ -136,6 +136,7 @@ def statistics(look: Snapshot, service: Service) -> dict[str, Any]:
         "tails": look.num_tails,
         "tail_evictions": stats.tail_evictions,
         "prefill_seconds_saved": service.insight.num_saved_seconds,
+        "drafted_tokens": {"accepted": look.drafts.accepted, "rejected": look.drafts.rejected},
         "preemptions": look.num_preemptions,
         "requests_running": look.num_running,
         "requests_waiting": look.num_waiting,

@@ -246,7 +246,7 @@ class EngineThread:
 
     def _step(self) -> None:
         self.num_steps += 1
-        num_before, started = self._engine.num_computed_tokens, time.monotonic()
+        num_before, started = self._engine.num_known_tokens_computed, time.monotonic()
         try:
             outputs = self._engine.step()
         except Exception as error:
@@ -254,7 +254,7 @@ class EngineThread:
             return
         self._failed_steps = 0
         now = time.monotonic()
-        self.prefill.note_step(self._engine.num_computed_tokens - num_before, len(self._running), now - started)
+        self.prefill.note_step(self._engine.num_known_tokens_computed - num_before, len(self._running), now - started)
         for output in outputs:
             running = self._running.get(output.request_id)
             if running is not None:

@@ -256,6 +256,10 @@ class Service:
             return self.tokenizer.encode(text)
         return await asyncio.to_thread(self.tokenizer.encode, text)
 
+    async def encode_part(self, text: str) -> tuple[int, ...]:
+        """Token ids of a part of a text, without special tokens around it."""
+        return await asyncio.to_thread(self.tokenizer.encode_part, text)
+
     async def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

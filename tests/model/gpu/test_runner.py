@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 from torch import nn
 
+from drafters import draft_as_told
 from foreword.batch import BatchResult
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
@@ -209,3 +210,22 @@ def test_constraints_hold_on_a_device(plain_model: Callable[[str], LoadedModel])
     [(tokens, *_)] = answers(Setup(model).engine, [([5, 6, 7], params)])
     assert all(token in (100 + place, 319) for place, token in enumerate(tokens))
     assert answers(build_engine(model), [([5, 6, 7], params)])[0][0] == tokens
+
+
+# ---------------------------------------------------------------------------------------------- drafts
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_drafts_change_no_answer(plain_model: Callable[[str], LoadedModel], name: str) -> None:
+    """The same work twice, so that the cache knows how it goes on. Steps without drafts are replayed from graphs."""
+    work = random_work(8, 12)
+    plain, setup = build_engine(plain_model(name), block_size=4, num_blocks=256), Setup(plain_model(name))
+    setup.engine.draft(4)
+    for _ in range(2):
+        assert answers(setup.engine, work) == answers(plain, work)
+    assert setup.engine.snapshot().drafts.num_accepted > 10
+    rng = np.random.default_rng(0)
+    drafting = draft_as_told(setup.engine, lambda request, most: random_tokens(rng, int(rng.integers(0, 4))))
+    assert answers(setup.engine, work) == answers(plain, work)
+    assert drafting.counts.num_rejected > 50
+    assert setup.num_replays

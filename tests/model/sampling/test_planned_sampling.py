@@ -81,6 +81,8 @@ def test_a_batch_of_any_requests_gets_what_each_gets_by_itself(vocab: int, num_r
         logits[:, 5] = logits[:, 6]  # ties
         logits[0] = logits[0].round()
         assert planned_sample(logits.clone(), requests) == plain_sample(logits, requests)
+        for request in requests:
+            request.sequence.append(0)
         assert any(request.has_run_dry for request in requests) or num_requests < 100
 
 

@@ -28,7 +28,7 @@ from foreword.cache.groups.group_specs import GroupSpec
 from foreword.cache.groups.managers import make_group_manager
 from foreword.cache.index.prefix_index import Divergence, PartialBlock, PrefixIndex
 from foreword.cache.index.tree_view import PrefixNode
-from foreword.cache.keys.hashing import BlockHash
+from foreword.cache.keys.hashing import BlockHash, TokenArray
 from foreword.cache.keys.sequence import TokenSequence
 
 MAX_NOTES = 1024
@@ -236,6 +236,10 @@ class KVCacheCoordinator(ABC):
     def top_prefixes(self, limit: int, under_salt: str = "") -> list[PrefixNode] | None:
         """`PrefixIndex.top`; None without such an index."""
         return None
+
+    def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
+        """`PrefixIndex.following`; empty without such an index."""
+        return NO_BLOCKS
 
     def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
         """`PrefixIndex.diverges`; None without such an index."""

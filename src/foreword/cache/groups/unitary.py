@@ -16,7 +16,7 @@ from foreword.cache.groups.coordinator import ELSEWHERE, Keys, KVCacheCoordinato
 from foreword.cache.groups.group_specs import GroupSpec
 from foreword.cache.index.prefix_index import NO_MATCH, Divergence, PartialBlock, PrefixIndex
 from foreword.cache.index.tree_view import PrefixNode
-from foreword.cache.keys.hashing import BlockHash
+from foreword.cache.keys.hashing import BlockHash, TokenArray
 from foreword.cache.keys.sequence import TokenSequence
 
 
@@ -211,6 +211,9 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     def num_ghost_tokens(self, sequence: TokenSequence, hit: PrefixHit) -> int:
         assert self._account is not None
         return self._account.num_ghost_hits(sequence, len(hit.block_ids)) * self._size
+
+    def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
+        return self._index.following(sequence, num_tokens)
 
     def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
         return self._index.diverges(sequence, num_tokens)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from foreword.cache.block_ids import BlockIds
 from foreword.cache.index.prefix_index import NO_MATCH, Divergence, PrefixMatch
 from foreword.cache.index.tree_view import PrefixNode
-from foreword.cache.keys.hashing import BlockHash
+from foreword.cache.keys.hashing import BlockHash, TokenArray
 from foreword.cache.keys.sequence import TokenSequence
 from foreword.cache.keys.verified import VerifiedPrefix, VerifiedPrefixes
 
@@ -56,6 +56,9 @@ class HashIndex:
 
     def diverges(self, sequence: TokenSequence, num_tokens: int) -> Divergence | None:
         return None  # keys do not say in which token they differ
+
+    def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
+        return np.empty(0, np.int32)  # keys do not say which tokens they stand for
 
     def original_of(self, block_id: int) -> int | None:
         key = self._key_of[block_id]

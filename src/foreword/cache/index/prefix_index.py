@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from foreword.cache.block_ids import BlockIds
 from foreword.cache.index.tree_view import PrefixNode
+from foreword.cache.keys.hashing import TokenArray
 from foreword.cache.keys.sequence import TokenSequence
 
 
@@ -71,6 +72,12 @@ class PrefixIndex(Protocol):
         """Where the sequence differs from the indexed ones, with at most `num_tokens` of each continuation.
 
         None if all of it is indexed, or if the index cannot tell. Changes nothing.
+        """
+
+    def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
+        """At most `num_tokens` tokens that follow all of the sequence in an indexed one; empty if none is known.
+
+        Of several ways to go on, the last one that was indexed. Changes nothing.
         """
 
     def original_of(self, block_id: int) -> int | None:

@@ -110,6 +110,21 @@ class RadixIndex(RadixTree):
         )  # the rest is under another salt
         return Divergence(position, ours, tuple(theirs))
 
+    def following(self, sequence: TokenSequence, num_tokens: int) -> TokenArray:
+        tokens = self._tokens(sequence)
+        node, position, _ = self._walk(_namespace(sequence.extra_keys), tokens)
+        if position < len(tokens):
+            return np.empty(0, np.int32)
+        parts = []
+        start, end = position, position + num_tokens
+        while node is not None and start < end:
+            parts.append(node.tokens[start - node.start : end - node.start])
+            start = node.end
+            node = next(reversed(node.children.values()), None)
+        found = np.concatenate(parts) if parts else np.empty(0, np.int32)
+        numbers = np.flatnonzero(found < 0)  # media, or another salt
+        return found[: numbers[0]] if len(numbers) else found
+
     def original_of(self, block_id: int) -> int | None:
         return self._original_of.get(block_id)
 

@@ -31,11 +31,13 @@ class LogitRows:
 
 
 def logit_rows(batch: Batch) -> LogitRows:
-    """Rows of the last token of each entry that samples, and of every prompt token that an entry reports on."""
+    """Rows of the tokens after which entries sample, and of every prompt token that an entry reports on."""
     entries = batch.entries
     ends = batch.query_starts[1:].astype(np.int64)
     reports = entries.facts["reports_prompt"] & (entries.starts < entries.facts["num_prompt_tokens"] - 1)
     counts = entries.samples.astype(np.int64)
+    if entries.drafts:
+        counts += entries.num_drafts()
     if reports.any():
         counts[reports] = (ends - batch.query_starts[:-1])[reports]
     row_ends = counts.cumsum()
@@ -46,9 +48,9 @@ def logit_rows(batch: Batch) -> LogitRows:
 class Taken:
     """Results of a step on the device."""
 
-    num_entries: int
+    num_results: int
     entries: Rows
-    """The entries that got a token, ascending."""
+    """The rows of the result that got a token, ascending."""
     drawn: Drawn | None
     prompts: list[tuple[int, LogprobRows]]
     """Pairs of an entry and the reports on its prompt tokens."""
@@ -63,7 +65,7 @@ class Taken:
 
     def read(self, packed: Int32s) -> BatchResult:
         """The step's results, from `packed` as it reached the host."""
-        result = BatchResult(np.zeros(self.num_entries, np.int64))
+        result = BatchResult(np.zeros(self.num_results, np.int64))
         start = 0
         for number, report in self.prompts:
             result.prompt_logprobs[number] = report.read(packed[start : start + report.num_ints])
@@ -78,8 +80,9 @@ class Taken:
 class Readout:
     """Plans what leaves a step."""
 
-    num_entries: int
+    num_results: int
     entries: Rows
+    """Rows of the result that get a token, ascending."""
     rows: Tensor | None
     """[len(entries)] int64: the rows of logits of `entries`; None if these are all rows."""
     sampling: SamplingPlan | None
@@ -89,15 +92,16 @@ class Readout:
     @classmethod
     def make(cls, batch: Batch, asked: LogitRows, vocab: int, put: Put) -> Readout:
         """Plan for the logits [rows, vocab] that `asked` names."""
-        samples = batch.entries.samples
-        entries = samples.nonzero()[0]
+        samples, counts = batch.entries.samples, batch.entries.num_drafts() + 1
+        entries = samples.repeat(counts).nonzero()[0] if batch.entries.drafts else samples.nonzero()[0]
+        lasts = _last_rows(asked.ends[samples], counts[samples]) if len(entries) < len(asked.rows) else None
         reporting = batch.entries.facts["reports_prompt"].nonzero()[0].tolist()
         firsts = np.append(0, asked.ends)
         prompts = (_prompt_rows(batch, number, int(firsts[number]), put) for number in reporting)
         return cls(
-            len(samples),
+            int(counts.sum()),
             entries,
-            put(asked.ends[samples] - 1) if len(entries) < len(asked.rows) else None,
+            None if lasts is None else put(lasts),
             SamplingPlan.make(Sampled.of(batch.entries), vocab, put) if len(entries) else None,
             [prompt for prompt in prompts if prompt is not None],
         )
@@ -113,7 +117,14 @@ class Readout:
         drawn = None
         if self.sampling is not None:
             drawn = self.sampling.draw(logits if self.rows is None else logits[self.rows])
-        return Taken(self.num_entries, self.entries, drawn, prompts)
+        return Taken(self.num_results, self.entries, drawn, prompts)
+
+
+def _last_rows(ends: Rows, counts: Rows) -> Rows:
+    """The last `counts[i]` rows before `ends[i]`, for each i."""
+    totals = counts.cumsum()
+    rows: Rows = np.arange(counts.sum()) + (ends - totals).repeat(counts)
+    return rows
 
 
 def _prompt_rows(batch: Batch, number: int, first: int, put: Put) -> tuple[int, slice, Tensor, int] | None:

@@ -13,7 +13,7 @@ The host plans a step's sampling from the requests; the device that holds the lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ ROWS_AT_A_TIME = 64
 """Rows are sorted in float64; this limit bounds the memory for it."""
 INFINITY, MINUS_INFINITY = 0x7F80, 0xFF80
 """Bits of a bfloat16."""
+_NO_TOKENS: Int32s = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +47,40 @@ class Sampled:
     facts: FactRows
     """[rows]"""
     num_generated: Int64Array
-    """[rows]: the number of answer tokens so far, including those that a running step will produce."""
+    """[rows]: the number of answer tokens so far, including drafts and those that a running step will produce."""
+    drafts: Sequence[Int32s] | None = None
+    """For each row the drafts that count as answer tokens; None: no row has any."""
 
     @classmethod
     def of(cls, entries: Entries) -> Sampled:
-        """The entries of a step that sample."""
+        """The entries of a step that sample; those with drafts have a row for each, and one more."""
+        if entries.drafts:
+            return cls._of_drafts(entries)
         if entries.samples.all():
             return cls(entries.requests, entries.facts, entries.num_generated())
         samples = entries.samples
         requests = [entries.requests[number] for number in samples.nonzero()[0].tolist()]
         return cls(requests, entries.facts.compress(samples), entries.num_generated()[samples])
+
+    @classmethod
+    def _of_drafts(cls, entries: Entries) -> Sampled:
+        pairs = [
+            (number, ahead)
+            for number in entries.samples.nonzero()[0].tolist()
+            for ahead in range(1 + len(entries.drafts.get(number, ())))
+        ]
+        numbers, aheads = np.array(pairs, np.int64).T
+        return cls(
+            [entries.requests[number] for number, _ in pairs],
+            entries.facts.take(numbers),
+            entries.num_generated()[numbers] + aheads,
+            [entries.drafts[number][:ahead] if ahead else _NO_TOKENS for number, ahead in pairs],
+        )
+
+    def answered(self) -> list[tuple[Request, Int32s]]:
+        """For each row its request, and the drafts that count as the end of its answer."""
+        drafts = self.drafts if self.drafts is not None else (_NO_TOKENS,) * len(self.requests)
+        return list(zip(self.requests, drafts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,21 +139,28 @@ class SamplingPlan:
             return put(places), put(np.concatenate([values for *_, values in each]))
 
         changing = asked.facts["changes_logits"].nonzero()[0].tolist()
-        numbered = [(row, asked.requests[row]) for row in changing]
+        answered = asked.answered() if changing else []
+        numbered = [(row, *answered[row]) for row in changing]
         counts = asked.num_generated
-        allowed = ((row, request.allowed_tokens(int(counts[row]), vocab)) for row, request in numbered)
+        allowed = ((row, request.allowed_tokens(int(counts[row]), vocab)) for row, request, _ in numbered)
         masks = {row: mask for row, mask in allowed if mask is not None}
         forbidden = [
             row * vocab + np.array(sorted(request.stop_token_ids), np.int64)
-            for row, request in numbered
+            for row, request, _ in numbered
             if counts[row] < request.params.min_tokens and request.stop_token_ids and row not in masks
         ]
         return cls(
             repetition=entries(
-                (row, *_repetition(request)) for row, request in numbered if request.params.repetition_penalty != 1.0
+                (row, *_repetition(request, drafts))
+                for row, request, drafts in numbered
+                if request.params.repetition_penalty != 1.0
             ),
-            penalties=entries((row, *_penalties(request)) for row, request in numbered if _is_penalised(request)),
-            biases=entries((row, *_biases(request)) for row, request in numbered if request.params.logit_bias),
+            penalties=entries(
+                (row, *_penalties(request, drafts))
+                for row, request, drafts in numbered
+                if _is_penalised(request, drafts)
+            ),
+            biases=entries((row, *_biases(request)) for row, request, _ in numbered if request.params.logit_bias),
             constrained=_constraints(masks, put),
             forbidden=put(np.concatenate(forbidden)) if forbidden else None,
             random=_random_rows(asked, vocab, put),
@@ -181,21 +213,26 @@ class SamplingPlan:
             flat.index_fill_(0, self.forbidden, -torch.inf)
 
 
-def _repetition(request: Request) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    ids = np.unique(request.sequence.token_ids).astype(np.int64)
+def _repetition(request: Request, drafts: Int32s) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    ids = np.unique(_with(request.sequence.token_ids, drafts)).astype(np.int64)
     return ids, np.full(len(ids), request.params.repetition_penalty, np.float32)
 
 
-def _is_penalised(request: Request) -> bool:
+def _is_penalised(request: Request, drafts: Int32s) -> bool:
     params = request.params
-    return bool(params.presence_penalty or params.frequency_penalty) and request.num_output_tokens > 0
+    return bool(params.presence_penalty or params.frequency_penalty) and request.num_output_tokens + len(drafts) > 0
 
 
-def _penalties(request: Request) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    ids, counts = np.unique(request.sequence.token_ids[request.num_prompt_tokens :], return_counts=True)
+def _penalties(request: Request, drafts: Int32s) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    answer = _with(request.sequence.token_ids[request.num_prompt_tokens :], drafts)
+    ids, counts = np.unique(answer, return_counts=True)
     params = request.params
     amounts = np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts.astype(np.float32)
     return ids.astype(np.int64), amounts
+
+
+def _with(token_ids: Int32s, drafts: Int32s) -> Int32s:
+    return np.concatenate((token_ids, drafts)) if len(drafts) else token_ids
 
 
 def _biases(request: Request) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:

@@ -142,6 +142,12 @@ class _EngineCollector(Collector):
         yield self._counter("prompt_tokens", "Tokens of prompts that ran.", self._prompt_tokens)
         yield self._counter("generation_tokens", "Tokens that were generated.", self._output_tokens)
         yield self._counter("computed_tokens", "Tokens that went through the model.", look.num_computed_tokens)
+        accepted, rejected = look.drafts.accepted, look.drafts.rejected
+        drafted = {source: accepted.get(source, 0) + rejected.get(source, 0) for source in {**accepted, **rejected}}
+        yield self._counters("spec_decode_num_draft_tokens", "Tokens that were drafted.", "source", drafted)
+        yield self._counters(
+            "spec_decode_num_accepted_tokens", "Drafted tokens that became part of answers.", "source", accepted
+        )
 
     def _prefix_cache(self, look: Snapshot) -> Iterator[Metric]:
         totals = look.totals

@@ -7,8 +7,9 @@ Knows tokens, their texts and the marks of thinking; knows nothing of grammars o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,13 @@ class Constraint(Protocol):
     """Decides which tokens may come next."""
 
     def allowed(self, output_token_ids: Sequence[int]) -> BoolArray: ...
+
+
+@runtime_checkable
+class Forking(Constraint, Protocol):
+    """A constraint that can look ahead."""
+
+    def fork(self) -> Constraint | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +104,18 @@ class ThinkingLimit:
             mask[list(self._spelling.end_token_ids)] = False  # the answer is still to come
         return mask
 
+    def fork(self) -> ThinkingLimit | None:
+        """A limit at the same place, which goes its own way; None before the answer, or if its constraint has none."""
+        if self._state != "answer" or self._forced:
+            return None
+        answer = self._answer.fork() if isinstance(self._answer, Forking) else None
+        if answer is None and self._answer is not None:
+            return None
+        forked = copy(self)
+        forked._answer, forked._answered, forked._forced = answer, self._answered.copy(), []
+        forked._push = _read_no_text
+        return forked
+
     def _force(self, text: str, then: str) -> None:
         self._forced, self._state, self._tail = list(self._spelling.encode(text)), then, ""
 
@@ -125,3 +145,8 @@ class ThinkingLimit:
         self._state = "answer"
         if self._answer is not None and self._lead.startswith(after) and self._lead != after:
             self._force(self._lead[len(after) :], "answer")
+
+
+def _read_no_text(token_id: int) -> str:
+    """In place of a stream, where no marker is looked for any more."""
+    return ""

@@ -50,7 +50,8 @@ def test_reasoning_is_split_off_and_counted_and_the_stream_says_the_same(server)
                 texts[key] += getattr(choice.delta, key, None) or ""
         usage = chunk.usage
     assert texts == {"content": message.content, "reasoning_content": message.reasoning_content}
-    assert usage.completion_tokens_details == whole.usage.completion_tokens_details
+    counted = usage.completion_tokens_details  # drafts differ: the second time, the cache knows the answer
+    assert counted.reasoning_tokens == whole.usage.completion_tokens_details.reasoning_tokens
 
 
 def test_a_call_is_forced_after_the_thinking(server):

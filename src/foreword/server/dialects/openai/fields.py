@@ -228,6 +228,25 @@ class ChatMessage(Unmarkable):
     audio: dict[str, Any] | None = None
 
 
+class PredictedText(Part):
+    """A part of `prediction.content`."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """`prediction`: what the answer is likely to say; its speed depends on it, and nothing else."""
+
+    type: Literal["content"]
+    content: str | list[PredictedText]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatRequest(_ChoicesCall):
     """POST /v1/chat/completions."""
 
@@ -246,7 +265,7 @@ class ChatRequest(_ChoicesCall):
     functions: list[Any] | None = None
     function_call: Any | None = None
     audio: dict[str, Any] | None = None
-    prediction: dict[str, Any] | None = None
+    prediction: Prediction | None = None
     web_search_options: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

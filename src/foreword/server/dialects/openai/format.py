@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foreword.llm import LLM
-from foreword.request import RequestOutput, TokenLogprobs
+from foreword.request import DraftCounts, RequestOutput, TokenLogprobs
 from foreword.server.answer_stream import Delta
 from foreword.server.dialects.openai.caching import TTL_S
 from foreword.text import Tokenizer
@@ -42,8 +42,18 @@ def usage(outputs: Sequence[RequestOutput], llm: LLM, written: Written, num_reas
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {**found, "audio_tokens": 0, **_from_tiers(outputs, llm)},
-        "completion_tokens_details": {"reasoning_tokens": num_reasoning, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": num_reasoning,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": sum(drafts.num_accepted for drafts in _drafts(outputs)),
+            "rejected_prediction_tokens": sum(drafts.num_rejected for drafts in _drafts(outputs)),
+        },
     }
+
+
+def _drafts(outputs: Sequence[RequestOutput]) -> list[DraftCounts]:
+    """Drafted tokens of each choice. A draft never changes an answer, and no token of it is billed."""
+    return [choice.drafts for output in outputs for choice in output.outputs]
 
 
 def response_usage(outputs: Sequence[RequestOutput], llm: LLM, written: Written, num_reasoning: int) -> dict[str, Any]:

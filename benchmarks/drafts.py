@@ -1,0 +1,269 @@
+"""What drafts gain: tokens a second with and without them, in turn, on one engine.
+
+A checkpoint of Qwen2-0.5B's shape with random weights in bfloat16 is made by this script. Random weights copy nothing,
+so the answers are written here, and a script puts them in the place of the sampled tokens; the model computes, and the
+sampler samples, all that they would for a model that answers so. What is accepted follows from the written answers
+alone; they are made of texts in which each token has a few likely successors, as in language, from a seed:
+
+    edit       a file of 600 tokens, written again with three changed lines
+    quote      an answer to a document of 1,500 tokens: passages of it of 40 to 100 tokens, with 6 to 14 other ones
+               between
+    agent      six turns: a call of 97 tokens, of which 12 are arguments from the last result and 5 are new
+    retry      the same prompt again, at temperature 0.7: the answer keeps the earlier one in pieces of 40 tokens on
+               average, with 3 to 8 other ones between
+    random     random tokens: nothing can be drafted, so this is what trying costs
+
+Each is run by one request, and by 16 different ones at once. Times are those of the whole call, prefill included;
+`gain_cpu` compares the process's processor time instead, for machines that others use too.
+
+Targets: edit, quote, agent and retry at least 2.5x for one request, 16 at once at least 1.3x; random at least 0.97x.
+
+    python benchmarks/drafts.py [--repeats N] [--quick] [--json] [--seed N] [--only NAME ...] [--requests N ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from foreword import LLM, SamplingParams
+from foreword.batch import Batch, BatchResult
+from foreword.engine import Prompt
+from foreword.model.checkpoint.random_weights import QWEN2_0_5B, save_random_model
+from foreword.request import RequestOutput
+from workloads import QUICK_SHAPE
+
+NUM_REQUESTS = 16
+KV_BYTES = 2**30
+COPYING = ("edit", "quote", "agent", "retry")
+ONE_REQUEST_TARGET, MANY_TARGET, RANDOM_TARGET = 2.5, 1.3, 0.97
+SUCCESSORS = 6
+"""Likely successors of each token of a text."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A prompt, and the answer that is written for it."""
+
+    prompt: list[int]
+    answer: list[int]
+    is_measured: bool = True
+
+
+class Writer:
+    """Writes texts of a made language."""
+
+    def __init__(self, seed: int, vocab_size: int, scale: float) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._vocab_size = vocab_size
+        self._successors = self._rng.integers(10, vocab_size, (400, SUCCESSORS))
+        self._scale = scale
+
+    def _length(self, num_tokens: int) -> int:
+        return max(4, int(num_tokens * self._scale))
+
+    def text(self, num_tokens: int) -> list[int]:
+        words = [int(self._rng.integers(10, self._vocab_size))]
+        while len(words) < num_tokens:
+            likely = self._successors[words[-1] % len(self._successors)]
+            words.append(int(likely[min(self._rng.geometric(0.4) - 1, SUCCESSORS - 1)]))
+        return words
+
+    def edit(self) -> list[Call]:
+        lines = [self.text(12) for _ in range(self._length(50))]
+        changed = [line.copy() for line in lines]
+        for number in self._rng.choice(len(lines), 3, replace=False):
+            changed[number] = self.text(12)
+        return [Call(list(chain.from_iterable(lines)) + self.text(30), list(chain.from_iterable(changed)))]
+
+    def quote(self) -> list[Call]:
+        document, answer = self.text(self._length(1500)), []
+        while len(answer) < self._length(300):
+            answer += self.text(int(self._rng.integers(6, 14)))
+            start = int(self._rng.integers(len(document) - 10))
+            answer += document[start : start + int(self._rng.integers(40, 100))]
+        return [Call(document + self.text(30), answer)]
+
+    def agent(self) -> list[Call]:
+        calls, frame = [], self.text(self._length(80))
+        history = self.text(self._length(400))
+        for _ in range(6):
+            result = self.text(self._length(80))
+            history = [*history, *result, *self.text(10)]
+            argument = result[5:17]
+            answer = [*frame[:30], *argument, *frame[30:], *self.text(5)]
+            calls.append(Call(history, answer))
+            history = [*history, *answer]
+        return calls
+
+    def retry(self) -> list[Call]:
+        prompt, first = self.text(self._length(400)), self.text(self._length(300))
+        second: list[int] = []
+        at = 0
+        while at < len(first):
+            kept = int(self._rng.geometric(1 / 40))
+            second += first[at : at + kept]
+            other = int(self._rng.integers(3, 9))
+            second += self.text(other)
+            at += kept + other
+        return [Call(prompt, first, is_measured=False), Call(prompt, second)]
+
+    def random(self) -> list[Call]:
+        def tokens(count: int) -> list[int]:
+            return self._rng.integers(10, self._vocab_size, self._length(count)).tolist()  # type: ignore[no-any-return]
+
+        return [Call(tokens(300), tokens(200))]
+
+
+class Script:
+    """Puts written answers in the place of sampled tokens."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._runner = llm.engine._runner
+        self._execute = self._runner.execute
+        self._runner.execute = self.execute  # type: ignore[method-assign]
+        self.answers: dict[str, list[int]] = {}
+        self.num_request_steps = 0
+
+    def execute(self, batch: Batch) -> BatchResult:
+        result = self._execute(batch)
+        entries, rows, starts = batch.entries, batch.entries.result_rows(), batch.entries.num_generated()
+        for number in entries.samples.nonzero()[0].tolist():
+            answer = self.answers[entries.requests[number].request_id]
+            self.num_request_steps += 1
+            for ahead in range(1 + len(entries.drafts.get(number, ()))):
+                at = int(starts[number]) + ahead
+                if at < len(answer):
+                    result.token_ids[rows[number] + ahead] = answer[at]
+        return result
+
+
+@dataclass
+class Run:
+    """What one workload took."""
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    num_tokens: int = 0
+    num_accepted: int = 0
+    num_request_steps: int = 0
+
+
+class Bench:
+    """One engine, with and without drafts."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm, self._script = llm, Script(llm)
+        self._drafting = llm.engine.scheduler.drafting
+        self._num_calls = 0
+
+    def run(self, requests: Sequence[Sequence[Call]], *, drafts: bool) -> Run:
+        """All requests at once, from an empty cache; the calls of each one after the other."""
+        self._llm.engine.scheduler.drafting = self._drafting if drafts else None
+        self._llm.reset_prefix_cache()
+        total = Run()
+        for calls in zip(*requests, strict=True):
+            steps = self._script.num_request_steps
+            started, cpu_started = time.perf_counter(), time.process_time()
+            outputs = [self._add(call) for call in calls]
+            while self._llm.engine.has_unfinished_requests():
+                self._llm.engine.step()
+            seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+            for call, output in zip(calls, outputs, strict=True):
+                assert output.outputs[0].token_ids == call.answer, "a draft changed an answer"
+            if calls[0].is_measured:
+                total.seconds += seconds
+                total.cpu_seconds += cpu_seconds
+                total.num_tokens += sum(len(call.answer) for call in calls)
+                total.num_accepted += sum(output.outputs[0].drafts.num_accepted for output in outputs)
+                total.num_request_steps += self._script.num_request_steps - steps
+        return total
+
+    def _add(self, call: Call) -> RequestOutput:
+        name = f"call-{self._num_calls}"
+        self._num_calls += 1
+        self._script.answers[name] = call.answer
+        params = SamplingParams(max_tokens=len(call.answer), temperature=0.7, seed=0, ignore_eos=True)
+        return self._llm.engine.add_request(name, Prompt(np.array(call.prompt, np.int32)), params)
+
+
+def measure(bench: Bench, name: str, count: int, args: argparse.Namespace, vocab_size: int) -> dict[str, float]:
+    """One workload by `count` requests at once; medians of the pairs, with and without drafts in turn."""
+    runs: dict[bool, list[Run]] = {False: [], True: []}
+    for repeat in range(args.repeats):
+        scale = 0.1 if args.quick else 1.0
+        seeds = [args.seed + 1000 * repeat + number for number in range(count)]
+        requests = [getattr(Writer(seed, vocab_size, scale), name)() for seed in seeds]
+        for drafts in (False, True) if repeat % 2 else (True, False):
+            runs[drafts].append(bench.run(requests, drafts=drafts))
+    rates = {drafts: statistics.median(run.num_tokens / run.seconds for run in own) for drafts, own in runs.items()}
+    steps = sum(run.num_request_steps for run in runs[True])
+    pairs = list(zip(runs[False], runs[True], strict=True))
+    return {
+        "tok_s_plain": round(rates[False], 2),
+        "tok_s_drafts": round(rates[True], 2),
+        "gain": round(statistics.median(one.seconds / other.seconds for one, other in pairs), 3),
+        "gain_cpu": round(statistics.median(one.cpu_seconds / other.cpu_seconds for one, other in pairs), 3),
+        "accepted_per_step": round(sum(run.num_accepted for run in runs[True]) / max(1, steps), 2),
+    }
+
+
+def target(name: str, count: int) -> float:
+    """The least gain."""
+    if name == "random":
+        return RANDOM_TARGET
+    return ONE_REQUEST_TARGET if count == 1 else MANY_TARGET
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--repeats", type=int, default=3, help="pairs of runs of each workload (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="a small model and short texts, to see that it runs")
+    parser.add_argument("--json", action="store_true", help="print only the JSON line")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=(*COPYING, "random"), default=(*COPYING, "random"))
+    parser.add_argument("--requests", type=int, nargs="+", default=(1, NUM_REQUESTS), help="at once (default: 1 16)")
+    args = parser.parse_args()
+    shape = QUICK_SHAPE if args.quick else QWEN2_0_5B
+    console = Console(quiet=args.json, width=110)
+    figures: dict[str, Any] = {}
+    table = Table(
+        "workload", "tok/s plain", "with drafts", "gain", "gain (CPU)", "target", "accepted a step", box=SIMPLE_HEAD
+    )
+    with TemporaryDirectory(prefix="foreword-") as folder:
+        save_random_model(Path(folder), shape, seed=args.seed)
+        with LLM(folder, kv_cache_memory_bytes=KV_BYTES, max_num_seqs=NUM_REQUESTS) as llm:
+            bench = Bench(llm)
+            bench.run([Writer(args.seed + 99, shape.vocab_size, 0.1).random()], drafts=True)  # libraries get ready
+            for count in args.requests:
+                for name in args.only:
+                    key = name if count == 1 else f"{name}_{count}"
+                    own = figures[key] = measure(bench, name, count, args, shape.vocab_size)
+                    names = ("tok_s_plain", "tok_s_drafts", "gain", "gain_cpu")
+                    cells = (*(own[name_of] for name_of in names), target(name, count))
+                    table.add_row(key, *map(str, cells), str(own["accepted_per_step"]))
+                    console.print(f"{key}: {own}", style="dim")
+    console.print(table)
+    console.print(f"load average {os.getloadavg()[0]:.1f}", style="dim")
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Drafting: which tokens the next step checks besides the ones it must compute.
+
+Knows drafters, running requests and the times of steps; knows nothing of blocks, or of how tokens are sampled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from foreword.batch import Entries, IntArray
+from foreword.config import DraftTokens
+from foreword.engine.drafts.drafter import Drafter, Proposal
+from foreword.engine.drafts.gain import Acceptance, Record, StepTimes, best_count, best_lengths
+from foreword.request import DraftCounts, Request
+
+MOST_DRAFTED = 31
+"""Most tokens of one request to draft in a step."""
+PAUSE_EVERY = 16
+"""Steps that are planned ahead of known tokens before one waits for them, so that it can guess."""
+SHARE_OF_GUESSES = 0.01
+"""Share of a step's time for guesses about requests whose last guess was wrong."""
+
+
+@dataclass(slots=True)
+class _Guess:
+    """A proposal for the next step of a request."""
+
+    proposal: Proposal
+    length: int
+    """Length of the text that it goes on from."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of a running request."""
+
+    records: dict[str, Record] = field(default_factory=dict)
+    """By source."""
+    guesses: list[_Guess] = field(default_factory=list)
+    was_right: bool = True
+    """Whether one of the guesses before these was right, or there was none yet."""
+
+    def of(self, source: str) -> Record:
+        return self.records.setdefault(source, Record())
+
+
+_Judged = tuple[Proposal, tuple[float, float]]
+"""A proposal, and the chances of its first token and of later ones."""
+
+
+class Drafting:
+    """Asks drafters, and takes as many of their tokens as pay.
+
+    Every guess is compared with what came, whether it was drafted or not, so a source that is not used is still judged.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], vocab_size: int, draft_tokens: DraftTokens = "auto") -> None:
+        """`draft_tokens`: the most tokens of a request to draft, whatever they cost; "auto": as many as pay."""
+        self._drafters = tuple(drafters)
+        self._vocab_size = vocab_size
+        self._fixed = None if draft_tokens == "auto" else int(draft_tokens)
+        self._acceptance, self._times = Acceptance(), StepTimes()
+        self._known: WeakKeyDictionary[Request, _Known] = WeakKeyDictionary()
+        self._seconds_of_guess, self._turn = 0.0, 0
+        self._num_ahead = 0
+        """Steps that were planned ahead since the last pause."""
+        self._drafted_from: dict[Request, str] = {}
+        """The sources of the drafts of the step that is planned."""
+        self.counts = DraftCounts()
+        """Of all requests since the start."""
+
+    def plan(self, requests: Sequence[Request], num_rows: int, room: int) -> dict[int, IntArray]:
+        """The drafts for the next step, by the requests' rows.
+
+        `requests` decode, one row each, in a step of `num_rows` rows, to which at most `room` can be added.
+        """
+        self._drafted_from.clear()
+        if not self._may_pay(len(requests), num_rows, room):
+            return {}
+        guesses = self._guesses(requests, num_rows)
+        longest = [0 if guess is None else len(guess[0].token_ids) for guess in guesses]
+        if self._fixed is not None:
+            lengths = self._fixed_lengths(longest, room)
+        else:
+            chances = [(0.0, 0.0) if guess is None else guess[1] for guess in guesses]
+            lengths = best_lengths(chances, longest, num_rows, len(requests), self._times, room)
+        drafts = {}
+        for request, guess, length in zip(requests, guesses, lengths, strict=True):
+            if guess is not None and length:
+                token_ids = guess[0].token_ids[:length]
+                length = request.cut_drafts(token_ids.tolist(), self._vocab_size)
+                if length:
+                    drafts[request.row] = token_ids[:length]
+                    self._drafted_from[request] = guess[0].source
+        return drafts
+
+    def wants_pause(self, requests: Sequence[Request]) -> bool:
+        """Whether the next step should wait for the tokens of the step of these requests, so that it can draft.
+
+        A step that is planned ahead drafts nothing, but costs the host no time. So there is a pause if a request's last
+        guess was right, and now and then, to guess.
+        """
+        if self._fixed is not None:
+            return True
+        self._num_ahead += 1
+        known = (self._known.get(request) for request in requests)
+        is_lucky = any(one is not None and one.was_right and one.guesses for one in known)
+        if not is_lucky and self._num_ahead < PAUSE_EVERY:
+            return False
+        self._num_ahead = 0
+        return self._may_pay(len(requests), len(requests), MOST_DRAFTED)
+
+    def _may_pay(self, num_requests: int, num_rows: int, room: int) -> bool:
+        """Whether drafts would pay if all of them were right."""
+        if room <= 0 or self._fixed is not None:
+            return room > 0
+        more = np.arange(1 + min(room, num_requests * MOST_DRAFTED))
+        rates = (num_requests + more) / self._times.seconds(num_rows + more)
+        return best_count(rates) > 0
+
+    def _fixed_lengths(self, longest: Sequence[int], room: int) -> list[int]:
+        assert self._fixed is not None
+        lengths = []
+        for most in longest:
+            lengths.append(min(most, self._fixed, room))
+            room -= lengths[-1]
+        return lengths
+
+    def _guesses(self, requests: Sequence[Request], num_rows: int) -> list[_Judged | None]:
+        """A guess for each request that is asked for one.
+
+        Those whose last guess was right are. The others take turns, so that asking in vain costs little of a step.
+        """
+        lucky = [self._known.setdefault(request, _Known()).was_right for request in requests]
+        num_others = len(lucky) - sum(lucky)
+        asked = np.array(lucky)
+        if self._fixed is None and self._seconds_of_guess and self._times.is_known:
+            most = int(SHARE_OF_GUESSES * self._times.seconds(np.array([num_rows]))[0] / self._seconds_of_guess)
+            num_others = min(num_others, max(1, most))
+        others = np.flatnonzero(~asked)
+        if len(others):
+            asked[others[(self._turn + np.arange(num_others)) % len(others)]] = True
+            self._turn += num_others
+        started = time.perf_counter()
+        guesses = [self._guess(request) if ask else None for request, ask in zip(requests, asked, strict=True)]
+        if asked.any():
+            seconds = (time.perf_counter() - started) / int(asked.sum())
+            self._seconds_of_guess += (seconds - self._seconds_of_guess) / 16
+        return guesses
+
+    def _guess(self, request: Request) -> _Judged | None:
+        """The proposal of which the most tokens are likely to be right."""
+        known = self._known[request]
+        self._judge(request, known)
+        most = min(MOST_DRAFTED, request.max_tokens - request.num_output_tokens - 1)
+        if most <= 0:
+            return None
+        best: _Judged | None = None
+        most_likely = 0.0
+        for drafter in self._drafters:
+            proposal = drafter.propose(request, most)
+            if proposal is None:
+                continue
+            known.guesses.append(_Guess(proposal, len(request)))
+            first, later = self._acceptance.chances(proposal.source, proposal.num_matched, known.of(proposal.source))
+            likely = first * (1.0 - later ** len(proposal.token_ids)) / (1.0 - later)
+            if likely > most_likely:
+                best, most_likely = (proposal, (first, later)), likely
+        return best
+
+    def _judge(self, request: Request, known: _Known) -> None:
+        """Compare the last guesses with what came."""
+        known.was_right = False
+        for guess in known.guesses:
+            came = request.sequence.token_ids[guess.length :]
+            proposal = guess.proposal
+            guessed = proposal.token_ids[: len(came)]
+            wrong = np.flatnonzero(guessed != came[: len(guessed)])
+            num_right = int(wrong[0]) if len(wrong) else len(guessed)
+            self._acceptance.note(
+                proposal.source,
+                proposal.num_matched,
+                num_right,
+                one_was_wrong=len(wrong) > 0,
+                own=known.of(proposal.source),
+            )
+            known.was_right |= num_right > 0
+        known.guesses.clear()
+
+    def note_checked(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """A step has checked a request's draft, of which these tokens are in its answer now."""
+        source = self._drafted_from.pop(request)
+        for counts in (self.counts, request.drafts):
+            counts.count(source, num_accepted, num_drafted - num_accepted)
+
+    def note_step(self, entries: Entries, seconds: float | None) -> None:
+        """A step was computed in this time, if that is known."""
+        if seconds is not None:
+            self._times.note(int((entries.ends - entries.starts).sum()), seconds)
+
+    def forget(self) -> None:
+        """Forget what requests that have ended left behind, and keep what was learnt about speed."""
+        for drafter in self._drafters:
+            drafter.forget()
+
+    def leave(self, request: Request) -> None:
+        """A request has ended."""
+        self._known.pop(request, None)
+        for drafter in self._drafters:
+            drafter.leave(request)

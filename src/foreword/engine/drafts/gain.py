@@ -1,0 +1,192 @@
+"""How many tokens to draft: what is likely to be accepted, against what a longer step costs.
+
+Knows counts and seconds; knows nothing of requests. Everything here only decides how many tokens are drafted, never
+which tokens are answered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+SIZES = np.array([1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256])
+"""Numbers of rows whose steps are timed apart."""
+FREE_ROWS, COST_OF_MORE = 8, 0.06
+"""What is assumed before steps were timed: this many rows cost what one does, each further row this share of it."""
+KEPT_TIMES = 7
+ASSUMED_CHANCE, ASSUMED_TRIALS = 0.7, 4.0
+"""The chance of a token of which nothing is known, and the trials that it, or what other requests taught, counts as."""
+LEAST_GAIN = 1.03
+"""Drafts must promise this many times the tokens a second: less is within the error of times and chances."""
+FORGOTTEN_AFTER = 512
+"""Steps after which a time that was not measured again is forgotten, so that it is tried again."""
+
+
+class StepTimes:
+    """The seconds of a step by its number of rows, as measured lately."""
+
+    def __init__(self) -> None:
+        self._times: list[deque[float]] = [deque(maxlen=KEPT_TIMES) for _ in SIZES]
+        self._noted_at: list[int] = [0] * len(SIZES)
+        self._num_steps = 0
+        self._curve: Floats | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any step was timed."""
+        return self._num_steps > 0
+
+    def note(self, num_rows: int, seconds: float) -> None:
+        """Note what a step took."""
+        self._num_steps += 1
+        at = int(SIZES.searchsorted(num_rows))
+        if at == len(SIZES) or seconds <= 0.0:
+            return
+        if self._num_steps - self._noted_at[at] > FORGOTTEN_AFTER:
+            self._times[at].clear()
+        self._times[at].append(seconds)
+        self._noted_at[at] = self._num_steps
+        self._curve = None
+
+    def seconds(self, num_rows: npt.NDArray[np.int64]) -> Floats:
+        """Seconds of steps with these numbers of rows, in any unit before something was measured; they never fall."""
+        if self._curve is None:
+            self._curve = self._measured()
+        sizes = SIZES.astype(np.float64)
+        seconds: Floats = np.interp(num_rows, sizes, self._curve)
+        return seconds * np.maximum(1.0, _assumed(num_rows) / _assumed(SIZES[-1:]))
+
+    def _measured(self) -> Floats:
+        """Seconds at each of SIZES: the least of the last times, and in between and beyond them the assumed shape.
+
+        Other work on the machine only adds to a time, so the least is the nearest to the truth. A size that was timed
+        less often is taken for cheaper than it was, so that it is tried until that is sure.
+        """
+        known = [
+            at
+            for at, times in enumerate(self._times)
+            if times and self._num_steps - self._noted_at[at] <= FORGOTTEN_AFTER
+        ]
+        assumed = _assumed(SIZES)
+        if not known:
+            return assumed
+        counts = np.array([len(self._times[at]) for at in known])
+        slowness = np.array([min(self._times[at]) for at in known]) / assumed[known]
+        unsure = KEPT_TIMES - counts
+        slowness = (counts * slowness + unsure * slowness[0]) / KEPT_TIMES
+        ratios = np.interp(np.log(SIZES), np.log(SIZES[known]), slowness)
+        curve: Floats = np.maximum.accumulate(assumed * ratios)
+        return curve
+
+
+def _assumed(num_rows: npt.NDArray[np.int64]) -> Floats:
+    seconds: Floats = 1.0 + COST_OF_MORE * np.maximum(0, num_rows - FREE_ROWS)
+    return seconds
+
+
+@dataclass(slots=True)
+class Trials:
+    """Guessed tokens that were compared with what came; older ones count less."""
+
+    weight: float = 0.0
+    right: float = 0.0
+
+    def note(self, num_trials: int, num_right: int, kept: float) -> None:
+        """Note some trials; `kept`: the weight that earlier ones keep at each of them."""
+        self.weight = self.weight * kept**num_trials + num_trials
+        self.right = self.right * kept**num_trials + num_right
+
+    def mixed_with(self, chance: float) -> float:
+        """The share of right ones, if what was known before is this chance, with the weight of `ASSUMED_TRIALS`."""
+        return (self.right + chance * ASSUMED_TRIALS) / (self.weight + ASSUMED_TRIALS)
+
+
+@dataclass(slots=True)
+class Record:
+    """How guesses did: their first tokens, and the tokens after right ones."""
+
+    first: Trials = field(default_factory=Trials)
+    later: Trials = field(default_factory=Trials)
+
+    def note(self, num_right: int, *, one_was_wrong: bool, kept: float) -> None:
+        """Note a guess of which `num_right` tokens were right, and then perhaps one was wrong."""
+        if num_right or one_was_wrong:
+            self.first.note(1, min(num_right, 1), kept)
+        if num_right:
+            self.later.note(num_right - 1 + one_was_wrong, num_right - 1, kept)
+
+
+class Acceptance:
+    """How likely guessed tokens are right, by source and length of match.
+
+    A guess begins rightly or not; once it has begun rightly, it mostly goes on so. So there are two chances.
+    """
+
+    KEPT, KEPT_OF_REQUEST = 0.98, 0.9
+    """Weight that trials of all requests, and those of one, keep at each new one."""
+
+    def __init__(self) -> None:
+        self._records: dict[tuple[str, int], Record] = {}
+        """By source and class of match."""
+
+    def chances(self, source: str, num_matched: int, own: Record) -> tuple[float, float]:
+        """The chance of a first token, and of each later one if those before it are right; `own`: of the request."""
+        general = self._records.get((source, _class(num_matched)), _NOTHING_KNOWN)
+        first = own.first.mixed_with(general.first.mixed_with(ASSUMED_CHANCE))
+        later = own.later.mixed_with(general.later.mixed_with(ASSUMED_CHANCE))
+        return first, min(0.995, later)
+
+    def note(self, source: str, num_matched: int, num_right: int, *, one_was_wrong: bool, own: Record) -> None:
+        """Note a checked guess: `num_right` tokens were right, and then perhaps one was wrong."""
+        general = self._records.setdefault((source, _class(num_matched)), Record())
+        general.note(num_right, one_was_wrong=one_was_wrong, kept=self.KEPT)
+        own.note(num_right, one_was_wrong=one_was_wrong, kept=self.KEPT_OF_REQUEST)
+
+
+_NOTHING_KNOWN = Record()
+
+
+def _class(num_matched: int) -> int:
+    """2, 3, 4 to 7, 8 to 15, 16 and more tokens."""
+    return min(num_matched, 3) if num_matched < 4 else min(16, 1 << num_matched.bit_length() - 1)
+
+
+def best_count(rates: Floats) -> int:
+    """The index of the best of some rates; 0 unless it is clearly better than the first."""
+    at = int(rates.argmax())
+    return at if rates[at] > LEAST_GAIN * rates[0] else 0
+
+
+def best_lengths(
+    chances: Sequence[tuple[float, float]],
+    longest: Sequence[int],
+    num_rows: int,
+    num_samples: int,
+    times: StepTimes,
+    room: int,
+) -> list[int]:
+    """The number of tokens to draft for each request, so that the step gives the most tokens for each second.
+
+    Request r's draft has at most `longest[r]` tokens. Its first one is right with the first of `chances[r]`, each later
+    one, if those before it are right, with the second. All requests share the rows that cost little: the likeliest
+    tokens of all come first. The step has `num_rows` rows and gives `num_samples` tokens without drafts; at most `room`
+    rows are added.
+    """
+    owners = np.repeat(np.arange(len(longest)), longest)
+    if not len(owners) or room <= 0:
+        return [0] * len(longest)
+    gains = np.concatenate(
+        [first * later ** np.arange(most) for (first, later), most in zip(chances, longest, strict=True)]
+    )
+    order = (-gains).argsort(kind="stable")[:room]
+    tokens = num_samples + np.append(0.0, gains[order].cumsum())
+    rates = tokens / times.seconds(num_rows + np.arange(len(tokens)))
+    count = best_count(rates)
+    lengths: list[int] = np.bincount(owners[order[:count]], minlength=len(longest)).tolist()
+    return lengths

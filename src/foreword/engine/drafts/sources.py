@@ -1,0 +1,195 @@
+"""Where drafts come from: a request's own text, its caller's prediction, the cache's paths, answers of its namespace.
+
+Knows requests and the cache manager; knows nothing of steps, or of how drafts are checked. Negative numbers in texts
+stand for ends of answers: no token is negative, so no match and no draft goes beyond one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from foreword.batch import IntArray
+from foreword.cache import TokenSequence
+from foreword.engine.drafts.drafter import Proposal
+from foreword.engine.drafts.suffixes import LONGEST_MATCH, SuffixIndex
+from foreword.request import Request
+
+END_OF_ANSWER = -1
+
+
+class OwnText:
+    """What followed the last tokens earlier in the request's own prompt and answer: edits, quotes, tool results.
+
+    "Prompt lookup", with the longest match and without a limit on its distance. An index takes at most 24 bytes for a
+    token of a running request, and is dropped with the request.
+    """
+
+    name = "own"
+
+    def __init__(self) -> None:
+        self._texts: WeakKeyDictionary[Request, SuffixIndex] = WeakKeyDictionary()
+
+    def propose(self, request: Request, most: int) -> Proposal | None:
+        text = self._texts.get(request)
+        if text is None:
+            text = self._texts[request] = SuffixIndex()
+        text.extend(request.sequence.token_ids[len(text) :])
+        last = len(text) - 1
+        found = text.find(text.tokens[-LONGEST_MATCH:], last)
+        if found is None:
+            return None
+        place, num_matched = found
+        token_ids = text.following(place, most)
+        if len(token_ids) < most:  # the text repeats itself up to its end, so it may go on to do so
+            token_ids = np.resize(token_ids, most)
+        return Proposal(token_ids, self.name, num_matched)
+
+    def leave(self, request: Request) -> None:
+        self._texts.pop(request, None)
+
+    def forget(self) -> None:
+        pass  # it knows running requests alone
+
+
+class Predicted:
+    """What the caller expects the answer to say: from its beginning, and from where the answer meets it again."""
+
+    name = "prediction"
+
+    def __init__(self) -> None:
+        self._texts: WeakKeyDictionary[Request, SuffixIndex] = WeakKeyDictionary()
+
+    def propose(self, request: Request, most: int) -> Proposal | None:
+        predicted = request.params.prediction_token_ids
+        if not predicted:
+            return None
+        text = self._texts.get(request)
+        if text is None:
+            text = self._texts[request] = SuffixIndex()
+            text.extend(np.array(predicted, np.int32))
+        answer = request.sequence.generated_from(0) if request.num_output_tokens < 2 else []
+        if answer == list(predicted[: len(answer)]) and request.num_output_tokens < 2:
+            place, num_matched = len(answer) - 1, LONGEST_MATCH  # it begins as predicted
+        else:
+            found = text.find(request.sequence.token_ids[request.num_prompt_tokens :][-LONGEST_MATCH:], len(text))
+            if found is None:
+                return None
+            place, num_matched = found
+        token_ids = text.following(place, most)
+        return Proposal(token_ids, self.name, num_matched) if len(token_ids) else None
+
+    def leave(self, request: Request) -> None:
+        self._texts.pop(request, None)
+
+    def forget(self) -> None:
+        pass  # it knows running requests alone
+
+
+class PathsOfCache(Protocol):
+    """A cache that knows how its sequences go on."""
+
+    def following(self, sequence: TokenSequence, num_tokens: int) -> IntArray:
+        """At most `num_tokens` tokens that followed all of this sequence in a cached one; empty if none is known."""
+
+
+class CachedPaths:
+    """How cached sequences go on after this very text: repeated requests, regenerated answers, agents.
+
+    A cached path is read ahead, and again only where the answer leaves it.
+    """
+
+    name = "cache"
+    READ_AHEAD = 128
+    """Tokens to read at a time."""
+    PAUSE = 32
+    """Tokens until a request whose text is no cached path is looked up again."""
+
+    def __init__(self, cache: PathsOfCache) -> None:
+        self._cache = cache
+        self._read: WeakKeyDictionary[Request, tuple[int, IntArray, int]] = WeakKeyDictionary()
+        """The text's length when a path was read, the path, and the number of tokens followed before."""
+
+    def propose(self, request: Request, most: int) -> Proposal | None:
+        length = len(request.sequence)
+        start, path, before = self._read.get(request, (0, _NOTHING, 0))
+        num_new = length - start
+        if len(path):
+            if num_new >= len(path) or not np.array_equal(request.sequence.token_ids[start:], path[:num_new]):
+                before = before + num_new if num_new >= len(path) else 0
+                start, path = length, self._cache.following(request.sequence, self.READ_AHEAD)
+                self._read[request] = (start, path, before)
+        elif request not in self._read or num_new >= self.PAUSE:
+            start, path, before = length, self._cache.following(request.sequence, self.READ_AHEAD), 0
+            self._read[request] = (start, path, before)
+        token_ids = path[length - start :][:most]
+        return Proposal(token_ids, self.name, before + length - start) if len(token_ids) else None
+
+    def leave(self, request: Request) -> None:
+        self._read.pop(request, None)
+
+    def forget(self) -> None:
+        self._read.clear()
+
+
+class RecentAnswers:
+    """What followed the last tokens in recent answers under the same salt, and of no other.
+
+    The salt separates the cache's namespaces, tenants among them: who may hit a prefix may draft from its answers.
+    """
+
+    name = "answers"
+    MOST_TOKENS = 16_384
+    """Tokens to keep of each namespace: the last half of them when there are more."""
+    MOST_BYTES = 64 * 2**20
+    """Memory for all namespaces; those that were used longest ago go first."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[tuple[str | None, str | None], SuffixIndex] = OrderedDict()
+        self.num_bytes = 0
+        """Of all namespaces."""
+
+    def propose(self, request: Request, most: int) -> Proposal | None:
+        text = self._texts.get(_namespace(request))
+        if text is None:
+            return None
+        found = text.find(request.sequence.token_ids[-LONGEST_MATCH:], len(text))
+        if found is None:
+            return None
+        token_ids = text.following(found[0], most)
+        ends = np.flatnonzero(token_ids == END_OF_ANSWER)
+        token_ids = token_ids[: ends[0]] if len(ends) else token_ids
+        return Proposal(token_ids, self.name, found[1]) if len(token_ids) else None
+
+    def leave(self, request: Request) -> None:
+        answer = request.sequence.token_ids[request.num_prompt_tokens :]
+        if request.finish_reason not in ("stop", "length") or len(answer) < 4:
+            return
+        key = _namespace(request)
+        text = self._texts.pop(key, None)
+        self.num_bytes -= 0 if text is None else text.num_bytes
+        text = SuffixIndex() if text is None else text
+        added = np.append(answer[-self.MOST_TOKENS // 2 :], np.int32(END_OF_ANSWER))
+        if len(text) + len(added) > self.MOST_TOKENS:
+            kept, text = text.tokens[-self.MOST_TOKENS // 2 :], SuffixIndex()
+            text.extend(kept)
+        text.extend(added)
+        self._texts[key] = text
+        self.num_bytes += text.num_bytes
+        while self.num_bytes > self.MOST_BYTES:
+            self.num_bytes -= self._texts.popitem(last=False)[1].num_bytes
+
+    def forget(self) -> None:
+        self._texts.clear()
+        self.num_bytes = 0
+
+
+_NOTHING: IntArray = np.empty(0, np.int32)
+
+
+def _namespace(request: Request) -> tuple[str | None, str | None]:
+    keys = request.sequence.extra_keys
+    return keys.salt, keys.adapter
