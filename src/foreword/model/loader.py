@@ -30,7 +30,7 @@ from foreword.model.layers.attention import ForwardContext
 from foreword.model.layers.recurrent import RecurrentForward, cache_argument
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.probe import probe_layers
-from foreword.model.rotation import KeyRotation, find_rotation
+from foreword.model.rotation import KeyRotation, check_linkable, find_rotation
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,15 @@ class LoadedModel(FlatModel):
     def plan_layout(self, options: LayoutOptions) -> CacheLayout:
         """Plan how this model's layers share blocks."""
         return plan_layout(self.layers, self.states, self.kv_format, options)
+
+    def can_link(self, layout: CacheLayout) -> bool:
+        """Whether tokens may be moved between blocks of this layout; False if nobody asked.
+
+        Raises UnsupportedModelError if they were to be and cannot.
+        """
+        if self.rotation is not None:
+            check_linkable(layout)
+        return self.rotation is not None
 
     def activation_widths(self) -> list[int]:
         """The last dimensions of the activations that pass through elementwise functions."""

@@ -136,13 +136,8 @@ def _refuse(reason: str) -> NoReturn:
     raise UnsupportedModelError(f"allow_links=True, but this model's prompts cannot be linked: {reason}; leave it out")
 
 
-def can_link(rotation: KeyRotation | None, layout: CacheLayout) -> bool:
-    """Whether tokens may be moved between blocks of this layout; False if nobody asked how keys turn.
-
-    Raises UnsupportedModelError if they cannot be.
-    """
-    if rotation is None:
-        return False
+def check_linkable(layout: CacheLayout) -> None:
+    """Raise UnsupportedModelError if tokens cannot be moved between blocks of this layout."""
     for layer, own in layout.attention.items():
         reach = own.sliding_window or own.local_chunk
         if reach is not None and not layout.is_one_full_group:
@@ -150,7 +145,6 @@ def can_link(rotation: KeyRotation | None, layout: CacheLayout) -> bool:
             _refuse(f"layer {layer} attends to {kind} of {reach} tokens, where a moved token has other neighbours")
     if not layout.is_one_full_group:
         _refuse("its layers keep tokens in different blocks")
-    return True
 
 
 Kept = dict[int, tuple[Tensor, Tensor]]
