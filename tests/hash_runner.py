@@ -21,7 +21,7 @@ from foreword.cache import CacheLedger, EventLog, EvictionPolicy, KVCacheManager
 from foreword.config import SchedulerConfig
 from foreword.engine import BlockKeys, Engine, ModelLimits, Prompt, TierDirector
 from foreword.engine.scheduler import Scheduler
-from foreword.request import SamplingParams
+from foreword.request import Links, SamplingParams
 
 _MASK = 2**64 - 1
 _LONGEST = 4096
@@ -45,6 +45,11 @@ def _salt_number(salt: str | None) -> int:
 
 def _kv(token_id: int, position: int, context: int, salt: int) -> int:
     return _mix(token_id, position, context, salt)
+
+
+def _moved(value: int, shift: int) -> int:
+    """What a slot holds after its content was moved by some positions; it cannot be moved twice unnoticed."""
+    return _mix(value, shift, 1)
 
 
 def _next_token(context: int, seed: int, num_output_tokens: int, vocab_size: int) -> int:
@@ -79,6 +84,9 @@ class HashRunner:
         self.on_execute(batch)
         self.batches.append(batch)
         self._copy_blocks(batch)
+        for move in batch.moves:
+            values = self._slots[move.sources].tolist()
+            self._slots[move.targets] = [_moved(value, move.shift) for value in values]
         token_ids = batch.token_ids.copy()
         for number, source in batch.expected.tolist():
             assert token_ids[number] == 0, "an expected token cannot be known"
@@ -106,8 +114,10 @@ class HashRunner:
         assert batch.positions[own].tolist() == list(range(entry.start, entry.end))
         salt = _salt_number(request.sequence.extra_keys.salt)
         context = self._context(table, entry.start)
-        for position, token_id in zip(range(entry.start, entry.end), token_ids[own].tolist(), strict=True):
-            value = _kv(token_id, position, context, salt)
+        rotary = (batch.positions if batch.rotary is None else batch.rotary)[own].tolist()
+        computed = zip(range(entry.start, entry.end), rotary, token_ids[own].tolist(), strict=True)
+        for position, turned, token_id in computed:
+            value = _kv(token_id, turned, context, salt)
             slot = self._slot(table, position) if position >= batch.write_from[row] else self._scrap_slot
             self._slots[slot] = value
             context = (context + value * _WEIGHT_LIST[position]) & _MASK
@@ -130,13 +140,36 @@ class HashRunner:
         return int((self._slots[slots] * _WEIGHTS[:num_tokens]).sum(dtype=np.uint64))
 
 
-def continuation(prompt: Sequence[int], *, seed: int, vocab_size: int, salt: str | None = None) -> Iterator[int]:
+def stored_values(token_ids: Sequence[int], salt: str | None = None) -> list[int]:
+    """What `HashRunner` stores for each token of a plain sequence."""
+    context, values = 0, list[int]()
+    for position, token_id in enumerate(token_ids):
+        values.append(_kv(token_id, position, context, _salt_number(salt)))
+        context = (context + values[-1] * _WEIGHT_LIST[position]) & _MASK
+    return values
+
+
+def linked_values(links: Links, salt: str | None = None) -> dict[int, int]:
+    """What is stored for the linked tokens of a prompt, by index."""
+    values: dict[int, int] = {}
+    for run in links.runs:
+        source = stored_values(run.source.tolist(), salt)[run.first : run.source_end]
+        shift = int(links.positions[run.begin]) - run.first
+        values.update(zip(range(run.begin, run.end), [_moved(value, shift) for value in source], strict=True))
+    return values
+
+
+def continuation(
+    prompt: Sequence[int], *, seed: int, vocab_size: int, salt: str | None = None, links: Links | None = None
+) -> Iterator[int]:
     """What `HashRunner` has to answer, token by token, computed from the prompt alone."""
     context, position, num_output_tokens = 0, 0, 0
     pending = list(prompt)
+    linked = {} if links is None else linked_values(links, salt)
     while True:
         for token_id in pending:
-            value = _kv(token_id, position, context, _salt_number(salt))
+            turned = position if links is None else int(links.positions_of(position, position + 1)[0])
+            value = linked.get(position, _kv(token_id, turned, context, _salt_number(salt)))
             context = (context + value * _WEIGHT_LIST[position]) & _MASK
             position += 1
         token_id = _next_token(context, seed, num_output_tokens, vocab_size)
@@ -153,12 +186,13 @@ def expected_answer(
     vocab_size: int,
     max_model_len: int,
     salt: str | None = None,
+    links: Links | None = None,
 ) -> tuple[list[int], str]:
     """The answer's tokens and why it ends."""
-    room = max_model_len - len(prompt)
+    room = max_model_len - (len(prompt) if links is None else int(links.positions[-1]) + 1)
     limit = room if params.max_tokens is None else min(room, params.max_tokens)
     answer: list[int] = []
-    for token_id in continuation(prompt, seed=seed, vocab_size=vocab_size, salt=salt):
+    for token_id in continuation(prompt, seed=seed, vocab_size=vocab_size, salt=salt, links=links):
         answer.append(token_id)
         if token_id in params.stop_token_ids and len(answer) > params.min_tokens:
             return answer, "stop"
@@ -207,7 +241,7 @@ class HashEngine:
         )
         runner = HashRunner(num_blocks, block_size, vocab_size)
         config = SchedulerConfig(**scheduler_options)  # type: ignore[arg-type]
-        limits = ModelLimits(vocab_size, max_model_len)
+        limits = ModelLimits(vocab_size, max_model_len, allows_links=True)
         director = None if tiers is None else tiers(manager, runner)
         engine = Engine(manager, config, runner, limits, keys=keys, tiers=director)
         engine.clock = clock

@@ -15,7 +15,7 @@ from foreword.batch import Batch
 from foreword.cache import ExtraKeys, PrefixMirror, TokenSequence
 from foreword.engine import Prompt
 from foreword.errors import CacheBusyError, EngineError, RequestTooLargeError
-from foreword.request import RequestOutput, SamplingParams
+from foreword.request import Links, RequestOutput, SamplingParams
 from hash_runner import HashEngine, expected_answer
 
 VOCAB_SIZE = 2
@@ -30,6 +30,7 @@ class Submitted:
     params: SamplingParams
     salt: str | None
     output: RequestOutput
+    links: Links | None = None
 
     def check_finished(self) -> None:
         """Every continuation is what the model answers to the prompt, or, if aborted, its beginning."""
@@ -43,6 +44,7 @@ class Submitted:
                 vocab_size=VOCAB_SIZE,
                 max_model_len=MAX_MODEL_LEN,
                 salt=self.salt,
+                links=self.links,
             )
             if completion.finish_reason == "abort":
                 assert completion.token_ids == answer[: len(completion.token_ids)]

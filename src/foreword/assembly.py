@@ -282,6 +282,7 @@ def build_engine(
     from foreword.model.gpu.memory_use import measure_on_gpu
     from foreword.model.gpu.runner import RunnerLimits
     from foreword.model.memory import kv_cache_bytes
+    from foreword.model.rotation import can_link
     from foreword.model.storage import KVStorage
 
     layout = plan_layout(config, model)
@@ -311,6 +312,7 @@ def build_engine(
         vocab_size=model.vocab_size,
         max_model_len=_max_model_len(config, model.max_positions - len(config.cache.sink_token_ids), manager),
         eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
+        allows_links=can_link(model.rotation, layout),
     )
     logger.debug(
         "%d blocks of %.2f MiB (%.2f GiB), max_model_len %d; %s",

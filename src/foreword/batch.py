@@ -34,8 +34,8 @@ import numpy.typing as npt
 from foreword.cache import NULL_BLOCK
 from foreword.cache.block_ids import Int64Array as Int64Array
 from foreword.request import FACTS, FactRows, Request, TokenLogprobs
+from foreword.request.links import IntArray as IntArray
 
-IntArray = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 NONE_EXPECTED: IntArray = np.empty((0, 2), np.int32)
 Drafts = Mapping[int, IntArray]
@@ -136,6 +136,17 @@ class Entries:
 NO_ENTRIES = Entries.of_prompts([])
 
 
+class Move(NamedTuple):
+    """KV that is copied from slots to slots; its keys are turned on the way."""
+
+    sources: Int64Array
+    """[tokens]"""
+    targets: Int64Array
+    """[tokens]"""
+    shift: int
+    """The number of rotary positions by which the keys are turned."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Arrays of one step over `num_tokens` tokens of `len(entries)` requests."""
@@ -156,6 +167,10 @@ class Batch:
     """[copies, 2]: blocks (source, target) to copy before anything is written."""
     prompt_ends: IntArray | None = None
     """[requests]: the first position of generated tokens. None: all tokens are prompts'."""
+    moves: tuple[Move, ...] = ()
+    """After the copies, and before anything is written; no source is another's target."""
+    rotary: IntArray | None = None
+    """[num_tokens]: the position by which each token's query and key are turned. None: `positions`."""
     expected: IntArray = field(default_factory=lambda: NONE_EXPECTED)
     """[expected, 2]: the number of a token, ascending, and the entry of the batch before that samples it."""
 
@@ -197,21 +212,26 @@ class BatchResult:
     """The log probabilities of the prompt tokens after the computed positions, by entry number."""
 
 
-def build_batch(entries: Entries, group_tables: Sequence[IntArray], copies: IntArray) -> Batch:
+def build_batch(
+    entries: Entries, group_tables: Sequence[IntArray], copies: IntArray, moves: tuple[Move, ...] = ()
+) -> Batch:
     """Lay the entries end to end; each group's table [entries, longest] in the same order."""
     starts = entries.starts.astype(np.int32)
     lengths = entries.ends.astype(np.int32) - starts
     query_starts = np.zeros(len(entries) + 1, np.int32)
     np.cumsum(lengths, out=query_starts[1:])
+    positions = np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1]).repeat(lengths)
     return Batch(
         entries=entries,
         token_ids=_token_ids(entries, lengths, query_starts),
-        positions=np.arange(query_starts[-1], dtype=np.int32) + (starts - query_starts[:-1]).repeat(lengths),
+        positions=positions,
         query_starts=query_starts,
         group_tables=tuple(group_tables),
         write_from=entries.progress["num_shared"].astype(np.int32),
         copies=copies,
         prompt_ends=entries.facts["num_prompt_tokens"].astype(np.int32),
+        moves=moves,
+        rotary=_rotary(entries, positions, query_starts),
         expected=_expected(entries, query_starts),
     )
 
@@ -227,6 +247,19 @@ def _token_ids(entries: Entries, lengths: IntArray, query_starts: IntArray) -> I
             known if drafts is None else np.concatenate((known, drafts))
         )
     return token_ids
+
+
+def _rotary(entries: Entries, positions: IntArray, query_starts: IntArray) -> IntArray | None:
+    """The rotary positions; None if no request has any of its own."""
+    numbers = entries.facts["has_gaps"].nonzero()[0]
+    if not len(numbers):
+        return None
+    rotary = positions.copy()
+    for number in numbers.tolist():
+        request, start, end, _ = entries[number]
+        assert request.links is not None
+        rotary[query_starts[number] : query_starts[number + 1]] = request.links.positions_of(start, end)
+    return rotary
 
 
 def _expected(entries: Entries, query_starts: IntArray) -> IntArray:

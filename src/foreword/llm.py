@@ -23,7 +23,10 @@ from foreword.config import EngineConfig
 from foreword.config.keywords import EngineKeywords, signature
 from foreword.engine import CacheReport, Engine, Keep, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
+from foreword.linking import Method, composition_of, with_links
 from foreword.offline import run_all
+from foreword.pml.composition import Composition
+from foreword.pml.documents import FIELDS
 from foreword.pml.library import Library, SchemaPrompt
 from foreword.request import RequestOutput, SamplingParams, one_each
 from foreword.text import Tokenizer
@@ -96,6 +99,7 @@ class LLM:
         show_progress: bool | None = None,
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
+        link: str | Method | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts; results in their order.
 
@@ -107,7 +111,7 @@ class LLM:
         """
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
         shown = show_progress if use_tqdm is None else bool(use_tqdm)
-        parsed = [self._prompt(prompt) for prompt in inputs]
+        parsed = [self._linked(prompt, link) for prompt in inputs]
         if priority is not None:
             if len(priority) != len(parsed):
                 raise InvalidRequestError(f"{len(parsed)} prompts, but {len(priority)} priorities; give one each")
@@ -259,6 +263,13 @@ class LLM:
         ends = tokenizer.message_ends(messages, token_ids, template_inputs=inputs, chat_template=template)
         return Prompt(token_ids, message_ends=ends)
 
+    def _linked(self, prompt: PromptInput, link: str | Method | None) -> Prompt:
+        plain = self._prompt(prompt)
+        return plain if link is None else with_links(plain, self._composition(prompt), link)
+
+    def _composition(self, prompt: PromptInput) -> Composition | None:
+        return composition_of(prompt, lambda: None if self.tokenizer is None else schema_text(self.tokenizer))
+
     @property
     def pml(self) -> Library:
         """Schemas of prompt modules for this model: `llm.pml.load("trip.pml").prompt({"plan": {}}, text="Where?")`.
@@ -278,17 +289,19 @@ class LLM:
                 f"a prompt must be a text or {{'prompt_token_ids': [...]}}, not {prompt!r:.60} "
                 f"({type(prompt).__name__})"
             )
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "priority"}
-        if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+        given = {"prompt", "prompt_token_ids", "documents"} & set(prompt)
+        unknown = set(prompt) - given - {"cache_salt", "priority"} - (FIELDS if "documents" in given else set())
+        if unknown or len(given) != 1:
             raise InvalidRequestError(
-                f"a prompt has the keys {sorted(prompt)}; give 'prompt' or 'prompt_token_ids', and optionally "
-                "'cache_salt' and 'priority'"
+                f"a prompt has the keys {sorted(prompt)}; give 'prompt', 'prompt_token_ids', or 'documents' and "
+                "'question', and optionally 'cache_salt' and 'priority'"
             )
         keys, priority = _extra_keys(prompt.get("cache_salt")), _priority(prompt.get("priority", 0))
+        composition = self._composition(prompt)
+        if composition is not None:
+            return Prompt(composition.token_ids, None, keys, priority)
         if "prompt" in prompt:
             text = prompt["prompt"]
-            if isinstance(text, SchemaPrompt):
-                return Prompt(text.token_ids, None, keys, priority)
             return Prompt(self._tokenizer_for("a text prompt").encode(text), text, keys, priority)
         return Prompt(_token_array(prompt["prompt_token_ids"]), None, keys, priority)
 

@@ -157,22 +157,24 @@ def test_a_request_goes_to_the_replica_that_has_its_prefix(three: Fleet) -> None
     assert_nothing_is_left(three)
 
 
-def test_a_flood_of_one_system_prompt_is_spread_and_everybody_holds_it(three: Fleet) -> None:
-    complete(three.url, long_prompt(6))
-    wait_until(lambda: three.link.running == 0)
+def test_a_flood_of_one_system_prompt_is_spread_and_everybody_holds_it() -> None:
+    """Replicas of its own: one rate was measured, which the others are taken to have."""
     prompts = [long_prompt(6, question) for question in range(1, 97)]
-    before = three.link.requests.copy()
-    three.link.hold()  # until all are routed: what counts is the reservations, not how fast this machine is
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [pool.submit(complete, three.url, prompt, max_tokens=4, ignore_eos=True) for prompt in prompts]
-        wait_until(lambda: (three.link.requests - before).total() == len(prompts))
-        three.on_loop(three.link.go_on)
-        assert all(one.result()["usage"]["completion_tokens"] == 4 for one in answers)
-    used = three.link.requests - before
-    assert max(used.values()) <= 1.25 * len(prompts) / 3, used
-    assert_nothing_is_left(three)
-    for llm in three.link.llms.values():
-        assert llm.explain({"prompt_token_ids": long_prompt(6)}).num_hit_tokens >= 160
+    with fleet(3) as found:
+        complete(found.url, long_prompt(6))
+        wait_until(lambda: found.link.running == 0)
+        before = found.link.requests.copy()
+        found.link.hold()  # until all are routed: what counts is the reservations, not how fast this machine is
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = [pool.submit(complete, found.url, prompt, max_tokens=4, ignore_eos=True) for prompt in prompts]
+            wait_until(lambda: (found.link.requests - before).total() == len(prompts))
+            found.on_loop(found.link.go_on)
+            assert all(one.result()["usage"]["completion_tokens"] == 4 for one in answers)
+        used = found.link.requests - before
+        assert max(used.values()) <= 1.25 * len(prompts) / 3, used
+        assert_nothing_is_left(found)
+        for llm in found.link.llms.values():
+            assert llm.explain({"prompt_token_ids": long_prompt(6)}).num_hit_tokens >= 160
 
 
 def held_by(llm: LLM) -> set[bytes]:

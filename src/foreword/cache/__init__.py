@@ -90,6 +90,7 @@ from foreword.cache.keys.hashing import (
     sha256 as sha256,
     sha256_cbor as sha256_cbor,
 )
+from foreword.cache.keys.links import jump_item as jump_item, linked_item as linked_item
 from foreword.cache.keys.sequence import TokenSequence as TokenSequence, common_length as common_length
 from foreword.cache.manager import KVCacheManager as KVCacheManager
 from foreword.cache.tiered import elsewhere as elsewhere, in_pool as in_pool

@@ -236,7 +236,7 @@ class KVCacheManager(TieredCache):
         if save_states_at:
             self.save_states_at(sequence.request_id, save_states_at)
         self._quiet_until[row] = self._end_of_quiet(num_tokens)
-        self._count(len(sequence), hit, explanation, num_tail_tokens)
+        self._count(sequence, hit, explanation, num_tail_tokens)
         self._coordinator.cache_blocks(row, sequence, num_tokens)
         return admitted
 
@@ -336,10 +336,13 @@ class KVCacheManager(TieredCache):
         return hit.num_tokens - hit.num_shared_tokens
 
     def _count(
-        self, num_tokens: int, hit: PrefixHit, explanation: LookupExplanation | None, num_tail_tokens: int
+        self, sequence: TokenSequence, hit: PrefixHit, explanation: LookupExplanation | None, num_tail_tokens: int
     ) -> None:
-        stats = self.stats
+        stats, num_tokens = self.stats, len(sequence)
         kind = "preempted_" if hit.resumed else "forked_" if hit.forked else ""
+        if sequence.linked_from is not None:  # only its exact beginning counts: linked tokens are no hits
+            stats.count_lookup(kind, sequence.linked_from, min(hit.num_tokens, sequence.linked_from))
+            return
         stats.count_lookup(kind, num_tokens, hit.num_tokens)
         if kind:
             return

@@ -59,6 +59,19 @@ class TieredCache(PinnableCache):
         """Keep these (distinct) blocks, which a lookup found, from being given away; no use of them is counted."""
         self._coordinator.hold_apart(block_ids)
 
+    def hold_source(self, sequence: TokenSequence, num_blocks: int) -> BlockIds | None:
+        """Hold the first blocks of a sequence, to copy them in the next step, and count a use of them.
+
+        None, and no change, if the pool lacks one of them, or if the present step fills one. Needs one full group.
+        """
+        [table] = self._coordinator.find_longest_cache_hit(sequence).tables
+        if len(table) < num_blocks or self._coordinator.fills(table[:num_blocks].tolist()):
+            return None
+        block_ids: BlockIds = table[:num_blocks].copy()
+        self._coordinator.hold_apart(block_ids)
+        self._pool.note_use(block_ids)
+        return block_ids
+
     def release_blocks(self, block_ids: BlockIds) -> None:
         """Release blocks that were taken or held. Those that are indexed stay cached; the last are evicted first."""
         self._coordinator.release_apart(block_ids)

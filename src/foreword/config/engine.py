@@ -85,6 +85,10 @@ class ModelConfig:
     """
     cuda_graphs: bool = True
     """On a GPU: record decoding steps of some sizes at start and replay them, which saves the host time per step."""
+    allow_links: bool = False
+    """Let requests ask with `link` that parts of their prompts are computed apart and reused at any position, which is
+    fast and approximate (docs/guides/linking.md). Nothing links unless a request asks. On a CPU, for models whose
+    layers all attend to everything by rotary positions."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint."""
     self_check: bool = True
@@ -93,7 +97,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, get_args(Dtype))
         _one_of("attention_kernel", self.attention_kernel, get_args(KernelName))
-        for name in ("exact", "cuda_graphs"):
+        for name in ("exact", "cuda_graphs", "allow_links"):
             _of_type(name, getattr(self, name), bool, "True or False")
         _at_least("max_model_len", self.max_model_len, 2)
         _at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
@@ -261,6 +265,8 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_events={self.events.kv_events!r} needs enable_prefix_caching and explain_misses; leave both on"
             )
+        if self.model.allow_links and not self.cache.enable_prefix_caching:
+            raise ConfigError("allow_links=True needs enable_prefix_caching: links copy cached blocks; leave it on")
         if self.scheduler.scheduling_policy == "prefix" and not (
             self.cache.enable_prefix_caching and self.cache.explain_misses
         ):

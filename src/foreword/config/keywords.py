@@ -41,6 +41,7 @@ class ModelKeywords(TypedDict, total=False):
     attention_kernel: KernelName
     exact: bool
     cuda_graphs: bool
+    allow_links: bool
     trust_remote_code: bool
     self_check: bool
 

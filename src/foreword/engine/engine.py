@@ -363,7 +363,8 @@ class Engine:
             for request in self._outputs.requests_of(request_id)
             if request.finish_reason is None
         }
-        assert len(self.scheduler) == len(unfinished), "scheduler and engine disagree on what is unfinished"
+        num_own = len(self.scheduler) - self.scheduler.num_sources
+        assert num_own == len(unfinished), "scheduler and engine disagree on what is unfinished"
         assert all(request_id in self.scheduler for request_id in unfinished)
 
     # ------------------------------------------------------------------- cache

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from foreword.cache import KVCacheManager, TokenSequence
+from foreword.cache import KVCacheManager, MediaItem, TokenSequence, jump_item, linked_item
 from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
 from foreword.errors import InvalidRequestError, PromptTooLongError, RequestTooLargeError
-from foreword.request import Request, SamplingParams, TokenLimits
+from foreword.request import Links, Request, SamplingParams, TokenLimits
 
 
 class Intake:
@@ -36,6 +36,8 @@ class Intake:
     def requests(self, request_id: str, prompt: Prompt, params: SamplingParams) -> list[Request]:
         """The requests that continue a prompt, which meet in the prefix cache. Raises InvalidRequestError."""
         max_tokens = self.check(prompt, params)
+        links = self._links(prompt)
+        sources = () if links is None else self._sources(links, prompt)
         [drawn] = self.next_seeds(1)
         self._num_added += 1
         seed = params.seed if params.seed is not None else drawn
@@ -51,7 +53,7 @@ class Intake:
         )
         requests = [
             Request(
-                self.sequence(own_id, prompt),
+                self.sequence(own_id, prompt, sources),
                 params,
                 max_tokens=max_tokens,
                 stop_token_ids=stop_ids,
@@ -64,6 +66,8 @@ class Intake:
         ]
         for index, request in enumerate(requests):
             request.tenant, request.is_fork = prompt.owner, index > 0
+            if links is not None:
+                request.link(links, sources)
         return requests
 
     def next_seeds(self, count: int) -> list[int]:
@@ -107,7 +111,7 @@ class Intake:
     def truncate(self, prompt: Prompt, params: SamplingParams) -> Prompt:
         """The end of a prompt that `truncate_prompt_tokens` keeps."""
         most = params.truncate_prompt_tokens
-        if most is None:
+        if most is None or prompt.links is not None:  # links are refused with it
             return prompt
         if most == -1:
             most = max(1, self._limits.max_model_len - (params.max_tokens or 1))
@@ -118,15 +122,48 @@ class Intake:
         marks = tuple(replace(mark, end=mark.end - num_dropped) for mark in prompt.marks if mark.end > num_dropped)
         return replace(prompt, token_ids=prompt.token_ids[num_dropped:], text=None, message_ends=ends, marks=marks)
 
-    def sequence(self, request_id: str, prompt: Prompt) -> TokenSequence:
+    def sequence(
+        self, request_id: str, prompt: Prompt, sources: tuple[TokenSequence, ...] | None = None
+    ) -> TokenSequence:
+        """A prompt's tokens and keys. `sources`: those of its links, if they are known already."""
+        links, keys = self._links(prompt), prompt.extra_keys
+        if links is not None:
+            sources = self._sources(links, prompt) if sources is None else sources
+            keys = replace(keys, media=self._items(links, sources, prompt))
         return TokenSequence(
             request_id,
             prompt.token_ids,
             block_size=self._manager.block_size,
-            extra_keys=prompt.extra_keys,
+            extra_keys=keys,
             hash_fn=self._keys.hash_fn,
             root=self._keys.root,
+            linked_from=None if links is None else links.linked_from,
         )
+
+    def _links(self, prompt: Prompt) -> Links | None:
+        """The part of a prompt's links that can be copied: whole blocks of sources."""
+        return None if prompt.links is None else prompt.links.in_whole_blocks(self._manager.block_size)
+
+    def _sources(self, links: Links, prompt: Prompt) -> tuple[TokenSequence, ...]:
+        """For each run the sequence that it is copied from; equal ones are one object."""
+        made: dict[bytes, TokenSequence] = {}
+        for run in links.runs:
+            if run.source.tobytes() not in made:
+                # All of a source lies under the salt: what all tenants share of a prompt is no part of it.
+                source = Prompt(run.source, extra_keys=replace(prompt.extra_keys, salt_offset=0))
+                made[run.source.tobytes()] = self.sequence("", source)
+        return tuple(made[run.source.tobytes()] for run in links.runs)
+
+    def _items(self, links: Links, sources: Sequence[TokenSequence], prompt: Prompt) -> tuple[MediaItem, ...]:
+        """The names of a prompt's linked tokens and gaps in block keys."""
+        size, items = self._manager.block_size, []
+        for run, source in zip(links.runs, sources, strict=True):
+            key = source.block_hashes()[(run.source_end - 1) // size]
+            position = int(links.positions[run.begin])
+            items.append(linked_item(key, run.first, run.end - run.begin, index=run.begin, position=position))
+        for at in links.jumps():
+            items.append(jump_item(int(prompt.token_ids[at]), index=at, position=int(links.positions[at])))
+        return tuple(sorted(items, key=lambda item: item.offset))
 
     def check(self, prompt: Prompt, params: SamplingParams) -> int:
         """Most tokens to generate, all limits considered. Raises InvalidRequestError."""
@@ -155,7 +192,9 @@ class Intake:
             raise InvalidRequestError(
                 f"stop={params.stop!r} needs a tokenizer, and this model has none; use stop_token_ids"
             )
-        room = self._limits.max_model_len - length
+        self._check_links(prompt, params)
+        reached = length if prompt.links is None else max(length, int(prompt.links.positions[-1]) + 1)
+        room = self._limits.max_model_len - reached
         if room < 1:
             raise PromptTooLongError(
                 f"the prompt has {length} tokens, but max_model_len={self._limits.max_model_len} must hold prompt and "
@@ -171,6 +210,7 @@ class Intake:
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         # The last token that is generated is never computed, so its KV needs no room.
         most = length + max_tokens - 1
+        self._check_room_for_sources(prompt, most)
         if not self._manager.can_ever_hold(most, self._max_step_tokens):
             raise RequestTooLargeError(
                 f"the request needs {self._manager.max_num_blocks(most, self._max_step_tokens)} blocks of "
@@ -179,6 +219,47 @@ class Intake:
                 "max_tokens or give the cache more memory (kv_cache_memory_bytes)"
             )
         return max_tokens
+
+    def _check_links(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raise InvalidRequestError if a prompt's links cannot be served."""
+        links = prompt.links
+        if links is None:
+            return
+        if not self._limits.allows_links:
+            raise InvalidRequestError("this engine links nothing; load the model with allow_links=True")
+        assert len(links.positions) == len(prompt.token_ids)
+        unable = {
+            "prompt_logprobs": params.prompt_logprobs is not None,
+            "truncate_prompt_tokens": params.truncate_prompt_tokens is not None,
+            "marks of what to keep": bool(prompt.marks),
+            "media or embeddings": bool(prompt.extra_keys.media or prompt.extra_keys.embeddings_hash),
+        }
+        for what, is_given in unable.items():
+            if is_given:
+                raise InvalidRequestError(f"a linked prompt takes no {what}; leave them out, or link nothing")
+        lengths = [len(run.source) for run in links.runs]
+        last, most = int(links.positions[-1]), self._limits.max_model_len - 1
+        if max([last + 1, *lengths]) > most:
+            raise PromptTooLongError(
+                f"a linked prompt reaches position {last}, its longest source has {max(lengths, default=0)} tokens, "
+                f"but max_model_len={most + 1} must hold each, and an answer; shorten its parts",
+                max([last + 1, *lengths]),
+                most,
+            )
+
+    def _check_room_for_sources(self, prompt: Prompt, num_tokens: int) -> None:
+        """Raise RequestTooLargeError if the pool cannot hold a request and all its sources at a time."""
+        links, size = self._links(prompt), self._manager.block_size
+        sources = {} if links is None else {run.source.tobytes(): len(run.source) for run in links.runs}
+        if not sources:
+            return
+        needed = -(-num_tokens // size) + sum(-(-length // size) for length in sources.values())
+        usable = self._manager.num_blocks - len(self._manager.sink_block_ids())
+        if needed > usable:
+            raise RequestTooLargeError(
+                f"the request and its {len(sources)} sources need {needed} blocks of {size} tokens, but the pool has "
+                f"{usable}; link fewer parts, or give the cache more memory (kv_cache_memory_bytes)"
+            )
 
 
 def continuation_ids(request_id: str, n: int) -> list[str]:

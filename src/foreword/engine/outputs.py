@@ -164,7 +164,7 @@ class Outputs:
         """Copy the result of the first continuation's admission, and the prompt's log probabilities."""
         first, output = group.answers[0].request, group.output
         output.num_cached_tokens, output.cached_tokens_by_tier = first.num_cached_tokens, first.cached_tokens_by_tier
-        output.explanation = first.explanation
+        output.explanation, output.link = first.explanation, first.link_report()
         if first.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *first.prompt_logprobs]
         group.describes_prompt = first.metrics.first_token_time is not None

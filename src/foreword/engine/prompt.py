@@ -16,6 +16,7 @@ import numpy.typing as npt
 from foreword.cache import NO_EXTRA_KEYS, PIN, BlockHash, ExtraKeys, HashFunction, chain_root, sha256
 from foreword.engine.outputs import OpenTextStream
 from foreword.errors import InvalidRequestError
+from foreword.request import Links
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int] = frozenset()
+    allows_links: bool = False
+    """Whether KV can be moved to other positions, so that prompts may have links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,5 +102,7 @@ class Prompt:
     """Positions at which the messages of a conversation end, if known."""
     marks: tuple[Mark, ...] = ()
     """Once the prompt is computed, each becomes an entry of the cache."""
+    links: Links | None = None
+    """Tokens that are copied from other sequences, and positions; None: all tokens are computed, in their places."""
     owner: str | None = None
     """Whose budget the entries take, and whose turn the request takes; None: only the budget of all."""

@@ -22,7 +22,7 @@ from foreword.batch import BatchResult, Entries, Int64Array
 from foreword.cache import KVCacheManager
 from foreword.engine.drafts.drafting import Drafting
 from foreword.engine.running_rows import RunningRows
-from foreword.request import NOTHING_ALLOWED, FinishReason, Request
+from foreword.request import NOTHING_ALLOWED, FinishReason, Request, RequestStatus
 
 
 class Recording:
@@ -113,7 +113,8 @@ class Recording:
             self._note_first_token(requests[at])
         may_end = ends | entries.facts["may_run_dry"][numbers]
         for at in may_end.nonzero()[0].tolist():
-            self.finish_if_due(requests[at], int(token_ids[at]))
+            if requests[at].status is not RequestStatus.FINISHED:  # a source ends with the last one that needs it
+                self.finish_if_due(requests[at], int(token_ids[at]))
         filled = (before["source"] >= 0) & (lengths % self._manager.block_size == 0)
         if filled.any():
             filled &= running.still_run(entries)[numbers]

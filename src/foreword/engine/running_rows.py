@@ -130,7 +130,7 @@ class RunningRows:
         """Undo `expect`."""
         progress, alive = self.progress, self.still_run(entries)
         rows = entries.rows[alive]
-        progress["num_computed"][rows] = entries.starts[alive]
+        progress["num_computed"][rows] = entries.progress["num_computed"][alive]
         progress["num_tokens"][rows] -= progress["source"][rows] >= 0
         progress["source"][rows] = -1
 

@@ -23,9 +23,11 @@ from foreword.cache import KVCacheManager, StateCheckpoints
 from foreword.config import SchedulerConfig
 from foreword.engine.coalescing import Coalescing
 from foreword.engine.drafts.drafting import Drafting
+from foreword.engine.linking import Linking
 from foreword.engine.recording import Recording
 from foreword.engine.running_rows import RunningRows
-from foreword.engine.starter import Starter
+from foreword.engine.shares import Shares, Spans
+from foreword.engine.starter import Starter, WaitsFor
 from foreword.engine.tiering.director import TierDirector
 from foreword.engine.waiting.choose import make_queue
 from foreword.engine.waiting.pace import Pace
@@ -33,9 +35,6 @@ from foreword.errors import ConfigError
 from foreword.request import NO_ROW, FinishReason, Request, RequestStatus
 
 logger = logging.getLogger(__name__)
-
-Spans = tuple[Int64Array, Int64Array, Int64Array]
-"""Rows, and the start and end of the tokens that each computes."""
 
 
 class Scheduler:
@@ -78,7 +77,12 @@ class Scheduler:
             self._running.num_computed_of,
             enabled=config.coalesce_in_flight and manager.enable_prefix_caching,
         )
-        self._starter = Starter(manager, self._waiting, self._running, self._coalescing, self._tiers, self._end)
+        self._linking = Linking(manager, self._running, self._queue_source)
+        self._shares = Shares(
+            self._running, config, self.states, self._linking, lambda most: self._starter.wanted(most)
+        )
+        waits = WaitsFor(self._coalescing, self._tiers, self._linking)
+        self._starter = Starter(manager, self._waiting, self._running, waits, self._shares.end)
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
 
@@ -88,13 +92,20 @@ class Scheduler:
         """Queue a request; its id must not be in use."""
         assert request.request_id not in self._requests
         rank = 0 if self.config.scheduling_policy == "fcfs" else request.priority
+        self._num_arrived += 1 + len(set(request.sources))  # numbers of its own for those who compute its sources
         request.service_key = (rank, self._num_arrived)
-        self._num_arrived += 1
         if self.states is not None and self._saves_states:
             request.state_positions = self.states.of_prompt(request.sequence, request.message_ends)
         self._waiting.add(request)
         self._requests[request.request_id] = request
         self._tiers.arrive(request)
+        self._linking.arrive(request)
+
+    def _queue_source(self, source: Request) -> None:
+        """Queue a request that computes what a linked one needs."""
+        self._waiting.add(source)
+        self._requests[source.request_id] = source
+        self._tiers.arrive(source)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -102,6 +113,11 @@ class Scheduler:
     def __len__(self) -> int:
         """The number of unfinished requests."""
         return len(self._requests)
+
+    @property
+    def num_sources(self) -> int:
+        """The number of unfinished requests that compute sources of linked ones."""
+        return self._linking.num_computing
 
     @property
     def num_running(self) -> int:
@@ -140,11 +156,12 @@ class Scheduler:
             return None
         self._tiers.go_on(is_busy=True)
         self._running.expect(before)
-        rows, starts, ends = self._plan_running(self.config.max_num_batched_tokens)
+        rows, starts, ends = self._shares.of_running(self.config.max_num_batched_tokens)
         if not self.manager.has_blocks_for(rows, ends):
             self._running.stop_expecting(before)
             return None
         self.manager.begin_step()
+        self._linking.hold_for(self._waiting)
         batch = self._batch(self._serve((rows, starts, ends), ahead=True))
         if batch is None:  # all of them end, or wait for blocks
             self._running.stop_expecting(before)
@@ -154,14 +171,16 @@ class Scheduler:
         if not len(entries):
             return None
         self._tiers.note_planned()
-        tables = self.manager.group_block_tables(entries.rows)
-        return build_batch(entries, [own for own, _ in tables], self.manager.take_copies())
+        tables = [own for own, _ in self.manager.group_block_tables(entries.rows)]
+        moves = self._linking.moves(entries, tables[0])
+        return build_batch(entries, tables, self.manager.take_copies(), moves)
 
     def _next_entries(self) -> Entries:
         """The shares of the next step; empty if there is nothing to do. Allocates the step's blocks."""
         self.manager.begin_step()
         self._pace.begin_step()
-        planned = self._plan_running(self.config.max_num_batched_tokens)
+        self._linking.hold_for(self._waiting)
+        planned = self._shares.of_running(self.config.max_num_batched_tokens)
         drafts = {} if self.drafting is None else self._draft(self.drafting, planned)
         entries = self._serve(planned)
         if drafts:
@@ -200,67 +219,14 @@ class Scheduler:
         served = self.manager.allocate_running_slots(rows, ends)
         if served < len(rows):
             kept = self._find_room(rows, ends, served)
-            return self._running.entries(rows[kept], starts[kept], ends[kept])
+            return self._running.entries(*self._linking.without_runs(rows[kept], starts[kept], ends[kept]))
         if len(self._waiting):
-            left = self.config.max_num_batched_tokens - int((ends - starts).sum())
-            is_cut = self._leaves_room and bool((ends < self._running.progress["num_tokens"][rows]).any())
+            _, firsts, lasts = self._linking.without_runs(rows, starts, ends)
+            left = self.config.max_num_batched_tokens - int((lasts - firsts).sum())
+            is_cut = self._shares.leaves_room and bool((ends < self._running.progress["num_tokens"][rows]).any())
             admitted = self._starter.start(left, self.config.max_num_seqs, ahead=ahead, whole=is_cut)
             rows, starts, ends = (np.append(own, new) for own, new in zip(planned, admitted.T, strict=True))
-        return self._running.entries(rows, starts, ends)
-
-    def _plan_running(self, budget: int) -> Spans:
-        """The spans that running requests compute next, if there are blocks for all of them."""
-        rows = self._running.order
-        starts = self._running.progress["num_computed"][rows]
-        if self.states is None:
-            wanted = self._running.progress["num_tokens"][rows] - starts
-            np.minimum(wanted, self.config.long_prefill_token_threshold or self._most_each(wanted, budget), out=wanted)
-            left = budget + wanted - wanted.cumsum()  # for each row, after the rows before it
-            ends = starts + np.minimum(wanted, np.maximum(left, 0))
-        else:
-            ends = self._cut_at_states(rows, starts, budget)
-        computing = ends > starts
-        return (rows, starts, ends) if computing.all() else (rows[computing], starts[computing], ends[computing])
-
-    @property
-    def _leaves_room(self) -> bool:
-        """Whether a prompt that one step cannot finish leaves room for others, without the option that says how much.
-
-        With recurrent layers it does not: its steps end at their cells.
-        """
-        return self.states is None and self.config.long_prefill_token_threshold is None
-
-    def _most_each(self, wanted: Int64Array, budget: int) -> int:
-        """Most tokens of one running request: a prompt that does not fit leaves up to half of the step to others.
-
-        These are running requests, and waiting ones that can compute the whole rest of their prompts beside it.
-        """
-        longest, total = int(wanted.max(initial=0)), int(wanted.sum())
-        if total <= budget:
-            return budget
-        others, half = total - longest, budget // 2
-        return budget - min(half, others + self._starter.wanted(half - others))
-
-    def _cut_at_states(self, rows: Int64Array, starts: Int64Array, budget: int) -> Int64Array:
-        """The end of each row's span with recurrent layers, at most `budget` tokens in all."""
-        ends = starts.copy()
-        for at, row in enumerate(rows.tolist()):
-            if not budget:
-                break
-            request, start = self._running[row], int(starts[at])
-            end = self._end(request, start, budget)
-            if end > start:
-                request.num_scheduled_tokens = end
-                ends[at] = end
-                budget -= end - start
-        return ends
-
-    def _end(self, request: Request, start: int, budget: int) -> int:
-        """The end of a request's span, whose tokens are known, in this step; `start` if it should wait."""
-        end = min(len(request), start + min(budget, self.config.long_prefill_token_threshold or budget))
-        if self.states is None:
-            return end
-        return self.states.cut(start, end, request.num_prompt_tokens, budget, request.state_positions)
+        return self._running.entries(*self._linking.without_runs(rows, starts, ends))
 
     @property
     def _saves_states(self) -> bool:
@@ -275,7 +241,7 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted just now, for an earlier one
             while self.manager.grow(request.row, int(ends[number])) is None:
-                if self._tiers.yield_blocks():
+                if self._tiers.yield_blocks() or self._linking.yield_blocks():
                     continue
                 victim = self._running.last()
                 self._preempt(victim)
@@ -294,6 +260,7 @@ class Scheduler:
         that is known.
         """
         self._tiers.note_settled(entries, seconds)
+        self._linking.settle()
         self._pace.note_step(entries)
         moved = self.recording.record(entries, result, self.drafting)
         if self.drafting is not None:
@@ -303,9 +270,17 @@ class Scheduler:
     def _note_first_token(self, request: Request) -> None:
         """The first token since admission: releases the requests that wait for this one's prefix."""
         self._coalescing.end(request)
-        self._tiers.offer(request, request.num_prompt_tokens)
+        self._offer(request, request.num_prompt_tokens)
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = time.monotonic()
+
+    def _offer(self, request: Request, num_tokens: int) -> None:
+        """Offer tiers what is computed of a request, without linked text: a copy rebuilds it sooner than a load."""
+        linked_from = request.sequence.linked_from
+        if linked_from is None:
+            self._tiers.offer(request, num_tokens)
+        elif linked_from > request.loads.num_offered_tokens:
+            self._tiers.offer(request, min(num_tokens, linked_from))
 
     def others_rely_on(self, entries: Entries) -> bool:
         """Whether others use blocks that this step, which is not committed, should compute.
@@ -325,7 +300,8 @@ class Scheduler:
         """Give up a batch that could not be computed: end its requests, and forget their uncomputed blocks."""
         entries = batch.entries
         self._tiers.note_settled(entries, None)
-        computed = np.maximum(entries.starts, entries.progress["num_shared"])
+        self._linking.settle()
+        computed = np.maximum(entries.progress["num_computed"], entries.progress["num_shared"])
         failed = []
         for number in self._running.still_run(entries).nonzero()[0].tolist():
             request = entries.requests[number]
@@ -353,6 +329,7 @@ class Scheduler:
         self._running.clear()  # the object stays: steps that are still to fail refer to its rows
         self._waiting.clear()
         self._coalescing.clear()
+        self._linking.reset()
         self._requests.clear()
         for request in requests:
             self._end_life(request, "abort")
@@ -377,6 +354,7 @@ class Scheduler:
         self._coalescing.stop_waiting(request)
         self._tiers.leave(request)
         self._end_life(request, reason)
+        self.abort([source.request_id for source in self._linking.leave(request)])
 
     def _end_life(self, request: Request, reason: FinishReason) -> None:
         request.status = RequestStatus.FINISHED
@@ -388,6 +366,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Put a request back into the queue with nothing computed; its cached blocks will be looked up again."""
         self._release(request)
+        self._linking.release(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         request.loads.may_ask = True
@@ -396,7 +375,7 @@ class Scheduler:
         logger.info("preempted %s: no free blocks", request.request_id)
 
     def _release(self, request: Request) -> None:
-        self._tiers.offer(request, self._running.num_computed_of(request))
+        self._offer(request, self._running.num_computed_of(request))
         self._running.remove(request)
         self._coalescing.end(request)
         self.manager.free(request.request_id)
@@ -418,4 +397,5 @@ class Scheduler:
         assert (progress["num_computed"] <= progress["num_tokens"]).all()
         assert (progress["source"] == -1).all(), "a token is still expected"
         self._coalescing.check_integrity(waiting, running)
+        self._linking.check_integrity(waiting, running)
         self._tiers.check_integrity(waiting)

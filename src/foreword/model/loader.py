@@ -30,6 +30,7 @@ from foreword.model.layers.attention import ForwardContext
 from foreword.model.layers.recurrent import RecurrentForward, cache_argument
 from foreword.model.layout import CacheLayout, LayerLayout, LayoutOptions, StateLayout, plan_layout
 from foreword.model.probe import probe_layers
+from foreword.model.rotation import KeyRotation, find_rotation
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class LoadedModel(FlatModel):
     kernel: AttentionKernel
     straight: StraightPass | None
     """A pass that skips the model's own code, if there is one."""
+    rotation: KeyRotation | None
+    """How cached keys are moved to other positions; None: nobody asked."""
     exact: bool
     """Whether a GPU computes in fixed shapes, so that a row's bits depend on no other row; on a CPU they never do."""
 
@@ -131,6 +134,7 @@ def load_plain_model(options: ModelConfig) -> LoadedModel:
         eos_token_ids=checkpoint.eos_token_ids,
         kernel=kernel,
         straight=None,
+        rotation=find_rotation(flat, found, checkpoint.max_positions) if options.allow_links else None,
         exact=options.exact,
     )
 

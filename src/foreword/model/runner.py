@@ -21,6 +21,7 @@ from foreword.model.fusion.packed import has_unpacked_products
 from foreword.model.layers.attention import ForwardContext, GroupStep
 from foreword.model.layers.recurrent import StateRun, StepCache, plan_state_runs
 from foreword.model.loader import LoadedModel
+from foreword.model.moves import KeyMover
 from foreword.model.passes import split_batch
 from foreword.model.row_padding import RowPadding
 from foreword.model.sampling.readout import Readout, Rows, logit_rows
@@ -87,6 +88,7 @@ class ModelRunner:
         self._model = model
         self._storage = storage
         self._device = model.device
+        self._mover = None if model.rotation is None else KeyMover(storage, model.rotation)
         self._plain_attention = ReferenceAttention()
         self._is_device_attention = isinstance(model.kernel, DeviceAttention)
         self._sink_block_ids: npt.NDArray[np.int32] = np.empty(0, np.int32)
@@ -122,6 +124,7 @@ class ModelRunner:
         return replace(
             batch,
             positions=batch.positions + shift,
+            rotary=None if batch.rotary is None else batch.rotary + shift,
             write_from=batch.write_from + shift,
             group_tables=(np.concatenate((sinks, tables), axis=1),),
         )
@@ -130,6 +133,9 @@ class ModelRunner:
         """Copy blocks, write the batch's KV, and sample a token for each entry that reaches its end."""
         with torch.inference_mode():
             self._storage.copy_blocks(self._put(batch.copies))
+            if batch.moves:
+                assert self._mover is not None, "the model's keys cannot be moved"
+                self._mover.move(batch.moves)
             rows = logit_rows(batch)
             readout = Readout.make(batch, rows, self._model.vocab_size, self._put)
             taken = readout.take(self.forward(batch, rows.rows))
@@ -171,7 +177,8 @@ class ModelRunner:
                 slots.append(storage.slot_mapping(batch, group_id))
         rows = np.zeros((3 + len(slots), self.pad_rows(batch.num_tokens)), np.int32)
         offsets = batch.positions - np.arange(batch.num_tokens, dtype=np.int32)
-        rows[:, : batch.num_tokens] = np.stack((batch.token_ids, batch.positions, offsets, *slots))
+        turned = batch.positions if batch.rotary is None else batch.rotary
+        rows[:, : batch.num_tokens] = np.stack((batch.token_ids, turned, offsets, *slots))
         keep = np.zeros(self.pad_rows(len(logit_rows)) if len(logit_rows) else 1, np.int32)
         keep[: len(logit_rows)] = logit_rows
         return ForwardPass(batch.num_tokens, self._put(rows), self._put(keep), len(logit_rows), groups, runs)

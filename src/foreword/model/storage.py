@@ -137,6 +137,14 @@ class KVStorage:
         for blocks, rows in ((self.keys[layer], keys), (self.values[layer], values)):
             self.layout.kv_format.write(blocks, slots, rows)
 
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the stored keys and values of some slots [tokens], each [tokens, kv_heads, dim]."""
+        keys, values = self.keys[layer], self.values[layer]
+        size = keys.shape[1]
+        if keys.is_contiguous() and values.is_contiguous():
+            return keys.flatten(0, 1).index_select(0, slots), values.flatten(0, 1).index_select(0, slots)
+        return keys[slots // size, slots % size], values[slots // size, slots % size]
+
     def copy_blocks(self, copies: Tensor) -> None:
         """Copy whole blocks, [copies, (source, target)]. All sources are read before any target is written."""
         if not len(copies):

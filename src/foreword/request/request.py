@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import CacheEntry, LoadFailure, LookupExplanation, TokenSequence
+from foreword.request.links import LinkReport, Links
 from foreword.request.reply import Reply
 from foreword.request.sampling_params import ForkingConstraint
 from foreword.request.sampling_params import SamplingParams as SamplingParams
@@ -45,6 +46,7 @@ FACTS = np.dtype(
         ("changes_logits", np.bool_),  # whether tokens may be sampled from changed logits
         ("samples_by_tokens", np.bool_),  # whether sampling itself depends on earlier tokens
         ("may_run_dry", np.bool_),
+        ("has_gaps", np.bool_),  # whether its tokens' rotary positions are not their indices
         ("reports", np.bool_),  # whether it reports log probabilities of sampled tokens
         ("reports_prompt", np.bool_),  # whether it reports log probabilities of prompt tokens
     ],
@@ -162,6 +164,12 @@ class _LookAhead:
 class Request:
     """One prompt, continued once. The scheduler changes its progress, the engine reads it."""
 
+    links: Links | None = None
+    """Tokens that are copied from other sequences, and rotary positions; None for a plain prompt."""
+    sources: tuple[TokenSequence, ...] = ()
+    """For each run of the links the sequence that it is copied from."""
+    num_copied_tokens = 0
+    """Linked tokens that were copied since it was last admitted."""
     tenant: str | None = None
     """Who sent it, if that is known."""
 
@@ -209,6 +217,7 @@ class Request:
             changes_logits=bool(samples_by_tokens or params.logit_bias or params.min_tokens or limits is not None),
             samples_by_tokens=samples_by_tokens,
             may_run_dry=self.may_run_dry,
+            has_gaps=False,
             reports=params.logprobs is not None,
             reports_prompt=params.prompt_logprobs is not None,
         )
@@ -324,13 +333,37 @@ class Request:
         """Note the first admission: the tokens of the hit, those in shared blocks, and the result of the lookup."""
         self.metrics.first_scheduled_time = time.monotonic()
         self.loads.num_offered_tokens = num_shared_tokens
-        self.num_cached_tokens = min(num_hit_tokens, self.num_prompt_tokens)
+        linked_from = self.sequence.linked_from  # what comes after is approximate, and no hit
+        self.num_cached_tokens = min(num_hit_tokens, self.num_prompt_tokens if linked_from is None else linked_from)
         self.cached_tokens_by_tier = self.loads.tokens_by_tier(self.num_cached_tokens)
         self.explanation = lookup
         if lookup is not None and (self.loads.spans or self.loads.failure):
             loaded = {name: count for name, count in self.cached_tokens_by_tier.items() if name != "memory"}
             failure = None if lookup.reason is None else self.loads.failure
             self.explanation = replace(lookup, loaded_tokens=loaded, load_failure=failure)
+
+    def link(self, links: Links, sources: tuple[TokenSequence, ...]) -> None:
+        """Take the links of the prompt; call it before the request is queued."""
+        self.links, self.sources = links, sources
+        facts = dict(zip(FACTS.names or (), self.facts, strict=True))
+        self.facts = named_record(FACTS, **{**facts, "has_gaps": links.has_gaps})
+
+    def link_report(self) -> LinkReport | None:
+        """What became of the prompt's tokens; None for a plain prompt."""
+        links = self.links
+        if links is None:
+            return None
+        recomputed = links.num_recomputed(self.num_cached_tokens)
+        rest = self.num_prompt_tokens - links.num_linked_tokens - recomputed - self.num_cached_tokens
+        return LinkReport(
+            links.method,
+            len(links.spans),
+            linked_tokens=links.num_linked_tokens,
+            recomputed_tokens=recomputed,
+            computed_tokens=rest,
+            cached_tokens=self.num_cached_tokens,
+            copied_tokens=self.num_copied_tokens,
+        )
 
     @property
     def skips_cache(self) -> bool:
@@ -378,6 +411,8 @@ class RequestOutput:
     """The entries that the prompt's marks made, in their order, as they were when the prompt was computed."""
     """Result of the first continuation's lookup: how much was found, and why the rest was not."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    link: LinkReport | None = None
+    """What was linked; None for a plain prompt."""
 
     @property
     def finished(self) -> bool:

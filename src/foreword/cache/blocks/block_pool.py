@@ -32,9 +32,9 @@ class BlockPool:
     `get_new_blocks` gives it to someone else. Just before that, the pool calls `on_reuse` with the ids. `on_reuse` may
     return these ids and those of other blocks that cannot be found without them; the pool reports them to its policy.
 
-    The policy decides which block goes first (default: `lru`), except for tails. Tails go after blocks that hold
-    nothing and before all other cached blocks, the least recently used first. The policy does not know tails; it counts
-    them as held.
+    The policy decides which block goes first (default: `lru`), except for tails and blocks of linked text, here called
+    tails too. Tails go after blocks that hold nothing and before all other cached blocks, the least recently used
+    first. The policy does not know tails; it counts them as held.
 
     Without `on_reuse` the pool has an index of its own, which `cache_full_blocks` fills.
     """
@@ -103,12 +103,24 @@ class BlockPool:
     def touch(self, block_ids: BlockIds) -> None:
         """Add a holder to these (distinct) blocks, which a lookup found. Free ones leave the free queue."""
         self.hold(block_ids)
+        self.note_use(block_ids)
+
+    def note_use(self, block_ids: BlockIds) -> None:
+        """Count a use of these held blocks."""
+        if self._held_tails:
+            block_ids = block_ids.compress([block_id not in self._held_tails for block_id in block_ids.tolist()])
         self._free.note_hit(block_ids)
 
     def hold(self, block_ids: BlockIds) -> None:
         """Add a holder to these (distinct) blocks, which is no use of them that the policy should count."""
         counts = self._ref_counts.take(block_ids)
-        self._free.remove(block_ids.compress(counts == 0))
+        free = block_ids.compress(counts == 0)
+        if len(self._tails):
+            is_tail = self._tails.holds(free)
+            self._tails.remove(free[is_tail])
+            self._held_tails.update(free[is_tail].tolist())
+            free = free[~is_tail]
+        self._free.remove(free)
         self._ref_counts[block_ids] = counts + 1
 
     def free_blocks(self, block_ids: BlockIds) -> None:
@@ -136,7 +148,10 @@ class BlockPool:
             self.free_blocks(block_ids)
 
     def note_tail(self, block_id: int) -> None:
-        """Note that this held block is indexed as a tail. Once free, it goes before all other cached blocks."""
+        """Note that this held block goes before all other cached blocks once it is free.
+
+        It is indexed as a tail, or it holds linked text, which a copy rebuilds.
+        """
         self._held_tails.add(block_id)
 
     def is_tail(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -279,10 +279,10 @@ class KVCacheCoordinator(ABC):
         if len(self._noted) > MAX_NOTES:
             self._gather_notes()
 
-    def _is_being_filled(self, block_id: int) -> bool:
-        """Whether this step fills the block: it may be indexed, but must not be copied or read yet."""
+    def fills(self, block_ids: Iterable[int]) -> bool:
+        """Whether this step fills any of these blocks: they may be indexed, but must not be copied or read yet."""
         self._gather_notes()
-        return block_id in self._indexed_now
+        return not self._indexed_now.isdisjoint(block_ids)
 
     def _gather_notes(self) -> None:
         for block_ids in self._noted:

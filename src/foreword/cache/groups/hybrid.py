@@ -115,7 +115,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
         def find_computed(key: BlockHash) -> int | None:
             block_id = find(key)
-            return None if block_id is None or self._is_being_filled(block_id) else block_id
+            return None if block_id is None or self.fills((block_id,)) else block_id
 
         return find_computed
 

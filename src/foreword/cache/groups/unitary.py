@@ -61,7 +61,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
 
     def find_longest_cache_hit(self, sequence: TokenSequence) -> PrefixHit:
         hit = self.find_hit_of_next_step(sequence)
-        if hit.partial is None or not self._is_being_filled(hit.partial.block_id):
+        if hit.partial is None or not self.fills((hit.partial.block_id,)):
             return hit
         # This step fills the block too late for it to be copied.
         return PrefixHit(hit.tables, None, hit.num_shared_tokens, hit.num_shared_tokens)
@@ -114,8 +114,17 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
             self._manager.num_indexed[row] = num_full
             if not self._index.insert(sequence, first, block_ids):
                 return
-            self._note_indexed(block_ids, first)
+            num_lasting = _num_lasting(sequence, first, len(block_ids))
+            self._note_indexed(block_ids[:num_lasting], first)
+            self._note_linked(block_ids[num_lasting:])
             self._report(sequence, first, block_ids, row)
+
+    def _note_linked(self, block_ids: BlockIds) -> None:
+        """Note that this step fills these blocks with linked text. They go early: a copy rebuilds them."""
+        if len(block_ids):
+            self._noted.append(block_ids)
+            for block_id in block_ids.tolist():
+                self.pool.note_tail(block_id)
 
     def keep_tail(self, row: int, sequence: TokenSequence, num_tokens: int) -> None:
         """Index a tail. Events do not report tails, which have no keys: listeners count full blocks."""
@@ -144,6 +153,9 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
             return
         block_ids = self._manager.tables.entries(rows, last)
         sequences = [sequence_of(row) for row in listed]
+        if any(sequence.linked_from is not None for sequence in sequences):
+            super().cache_blocks_each(rows, sequence_of, ends)
+            return
         inserted = self._index.insert_each(sequences, numbers, block_ids)
         if all(inserted):
             self._note_indexed_each(block_ids, last)
@@ -157,7 +169,8 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     def _report(self, sequence: TokenSequence, first: int, block_ids: BlockIds, row: int | None = None) -> None:
         """Report that blocks number `first` and on of a sequence were indexed. `row`: the row that fills them."""
         if self.pool.wants_keys:
-            self.pool.note_keys(block_ids, sequence.block_hashes()[first : first + len(block_ids)])
+            num_lasting = _num_lasting(sequence, first, len(block_ids))
+            self.pool.note_keys(block_ids[:num_lasting], sequence.block_hashes()[first : first + num_lasting])
         if self._account is not None:
             self._account.stored(sequence, range(first, first + len(block_ids)), block_ids)
         if self._deduplicates and row is not None:
@@ -209,11 +222,17 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         super().check_integrity(rows, sequence_of)
         for row in rows:
             self._index.check_table(sequence_of(row), self._manager.tables.row(row))
-        assert self.pool.tail_block_ids() <= set(self._index.tail_block_ids().tolist()), (
-            "the pool keeps a tail that cannot be found"
-        )
+        known = np.concatenate((self._index.tail_block_ids(), self._index.block_ids()))
+        assert self.pool.tail_block_ids() <= set(known.tolist()), "the pool keeps a tail that cannot be found"
         if self._ledger is not None:
             self._ledger.check_integrity(len(self._index))
             assert self._ledger.tails.block_ids() == set(self._index.tail_block_ids().tolist()), (
                 "ledger and index know different tails"
             )
+
+
+def _num_lasting(sequence: TokenSequence, first: int, count: int) -> int:
+    """Of blocks number `first` to `first + count` of a sequence, the number of those before its first linked token."""
+    if sequence.linked_from is None:
+        return count
+    return min(max(sequence.linked_from // sequence.block_size - first, 0), count)

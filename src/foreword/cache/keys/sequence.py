@@ -43,6 +43,7 @@ class TokenSequence:
         "_tokens",
         "block_size",
         "extra_keys",
+        "linked_from",
         "request_id",
         "root",
         "shown",
@@ -57,8 +58,11 @@ class TokenSequence:
         extra_keys: ExtraKeys = NO_EXTRA_KEYS,
         hash_fn: HashFunction = sha256,
         root: BlockHash = ROOT_HASH,
+        linked_from: int | None = None,
     ) -> None:
+        """`linked_from`: the first token whose KV is copied from another sequence; None: there is none."""
         self.request_id = request_id
+        self.linked_from = linked_from
         self.block_size = block_size
         self.extra_keys = extra_keys
         self.root = root
@@ -72,6 +76,18 @@ class TokenSequence:
         if extra_keys is not NO_EXTRA_KEYS:
             extra_keys.check(self._num_given)
         self._plain_hashes: list[BlockHash] = []
+
+    def renamed(self, request_id: str) -> TokenSequence:
+        """The same tokens and keys as the prompt of another request."""
+        return TokenSequence(
+            request_id,
+            self.token_ids,
+            block_size=self.block_size,
+            extra_keys=self.extra_keys,
+            hash_fn=self._hash_fn,
+            root=self.root,
+            linked_from=self.linked_from,
+        )
 
     def __len__(self) -> int:
         return self._num_given + len(self._generated)

@@ -1,0 +1,261 @@
+"""Linking: the sources of linked prompts are computed, held while they are copied, and named for the copy.
+
+Knows requests, their runs and blocks; knows neither queues nor budgets, and no tensors. A linked request waits until
+the pool has the sources of all runs that its hit lacks. The scheduler computes missing ones as ordinary requests, which
+leave ordinary blocks: the source of a run is exact, and anybody's prefix.
+
+    waiting    the first linked request in the queue holds the sources that are there, while others are computed
+    admitted   it holds them until the step that copies them is settled; it writes to blocks of its own alone
+    later      its blocks are found by equal compositions alone, under keys that name the runs (cache/keys/links.py)
+
+Only one waiting request holds sources, or two could wait for each other's blocks. Intake refuses a request that does
+not fit into the empty pool together with its sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from foreword.batch import Entries, Int64Array, IntArray, Move
+from foreword.cache import BlockHash, BlockIds, KVCacheManager, PrefixHit, TokenSequence
+from foreword.engine.running_rows import RunningRows
+from foreword.request import LinkedRun, Request, RequestStatus, SamplingParams
+
+COMPUTED = SamplingParams(max_tokens=1, temperature=0.0)
+"""A source is a prompt: the token that follows it is of no use."""
+
+
+class Linking:
+    """The sources of one scheduler's linked requests."""
+
+    def __init__(self, manager: KVCacheManager, running: RunningRows, queue: Callable[[Request], None]) -> None:
+        """`queue` lets a request that computes a source wait for its turn."""
+        self._manager, self._running, self._queue = manager, running, queue
+        self._linked: set[Request] = set()
+        """Unfinished requests that have sources."""
+        self._held: dict[Request, dict[int, BlockIds]] = {}
+        """Request -> the blocks of the sources that it holds, by the number of the run."""
+        self._head: Request | None = None
+        """The waiting request that keeps what it holds from step to step."""
+        self._spent: list[BlockIds] = []
+        """Sources whose copy is planned, until that step is settled."""
+        self._computing: dict[BlockHash, Request] = {}
+        """The last key of a source -> the request that computes it."""
+        self._wanted_by: dict[Request, set[Request]] = {}
+        """Request that computes a source -> the waiting requests that need it."""
+        self._num_sources = 0
+
+    # --------------------------------------------------------------- waiting
+
+    def arrive(self, request: Request) -> None:
+        """A request was queued: have the sources computed that the pool lacks."""
+        if request.sources:
+            self._linked.add(request)
+            hit = self._manager.get_computed_blocks(request.sequence, skip_reading=request.skips_cache)
+            self._compute_missing(request, [n for n in self._pending(request, hit) if not self._is_cached(request, n)])
+
+    def hold_for(self, waiting: Iterable[Request]) -> None:
+        """Before a step is planned: let the first linked request in the queue hold the sources that are there.
+
+        Those that it lacks are computed, as they are when a request arrives.
+        """
+        if not self._linked:
+            return
+        self._head = next((request for request in waiting if request.sources), None)
+        for request in [*self._held]:
+            if request.status is RequestStatus.WAITING and request is not self._head:
+                self.release(request)
+        if self._head is not None:
+            hit = self._manager.get_computed_blocks(self._head.sequence, skip_reading=self._head.skips_cache)
+            self._compute_missing(self._head, self._gather(self._head, hit))
+
+    def must_wait(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether the pool lacks a source of a run that the hit lacks. If not, the request holds all of them."""
+        if not request.sources or not self._gather(request, hit):
+            return False
+        if request is not self._head:
+            self.release(request)
+        return True
+
+    def _gather(self, request: Request, hit: PrefixHit) -> list[int]:
+        """Hold the sources that the pool has; returns the numbers of the runs that still lack theirs."""
+        held, missing = self._held.setdefault(request, {}), []
+        for number in self._pending(request, hit):
+            if number in held:
+                continue
+            found = self._manager.hold_source(request.sources[number], self._num_blocks(request, number))
+            if found is None:
+                missing.append(number)
+            else:
+                held[number] = found
+        return missing
+
+    def _pending(self, request: Request, hit: PrefixHit) -> list[int]:
+        """The numbers of the runs that a hit lacks."""
+        assert request.links is not None
+        return request.links.pending_from(hit.num_tokens)
+
+    def _num_blocks(self, request: Request, number: int) -> int:
+        """The number of a source's first blocks that hold a run."""
+        assert request.links is not None
+        return -(-request.links.runs[number].source_end // self._manager.block_size)
+
+    def _is_cached(self, request: Request, number: int) -> bool:
+        """Whether the pool has the source of a run, or a step that is planned computes it."""
+        [table] = self._manager.cached_blocks(request.sources[number])
+        return bool((table[: self._num_blocks(request, number)] >= 0).all())
+
+    def _compute_missing(self, request: Request, missing: Sequence[int]) -> None:
+        """Queue requests that compute the sources of these runs, before the linked request itself."""
+        distinct = [*dict.fromkeys(request.sources)]
+        for number in missing:
+            source = request.sources[number]
+            key = source.block_hashes()[-1]
+            if key not in self._computing:
+                rank, last = request.service_key
+                computing = self._request_for(source, request)
+                computing.service_key = rank, last - 1 - distinct.index(source)
+                self._computing[key] = computing
+                self._queue(computing)
+            self._wanted_by.setdefault(self._computing[key], set()).add(request)
+
+    def _request_for(self, source: TokenSequence, request: Request) -> Request:
+        self._num_sources += 1
+        sequence = source.renamed(f"source {self._num_sources} of {request.request_id}")
+        computing = Request(sequence, COMPUTED, max_tokens=1, priority=request.priority)
+        computing.tenant = request.tenant
+        return computing
+
+    @property
+    def num_computing(self) -> int:
+        """The number of requests that compute sources."""
+        return len(self._computing)
+
+    # --------------------------------------------------------------- running
+
+    def start(self, request: Request, hit: PrefixHit) -> None:
+        """A request was admitted with this hit."""
+        if not request.sources:
+            return
+        self._stop_wanting(request)
+        held, needed = self._held[request], self._pending(request, hit)
+        for number in held.keys() - set(needed):
+            self._manager.release_blocks(held.pop(number))
+        request.num_copied_tokens = 0
+        if not needed:
+            del self._held[request]
+
+    @property
+    def holds(self) -> bool:
+        """Whether any request holds sources."""
+        return len(self._held) > 0
+
+    def without_runs(
+        self, rows: Int64Array, starts: Int64Array, ends: Int64Array
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Spans of rows as the ranges that are computed: a row may stand several times, in ascending order."""
+        if not self._held:
+            return rows, starts, ends
+        ranges: list[tuple[int, int, int]] = []
+        for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            request = self._running[row]
+            if request in self._held:
+                assert request.links is not None
+                ranges += [(row, *one) for one in request.links.ranges(start, end)]
+            else:
+                ranges.append((row, start, end))
+        columns = np.array(ranges, np.int64).reshape(-1, 3).T
+        return columns[0], columns[1], columns[2]
+
+    def moves(self, entries: Entries, tables: IntArray) -> tuple[Move, ...]:
+        """The copies of this step, for entries that `without_runs` made; `tables` [entries, longest].
+
+        A run whose last token is copied by this step needs its source no longer than the step.
+        """
+        if not self._held:
+            return ()
+        last_entry = {request: number for number, request in enumerate(entries.requests) if request in self._held}
+        moves: list[Move] = []
+        for request, number in last_entry.items():
+            start, end = int(entries.progress["num_computed"][number]), int(entries.ends[number])
+            moves += self._moves_of(request, start, end, tables[number])
+            if not self._held[request]:
+                del self._held[request]
+        return tuple(moves)
+
+    def _moves_of(self, request: Request, start: int, end: int, table: IntArray) -> list[Move]:
+        links, held, moves = request.links, self._held[request], []
+        assert links is not None
+        for number in [*held]:
+            run = links.runs[number]
+            first, last = max(run.begin, start), min(run.end, end)
+            if first < last:
+                moves.append(self._move(run, first, last, held[number], table, links.shift(run)))
+                request.num_copied_tokens += last - first
+            if run.end <= end:
+                self._spent.append(held.pop(number))
+        return moves
+
+    def _move(self, run: LinkedRun, first: int, last: int, source: BlockIds, table: IntArray, shift: int) -> Move:
+        """The copy of tokens `first` to `last` (exclusive) of a prompt."""
+        targets = np.arange(first, last, dtype=np.int64)
+        return Move(self._slots(source, targets - run.begin + run.first), self._slots(table, targets), shift)
+
+    def _slots(self, table: IntArray, indices: Int64Array) -> Int64Array:
+        numbers, offsets = np.divmod(indices, self._manager.block_size)
+        return table[numbers].astype(np.int64) * self._manager.block_size + offsets
+
+    # ------------------------------------------------------------------- end
+
+    def settle(self) -> None:
+        """The planned steps were computed, or have failed: their sources are needed no longer."""
+        for block_ids in self._spent:
+            self._manager.release_blocks(block_ids)
+        self._spent.clear()
+
+    def leave(self, request: Request) -> list[Request]:
+        """A request runs or waits no longer; returns requests that now compute sources for nobody."""
+        self.release(request)
+        self._linked.discard(request)
+        if request is self._head:
+            self._head = None
+        if self._wanted_by.pop(request, None) is not None:
+            self._computing = {key: other for key, other in self._computing.items() if other is not request}
+        return self._stop_wanting(request)
+
+    def _stop_wanting(self, request: Request) -> list[Request]:
+        """Forget that a request needs sources; returns the requests that compute theirs for nobody."""
+        for wanting in self._wanted_by.values():
+            wanting.discard(request)
+        return [computing for computing, wanting in self._wanted_by.items() if not wanting]
+
+    def release(self, request: Request) -> None:
+        """Give back what a request holds: it runs no longer, or waits without a claim."""
+        for block_ids in self._held.pop(request, {}).values():
+            self._manager.release_blocks(block_ids)
+
+    def yield_blocks(self, to: Request | None = None) -> bool:
+        """Blocks are short: give back those that waiting requests hold, but for `to`; False if they hold none."""
+        waiting = [one for one in self._held if one.status is RequestStatus.WAITING and one is not to]
+        given_back = any(self._held[request] for request in waiting)
+        for request in waiting:
+            self.release(request)
+        return given_back
+
+    def reset(self) -> None:
+        """Forget all requests."""
+        for request in [*self._held]:
+            self.release(request)
+        self.settle()
+        self._head = None
+        self._linked.clear()
+        self._computing.clear()
+        self._wanted_by.clear()
+
+    def check_integrity(self, waiting: Sequence[Request], running: Sequence[Request]) -> None:
+        """Raise AssertionError if somebody holds sources who is gone, or a source is computed for nobody."""
+        assert set(self._held) <= self._linked <= {*waiting, *running}, "sources are held for nobody"
+        assert set(self._computing.values()) == set(self._wanted_by) <= {*waiting, *running}
+        assert all(wanting <= set(waiting) for wanting in self._wanted_by.values())

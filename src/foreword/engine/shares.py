@@ -1,0 +1,104 @@
+"""Shares: which of its tokens each running request computes in a step.
+
+Knows rows, progress and the step's budget; knows nothing of blocks and of who is admitted. Linked tokens take nothing
+of the budget, and a share ends with a computed token. With recurrent layers it may end only where a state can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from foreword.batch import Int64Array
+from foreword.cache import StateCheckpoints
+from foreword.config import SchedulerConfig
+from foreword.engine.linking import Linking
+from foreword.engine.running_rows import RunningRows
+from foreword.request import Request
+
+Spans = tuple[Int64Array, Int64Array, Int64Array]
+"""Rows, and the start and end of the tokens that each computes."""
+
+
+class Shares:
+    """Divides the budget of a step among running requests, in their order."""
+
+    def __init__(
+        self,
+        running: RunningRows,
+        config: SchedulerConfig,
+        states: StateCheckpoints | None,
+        linking: Linking,
+        wanted_by_waiting: Callable[[int], int],
+    ) -> None:
+        """`wanted_by_waiting`: tokens, up to a number, that waiting requests need for the rest of their prompts."""
+        self._running, self._config, self._states, self._linking = running, config, states, linking
+        self._wanted_by_waiting = wanted_by_waiting
+
+    def of_running(self, budget: int) -> Spans:
+        """The spans that running requests compute next, if there are blocks for all of them."""
+        rows = self._running.order
+        starts = self._running.progress["num_computed"][rows]
+        if self._states is not None or self._linking.holds:
+            ends = self._one_by_one(rows, starts, budget)
+        else:
+            wanted = self._running.progress["num_tokens"][rows] - starts
+            np.minimum(wanted, self._config.long_prefill_token_threshold or self._most_each(wanted, budget), out=wanted)
+            left = budget + wanted - wanted.cumsum()  # for each row, after the rows before it
+            ends = starts + np.minimum(wanted, np.maximum(left, 0))
+        computing = ends > starts
+        return (rows, starts, ends) if computing.all() else (rows[computing], starts[computing], ends[computing])
+
+    @property
+    def leaves_room(self) -> bool:
+        """Whether a prompt that one step cannot finish leaves room for others, without the option that says how much.
+
+        With recurrent layers it does not: its steps end at their cells.
+        """
+        return self._states is None and self._config.long_prefill_token_threshold is None
+
+    def _most_each(self, wanted: Int64Array, budget: int) -> int:
+        """Most tokens of one running request: a prompt that does not fit leaves up to half of the step to others.
+
+        These are running requests, and waiting ones that can compute the whole rest of their prompts beside it.
+        """
+        longest, total = int(wanted.max(initial=0)), int(wanted.sum())
+        if total <= budget:
+            return budget
+        others, half = total - longest, budget // 2
+        return budget - min(half, others + self._wanted_by_waiting(half - others))
+
+    def _one_by_one(self, rows: Int64Array, starts: Int64Array, budget: int) -> Int64Array:
+        """The end of each row's span with recurrent layers or linked prompts, at most `budget` tokens in all."""
+        ends = starts.copy()
+        lengths = self._running.progress["num_tokens"][rows].tolist()
+        for at, row in enumerate(rows.tolist()):
+            if not budget:
+                break
+            request, start = self._running[row], int(starts[at])
+            end = self.end(request, start, budget, lengths[at])
+            if end > start:
+                request.num_scheduled_tokens = end
+                ends[at] = end
+                budget -= num_computed(request, start, end)
+        return ends
+
+    def end(self, request: Request, start: int, budget: int, length: int | None = None) -> int:
+        """The end of a request's span in this step; `start` if it should wait.
+
+        `length`: the number of its tokens; None: those that are known.
+        """
+        budget_of_one = min(budget, self._config.long_prefill_token_threshold or budget)
+        length = len(request) if length is None else length
+        if request.links is not None:
+            return request.links.end_after(start, length, budget_of_one)
+        end = min(length, start + budget_of_one)
+        if self._states is None:
+            return end
+        return self._states.cut(start, end, request.num_prompt_tokens, budget, request.state_positions)
+
+
+def num_computed(request: Request, start: int, end: int) -> int:
+    """The number of a request's tokens between `start` and `end` that are computed, not linked."""
+    return end - start if request.links is None else request.links.num_computed(start, end)

@@ -1,0 +1,63 @@
+"""Documents and a question: a prompt whose documents can stand in any order, without a schema.
+
+Knows texts, token ids and a tokenizer's functions; knows nothing of engines. The prompt is
+
+    opening   instructions   document 1   document 2   ...   question
+
+Each document's source is the opening, the instructions and that document: what every prompt begins with stands once
+before each. So a document's first tokens are not the first of all, on which models rest a share of their attention, and
+the document that stands first is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from foreword.errors import InvalidRequestError
+from foreword.pml.composition import Composition, Source, TokenIds, concatenated
+from foreword.pml.layout import SchemaText
+
+FIELDS = frozenset({"documents", "question", "instructions", "separator"})
+SEPARATOR = "\n\n"
+"""The text after the instructions and after each document."""
+Encode = Callable[[str], TokenIds]
+
+
+def compose_documents(prompt: Mapping[str, Any], text: SchemaText | None) -> Composition:
+    """The composition of `{"documents": [...], "question": ...}`, optionally with "instructions" and "separator".
+
+    Each is a text, or a list of token ids, which is taken as it is: without separator. `text`: None without a
+    tokenizer, for token ids. Raises InvalidRequestError for other values.
+    """
+    encode = _no_tokenizer if text is None else text.encode
+    documents, separator = prompt["documents"], prompt.get("separator", SEPARATOR)
+    if isinstance(documents, str | Mapping) or not isinstance(documents, Sequence):
+        raise InvalidRequestError(f"documents must be a list of texts, not {documents!r:.60}; give [text, ...]")
+    if not isinstance(separator, str):
+        raise InvalidRequestError(f"separator must be a text, not {separator!r:.60}")
+    question = _tokens("question", prompt.get("question"), encode, "")
+    head = (() if text is None else text.opening) + _tokens(
+        "instructions", prompt.get("instructions", ()), encode, separator
+    )
+    sources = [
+        Source(head + _tokens(f"document {number}", document, encode, separator), len(head), str(number))
+        for number, document in enumerate(documents)
+    ]
+    return concatenated([head, *sources, question])
+
+
+def _no_tokenizer(text: str) -> TokenIds:
+    raise InvalidRequestError(f"the model has no tokenizer, which the text {text!r:.60} needs; give token ids")
+
+
+def _tokens(name: str, value: Any, encode: Encode, separator: str) -> TokenIds:
+    """The tokens of a text and its separator, or the token ids that were given."""
+    if isinstance(value, str):
+        return tuple(encode(value + separator))
+    is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, bytes)
+    if not is_list or not all(isinstance(one, int | np.integer) and not isinstance(one, bool) for one in value):
+        raise InvalidRequestError(f"{name} must be a text or a list of token ids, not {value!r:.60}")
+    return tuple(int(one) for one in value)

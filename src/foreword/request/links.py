@@ -1,0 +1,166 @@
+"""Links: which tokens of a prompt are copied from other sequences, and where each token stands for the rotation.
+
+Knows token ids, indices and positions; knows nothing of blocks' contents, keys or tensors.
+
+    source, computed alone         s0 s1 s2 s3 s4 s5 s6 s7 s8      blocks of 4: s8 is in no whole block
+                                         |  |  |  |  |  |
+    prompt         p0 p1 p2 | c0 c1      s2 s3 s4 s5 s6 s7 | s8 q0 q1
+    index          0  1  2    3  4       5  6  7  8  9  10   11 12 13
+                                         run [5, 11)
+
+The index of a token decides what it sees, and which slot it has. Its position decides how its key is turned. A run's
+keys are turned from the positions that they have in the source to those that they have in the prompt.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinkedRun:
+    """Tokens `begin` to `end` (exclusive) of a prompt, whose KV is copied from a source."""
+
+    begin: int
+    end: int
+    source: IntArray
+    """All tokens of the source: a sequence that is computed by itself, at positions from 0."""
+    first: int
+    """The index of the run's first token in the source."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.begin < self.end
+        assert 0 <= self.first <= self.source_end <= len(self.source)
+
+    @property
+    def source_end(self) -> int:
+        """The index after the run's last token in the source."""
+        return self.first + self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Links:
+    """The runs of one prompt, ascending and apart, and the position of each of its tokens. Its last token is in no run,
+    because its logits are wanted.
+    """
+
+    method: str
+    """The name of the method that chose the runs; it decides nothing."""
+    runs: tuple[LinkedRun, ...]
+    positions: IntArray
+    """[prompt tokens], ascending."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """Begin and end of each part of the prompt that could be linked, in runs or not."""
+    has_gaps: bool = field(init=False)
+    """Whether positions are not indices."""
+
+    def __post_init__(self) -> None:
+        ends = [0, *itertools.chain.from_iterable((run.begin, run.end) for run in self.runs)]
+        assert all(before <= after for before, after in itertools.pairwise(ends)), "runs overlap"
+        assert ends[-1] < len(self.positions), "the last token must be computed"
+        object.__setattr__(self, "has_gaps", int(self.positions[-1]) != len(self.positions) - 1)
+
+    def in_whole_blocks(self, block_size: int) -> Links:
+        """The part of these links that lies in whole blocks of the sources: only these stay cached."""
+        runs = []
+        for run in self.runs:
+            most = len(run.source) // block_size * block_size - run.first
+            if most > 0:
+                runs.append(replace(run, end=min(run.end, run.begin + most)))
+        return replace(self, runs=tuple(runs))
+
+    @property
+    def linked_from(self) -> int | None:
+        """The index of the first linked token; None if all tokens are computed."""
+        return self.runs[0].begin if self.runs else None
+
+    @property
+    def num_linked_tokens(self) -> int:
+        return sum(run.end - run.begin for run in self.runs)
+
+    def num_recomputed(self, start: int) -> int:
+        """The number of tokens from `start` on that could be linked and are computed."""
+        return sum(max(0, end - max(begin, start)) for begin, end in self.spans) - self.num_linked_tokens
+
+    def shift(self, run: LinkedRun) -> int:
+        """The number of positions by which a run's keys are turned."""
+        return int(self.positions[run.begin]) - run.first
+
+    def jumps(self) -> list[int]:
+        """The indices of computed tokens whose position does not follow that of the token before."""
+        before = np.concatenate((np.array([-1], np.int32), self.positions[:-1]))
+        starts = np.flatnonzero(self.positions != before + 1).tolist()
+        return [at for at in starts if not any(run.begin <= at < run.end for run in self.runs)]
+
+    def pending_from(self, start: int) -> list[int]:
+        """The numbers of the runs that reach beyond the first `start` tokens."""
+        return [number for number, run in enumerate(self.runs) if run.end > start]
+
+    def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """The ranges between `start` and `end` that are computed, ascending and not empty."""
+        for run in self.runs:
+            if run.begin >= end:
+                break
+            if run.begin > start:
+                yield start, run.begin
+            start = max(start, run.end)
+        if start < end:
+            yield start, end
+
+    def end_after(self, start: int, end: int, budget: int) -> int:
+        """The end of the first `budget` tokens from `start` on that are computed, at most `end`; the last is computed.
+
+        `start` itself if the budget is 0.
+        """
+        reached = start
+        for first, last in self.ranges(start, end):
+            if budget <= 0:
+                break
+            reached = min(last, first + budget)
+            budget -= reached - first
+        return reached
+
+    def num_computed(self, start: int, end: int) -> int:
+        """The number of tokens between `start` and `end` that are computed."""
+        return sum(last - first for first, last in self.ranges(start, end))
+
+    def positions_of(self, start: int, end: int) -> IntArray:
+        """The positions of tokens `start` to `end` (exclusive); generated tokens follow the prompt's last one."""
+        known = self.positions[start:end]
+        if len(known) == end - start:
+            return known
+        offset = int(self.positions[-1]) - len(self.positions) + 1
+        rest = np.arange(max(start, len(self.positions)), end, dtype=np.int32) + np.int32(offset)
+        return np.concatenate((known, rest))
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """What became of a prompt's tokens. Cached, linked, recomputed and computed tokens are the prompt's, each once."""
+
+    method: str
+    num_spans: int
+    """The number of its parts that could be linked."""
+    linked_tokens: int
+    """Tokens whose KV comes from a source: they saw nothing of the prompt before them."""
+    recomputed_tokens: int
+    """Tokens of these parts that were computed in the prompt all the same."""
+    computed_tokens: int
+    """Other tokens that were computed."""
+    cached_tokens: int
+    """Leading tokens that were found in the prefix cache: exact, and the only ones that count as hits."""
+    copied_tokens: int
+    """The linked tokens that had to be copied; the others were there from an equal composition."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the answer has the bits of the prompt without links."""
+        return self.linked_tokens == 0
