@@ -5,6 +5,7 @@ Knows drafters, running requests and the times of steps; knows nothing of blocks
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from foreword.batch import Entries, IntArray
+from foreword.batch import Entries, Int64Array, IntArray
 from foreword.config import DraftTokens
 from foreword.engine.drafts.drafter import Drafter, Proposal
 from foreword.engine.drafts.gain import Acceptance, Record, StepTimes, best_count, best_lengths
@@ -22,8 +23,8 @@ MOST_DRAFTED = 31
 """Most tokens of one request to draft in a step."""
 PAUSE_EVERY = 16
 """Steps that are planned ahead of known tokens before one waits for them, so that it can guess."""
-SHARE_OF_GUESSES = 0.01
-"""Share of a step's time for guesses about requests whose last guess was wrong."""
+SHARE_OF_RIGHT, SHARE_OF_WRONG = 0.1, 0.01
+"""Shares of a step's time for guesses about requests whose last guess was right, and wrong."""
 
 
 @dataclass(slots=True)
@@ -53,6 +54,24 @@ _Judged = tuple[Proposal, tuple[float, float]]
 """A proposal, and the chances of its first token and of later ones."""
 
 
+@dataclass(slots=True)
+class _Turns:
+    """Turns of requests at being asked, as many as a share of a step's time allows."""
+
+    share: float
+    credit: float = 0.0
+    at: int = 0
+
+    def turns(self, count: int, num_in_step: float) -> Int64Array:
+        """Which of `count` requests are asked, if a step takes as long as `num_in_step` guesses."""
+        self.credit = min(float(count), self.credit + self.share * num_in_step)
+        num_asked = int(self.credit)
+        self.credit -= num_asked
+        chosen: Int64Array = (self.at + np.arange(num_asked)) % max(1, count)
+        self.at += num_asked
+        return chosen
+
+
 class Drafting:
     """Asks drafters, and takes as many of their tokens as pay.
 
@@ -66,7 +85,8 @@ class Drafting:
         self._fixed = None if draft_tokens == "auto" else int(draft_tokens)
         self._acceptance, self._times = Acceptance(), StepTimes()
         self._known: WeakKeyDictionary[Request, _Known] = WeakKeyDictionary()
-        self._seconds_of_guess, self._turn = 0.0, 0
+        self._seconds_of_guess = 0.0
+        self._for_lucky, self._for_others = _Turns(SHARE_OF_RIGHT), _Turns(SHARE_OF_WRONG)
         self._num_ahead = 0
         """Steps that were planned ahead since the last pause."""
         self._drafted_from: dict[Request, str] = {}
@@ -132,26 +152,24 @@ class Drafting:
         return lengths
 
     def _guesses(self, requests: Sequence[Request], num_rows: int) -> list[_Judged | None]:
-        """A guess for each request that is asked for one.
-
-        Those whose last guess was right are. The others take turns, so that asking in vain costs little of a step.
-        """
-        lucky = [self._known.setdefault(request, _Known()).was_right for request in requests]
-        num_others = len(lucky) - sum(lucky)
-        asked = np.array(lucky)
-        if self._fixed is None and self._seconds_of_guess and self._times.is_known:
-            most = int(SHARE_OF_GUESSES * self._times.seconds(np.array([num_rows]))[0] / self._seconds_of_guess)
-            num_others = min(num_others, max(1, most))
-        others = np.flatnonzero(~asked)
-        if len(others):
-            asked[others[(self._turn + np.arange(num_others)) % len(others)]] = True
-            self._turn += num_others
+        """A guess for each request that is asked for one, within the shares of a step's time that guesses may take."""
+        lucky = np.array([self._known.setdefault(request, _Known()).was_right for request in requests])
+        asked = np.zeros(len(requests), np.bool_)
+        for of_kind, pool in ((lucky, self._for_lucky), (~lucky, self._for_others)):
+            places = np.flatnonzero(of_kind)
+            asked[places[pool.turns(len(places), self._guesses_in_step(num_rows))]] = True
         started = time.perf_counter()
         guesses = [self._guess(request) if ask else None for request, ask in zip(requests, asked, strict=True)]
         if asked.any():
             seconds = (time.perf_counter() - started) / int(asked.sum())
             self._seconds_of_guess += (seconds - self._seconds_of_guess) / 16
         return guesses
+
+    def _guesses_in_step(self, num_rows: int) -> float:
+        """The number of guesses that take as long as a step of `num_rows` rows."""
+        if self._fixed is not None or not self._seconds_of_guess or not self._times.is_known:
+            return math.inf
+        return float(self._times.seconds(np.array([num_rows]))[0]) / self._seconds_of_guess
 
     def _guess(self, request: Request) -> _Judged | None:
         """The proposal of which the most tokens are likely to be right."""
