@@ -31,6 +31,7 @@ from live_server import MODEL, ServerProcess, ServerThread, embedded_llm, post, 
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.alone,  # several processes for each test
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install foreword[cluster]"),
 ]
 
@@ -50,6 +51,7 @@ def local_ray(num_cpus: int) -> Iterator[None]:
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
+        "local",
         num_cpus=num_cpus,
         include_dashboard=False,
         object_store_memory=80 * 2**20,

@@ -309,6 +309,7 @@ def _connect(fleet: FleetConfig) -> None:
         return
     most = fleet.max_replicas or fleet.replicas
     ray.init(
+        "local",  # not one that happens to run on this machine
         num_cpus=max(2, round(most * fleet.replica_cpus) + 1),  # logical: they only place actors
         include_dashboard=False,
         object_store_memory=80 * 2**20,
