@@ -43,7 +43,9 @@ T = TypeVar("T")
 class ServerProcess:
     """`foreword serve` in a process of its own."""
 
-    def __init__(self, *args: str, log: IO[str] | None = None, **environment: str) -> None:
+    def __init__(
+        self, *args: str, log: IO[str] | None = None, start_timeout_s: float = START_TIMEOUT_S, **environment: str
+    ) -> None:
         """`log` takes what it writes to standard error."""
         # pytest writes the name of the running test there, which may be longer than a process can be given.
         inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
@@ -58,7 +60,7 @@ class ServerProcess:
         stdout = self._process.stdout
         assert stdout is not None
         threading.Thread(target=lambda: lines.put(stdout.readline()), daemon=True).start()
-        line = lines.get(timeout=START_TIMEOUT_S)
+        line = lines.get(timeout=start_timeout_s)
         assert "serving" in line, f"the server did not start: {line!r}"
         self.url = line.split()[-1]
 

@@ -95,9 +95,13 @@ BAD_PROMPTS: dict[str, tuple[Any, type[ForewordError], str]] = {
     "both text and tokens": (
         {"prompt": "text", "prompt_token_ids": [5]},
         InvalidRequestError,
-        "give 'prompt' or 'prompt_token_ids'",
+        "give 'prompt', 'prompt_token_ids', or 'documents'",
     ),
-    "neither text nor tokens": ({"cache_salt": "red"}, InvalidRequestError, "give 'prompt' or 'prompt_token_ids'"),
+    "neither text nor tokens": (
+        {"cache_salt": "red"},
+        InvalidRequestError,
+        "give 'prompt', 'prompt_token_ids', or 'documents'",
+    ),
     "an unknown key": (
         {"prompt_token_ids": [5], "lora": "x"},
         InvalidRequestError,
@@ -319,7 +323,7 @@ def test_malformed_messages_are_refused(llm: LLM, messages: Any, message: str) -
     [
         ({"blocksize": 16}, "unknown option 'blocksize'=16; did you mean 'block_size'?"),
         ({"max_tokens_batched": 5}, "unknown option 'max_tokens_batched'=5; did you mean 'max_num_batched_tokens'?"),
-        ({"xyz": 1}, "unknown option 'xyz'=1; known options: attention_kernel, "),
+        ({"xyz": 1}, "unknown option 'xyz'=1; known options: allow_links, attention_kernel, "),
         ({"block_size": 0}, "block_size=0 is too small; use at least 1"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 is too small"),
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens=-1 is too small"),

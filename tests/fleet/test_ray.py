@@ -144,7 +144,8 @@ def answers_of(url: str, topics: int = 5) -> dict[int, Any]:
 
 def test_a_served_replica_is_killed_and_replaced(alone: ServerThread) -> None:
     """The whole command in processes of its own; kill -9 in the middle of streams of each kind."""
-    with ServerProcess("--replicas", "3", "--replica-cpus", "0.5", "--num-gpu-blocks-override", "256") as server:
+    options = ("--replicas", "3", "--replica-cpus", "0.5", "--num-gpu-blocks-override", "256")
+    with ServerProcess(*options, start_timeout_s=300.0) as server:
         url = server.url
         wait_until(lambda: ready(url) == 3)
         for name, sampling in SAMPLINGS.items():

@@ -152,6 +152,7 @@ def run_trace(options: TraceBenchOptions, console: Console) -> TraceReport:
             prefix_index=options.prefix_index,
             kv_cache_memory_bytes=options.kv_cache_memory_bytes,
             self_check=False,
+            draft_tokens=0,  # wrong drafts are computed too, and tokens are counted here
         ) as llm,
     ):
         started = time.monotonic()
