@@ -101,14 +101,17 @@ def test_a_streams_bytes_are_chunks_and_nothing_else(server):
 
 def test_a_chat_keeps_its_history_and_hits_all_of_it(server):
     whole = google(server.url)
-    chat = whole.chats.create(model=MODEL, config=config(system_instruction=facts("violet") + FACTS))
-    assert "".join(chunk.text for chunk in chat.send_message_stream(QUESTION)) == "4821"
+    system = facts("violet") + FACTS
+    chat = whole.chats.create(model=MODEL, config=config(system_instruction=system))
+    forced = {"response_mime_type": "application/json", "response_json_schema": {"enum": ["purple rivers sing"]}}
+    unlikely = config(system_instruction=system, **forced)  # words that nothing has: they come one by one
+    first = "".join(chunk.text or "" for chunk in chat.send_message_stream(QUESTION, config=unlikely))
+    assert first == '"purple rivers sing"'
     assert len([content for content in chat.get_history() if content.role == "model"]) > 1, "the chunks, one by one"
     answer = chat.send_message("And the home of the quiet lantern?")
-    assert answer.text == "Lisbon"
-    told = [{"role": "system", "content": facts("violet") + FACTS}, FALCON[1]]
+    told = [{"role": "system", "content": system}, FALCON[1]]
     told += [
-        {"role": "assistant", "content": "4821"},
+        {"role": "assistant", "content": first},
         {"role": "user", "content": "And the home of the quiet lantern?"},
     ]
     prompt = post(server.url, "/tokenize", {"messages": told}).json()["count"]
@@ -126,9 +129,9 @@ def test_every_setting_of_an_answer_is_obeyed(ask):
     stopped = text(stop_sequences=["21"])
     assert (stopped.content.parts[0].text, stopped.finish_reason) == ("48", "STOP")
     assert text(max_output_tokens=1).finish_reason == "MAX_TOKENS"
-    wild = {"temperature": 2, "max_output_tokens": 12, "top_p": 0.99, "system_instruction": None}
-    assert text(**wild, seed=1) == text(**wild, seed=1)
-    assert len({text(**wild, seed=seed).content.parts[0].text for seed in range(4)}) > 1
+    unlikely = {"temperature": 2, "max_output_tokens": 12, "top_p": 0.99, "system_instruction": None}
+    assert text(**unlikely, seed=1) == text(**unlikely, seed=1)
+    assert len({text(**unlikely, seed=seed).content.parts[0].text for seed in range(4)}) > 1
     assert text(temperature=2, top_k=1, seed=1).content.parts[0].text == "4821", "the SDK sends 1.0"
     long = {"response_mime_type": "application/json", "response_json_schema": LONG, "max_output_tokens": 30}
     assert text(**long, frequency_penalty=2, presence_penalty=2) != text(**long)
@@ -207,7 +210,7 @@ class Fact(pydantic.BaseModel):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_answer_follows_a_schema_whoever_wrote_it(ask, seed):
-    wild = {"temperature": 2, "seed": seed, "response_mime_type": "application/json"}
+    unlikely = {"temperature": 2, "seed": seed, "response_mime_type": "application/json"}
     upper = {
         "type": "OBJECT",
         "properties": {
@@ -218,23 +221,23 @@ def test_an_answer_follows_a_schema_whoever_wrote_it(ask, seed):
         "required": ["a", "b", "c"],
         "propertyOrdering": ["a", "b", "c"],
     }
-    made = ask.generate_content(model=MODEL, contents="x", config=config(**wild, response_schema=upper)).parsed
+    made = ask.generate_content(model=MODEL, contents="x", config=config(**unlikely, response_schema=upper)).parsed
     assert list(made) == ["a", "b", "c"]
     assert made["b"] in ("x", "y")
     assert made["a"] is None or 0 <= made["a"] <= 9
     assert len(made["c"]) in (1, 2)
     plain = {**Fact.model_json_schema(), "additionalProperties": False}
     for fields in ({"response_schema": Fact}, {"response_json_schema": plain}):
-        answer = ask.generate_content(model=MODEL, contents="x", config=config(**wild, **fields))
+        answer = ask.generate_content(model=MODEL, contents="x", config=config(**unlikely, **fields))
         assert answer.parsed is not None
         assert Fact.model_validate_json(answer.text).animal in Animal
 
 
 def test_an_enum_is_one_of_its_texts(ask):
-    wild = {"temperature": 2, "seed": 1, "response_schema": Animal}
-    bare = ask.generate_content(model=MODEL, contents="x", config=config(**wild, response_mime_type="text/x.enum"))
+    unlikely = {"temperature": 2, "seed": 1, "response_schema": Animal}
+    bare = ask.generate_content(model=MODEL, contents="x", config=config(**unlikely, response_mime_type="text/x.enum"))
     quoted = ask.generate_content(
-        model=MODEL, contents="x", config=config(**wild, response_mime_type="application/json")
+        model=MODEL, contents="x", config=config(**unlikely, response_mime_type="application/json")
     )
     assert bare.parsed in Animal
     assert bare.text == bare.parsed.value
