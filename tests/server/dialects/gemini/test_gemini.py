@@ -210,7 +210,7 @@ class Fact(pydantic.BaseModel):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_answer_follows_a_schema_whoever_wrote_it(ask, seed):
-    unlikely = {"temperature": 2, "seed": seed, "response_mime_type": "application/json"}
+    wild = {"temperature": 2, "seed": seed, "response_mime_type": "application/json"}
     upper = {
         "type": "OBJECT",
         "properties": {
@@ -221,23 +221,23 @@ def test_an_answer_follows_a_schema_whoever_wrote_it(ask, seed):
         "required": ["a", "b", "c"],
         "propertyOrdering": ["a", "b", "c"],
     }
-    made = ask.generate_content(model=MODEL, contents="x", config=config(**unlikely, response_schema=upper)).parsed
+    made = ask.generate_content(model=MODEL, contents="x", config=config(**wild, response_schema=upper)).parsed
     assert list(made) == ["a", "b", "c"]
     assert made["b"] in ("x", "y")
     assert made["a"] is None or 0 <= made["a"] <= 9
     assert len(made["c"]) in (1, 2)
     plain = {**Fact.model_json_schema(), "additionalProperties": False}
     for fields in ({"response_schema": Fact}, {"response_json_schema": plain}):
-        answer = ask.generate_content(model=MODEL, contents="x", config=config(**unlikely, **fields))
+        answer = ask.generate_content(model=MODEL, contents="x", config=config(**wild, **fields))
         assert answer.parsed is not None
         assert Fact.model_validate_json(answer.text).animal in Animal
 
 
 def test_an_enum_is_one_of_its_texts(ask):
-    unlikely = {"temperature": 2, "seed": 1, "response_schema": Animal}
-    bare = ask.generate_content(model=MODEL, contents="x", config=config(**unlikely, response_mime_type="text/x.enum"))
+    wild = {"temperature": 2, "seed": 1, "response_schema": Animal}
+    bare = ask.generate_content(model=MODEL, contents="x", config=config(**wild, response_mime_type="text/x.enum"))
     quoted = ask.generate_content(
-        model=MODEL, contents="x", config=config(**unlikely, response_mime_type="application/json")
+        model=MODEL, contents="x", config=config(**wild, response_mime_type="application/json")
     )
     assert bare.parsed in Animal
     assert bare.text == bare.parsed.value
