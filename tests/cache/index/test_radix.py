@@ -176,3 +176,17 @@ def test_growing_by_appended_tokens_keeps_nodes_bounded_and_all_found():
         index.insert(whole, block, np.array([block], np.int32))
     index.check_integrity()
     assert index.match(whole).block_ids.tolist() == list(range(2000))
+
+
+def test_a_node_that_others_made_longer_is_not_where_a_resumed_sequence_goes_on() -> None:
+    """Its own insertion ended in the node; a hit of other blocks then ends where the longer node does."""
+    index = RadixIndex(16, 1)
+    own = TokenSequence("own", [0, 1, 0, 0, 1, 1], block_size=1)
+    assert index.insert(own, 0, np.array([1, 2, 3], np.int32))
+    assert index.insert(TokenSequence("longer", [0, 1, 0, 1], block_size=1), 3, np.array([4], np.int32))
+    assert index.insert(TokenSequence("like own", [0, 1, 0, 0], block_size=1), 3, np.array([5], np.int32))
+    assert index.match(own).block_ids.tolist() == [1, 2, 3, 5]
+    assert index.insert(own, 4, np.array([6, 7], np.int32))
+    assert index.match(own).block_ids.tolist() == [1, 2, 3, 5, 6, 7]
+    wrong = TokenSequence("wrong", [0, 1, 0, 1, 1, 1], block_size=1)
+    assert index.match(wrong).block_ids.tolist() == [1, 2, 3, 4]

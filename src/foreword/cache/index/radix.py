@@ -62,8 +62,8 @@ class RadixIndex(RadixTree):
 
     def clear(self) -> None:
         super().clear()
-        self._ends: WeakKeyDictionary[TokenSequence, tuple[RadixNode, int]] = WeakKeyDictionary()
-        """The node in which a sequence's last insertion ended, and the node's `num_cuts` at that time."""
+        self._ends: WeakKeyDictionary[TokenSequence, tuple[RadixNode, int, int]] = WeakKeyDictionary()
+        """The node in which a sequence's last insertion ended, the node's `num_cuts` at that time, and the position."""
         self._duplicates: dict[int, list[int]] = {}
         self._original_of: dict[int, int] = {}
         self._media = MediaNumbers(self._num_blocks)
@@ -172,7 +172,7 @@ class RadixIndex(RadixTree):
             self._number_of[own] = np.arange(num_known, num_known + len(own))
             self._num_indexed += len(own)
             node = self._grow(node, position, tokens[position:], own)
-        self._ends[sequence] = (node, node.num_cuts)
+        self._ends[sequence] = (node, node.num_cuts, len(tokens))
         return True
 
     def insert_each(
@@ -230,12 +230,13 @@ class RadixIndex(RadixTree):
     def _start(self, sequence: TokenSequence, position: int) -> tuple[RadixNode, int]:
         """The node at which to continue a sequence whose tokens before `position` are in the tree, and its end.
 
-        That is the node in which its last insertion ended, if it still ends there; otherwise the root.
+        That is the node in which its last insertion ended, if both still end there; otherwise the root. (Others may
+        have made the node longer: then it ends elsewhere, perhaps just where a later hit of this sequence does.)
         """
-        node, num_cuts = self._ends.get(sequence, (None, 0))
+        node, num_cuts, end = self._ends.get(sequence, (None, 0, 0))
         if (
             node is not None
-            and node.end == position
+            and node.end == end == position
             and node.num_cuts == num_cuts
             and self._nodes.get(node.node_id) is node
         ):
