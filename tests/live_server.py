@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -111,6 +112,24 @@ class ServerThread:
         """Run something on the engine's thread, between two steps."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(self.service.thread.call(function), self._loop).result(60)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The engine makes no step meanwhile; requests are taken, and wait."""
+        reached, go_on = threading.Event(), threading.Event()
+
+        def hold(_: Engine) -> None:
+            reached.set()
+            assert go_on.wait(60)
+
+        with ThreadPoolExecutor(1) as pool:
+            holding = pool.submit(self.ask, hold)
+            assert reached.wait(60)
+            try:
+                yield
+            finally:
+                go_on.set()
+                holding.result()
 
     def close(self) -> None:
         self._server.should_exit = True

@@ -49,7 +49,9 @@ def alone() -> Iterator[ServerThread]:
 def local_ray(num_cpus: int) -> Iterator[None]:
     import ray
 
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from foreword.fleet.ray_serve import RAY_SETTINGS
+
+    os.environ.update(RAY_SETTINGS)
     ray.init(
         "local",
         num_cpus=num_cpus,
@@ -206,7 +208,9 @@ def test_a_machine_dies_and_its_streams_go_on(alone: ServerThread) -> None:
     import ray
     from ray.cluster_utils import Cluster
 
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from foreword.fleet.ray_serve import RAY_SETTINGS
+
+    os.environ.update(RAY_SETTINGS)
     expected = answers_of(alone.url)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     doomed = cluster.add_node(num_cpus=1)

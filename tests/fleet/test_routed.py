@@ -157,10 +157,27 @@ def test_a_request_goes_to_the_replica_that_has_its_prefix(three: Fleet) -> None
     assert_nothing_is_left(three)
 
 
+def test_hits_are_those_of_one_pool_and_work_is_spread_evenly(alone: ServerThread) -> None:
+    """One request after the other: nobody has a backlog, so the caches alone decide."""
+    found: dict[str, int] = {}
+    httpx.post(f"{alone.url}/reset_prefix_cache")
+    with fleet(3) as three:
+        wait_until(lambda: not three.on_loop(three.door.core.unsynced))
+        for url in (alone.url, three.url):
+            found[url] = sum(
+                complete(url, long_prompt(topic, question))["usage"]["prompt_tokens_details"]["cached_tokens"]
+                for question in range(4)
+                for topic in range(12)
+            )
+        assert found[three.url] >= 0.95 * found[alone.url]
+        assert max(three.link.requests.values()) <= 1.25 * 48 / 3, three.link.requests
+
+
 def test_a_flood_of_one_system_prompt_is_spread_and_everybody_holds_it() -> None:
     """Replicas of its own: one rate was measured, which the others are taken to have."""
     prompts = [long_prompt(6, question) for question in range(1, 97)]
     with fleet(3) as found:
+        wait_until(lambda: not found.on_loop(found.door.core.unsynced))
         complete(found.url, long_prompt(6))
         wait_until(lambda: found.link.running == 0)
         before = found.link.requests.copy()

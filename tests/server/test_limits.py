@@ -24,14 +24,15 @@ def llm():
 
 def test_a_full_queue_refuses_with_429_and_says_when_to_come_back(llm):
     with ServerThread(llm, ServerConfig(max_queued=1)) as server, ThreadPoolExecutor(3) as pool:
-        running = [pool.submit(post, server.url, "/v1/completions", {**LONG, "max_tokens": 60}) for _ in range(3)]
-        wait_until(lambda: server.service.thread.num_choices == 3)
-        refused = post(server.url, "/v1/completions", LONG)
-        assert refused.status_code == 429
-        assert int(refused.headers["Retry-After"]) >= 1
-        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-        with pytest.raises(openai.RateLimitError):
-            client(server.url).completions.create(model=MODEL, prompt="x", n=2)
+        with server.held():
+            running = [pool.submit(post, server.url, "/v1/completions", {**LONG, "max_tokens": 60}) for _ in range(3)]
+            wait_until(lambda: server.service.thread.num_choices == 3)
+            refused = post(server.url, "/v1/completions", LONG)
+            assert refused.status_code == 429
+            assert int(refused.headers["Retry-After"]) >= 1
+            assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+            with pytest.raises(openai.RateLimitError):
+                client(server.url).completions.create(model=MODEL, prompt="x", n=2)
         assert [answer.result().status_code for answer in running] == [200, 200, 200]
         assert post(server.url, "/v1/completions", {**LONG, "max_tokens": 1}).status_code == 200
 

@@ -18,13 +18,11 @@ import numpy.typing as npt
 
 from foreword.cache.block_ids import Int64Array
 from foreword.cluster.decision import Reservation
+from foreword.cluster.rates import Rates
 from foreword.cluster.reuse_ages import FloatArray
 
-RATE_WEIGHT = 0.1
-"""Weight of the newest measurement of a replica's rate."""
 MIN_RATE_TOKENS = 64
 """Prompts with fewer computed tokens measure latency, not the rate."""
-MAX_RATE_STEP = 4.0
 
 
 class SlotTable:
@@ -34,10 +32,6 @@ class SlotTable:
     num_blocks: Int64Array
     num_held: Int64Array
     oldest_use: FloatArray
-    rate: FloatArray
-    """Prefill tokens a second."""
-    guessed: npt.NDArray[np.bool_]
-    """Whether nobody has measured the rate."""
     decode_s: FloatArray
     decode_tokens: FloatArray
     waiting_tokens: FloatArray
@@ -61,7 +55,6 @@ class SlotTable:
         for name in self.__annotations__:
             array = getattr(self, name)
             setattr(self, name, np.append(array, np.zeros(1, array.dtype)))
-        self.rate[-1] = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +72,7 @@ class Loads:
 
     def __init__(self) -> None:
         self.table = SlotTable()
+        self.rates = Rates()
         self.open: dict[Reservation, Work] = {}
         self._waiting: list[OrderedDict[Reservation, int]] = []
         """Tokens to compute of the requests without a first token, by slot."""
@@ -86,6 +80,7 @@ class Loads:
     def add_slot(self) -> int:
         """A new slot, in no use yet."""
         self.table.grow()
+        self.rates.grow()
         self._waiting.append(OrderedDict())
         return len(self.table) - 1
 
@@ -119,13 +114,7 @@ class Loads:
             and computed_tokens >= MIN_RATE_TOKENS
             and now > table.head_since[slot]
         ):
-            measured, known = computed_tokens / (now - table.head_since[slot]), table.rate[slot]
-            measured = min(max(measured, known / MAX_RATE_STEP), known * MAX_RATE_STEP)
-            table.rate[slot] = measured if table.guessed[slot] else known + RATE_WEIGHT * (measured - known)
-            table.guessed[slot] = False
-            measured_ones = table.usable & ~table.guessed
-            measured_ones[slot] = True  # it may take no more requests
-            table.rate[table.guessed] = table.rate[measured_ones].mean()
+            self.rates.note(slot, computed_tokens / (now - table.head_since[slot]))
         table.waiting_tokens[slot] -= waiting.pop(reservation)
         table.num_waiting[slot] -= 1
         if was_head:
@@ -149,9 +138,9 @@ class Loads:
 
     def backlogs(self, now: float) -> FloatArray:
         """Seconds until each replica has computed the prompts that wait there, [slots]."""
-        table = self.table
-        computed = np.minimum(np.maximum(now - table.head_since, 0) * table.rate, table.head_tokens)
-        seconds: FloatArray = (table.waiting_tokens + table.other_tokens - computed) / table.rate
+        table, rate = self.table, self.rates.tokens_per_s
+        computed = np.minimum(np.maximum(now - table.head_since, 0) * rate, table.head_tokens)
+        seconds: FloatArray = (table.waiting_tokens + table.other_tokens - computed) / rate
         return seconds
 
     def _begin_head(self, slot: int, now: float) -> None:

@@ -116,11 +116,8 @@ class RoutingCore:
         self._usable |= 1 << slot
         self._open_prefixes = self._open_prefixes & ~(1 << slot) | (not spec.is_prefix_closed) << slot
         table.usable[slot], table.num_blocks[slot] = True, spec.num_blocks
-        table.rate[slot], table.other_tokens[slot] = spec.tokens_per_s, 0
-        table.guessed[slot] = not spec.is_rate_known
-        measured = table.usable & ~table.guessed
-        if table.guessed[slot] and measured.any():
-            table.rate[slot] = table.rate[measured].mean()
+        table.other_tokens[slot] = 0
+        self._loads.rates.join(slot, spec.tokens_per_s, is_known=spec.is_rate_known)
         table.decode_s[slot], table.decode_tokens[slot] = spec.decode_s, spec.decode_tokens
 
     def retire(self, name: str) -> None:
@@ -139,6 +136,7 @@ class RoutingCore:
         self._slots.mirrors[slot].forget()
         self._note_mirror(slot, now)
         self._ring.remove(slot)
+        self._loads.rates.leave(slot)
         self._open_prefixes &= ~(1 << slot)
         del self._slots.of_name[name]
         self._slots.names[slot] = ""
@@ -162,7 +160,7 @@ class RoutingCore:
                 int(table.num_blocks[slot]),
                 int(table.num_open[slot]),
                 int(table.waiting_tokens[slot] + table.other_tokens[slot]),
-                float(table.rate[slot]),
+                float(self._loads.rates.tokens_per_s[slot]),
             )
             for name, slot in self._slots.of_name.items()
         }
@@ -206,7 +204,7 @@ class RoutingCore:
         """
         wait_s = time_to_turn(self.router, self._peers, self.options.turn_s, clock_s)
         table = self._loads.table
-        rate = float(table.rate[table.usable].max(initial=0)) or 1.0
+        rate = float(self._loads.rates.tokens_per_s[table.usable].max(initial=0)) or 1.0
         return wait_s if wait_s <= MAX_WAIT_SHARE * request.num_tokens / rate else 0.0
 
     def choose(self, request: RoutingRequest, now: float, exclude: Collection[str] = ()) -> Decision:
@@ -258,7 +256,7 @@ class RoutingCore:
         if excluded:
             usable[excluded] = False
         hits = self._holders.depths(request.keys, self._known, len(table), closed=not self._open_prefixes)
-        rate, waiting = table.rate, table.waiting_tokens
+        rate, waiting = self._loads.rates.tokens_per_s, table.waiting_tokens
         free = np.maximum(table.num_blocks - table.num_held - (waiting / size).astype(np.int64), 0)
         evicted = np.maximum(len(request.keys) - hits - free, 0)
         price = self.options.price_weight * evicted * size / rate

@@ -47,6 +47,8 @@ FRONT_SILENCE_S = 10.0
 """Time after which a front that says nothing is no longer named to others."""
 DRAIN_S = 600.0
 """Longest time that a replica which Serve stops may take for its answers."""
+RAY_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_gcs_server_port_wait_time_s": "120"}
+"""Ray's own environment variables, unless the user sets them. A busy machine starts Ray in more than its 30 s."""
 
 
 # --------------------------------------------------------------------- the replica's side
@@ -295,7 +297,8 @@ def replicas_of(model: str, options: Mapping[str, Any], fleet: FleetConfig, app_
 
 def _connect(fleet: FleetConfig) -> None:
     """Join a running Ray, or start a local one. Raises ConfigError for an address that does not answer."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # noqa: TID251  # Ray reads it nowhere else
+    for name, value in RAY_SETTINGS.items():
+        os.environ.setdefault(name, value)  # noqa: TID251  # Ray reads them nowhere else
     if ray.is_initialized():
         return
     if fleet.ray_address is not None:
@@ -308,12 +311,18 @@ def _connect(fleet: FleetConfig) -> None:
             ) from error
         return
     most = fleet.max_replicas or fleet.replicas
-    ray.init(
-        "local",  # not one that happens to run on this machine
-        num_cpus=max(2, round(most * fleet.replica_cpus) + 1),  # logical: they only place actors
-        include_dashboard=False,
-        object_store_memory=80 * 2**20,
-        log_to_driver=False,
-        namespace="serve",
-        _node_ip_address="127.0.0.1",
-    )
+    try:
+        ray.init(
+            "local",  # not one that happens to run on this machine
+            num_cpus=max(2, round(most * fleet.replica_cpus) + 1),  # logical: they only place actors
+            include_dashboard=False,
+            object_store_memory=80 * 2**20,
+            log_to_driver=False,
+            namespace="serve",
+            _node_ip_address="127.0.0.1",
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the local Ray did not start: {_brief(error)}; its logs lie in ray/session_latest/logs of the folder for "
+            "temporary files; give the address of a running one as ray_address"
+        ) from error

@@ -264,13 +264,14 @@ def test_the_form_of_a_stream_is_one_of_two(server):
 def test_a_full_queue_says_when_to_come_back(llm):
     with ServerThread(llm, ServerConfig(max_queued=0)) as server, ThreadPoolExecutor(2) as pool:
         long = ENDLESS | {"generationConfig": ENDLESS["generationConfig"] | {"maxOutputTokens": 60}}
-        running = [pool.submit(generate, server.url, long) for _ in range(2)]
-        wait_until(lambda: server.service.thread.num_choices == 2)
-        answer = generate(server.url, BODY)
-        [info] = refusal(answer, 429, "RESOURCE_EXHAUSTED")["details"]
-        assert info["retryDelay"] == f"{answer.headers['Retry-After']}s"
-        with google(server.url) as ask, pytest.raises(errors.ClientError, match="RESOURCE_EXHAUSTED"):
-            ask.models.generate_content(model=MODEL, contents=QUESTION)
+        with server.held():
+            running = [pool.submit(generate, server.url, long) for _ in range(2)]
+            wait_until(lambda: server.service.thread.num_choices == 2)
+            answer = generate(server.url, BODY)
+            [info] = refusal(answer, 429, "RESOURCE_EXHAUSTED")["details"]
+            assert info["retryDelay"] == f"{answer.headers['Retry-After']}s"
+            with google(server.url) as ask, pytest.raises(errors.ClientError, match="RESOURCE_EXHAUSTED"):
+                ask.models.generate_content(model=MODEL, contents=QUESTION)
         assert [one.result().json()["candidates"][0]["finishReason"] for one in running] == ["MAX_TOKENS"] * 2
 
 
