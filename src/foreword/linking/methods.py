@@ -1,4 +1,4 @@
-"""Linking: which tokens of a composition are copied from their sources, and which are computed in the prompt.
+"""Methods: which tokens of a composition are copied from their sources, and which are computed in the prompt.
 
 Knows compositions, methods and an engine's prompts; knows nothing of blocks, of what is cached, or of tensors. A linked
 token has seen its source's beginning and nothing of the prompt before it. What a method computes besides:
