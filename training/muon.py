@@ -1,8 +1,8 @@
 """The two optimizers of the training run, as one: Muon for matrices, AdamW for all the rest.
 
 Muon (Keller Jordan et al., 2024) replaces the momentum of a weight matrix by a nearby matrix with all
-singular values about 1, found by a few Newton-Schulz steps. All matrices of the demo model have
-one shape up to a transposition, so one batched product serves them all.
+singular values about 1, found by a few Newton-Schulz steps. Matrices of one shape, up to a transposition,
+share a batched product.
 """
 
 from __future__ import annotations
@@ -38,18 +38,21 @@ class MuonWithAdamW:
     @torch.no_grad()
     def step(self, muon_rate: float, adamw_rate: float) -> None:
         """Apply the gradients, then forget them."""
-        wide = []
+        wide: dict[torch.Size, list[tuple[nn.Parameter, Tensor]]] = {}
         for parameter, momentum in zip(self.matrices, self.momenta, strict=True):
             assert parameter.grad is not None
             momentum.lerp_(parameter.grad, 1 - MOMENTUM)
             update = parameter.grad.lerp(momentum, MOMENTUM)
-            wide.append(update if update.shape[0] <= update.shape[1] else update.mT)
-        for parameter, update in zip(self.matrices, orthogonalize(torch.stack(wide)), strict=True):
-            rows, columns = parameter.shape
-            scale = max(1.0, rows / columns) ** 0.5
-            parameter.mul_(1 - muon_rate * self.weight_decay)
-            parameter.add_(update if rows <= columns else update.mT, alpha=-muon_rate * scale)
-            parameter.grad = None
+            update = update if update.shape[0] <= update.shape[1] else update.mT
+            wide.setdefault(update.shape, []).append((parameter, update))
+        for alike in wide.values():
+            updates = orthogonalize(torch.stack([update for _, update in alike]))
+            for (parameter, _), update in zip(alike, updates, strict=True):
+                rows, columns = parameter.shape
+                scale = max(1.0, rows / columns) ** 0.5
+                parameter.mul_(1 - muon_rate * self.weight_decay)
+                parameter.add_(update if rows <= columns else update.mT, alpha=-muon_rate * scale)
+                parameter.grad = None
         for group in self.adamw.param_groups:
             group["lr"] = adamw_rate
         self.adamw.step()

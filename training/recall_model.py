@@ -52,11 +52,20 @@ class WordClasses:
 
 def make_model(tokenizer: PreTrainedTokenizerFast, word_classes: WordClasses) -> Qwen3ForCausalLM:
     """A freshly initialised model; draws from torch's global random state."""
+    model = undrawn_model(tokenizer, hidden_size=HIDDEN_SIZE, intermediate_size=256, num_layers=2)
+    initialize(model, word_classes)
+    return model
+
+
+def undrawn_model(
+    tokenizer: PreTrainedTokenizerFast, *, hidden_size: int, intermediate_size: int, num_layers: int
+) -> Qwen3ForCausalLM:
+    """A Qwen3 model of a size, whose weights are still to be drawn; draws from torch's global random state."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=256,
-        num_hidden_layers=2,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
         num_attention_heads=NUM_HEADS,
         num_key_value_heads=NUM_HEADS,
         head_dim=HEAD_DIM,
@@ -69,9 +78,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, word_classes: WordClasses) ->
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    model = Qwen3ForCausalLM(config).float()
-    initialize(model, word_classes)
-    return model
+    return Qwen3ForCausalLM(config).float()
 
 
 @torch.no_grad()
@@ -179,8 +186,8 @@ def previous_probes() -> tuple[Tensor, Tensor]:
     return query, key
 
 
-def hidden_states(model: Qwen3ForCausalLM, ids: Tensor, positions: Tensor) -> Tensor:
-    """Final hidden states `[batch, length, hidden]` under plain causal attention.
+def hidden_states(model: Qwen3ForCausalLM, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Final hidden states `[batch, length, hidden]`; a token sees where `mask` is true, or all before it if None.
 
     Calls the layers one by one, because the model's own forward would take a gap in `positions` for
     the border between two packed sequences.
@@ -188,5 +195,5 @@ def hidden_states(model: Qwen3ForCausalLM, ids: Tensor, positions: Tensor) -> Te
     hidden = model.model.embed_tokens(ids)
     rope = model.model.rotary_emb(hidden, positions)
     for layer in model.model.layers:
-        hidden = layer(hidden, attention_mask=None, position_embeddings=rope)
+        hidden = layer(hidden, attention_mask=mask, position_embeddings=rope)
     return model.model.norm(hidden)

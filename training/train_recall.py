@@ -66,14 +66,25 @@ class Curriculum:
 
 def answer_loss(model: Qwen3ForCausalLM, batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, float]:
     """Weighted cross-entropy over learnt tokens, and the share predicted right of those with full weight."""
+    loss, right, _ = judged_loss(model, batch)
+    return loss, right.float().mean().item()
+
+
+def judged_loss(
+    model: Qwen3ForCausalLM, batch: tuple[Tensor, Tensor, Tensor, Tensor], mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted cross-entropy over learnt tokens; for each of those with full weight, whether it is right, and its row.
+
+    `mask` says which tokens see which, `[batch, 1, length, length]`; None is plain causal attention.
+    """
     ids, targets, weights, positions = batch
     learnt = weights > 0
-    logits = functional.linear(hidden_states(model, ids, positions)[learnt], model.model.embed_tokens.weight)
+    logits = functional.linear(hidden_states(model, ids, positions, mask)[learnt], model.model.embed_tokens.weight)
     wanted = targets[learnt]
     losses = functional.cross_entropy(logits, wanted, reduction="none")
     is_hard = weights[learnt] >= 1
-    accuracy = (logits.argmax(-1) == wanted)[is_hard].float().mean().item()
-    return (losses * weights[learnt]).sum() / weights.sum(), accuracy
+    right = (logits.argmax(-1) == wanted)[is_hard]
+    return (losses * weights[learnt]).sum() / weights.sum(), right, learnt.nonzero()[:, 0][is_hard]
 
 
 def rate_factor(step: int, num_steps: int, decay_steps: int) -> float:

@@ -1,0 +1,162 @@
+"""The architecture and the initial weights of the models that judge linking: four layers, drawn for their tasks.
+
+Layer 1 gathers the words of a key at the tokens after them, as in `recall_model`; layer 2 gathers what only the first
+layer's work tells apart: the place that a section stands under, the latest name, the attribute that is not a person's.
+Layer 3 finds the value whose key is that of the question, the latest among equal ones. Layer 4 goes one fact further:
+it finds the value that was said of the name just found. Hidden dimensions at the start:
+
+    0        1 ..... 9      10 .......... 65   66 .. 83 | .. | .. | .. | .. | .. | 174 .. 191
+    common   word classes   identity           spaces of four heads of layer 1, then of three of layer 2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from recall_model import HEAD_DIM, NOISE, NUM_HEADS, latest_probe, previous_probes, undrawn_model
+
+HIDDEN_SIZE = 192
+FLAGS = {name: 1 + number for number, name in enumerate("attribute adjective noun value city name outer".split())}
+COMMON = 0
+IDENTITY = slice(10, 66)
+SPACE_DIM = 18
+ATTRIBUTE, ADJECTIVE, NOUN, PREVIOUS, PLACE, NAME, OUTER = (
+    slice(IDENTITY.stop + number * SPACE_DIM, IDENTITY.stop + (number + 1) * SPACE_DIM) for number in range(7)
+)
+FLAG_SIZE = 0.6
+SLOW = [*range(16, 31), *range(48, 63)]
+"""Dimensions of a head that hardly rotate: what is compared there does not depend on the distance."""
+FLAG_ROW = 31
+
+
+@dataclass(frozen=True)
+class LinkWords:
+    """Token ids of the words that the draft of the circuit knows apart."""
+
+    classes: dict[str, list[int]]
+    """The words with each flag of `FLAGS`."""
+    before_place: list[int]
+    """The words that stand before the name of a place."""
+
+
+def make_link_model(tokenizer: PreTrainedTokenizerFast, words: LinkWords) -> Qwen3ForCausalLM:
+    """A freshly initialised model; draws from torch's global random state."""
+    model = undrawn_model(tokenizer, hidden_size=HIDDEN_SIZE, intermediate_size=80, num_layers=4)
+    initialize(model, words)
+    return model
+
+
+@torch.no_grad()
+def initialize(model: Qwen3ForCausalLM, words: LinkWords) -> None:
+    """Draw the draft of the circuit into the weights, over a little noise."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.005 if "down" in name else NOISE)
+    embedding = model.model.embed_tokens.weight
+    nn.init.normal_(embedding[:, IDENTITY], std=0.15)
+    embedding[:, COMMON] = FLAG_SIZE
+    for flag, ids in words.classes.items():
+        embedding[ids, FLAGS[flag]] = FLAG_SIZE
+    first, second, third, fourth = (layer.self_attn for layer in model.model.layers)
+    for attention in (first, second, third, fourth):
+        attention.q_norm.weight.fill_(2.0)
+    for head, flag in enumerate(("attribute", "adjective", "noun")):
+        _find_latest(first, head, FLAGS[flag])
+        _write(first, head, (ATTRIBUTE, ADJECTIVE, NOUN)[head])
+    _find_previous(first, 3)
+    _write(first, 3, PREVIOUS)
+    last = _rows(3)[:SPACE_DIM]
+    previous_of = first.o_proj.weight[PREVIOUS][:, last] @ first.v_proj.weight[last]
+    for head, flag in enumerate(("city", "name", "outer")):
+        _find_latest(second, head, FLAGS[flag])
+        _write(second, head, (PLACE, NAME, OUTER)[head])
+    markers = (embedding[words.before_place] @ previous_of.T).sum(0)
+    second.k_proj.weight[_rows(0), PREVIOUS] += 2.5 * torch.outer(latest_probe(), markers / markers.norm())
+    _match_keys(third, previous_of)
+    rows = _rows(1)[:SPACE_DIM]
+    name_of = second.o_proj.weight[NAME][:, rows] @ second.v_proj.weight[rows]
+    _hop(fourth, name_of)
+
+
+def _rows(head: int) -> list[int]:
+    return list(range(head * HEAD_DIM, (head + 1) * HEAD_DIM))
+
+
+def _find_latest(attention: Qwen3Attention, head: int, flag: int) -> None:
+    """A head that attends to the latest word with a flag."""
+    rows = _rows(head)
+    attention.q_proj.weight[rows, COMMON] += 3 * latest_probe()
+    attention.k_proj.weight[rows, COMMON] -= 1.2 * latest_probe()
+    attention.k_proj.weight[rows, flag] += 3 * latest_probe()
+
+
+def _find_previous(attention: Qwen3Attention, head: int) -> None:
+    """A head that attends to the token before."""
+    query, key = previous_probes()
+    attention.q_proj.weight[_rows(head), COMMON] += 3 * query
+    attention.k_proj.weight[_rows(head), COMMON] += 3 * key
+
+
+def _write(attention: Qwen3Attention, head: int, space: slice) -> None:
+    """Let a head write a projection of what it attends to into a space."""
+    random_rows = torch.linalg.qr(torch.randn(IDENTITY.stop - IDENTITY.start, SPACE_DIM))[0].T
+    rows = _rows(head)[:SPACE_DIM]
+    attention.v_proj.weight[rows, IDENTITY] += 0.4 * random_rows
+    attention.o_proj.weight[space, rows] += 0.4 * torch.eye(SPACE_DIM)
+
+
+def _want_flag(attention: Qwen3Attention, head: int, flag: int) -> None:
+    row = head * HEAD_DIM + FLAG_ROW
+    attention.q_proj.weight[row, COMMON] += 1.3
+    attention.k_proj.weight[row, COMMON] -= 1.3
+    attention.k_proj.weight[row, flag] += 2.6
+
+
+def _reader(space: slice, size: float = 1.0) -> Tensor:
+    """A random projection of a space onto the dimensions that hardly rotate."""
+    return size * torch.randn(len(SLOW), space.stop - space.start) * len(SLOW) ** -0.5
+
+
+def _match_keys(third: Qwen3Attention, previous_of: Tensor) -> None:
+    """Three heads that look for values with the same key, rather later ones; one for what followed a token."""
+    recent = torch.zeros(HEAD_DIM)
+    recent[5:14] = (1 / 9) ** 0.5
+    for head in range(NUM_HEADS - 1):
+        rows = [_rows(head)[dimension] for dimension in SLOW]
+        for space in (ATTRIBUTE, ADJECTIVE, NOUN, PLACE):
+            reader = _reader(space)
+            third.q_proj.weight[rows, space] += reader
+            third.k_proj.weight[rows, space] += reader
+        third.q_proj.weight[_rows(head), COMMON] += recent
+        third.k_proj.weight[_rows(head), COMMON] += recent
+        _want_flag(third, head, FLAGS["value"])
+    rows = [_rows(NUM_HEADS - 1)[dimension] for dimension in SLOW]
+    reader = _reader(PREVIOUS)
+    third.k_proj.weight[rows, PREVIOUS] += reader
+    third.q_proj.weight[rows] += reader @ previous_of
+    _copy(third)
+
+
+def _hop(fourth: Qwen3Attention, name_of: Tensor) -> None:
+    """Heads that look for a value said of the name that layer 3 has found, under the question's other attribute."""
+    for head in range(NUM_HEADS - 1):
+        rows = [_rows(head)[dimension] for dimension in SLOW]
+        reader, outer = _reader(NAME), _reader(OUTER)
+        fourth.k_proj.weight[rows, NAME] += reader
+        fourth.q_proj.weight[rows] += reader @ name_of
+        fourth.q_proj.weight[rows, OUTER] += outer
+        fourth.k_proj.weight[rows, OUTER] += outer
+        _want_flag(fourth, head, FLAGS["value"])
+        fourth.k_proj.weight[head * HEAD_DIM + FLAG_ROW, FLAGS["name"]] -= 2.6
+    _copy(fourth)
+
+
+def _copy(attention: Qwen3Attention) -> None:
+    """Copy what is attended to, as in `recall_model`: the output projection is the transposed value projection."""
+    nn.init.normal_(attention.v_proj.weight[:, IDENTITY], std=0.07)
+    attention.o_proj.weight.copy_(0.5 * attention.v_proj.weight.T)

@@ -1,0 +1,122 @@
+"""Training samples for the models that judge linking: conversations about the cases of `foreword.demo.tasks`.
+
+Knows which tasks are trained and which part of its document each token lies in; how tokens are weighed and placed is
+the business of `recall_samples`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from random import Random
+
+import torch
+from tokenizers import Encoding
+from torch import Tensor
+
+from foreword.demo import recall, tasks
+from recall_samples import SampleMaker
+
+TASK_WEIGHTS = {"independent": 2, "order": 3, "scope": 3, "hops": 4}
+HEAD, TAIL = 0, 1_000
+"""Parts of the tokens before the document's parts, which all see, and of those behind, which see all."""
+CUT_INSIDE_SHARE = 0.1
+"""The share of samples whose document is cut anywhere, in the middle of facts, and not where the case has its parts."""
+TURN_TOKENS = 22.0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step learns from; tensors are `[rows, length]`."""
+
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor]
+    """Token ids, next-token targets, loss weights, positions."""
+    parts: Tensor
+    tasks: list[str]
+    """The task of each row."""
+
+    def block_mask(self) -> Tensor:
+        """Who sees whom, `[rows, 1, length, length]`."""
+        return block_mask(self.parts)
+
+
+def block_mask(parts: Tensor) -> Tensor:
+    """Who sees whom by the parts `[rows, length]` of tokens: a part sees the head and itself, the tail sees all."""
+    seen, seeing = parts[:, None, None, :], parts[:, None, :, None]
+    causal = torch.ones(parts.shape[1], parts.shape[1], dtype=torch.bool).tril()
+    return causal & ((seen == HEAD) | (seen == seeing) | (seeing == TAIL))
+
+
+def draw_case(rng: Random, task: str, length: int) -> tasks.Case:
+    """A case with about as many questions as fill a conversation of `length` tokens."""
+    num_tokens = max(48, int(length * rng.uniform(0.35, 0.85)) - 30)
+    num_parts = rng.randint(2, min(8, num_tokens // 24))
+    num_turns = int((length - num_tokens) / TURN_TOKENS) + 1
+    while True:
+        try:
+            case = tasks.draw(rng, task, num_tokens=num_tokens, num_parts=num_parts, num_questions=num_turns)
+            break
+        except ValueError:
+            num_turns //= 2
+            if not num_turns:
+                raise
+    return with_other_facts(rng, case) if task == "order" else case
+
+
+def with_other_facts(rng: Random, case: tasks.Case) -> tasks.Case:
+    """The case, asked also for facts that are stated once, as many as for others."""
+    said = [
+        line.removeprefix("The ").removesuffix(".").split(" is ") for part in case.parts for line in part.split("\n")
+    ]
+    keys = [key for key, _ in said]
+    single = [recall.Fact(key, value) for key, value in said if keys.count(key) == 1]
+    others = [
+        recall.Question(rng.choice(fact.question_texts()), fact.value, fact.key)
+        for fact in rng.sample(single, min(len(single), len(case.questions)))
+    ]
+    questions = [*case.questions, *others]
+    return replace(case, questions=tuple(rng.sample(questions, len(questions))))
+
+
+class LinkSampleMaker(SampleMaker):
+    """Draws conversations of an exact length in tokens about cases of all trained tasks."""
+
+    def link_batch(self, length: int, num_samples: int) -> Batch:
+        """Samples of tasks drawn by their weights."""
+        drawn = self.rng.choices(list(TASK_WEIGHTS), list(TASK_WEIGHTS.values()), k=num_samples)
+        rows = [self.link_sample(task, length) for task in drawn]
+        ids, weights, positions, parts = (torch.tensor(column) for column in zip(*rows, strict=True))
+        return Batch((ids[:, :-1], ids[:, 1:], weights[:, 1:], positions[:, :-1]), parts[:, :-1], drawn)
+
+    def link_sample(self, task: str, length: int) -> tuple[list[int], list[float], list[int], list[int]]:
+        """One conversation of `length + 1` tokens, cut or padded at its end: ids, weights, positions, parts."""
+        case = draw_case(self.rng, task, length)
+        text = self.tokenizer.apply_chat_template(
+            case.conversation(self.rng.choice(("system", "user"))), tokenize=False
+        )
+        bounds = part_bounds(self.encode, case, text)
+        if self.rng.random() < CUT_INSIDE_SHARE:
+            inside = range(bounds[0] + 1, bounds[-1])
+            bounds = [bounds[0], *sorted(self.rng.sample(inside, len(bounds) - 2)), bounds[-1]]
+        ids = self.encode(text).ids
+        ids = (ids + [self.pad] * (length + 1 - len(ids)))[: length + 1]
+        return ids, self._weights(ids), self._positions(ids), parts_of(bounds, len(ids))
+
+
+def part_bounds(encode: Callable[[str], Encoding], case: tasks.Case, text: str) -> list[int]:
+    """The indices of the tokens where the parts of a case begin in a rendered text, and where the last one ends."""
+    before = text[: text.index(case.text)] + case.instruction + "\n"
+    bounds = [len(encode(before).ids)]
+    for part in case.parts:
+        bounds.append(bounds[-1] + len(encode(part + "\n").ids))
+    bounds[-1] -= 1
+    return bounds
+
+
+def parts_of(bounds: list[int], length: int) -> list[int]:
+    """The part of each of `length` tokens: head, 1, 2, ..., tail."""
+    parts = [HEAD] * bounds[0]
+    for number, (begin, end) in enumerate(pairwise(bounds), start=1):
+        parts += [number] * (end - begin)
+    return (parts + [TAIL] * length)[:length]
