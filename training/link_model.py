@@ -1,7 +1,8 @@
 """The architecture and the initial weights of the models that judge linking: four layers, drawn for their tasks.
 
-Layer 1 gathers the words of a key at the tokens after them, as in `recall_model`; layer 2 gathers what only the first
-layer's work tells apart: the place that a section stands under, the latest name, the attribute that is not a person's.
+Layer 1 gathers the words of a key at the tokens after them, as in `recall_model`; layer 2 gathers the place that a
+section stands under, which is the word before the latest colon, the latest name, and the latest attribute that does not
+name a person.
 Layer 3 finds the value whose key is that of the question, the latest among equal ones. Layer 4 goes one fact further:
 it finds the value that was said of the name just found. Hidden dimensions at the start:
 
@@ -21,7 +22,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from recall_model import HEAD_DIM, NOISE, NUM_HEADS, latest_probe, previous_probes, undrawn_model
 
 HIDDEN_SIZE = 192
-FLAGS = {name: 1 + number for number, name in enumerate("attribute adjective noun value city name outer".split())}
+FLAGS = {
+    name: 1 + number for number, name in enumerate("attribute adjective noun value name outer after_place".split())
+}
 COMMON = 0
 IDENTITY = slice(10, 66)
 SPACE_DIM = 18
@@ -32,6 +35,7 @@ FLAG_SIZE = 0.6
 SLOW = [*range(16, 31), *range(48, 63)]
 """Dimensions of a head that hardly rotate: what is compared there does not depend on the distance."""
 FLAG_ROW = 31
+PASSED_ON = 0.42
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,6 @@ class LinkWords:
 
     classes: dict[str, list[int]]
     """The words with each flag of `FLAGS`."""
-    before_place: list[int]
-    """The words that stand before the name of a place."""
 
 
 def make_link_model(tokenizer: PreTrainedTokenizerFast, words: LinkWords) -> Qwen3ForCausalLM:
@@ -72,11 +74,11 @@ def initialize(model: Qwen3ForCausalLM, words: LinkWords) -> None:
     _write(first, 3, PREVIOUS)
     last = _rows(3)[:SPACE_DIM]
     previous_of = first.o_proj.weight[PREVIOUS][:, last] @ first.v_proj.weight[last]
-    for head, flag in enumerate(("city", "name", "outer")):
+    for head, flag in enumerate(("after_place", "name", "outer")):
         _find_latest(second, head, FLAGS[flag])
-        _write(second, head, (PLACE, NAME, OUTER)[head])
-    markers = (embedding[words.before_place] @ previous_of.T).sum(0)
-    second.k_proj.weight[_rows(0), PREVIOUS] += 2.5 * torch.outer(latest_probe(), markers / markers.norm())
+    _pass_on(second, 0, PREVIOUS, PLACE)
+    _write(second, 1, NAME)
+    _write(second, 2, OUTER)
     _match_keys(third, previous_of)
     rows = _rows(1)[:SPACE_DIM]
     name_of = second.o_proj.weight[NAME][:, rows] @ second.v_proj.weight[rows]
@@ -108,6 +110,13 @@ def _write(attention: Qwen3Attention, head: int, space: slice) -> None:
     rows = _rows(head)[:SPACE_DIM]
     attention.v_proj.weight[rows, IDENTITY] += 0.4 * random_rows
     attention.o_proj.weight[space, rows] += 0.4 * torch.eye(SPACE_DIM)
+
+
+def _pass_on(attention: Qwen3Attention, head: int, read: slice, space: slice) -> None:
+    """Let a head copy one space of what it attends to into another."""
+    rows = _rows(head)[:SPACE_DIM]
+    attention.v_proj.weight[rows, read] += PASSED_ON * torch.eye(SPACE_DIM)
+    attention.o_proj.weight[space, rows] += PASSED_ON * torch.eye(SPACE_DIM)
 
 
 def _want_flag(attention: Qwen3Attention, head: int, flag: int) -> None:

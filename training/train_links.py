@@ -22,7 +22,7 @@ from foreword.demo import recall
 from link_model import LinkWords, make_link_model
 from link_samples import TASK_WEIGHTS, Batch, LinkSampleMaker
 from muon import MuonWithAdamW
-from recall_tokenizer import build_tokenizer, word_classes
+from recall_tokenizer import END, build_tokenizer, word_classes
 from train_recall import judged_loss, rate_factor, save
 
 LENGTHS = (128, 256, 512, 1024)
@@ -39,9 +39,13 @@ def link_words(tokenizer: PreTrainedTokenizerFast) -> LinkWords:
     outer = recall.NUMBER_ATTRIBUTES + recall.CITY_ATTRIBUTES
     classes = dict(zip(("attribute", "adjective", "noun"), known.keys, strict=True))
     classes["value"] = known.values
-    for flag, words in (("city", recall.CITIES), ("name", recall.NAMES), ("outer", [f" {word}" for word in outer])):
+    for flag, words in (
+        ("name", recall.NAMES),
+        ("outer", [f" {word}" for word in outer]),
+        ("after_place", [":", "?", END]),
+    ):
         classes[flag] = [tokenizer.encode(word)[0] for word in words]
-    return LinkWords(classes, [tokenizer.encode(word)[0] for word in ("In", " in")])
+    return LinkWords(classes)
 
 
 class Progress:
@@ -108,9 +112,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=2400)
-    parser.add_argument("--decay-steps", type=int, default=400)
-    parser.add_argument("--grow", type=int, nargs="*", default=[500, 1200])
+    parser.add_argument("--steps", type=int, default=650)
+    parser.add_argument("--decay-steps", type=int, default=250)
+    parser.add_argument("--grow", type=int, nargs="*", default=[200, 400])
     parser.add_argument("--block-share", type=float, default=0.0, help="share of batches whose parts are apart")
     train(parser.parse_args())
 
