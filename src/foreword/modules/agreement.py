@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from foreword.linking import Method, link_parts
+from foreword.linking import Method
 from foreword.linking.measured import EXACT
 from foreword.llm import LLM
 from foreword.modules.questions import Asked
+from foreword.pml.composition import Composition
 from foreword.pml.library import SchemaPrompt
 from foreword.request import RequestOutput, SamplingParams
 
@@ -42,6 +44,15 @@ class Arm:
         return cls(name, Method.parse(name))
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One arm's answer to one prompt."""
+
+    output: RequestOutput
+    first_token_ms: float
+    """From the call to the first token: choosing what is linked takes time, too."""
+
+
 @dataclass
 class Tally:
     """What one arm did with the prompts of one cell."""
@@ -62,17 +73,18 @@ class Tally:
         )
         return Tally(*counts, self.shares + other.shares, self.times_ms + other.times_ms)
 
-    def add(self, asked: Asked, output: RequestOutput, plain: RequestOutput, num_exact: int) -> None:
+    def add(self, asked: Asked, answer: Answer, plain: Answer, num_exact: int) -> None:
         """Count one answer; `plain` is the answer of `all`."""
+        output = answer.output
         assert output.link is not None
-        own, wanted = output.outputs[0], plain.outputs[0]
+        own, wanted = output.outputs[0], plain.output.outputs[0]
         num_tokens = len(output.prompt_token_ids)
         self.num_asked += 1
         self.num_with_answer += asked.answer is not None
         self.num_right += asked.is_right(own.text)
         self.num_agreeing += list(own.token_ids) == list(wanted.token_ids)
         self.shares.append((num_tokens - num_exact - output.link.linked_tokens) / num_tokens)
-        self.times_ms.append(output.metrics.time_to_first_token_ms or 0.0)
+        self.times_ms.append(answer.first_token_ms)
 
     def as_json(self) -> dict[str, Any]:
         """Percentages with 95% intervals, the mean share, and the median time."""
@@ -93,8 +105,8 @@ def wilson(right: int, asked: int) -> Interval:
     z, share = 1.96, right / asked
     middle = share + z * z / (2 * asked)
     half = z * math.sqrt(share * (1 - share) / asked + z * z / (4 * asked * asked))
-    low, high = (round(100 * (middle + sign * half) / (1 + z * z / asked), 1) for sign in (-1, 1))
-    return low, high
+    low, high = (100 * (middle + sign * half) / (1 + z * z / asked) for sign in (-1, 1))
+    return round(max(0.0, low), 1), round(min(100.0, high), 1)
 
 
 def tally(
@@ -110,29 +122,39 @@ def tally(
         _compute_sources(llm, several, None)
         plain = _answers(llm, several, Arm.of(EXACT), params)
         for arm in arms:
-            outputs = plain if arm.name == EXACT else _linked_answers(llm, several, arm, params, plain)
-            for asked, output, wanted in zip(several, outputs, plain, strict=True):
-                found[arm.name].add(asked, output, wanted, _exact_tokens(llm, asked))
+            answers = plain if arm.name == EXACT else _linked_answers(llm, several, arm, params, plain)
+            for asked, answer, wanted in zip(several, answers, plain, strict=True):
+                found[arm.name].add(asked, answer, wanted, _exact_tokens(llm, asked))
     return found
 
 
 def _linked_answers(
-    llm: LLM, several: Sequence[Asked], arm: Arm, params: SamplingParams, plain: Sequence[RequestOutput]
-) -> list[RequestOutput]:
+    llm: LLM, several: Sequence[Asked], arm: Arm, params: SamplingParams, plain: Sequence[Answer]
+) -> list[Answer]:
     """A method that links nothing of a prompt gives the plain prompt's bits: such prompts are not asked again."""
-    block_size = llm.layout.block_size
-    links = [link_parts(one.composition, arm.method).in_whole_blocks(block_size).runs for one in several]
-    linked = [one for one, runs in zip(several, links, strict=True) if runs]
+    links = [_links_any(one.composition, arm.method) for one in several]
+    linked = [one for one, any_linked in zip(several, links, strict=True) if any_linked]
     if arm.salt is not None:
         _compute_sources(llm, linked, arm.salt)
     with arm.changed(llm):
-        outputs = iter(_answers(llm, linked, arm, params))
-    return [next(outputs) if runs else known for runs, known in zip(links, plain, strict=True)]
+        answers = iter(_answers(llm, linked, arm, params))
+    return [next(answers) if any_linked else known for any_linked, known in zip(links, plain, strict=True)]
 
 
-def _answers(llm: LLM, several: Sequence[Asked], arm: Arm, params: SamplingParams) -> list[RequestOutput]:
+def _answers(llm: LLM, several: Sequence[Asked], arm: Arm, params: SamplingParams) -> list[Answer]:
     inputs = [{"prompt": SchemaPrompt(one.composition, "", ()), "cache_salt": arm.salt} for one in several]
-    return llm.generate(inputs, params, link=arm.method, show_progress=False)
+    started = time.monotonic()
+    outputs = llm.generate(inputs, params, link=arm.method, show_progress=False)
+    return [Answer(one, 1e3 * ((one.metrics.first_token_time or started) - started)) for one in outputs]
+
+
+def _links_any(composition: Composition, method: Method) -> bool:
+    return any(
+        part.span is not None
+        and begin + len(part.token_ids) > composition.num_exact_tokens
+        and method.num_computed(part) < len(part.token_ids)
+        for part, begin in zip(composition.parts, composition.begins, strict=False)
+    )
 
 
 def _exact_tokens(llm: LLM, asked: Asked) -> int:
