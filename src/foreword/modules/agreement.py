@@ -67,11 +67,14 @@ class Tally:
     """Of each prompt: to the first token."""
 
     def __add__(self, other: Tally) -> Tally:
-        counts = (
-            getattr(self, name) + getattr(other, name)
-            for name in ("num_asked", "num_with_answer", "num_right", "num_agreeing")
+        return Tally(
+            self.num_asked + other.num_asked,
+            self.num_with_answer + other.num_with_answer,
+            self.num_right + other.num_right,
+            self.num_agreeing + other.num_agreeing,
+            self.shares + other.shares,
+            self.times_ms + other.times_ms,
         )
-        return Tally(*counts, self.shares + other.shares, self.times_ms + other.times_ms)
 
     def add(self, asked: Asked, answer: Answer, plain: Answer, num_exact: int) -> None:
         """Count one answer; `plain` is the answer of `all`."""
