@@ -2,17 +2,14 @@
 
 Layer 1 gathers the words of a key at the tokens after them, as in `recall_model`; layer 2 gathers the place that a
 section stands under, which is the word before the latest colon, the latest name, and the latest attribute that does not
-name a person.
-Layer 3 finds the value whose key is that of the question, the latest among equal ones. Layer 4 goes one fact further:
-it finds the value that was said of the name just found. Hidden dimensions at the start:
+name a person. Layer 3 finds the value whose key is that of the question, the latest among equal ones. Layer 4 goes
+one fact further: it finds the value that was said of the name just found. Hidden dimensions at the start:
 
-    0        1 ..... 9      10 .......... 65   66 .. 83 | .. | .. | .. | .. | .. | 174 .. 191
+    0        1 ..... 7      10 .......... 65   66 .. 83 | .. | .. | .. | .. | .. | 174 .. 191
     common   word classes   identity           spaces of four heads of layer 1, then of three of layer 2
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -38,23 +35,15 @@ FLAG_ROW = 31
 PASSED_ON = 0.42
 
 
-@dataclass(frozen=True)
-class LinkWords:
-    """Token ids of the words that the draft of the circuit knows apart."""
-
-    classes: dict[str, list[int]]
-    """The words with each flag of `FLAGS`."""
-
-
-def make_link_model(tokenizer: PreTrainedTokenizerFast, words: LinkWords) -> Qwen3ForCausalLM:
-    """A freshly initialised model; draws from torch's global random state."""
+def make_link_model(tokenizer: PreTrainedTokenizerFast, classes: dict[str, list[int]]) -> Qwen3ForCausalLM:
+    """A freshly initialised model, by the token ids of each flag; draws from torch's global random state."""
     model = undrawn_model(tokenizer, hidden_size=HIDDEN_SIZE, intermediate_size=80, num_layers=4)
-    initialize(model, words)
+    initialize(model, classes)
     return model
 
 
 @torch.no_grad()
-def initialize(model: Qwen3ForCausalLM, words: LinkWords) -> None:
+def initialize(model: Qwen3ForCausalLM, classes: dict[str, list[int]]) -> None:
     """Draw the draft of the circuit into the weights, over a little noise."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
@@ -62,7 +51,7 @@ def initialize(model: Qwen3ForCausalLM, words: LinkWords) -> None:
     embedding = model.model.embed_tokens.weight
     nn.init.normal_(embedding[:, IDENTITY], std=0.15)
     embedding[:, COMMON] = FLAG_SIZE
-    for flag, ids in words.classes.items():
+    for flag, ids in classes.items():
         embedding[ids, FLAGS[flag]] = FLAG_SIZE
     first, second, third, fourth = (layer.self_attn for layer in model.model.layers)
     for attention in (first, second, third, fourth):

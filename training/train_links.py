@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from foreword.demo import recall
-from link_model import LinkWords, make_link_model
+from link_model import make_link_model
 from link_samples import TASK_WEIGHTS, Batch, LinkSampleMaker
 from muon import MuonWithAdamW
 from recall_tokenizer import END, build_tokenizer, word_classes
@@ -33,7 +33,7 @@ MUON_RATE = 0.004
 ADAMW_RATE = 1e-3
 
 
-def link_words(tokenizer: PreTrainedTokenizerFast) -> LinkWords:
+def link_words(tokenizer: PreTrainedTokenizerFast) -> dict[str, list[int]]:
     """The words that the draft of the circuit knows apart, as token ids."""
     known = word_classes(tokenizer)
     outer = recall.NUMBER_ATTRIBUTES + recall.CITY_ATTRIBUTES
@@ -45,7 +45,7 @@ def link_words(tokenizer: PreTrainedTokenizerFast) -> LinkWords:
         ("after_place", [":", "?", END]),
     ):
         classes[flag] = [tokenizer.encode(word)[0] for word in words]
-    return LinkWords(classes)
+    return classes
 
 
 class Progress:
@@ -112,9 +112,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=650)
-    parser.add_argument("--decay-steps", type=int, default=250)
-    parser.add_argument("--grow", type=int, nargs="*", default=[200, 400])
+    parser.add_argument("--steps", type=int, default=450)
+    parser.add_argument("--decay-steps", type=int, default=200)
+    parser.add_argument("--grow", type=int, nargs="*", default=[150, 300])
     parser.add_argument("--block-share", type=float, default=0.0, help="share of batches whose parts are apart")
     train(parser.parse_args())
 
