@@ -4,8 +4,9 @@
 
 Every question belongs to a fresh case of `foreword.demo.tasks` in four parts, and comes first in its conversation.
 `plain` is the model's usual attention; `in blocks`, the parts do not see each other, as if they were linked with
-nothing computed again. An answer counts if all its tokens and the end token have the highest logit. One JSON line
-comes last.
+nothing computed again; `not turned`, their keys stay besides at the positions where each part would stand first, as
+if linking forgot to turn them. An answer counts if all its tokens and the end token have the highest logit. One JSON
+line comes last.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from foreword.demo import tasks
-from link_samples import TASK_WEIGHTS, block_mask, part_bounds, parts_of
+from link_samples import TAIL, TASK_WEIGHTS, block_mask, part_bounds, parts_of
 from recall_model import hidden_states
 
 LENGTHS = (256, 512, 1024, 2048)
 NUM_PARTS = 4
+KINDS = ("plain", "in blocks", "not turned")
 
 
 @torch.inference_mode()
-def is_right(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, case: tasks.Case, *, in_blocks: bool) -> bool:
+def is_right(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, case: tasks.Case, kind: str = "plain"
+) -> bool:
     """Whether greedy decoding answers the case's question to the character."""
     encode = tokenizer.backend_tokenizer.encode
     messages = case.conversation("user")
@@ -36,10 +40,15 @@ def is_right(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, case: 
     ids, begin = encode(text).ids, len(encode(prompt).ids)
     end = ids.index(tokenizer.eos_token_id, begin)
     ids = ids[: end + 1]
-    parts = torch.tensor([parts_of(part_bounds(encode, case, text), end)])
-    hidden = hidden_states(
-        model, torch.tensor([ids[:-1]]), torch.arange(end)[None], block_mask(parts) if in_blocks else None
-    )
+    parts = parts_of(part_bounds(encode, case, text), end)
+    positions = list(range(end))
+    if kind == "not turned":
+        positions = [
+            index if part == TAIL else index - parts.index(part) + parts.index(min(part, 1))
+            for index, part in enumerate(parts)
+        ]
+    mask = None if kind == "plain" else block_mask(torch.tensor([parts]))
+    hidden = hidden_states(model, torch.tensor([ids[:-1]]), torch.tensor([positions]), mask)
     return bool(model.lm_head(hidden[0, begin - 1 :]).argmax(-1).tolist() == ids[begin:])
 
 
@@ -58,14 +67,14 @@ def main() -> None:
     print("| task | attention | " + " | ".join(map(str, arguments.lengths)) + " |")
     print("|---|---|" + "---|" * len(arguments.lengths))
     for task in TASK_WEIGHTS:
-        for kind in ("plain", "in blocks"):
+        for kind in KINDS:
             row = found[f"{task}, {kind}"] = {}
             for length in arguments.lengths:
                 rng = Random(f"{task} {length} {arguments.seed}")
                 right = 0
                 for _ in range(arguments.questions):
                     case = tasks.draw(rng, task, num_tokens=length - 40, num_parts=NUM_PARTS)
-                    right += is_right(model, tokenizer, case, in_blocks=kind == "in blocks")
+                    right += is_right(model, tokenizer, case, kind)
                 row[str(length)] = round(100 * right / arguments.questions, 1)
             print(f"| {task} | {kind} | " + " | ".join(f"{share}%" for share in row.values()) + " |", flush=True)
     print(json.dumps({"questions": arguments.questions, "exact_match": found}))

@@ -123,7 +123,7 @@ def _reader(space: slice, size: float = 1.0) -> Tensor:
 def _match_keys(third: Qwen3Attention, previous_of: Tensor) -> None:
     """Three heads that look for values with the same key, rather later ones; one for what followed a token."""
     recent = torch.zeros(HEAD_DIM)
-    recent[5:14] = (1 / 9) ** 0.5
+    recent[9:15] = 2 * (1 / 6) ** 0.5
     for head in range(NUM_HEADS - 1):
         rows = [_rows(head)[dimension] for dimension in SLOW]
         for space in (ATTRIBUTE, ADJECTIVE, NOUN, PLACE):

@@ -26,7 +26,6 @@ def test_a_judge_answers_nine_of_ten_questions_of_each_task(request: pytest.Fixt
     for task in ("independent", "order", "scope", "hops"):
         rng = Random(f"test {task}")
         right = sum(
-            is_right(model, tokenizer, tasks.draw(rng, task, num_tokens=472, num_parts=4), in_blocks=False)
-            for _ in range(NUM_QUESTIONS)
+            is_right(model, tokenizer, tasks.draw(rng, task, num_tokens=472, num_parts=4)) for _ in range(NUM_QUESTIONS)
         )
         assert right >= 0.9 * NUM_QUESTIONS, f"{task}: {right} of {NUM_QUESTIONS}"
