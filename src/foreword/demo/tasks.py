@@ -130,7 +130,8 @@ def _draw_order(rng: Random, num_lines: int, num_parts: int) -> _Drawn:
     facts = recall.make_document(rng, num_lines - num_again, heading="").facts
     values = _Values(rng, facts)
     parts: _Parts = [[] for _ in range(num_parts)]
-    asked, spare = [], num_again
+    asked: list[Fact] = []
+    spare = num_again
     while spare:
         fact = facts[len(asked)]
         num_stated = min(rng.choice((2, 2, 3)), num_parts, spare + 1)

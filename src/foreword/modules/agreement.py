@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
 
@@ -67,11 +67,7 @@ class Tally:
     """Of each prompt: to the first token."""
 
     def __add__(self, other: Tally) -> Tally:
-        counts = (
-            getattr(self, name) + getattr(other, name)
-            for name in ("num_asked", "num_with_answer", "num_right", "num_agreeing")
-        )
-        return Tally(*counts, self.shares + other.shares, self.times_ms + other.times_ms)
+        return Tally(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Tally)})
 
     def add(self, asked: Asked, answer: Answer, plain: Answer, num_exact: int) -> None:
         """Count one answer; `plain` is the answer of `all`."""

@@ -65,7 +65,7 @@ Found = dict[Cell, dict[str, Tally]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `foreword pml measure`."""
-    listed = {"type": _names, "metavar": "LIST"}
+    listed: dict[str, Any] = {"type": _names, "metavar": "LIST"}
     parser.add_argument(
         "--methods", default=MEASURED_METHODS, help=f"methods (default: {','.join(MEASURED_METHODS)})", **listed
     )
@@ -200,7 +200,7 @@ def _params(args: argparse.Namespace, questions: Questions) -> SamplingParams:
     """Greedy. A model without a chat template does not end after an answer, so the line's end does."""
     of_tasks = args.prompts is None
     most = args.max_tokens or (TASK_TOKENS if of_tasks else USERS_TOKENS)
-    return SamplingParams(max_tokens=most, temperature=0.0, stop=["\n"] if of_tasks and questions.is_plain else None)
+    return SamplingParams(max_tokens=most, temperature=0.0, stop=("\n",) if of_tasks and questions.is_plain else ())
 
 
 def _as_json(cell: Cell, tallies: Mapping[str, Tally]) -> dict[str, Any]:
