@@ -24,8 +24,8 @@ KEPT_TIMES, TRIES = 7, 3
 ASSUMED_CHANCE, ASSUMED_TRIALS = 0.7, 4.0
 """The chance of a token of which nothing is known, and the trials that it, or what other requests taught, counts as."""
 LEAST_GAIN = 1.1
-"""Drafts must promise this many times the tokens a second: less is within the errors of chances, and of times, which grow
-with contexts while other sizes were timed before."""
+"""Drafts must promise this many times the tokens a second: less is within the errors of chances and of times, which
+grow with contexts."""
 FORGOTTEN_AFTER = 512
 """Steps after which a time that was not measured again is forgotten, so that it is tried again."""
 
