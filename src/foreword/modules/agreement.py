@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
 
@@ -70,16 +70,7 @@ class Tally:
     """Of each prompt: to the first token."""
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(
-            self.num_asked + other.num_asked,
-            self.num_with_answer + other.num_with_answer,
-            self.num_right + other.num_right,
-            self.num_agreeing + other.num_agreeing,
-            self.num_linked + other.num_linked,
-            self.num_linked_agreeing + other.num_linked_agreeing,
-            self.shares + other.shares,
-            self.times_ms + other.times_ms,
-        )
+        return Tally(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Tally)})
 
     def add(self, asked: Asked, answer: Answer, plain: Answer, num_exact: int) -> None:
         """Count one answer; `plain` is the answer of `all`."""
