@@ -230,10 +230,10 @@ def _saved(found: Found, model_id: str, report: dict[str, Any]) -> MeasuredLinks
 
 def print_table(found: Mapping[Cell, Mapping[str, Tally]], console: Console) -> None:
     """One row for each cell and method."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("task", no_wrap=True)
     table.add_column("method", no_wrap=True)
-    for name in ("asked", "exact\nmatch", "\n95%", "same\nas all", "\ncomputed", "first\ntoken"):
+    for name in ("asked", "exact\nmatch", "\n95%", "same\nas all", "com-\nputed", "first\nms"):
         table.add_column(name, justify="right", no_wrap=True)
     for cell, tallies in found.items():
         for number, (name, own) in enumerate(tallies.items()):
@@ -244,10 +244,10 @@ def print_table(found: Mapping[Cell, Mapping[str, Tally]], console: Console) -> 
                 name,
                 f"{told['prompts']:,}",
                 "-" if right is None else f"{right:.1f}%",
-                "" if interval is None else f"{interval[0]:.1f}-{interval[1]:.1f}",
+                "" if interval is None else f"{interval[0]:g}-{interval[1]:g}",
                 f"{told['agreement']:.1f}%",
                 f"{told['computed_share']:.1%}",
-                f"{told['ttft_ms']:.1f} ms",
+                f"{told['ttft_ms']:,.1f}",
             )
         table.add_section()
     console.print(table)
