@@ -365,7 +365,7 @@ class RoutingCore:
         """Take the whole state of another router's reservations. Ignores one that is older than the updates seen."""
         peer = self._peers.setdefault(load.router, Peer(now))
         peer.heard_at = now
-        if peer.is_synced and peer.life == load.life and load.number < peer.next_number:
+        if peer.is_synced and peer.life == load.life and load.number < peer.next_number - 1:
             return
         self._release_all(load.router, now, keep={update.reservation for update in load.updates})
         peer.life, peer.next_number, peer.is_synced = load.life, load.number + 1, True
