@@ -179,6 +179,12 @@ class RoutingCore:
         self._slots.mirrors[slot].install(snapshot, now)
         return self._note_mirror(slot, now)
 
+    def doubt(self, name: str, now: float) -> None:
+        """Count on nothing of a replica's cache until a snapshot comes: its events have stopped."""
+        slot = self._slot(name)
+        self._slots.mirrors[slot].forget()
+        self._note_mirror(slot, now)
+
     def mirror(self, name: str) -> ReplicaMirror:
         """What is known of a replica's cache. Read only."""
         return self._slots.mirrors[self._slot(name)]
