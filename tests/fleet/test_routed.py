@@ -365,6 +365,41 @@ def test_a_replica_that_warms_up_takes_requests_when_no_other_can() -> None:
         assert_nothing_is_left(two)
 
 
+def test_a_prefix_that_nobody_computes_is_handed_over_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foreword.fleet.warmth.WARM_S", 0.2)
+    with fleet(2) as two:
+        two.on_loop(lambda: two.door.leave("b"))
+        for question in range(4):
+            complete(two.url, long_prompt(1, question))
+        facts = two.on_loop(lambda: two.link.replicas["b"].facts("127.0.0.1"))
+        two.link.holds_warm_ups = True
+        two.on_loop(lambda: two.door.join("b", facts))
+        wait_until(lambda: two.on_loop(lambda: two.door.core._usable.bit_count()) == 2)  # without its prefixes
+        before = two.link.requests["b"]
+        two.on_loop(lambda: two.door.leave("a"))
+        wait_until(lambda: two.link.requests["b"] > before)
+        wait_until(lambda: two.on_loop(lambda: not two.door.core._loads.open))
+
+
+def test_a_replica_that_comes_again_while_it_warms_up_has_one_life_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
+    with fleet(2) as two:
+        facts = two.on_loop(lambda: two.link.replicas["b"].facts("127.0.0.1"))
+        two.on_loop(lambda: two.door.leave("b"))
+        for question in range(3):
+            complete(two.url, long_prompt(1, question))
+        two.link.holds_warm_ups = True
+        warmth = two.door._warmth
+        for _ in range(2):
+            two.on_loop(lambda: two.door.join("b", facts))
+            two.on_loop(lambda: two.door.leave("b"))
+            wait_until(lambda: two.on_loop(lambda: not warmth._warming and not warmth._tasks))
+        two.on_loop(lambda: two.door.join("b", facts))
+        assert two.on_loop(lambda: two.door.core._usable.bit_count()) == 1, "its earlier lives made nothing ready"
+        two.on_loop(lambda: two.door.leave("a"))
+        wait_until(lambda: two.on_loop(lambda: two.door.core.is_any_usable))
+    assert "exception" not in caplog.text
+
+
 def test_a_request_waits_for_its_front_s_turn_and_reserves_nothing_meanwhile(
     three: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,7 @@ class RoutedEngines:
             logger.info("replica %s has left", name)
             alone = [] if self._has_tiers else self._warmth.only_at(name)
             self._feed.leave(name)
+            self._warmth.leave(name)
             self.process_ids.pop(name, None)
             self.core.leave(name, time.monotonic())
             if not self.core.is_any_usable:
