@@ -108,13 +108,14 @@ def test_fronts_are_found_after_any_failure_to_ask_for_them(monkeypatch: pytest.
             raise RuntimeError("the name of the actor is taken")
         if num_asked == 2:
             await asyncio.Event().wait()  # it never answers
-        return [address]
+        return [address, "tcp://127.0.0.1:9"] if num_asked == 3 else [address]
 
     async def run() -> None:
         link = PeerLink(RoutingCore(RoutingOptions(4, share_load=True), router="a"), "127.0.0.1", find)
         link.start()
         try:
             await until(lambda: num_asked > 3)
+            await until(lambda: link._known == {link.address})  # nobody calls one that has ended for ever
         finally:
             await link.close()
 

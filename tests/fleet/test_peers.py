@@ -11,7 +11,6 @@ import pytest
 from foreword.cluster import ReplicaSpec, RouterLoad, RoutingCore, RoutingOptions, RoutingRequest
 from foreword.events.peer_link import PeerLink, decode, encode
 
-
 SILENCE_S = 100.0
 
 

@@ -96,16 +96,24 @@ class PeerLink:
             else:
                 self._core.merge(found, time.monotonic())
 
+    def _connect(self, fronts: set[str]) -> None:
+        """Listen to these fronts alone."""
+        for address in fronts - self._known:
+            logger.info("shares reservations with the front at %s", address)
+            self._in.connect(address)
+            self._known.add(address)
+        for address in self._known - fronts:
+            logger.info("the front at %s has ended", address)
+            self._in.disconnect(address)
+            self._known.discard(address)
+
     async def _meet(self) -> None:
         """Find fronts that are new, for as long as this one lives."""
         while True:
             try:
                 async with asyncio.timeout(MEET_S):
                     found = set(await self._find_peers(self.address))
-                for address in found - self._known:
-                    logger.info("shares reservations with the front at %s", address)
-                    self._in.connect(address)
-                    self._known.add(address)
+                self._connect(found | {self.address})
             except Exception as error:  # whoever keeps the list may be starting, or gone: ask again
                 logger.debug("other fronts cannot be found: %s: %s", type(error).__name__, error)
             await asyncio.sleep(WHOLE_S)
