@@ -32,6 +32,7 @@ class Seen:
     copied: int = 0
     found_composed: int = 0
     with_gaps: int = 0
+    several_runs_of_a_part: int = 0
     too_large: int = 0
     drafted: int = 0
 
@@ -73,6 +74,7 @@ class LinkingDriver(Driver):
             return None
         SEEN.linked += 1
         SEEN.with_gaps += links.has_gaps
+        SEEN.several_runs_of_a_part += len(links.runs) > len(links.spans)
         whole = links.in_whole_blocks(self.parts.manager.block_size)
         self.live[request_id] = Submitted(prompt, params, salt, output, whole)
         return None
@@ -99,7 +101,10 @@ class LinkingDriver(Driver):
                 runs.append(LinkedRun(begin + first, len(tokens), source, len(scaffold) + first))
         tokens.append(int(self.rng.integers(VOCAB_SIZE)))
         positions.append(at)
-        return tokens, Links("first-k", tuple(runs), np.array(positions, np.int32), tuple(spans))
+        links = Links("first-k", tuple(runs), np.array(positions, np.int32), tuple(spans))
+        if self.rng.random() < 0.4:
+            links = links.without(self.rng.random(len(tokens)) < 0.3)
+        return tokens, links
 
     def step(self) -> None:
         before = dict(self.live)

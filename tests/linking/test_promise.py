@@ -17,7 +17,7 @@ from tiny_models import TinyModels
 
 MODELS = [("llama", "float32", "radix"), ("qwen3", "bfloat16", "hash"), ("glm4", "bfloat16", "radix")]
 """Heads turned as halves, with norms, and a part of each head turned in pairs."""
-METHODS = ["none", "first-5"]
+METHODS = ["none", "first-5", "deviation-15"]
 
 
 def open_llm(tiny_models: TinyModels, model: str, dtype: str = "float32", **options: Any) -> LLM:
@@ -78,14 +78,15 @@ class TestBits:
             assert [Answer.of(one) for one in chunked.generate(prompts, GREEDY, link=link)] == alone
             chunked.engine.check_integrity()
 
-    def test_a_pool_so_small_that_requests_are_preempted(self, llm: LLM, tiny_models: TinyModels) -> None:
+    @pytest.mark.parametrize("link", ["none", "deviation-15"])
+    def test_a_pool_so_small_that_requests_are_preempted(self, llm: LLM, tiny_models: TinyModels, link: str) -> None:
         prompts = [documents((20, 24, 20), seed=seed) for seed in range(4)]
         long = SamplingParams(max_tokens=100, temperature=0.0, logprobs=4, ignore_eos=True)
-        alone = [Answer.of(llm.generate(prompt, long, link="none")[0]) for prompt in prompts]
+        alone = [Answer.of(llm.generate(prompt, long, link=link)[0]) for prompt in prompts]
         model = next(name for name, *_ in MODELS if llm.config.model.model == str(tiny_models.folder(name)))
         options: dict[str, Any] = {"num_gpu_blocks_override": 18, "prefix_index": llm.config.cache.prefix_index}
         with open_llm(tiny_models, model, llm.config.model.dtype, **options) as small:
-            assert [Answer.of(one) for one in small.generate(prompts, long, link="none")] == alone
+            assert [Answer.of(one) for one in small.generate(prompts, long, link=link)] == alone
             assert small.engine.snapshot().num_preemptions > 0
             small.engine.check_integrity()
 

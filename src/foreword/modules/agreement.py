@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
 
@@ -61,20 +61,16 @@ class Tally:
     num_with_answer: int = 0
     num_right: int = 0
     num_agreeing: int = 0
+    num_linked: int = 0
+    """Prompts of which something was linked: the others have the plain prompt's answer anyhow."""
+    num_linked_agreeing: int = 0
     shares: list[float] = field(default_factory=list)
     """Of each prompt: the share of its tokens that were neither linked nor part of its exact beginning."""
     times_ms: list[float] = field(default_factory=list)
     """Of each prompt: to the first token."""
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(
-            self.num_asked + other.num_asked,
-            self.num_with_answer + other.num_with_answer,
-            self.num_right + other.num_right,
-            self.num_agreeing + other.num_agreeing,
-            self.shares + other.shares,
-            self.times_ms + other.times_ms,
-        )
+        return Tally(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Tally)})
 
     def add(self, asked: Asked, answer: Answer, plain: Answer, num_exact: int) -> None:
         """Count one answer; `plain` is the answer of `all`."""
@@ -85,7 +81,10 @@ class Tally:
         self.num_asked += 1
         self.num_with_answer += asked.answer is not None
         self.num_right += asked.is_right(own.text)
-        self.num_agreeing += list(own.token_ids) == list(wanted.token_ids)
+        agrees, is_linked = list(own.token_ids) == list(wanted.token_ids), output.link.linked_tokens > 0
+        self.num_agreeing += agrees
+        self.num_linked += is_linked
+        self.num_linked_agreeing += agrees and is_linked
         self.shares.append((num_tokens - num_exact - output.link.linked_tokens) / num_tokens)
         self.times_ms.append(answer.first_token_ms)
 
@@ -94,6 +93,7 @@ class Tally:
         right = self.num_with_answer
         return {
             "prompts": self.num_asked,
+            "linked_prompts": self.num_linked,
             "exact_match": round(100 * self.num_right / right, 1) if right else None,
             "interval": wilson(self.num_right, right) if right else None,
             "agreement": round(100 * self.num_agreeing / self.num_asked, 1),
