@@ -18,7 +18,7 @@ from torch import Tensor
 from foreword.demo import recall, tasks
 from recall_samples import SampleMaker
 
-TASK_WEIGHTS = {"independent": 2, "order": 5, "scope": 3, "hops": 5}
+TASK_WEIGHTS = {"independent": 2, "order": 3, "scope": 3, "hops": 4}
 HEAD, TAIL = 0, 1_000
 """Parts of the tokens before the document's parts, which all see, and of those behind, which see all."""
 CUT_INSIDE_SHARE = 0.1
