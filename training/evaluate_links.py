@@ -3,9 +3,9 @@
     python training/evaluate_links.py training/link_judges/plain --questions 200
 
 Every question belongs to a fresh case of `foreword.demo.tasks` in four parts, and comes first in its conversation.
-`plain` is the model's usual attention; `in blocks`, the parts do not see each other, as if they were linked with
-nothing computed again; `not turned`, their keys stay besides at the positions where each part would stand first, as
-if linking forgot to turn them. An answer counts if all its tokens and the end token have the highest logit. One JSON
+`plain` is the model's usual attention. `in blocks`, the parts do not see each other, but stand at their places in the
+prompt; linking computes each part right after the head and turns its keys, which is not the same. `not turned`, each
+part stands right after the head and its keys stay there, as if linking forgot to turn them. An answer counts if all its tokens and the end token have the highest logit. One JSON
 line comes last.
 """
 

@@ -4,7 +4,8 @@
     python training/train_links.py --output blocks --block-share 0.5
 
 Both see the same data in the same steps. In a `block-share` of the batches, the parts of a document do not see each
-other, as when they are linked (after Block-Attention, Ma et al., 2024). The schedule counts steps, never seconds.
+other (after Block-Attention, Ma et al., 2024), but keep their places in the prompt. The schedule counts steps, never
+seconds.
 """
 
 from __future__ import annotations
