@@ -5,8 +5,8 @@
 Every question belongs to a fresh case of `foreword.demo.tasks` in four parts, and comes first in its conversation.
 `plain` is the model's usual attention. `in blocks`, the parts do not see each other, but stand at their places in the
 prompt; linking computes each part right after the head and turns its keys, which is not the same. `not turned`, each
-part stands right after the head and its keys stay there, as if linking forgot to turn them. An answer counts if all its tokens and the end token have the highest logit. One JSON
-line comes last.
+part stands right after the head and its keys stay there, as if linking forgot to turn them. An answer counts if all
+its tokens and the end token have the highest logit. One JSON line comes last.
 """
 
 from __future__ import annotations
