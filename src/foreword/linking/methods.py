@@ -75,6 +75,7 @@ def link_parts(composition: Composition, method: Method) -> Links:
     if not composition.num_tokens:
         raise InvalidRequestError("the prompt is empty; give at least one token")
     runs, spans = [], []
+    arrays: dict[int, npt.NDArray[np.int32]] = {}  # of a source, which many runs may share
     for part, begin in zip(composition.parts, composition.begins, strict=False):
         end = begin + len(part.token_ids)
         if part.span is None or end <= composition.num_exact_tokens:
@@ -82,7 +83,9 @@ def link_parts(composition: Composition, method: Method) -> Links:
         spans.append((begin, end))
         first, last = begin + method.num_computed(part), min(end, composition.num_tokens - 1)
         if first < last:
-            source = np.array(part.span.source.token_ids, np.int32)
+            source = arrays.get(id(part.span.source))
+            if source is None:
+                source = arrays[id(part.span.source)] = np.array(part.span.source.token_ids, np.int32)
             runs.append(LinkedRun(first, last, source, part.span.begin + first - begin))
     positions: npt.NDArray[np.int32] = composition.positions
     return Links(method.name, tuple(runs), positions, tuple(spans))
