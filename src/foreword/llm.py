@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import sys
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from foreword.engine import CacheReport, Engine, Keep, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
 from foreword.linking import METHODS, LinkedAnswer, LinkExplanation, Method, compare_methods, explain_parts
 from foreword.offline import run_all
+from foreword.pml.composition import Composition
 from foreword.pml.library import Library
 from foreword.prompts import PromptInput, Prompts, priority_of
 from foreword.request import RequestOutput, SamplingParams, one_each
@@ -63,7 +65,7 @@ class LLM:
     def _take(self, config: EngineConfig, parts: Assembled) -> None:
         self.config = config
         self.tokenizer = parts.tokenizer
-        self._prompts = Prompts(config.model.model, parts.tokenizer)
+        self._prompts = Prompts(config.model.model, parts.tokenizer, parts.deviations)
         self.inexactness = parts.inexactness
         """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
         self.cache_identity = parts.identity
@@ -76,7 +78,7 @@ class LLM:
         """Where cache events are published, by the name of the option."""
         self._engine: Engine | None = parts.engine
         self._close_engine = weakref.finalize(self, parts.close)
-        self._explain_attention = parts.explain_attention
+        self._explain_attention, self._deviations = parts.explain_attention, parts.deviations
         self._request_numbers = itertools.count()
         self._grammars: Grammars | None = None
 
@@ -199,21 +201,25 @@ class LLM:
     ) -> list[LinkedAnswer]:
         """Answer one prompt of documents or modules by several methods, and by `all`, which is exact.
 
-        Each method finds the sources cached and nothing else of the prompt: its times can be compared, and they leave
-        out what computing the sources takes. Without `sampling_params` answers have at most 64 tokens, greedy. Raises
-        InvalidRequestError for unknown methods, a prompt without parts, or a model without `allow_links`.
+        Each method finds the sources cached and nothing else of the prompt: its times can be compared. They count from
+        the text on, with the choice of what is linked, and leave out what computing the sources takes. Without
+        `sampling_params` answers have at most 64 tokens, greedy. Raises InvalidRequestError for unknown methods, a
+        prompt without parts, or a model without `allow_links`.
         """
         params = self._constrained(sampling_params or SamplingParams(max_tokens=64, temperature=0.0))
         params = replace(params, seed=0) if params.seed is None else params
 
-        def answer(method: Method) -> RequestOutput:
+        def answer(method: Method) -> tuple[RequestOutput, float]:
             keys = ExtraKeys(salt=secrets.token_hex(16))  # a namespace of its own
             linked, composition = self._prompts.read_parts(prompt, method)
-            linked = replace(linked, extra_keys=keys)
             self.engine.check("compare", linked, params)  # before its sources are computed
             for source in composition.sources:
                 self._compute(Prompt(np.array(source.token_ids, np.int32), extra_keys=keys))
-            return self._run([linked], params, show_progress=False)[0]
+            started = time.monotonic()
+            linked, _ = self._prompts.read_parts(prompt, method)  # a method may choose for long
+            [output] = self._run([replace(linked, extra_keys=keys)], params, show_progress=False)
+            first = output.metrics.first_token_time
+            return output, 1e3 * ((first or time.monotonic()) - started)
 
         return compare_methods(methods, answer)
 
@@ -303,6 +309,10 @@ class LLM:
 
     def _prompt(self, prompt: PromptInput, link: str | Method | None = None) -> Prompt:
         return self._prompts.read(prompt, link)
+
+    def link(self, prompt: Prompt, composition: Composition, method: Method) -> Prompt:
+        """An engine's prompt with its parts linked; any thread may call it. Raises InvalidRequestError."""
+        return self._prompts.link(prompt, composition, method)
 
     @property
     def pml(self) -> Library:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from foreword.cache import NO_EXTRA_KEYS, ExtraKeys
 from foreword.engine import Prompt
 from foreword.errors import InvalidRequestError
-from foreword.linking import Method, composition_of, with_links
+from foreword.linking import Deviations, Method, composition_of, with_links
 from foreword.pml.composition import Composition
 from foreword.pml.documents import FIELDS
 from foreword.pml.library import SchemaPrompt
@@ -27,21 +27,25 @@ PromptInput = str | SchemaPrompt | Mapping[str, Any]
 class Prompts:
     """Reads prompts for one model."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
-        """`model`: its name, for errors."""
-        self._model, self._tokenizer = model, tokenizer
+    def __init__(self, model: str, tokenizer: Tokenizer | None, deviations: Deviations | None = None) -> None:
+        """`model`: its name, for errors. `deviations` measures for methods that ask; None if nothing may be linked."""
+        self._model, self._tokenizer, self._deviations = model, tokenizer, deviations
 
     def read(self, prompt: PromptInput, link: str | Method | None = None) -> Prompt:
         """The engine's prompt, with its parts linked by a method if one is given. Raises InvalidRequestError."""
         plain, composition = self._plain(prompt)
-        return plain if link is None else with_links(plain, composition, link)
+        return plain if link is None else self.link(plain, composition, link)
 
     def read_parts(self, prompt: PromptInput, method: Method) -> tuple[Prompt, Composition]:
         """The engine's prompt, linked, and its parts. Raises InvalidRequestError if it has none."""
         plain, composition = self._plain(prompt)
-        linked = with_links(plain, composition, method)
+        linked = self.link(plain, composition, method)
         assert composition is not None
         return linked, composition
+
+    def link(self, prompt: Prompt, composition: Composition | None, link: str | Method) -> Prompt:
+        """An engine's prompt with its parts linked. Raises InvalidRequestError if it has none."""
+        return with_links(prompt, composition, link, self._deviations)
 
     def composition(self, prompt: PromptInput) -> Composition | None:
         """The parts of a prompt; None if it has none that can be linked."""

@@ -85,6 +85,9 @@ def test_the_front_refuses_what_is_not_served() -> None:
         answer = post(plain.url, PATH, {**documents(seed=3), "link": "none"})
         assert (answer.status_code, "--allow-links" in answer.json()["error"]["message"]) == (400, True)
         assert not plain.link.requests
+    with fleet(1, CONFIG, **OPTIONS) as free:
+        answer = post(free.url, PATH, body(3, link="deviation-20"))
+        assert (answer.status_code, "needs the first layers" in answer.json()["error"]["message"]) == (400, True)
     with fleet(1, **OPTIONS) as gated:
         answer = post(gated.url, PATH, {**documents(seed=3), "link": "none"})
         assert (answer.status_code, "was not measured" in answer.json()["error"]["message"]) == (400, True)

@@ -52,6 +52,9 @@ def test_what_a_method_computes_is_not_linked(llm: LLM) -> None:
     linked = {link: llm.explain_links(prompt, link).num_linked_tokens for link in ("none", "first-5", "all")}
     assert linked == {"none": 66, "first-5": 56, "all": 0}
     assert llm.explain_links(prompt, "all").missing == ()
+    chosen = llm.explain_links(prompt, "deviation-20")
+    told = report(llm, prompt, "deviation-20")
+    assert chosen.num_linked_tokens == told.linked_tokens < linked["none"]
 
 
 def test_it_runs_and_counts_nothing(llm: LLM) -> None:

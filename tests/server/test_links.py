@@ -184,6 +184,17 @@ def test_an_uncached_call_links_all_the_same(server: ServerThread) -> None:
     assert counts(found["usage"])[0] == 0
 
 
+def test_tokens_that_deviate_are_chosen_before_the_engine_sees_the_prompt(server: ServerThread, python: LLM) -> None:
+    body = documents(17)
+    prompt = {name: body[name] for name in ("documents", "question", "instructions")}
+    [expected] = python.generate(prompt, SamplingParams(max_tokens=6, temperature=0.0), link="deviation-20")
+    found = ask(server, body, link="deviation-20")
+    assert found["approximate"] == "deviation-20"
+    assert found["choices"][0]["text"] == expected.outputs[0].text
+    assert expected.link is not None
+    assert counts(found["usage"])[1] == expected.link.linked_tokens > 0
+
+
 def test_other_endpoints_know_no_link(server: ServerThread) -> None:
     answer = post(server.url, "/v1/completions", {"prompt": "a", "link": "none"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "link")
@@ -278,12 +289,12 @@ def test_what_is_wrong_is_said(server: ServerThread, more: dict[str, Any], messa
 
 
 def test_a_prompt_has_a_bounded_number_of_linked_parts(server: ServerThread) -> None:
-    modules = "".join(f'<module name="m{number}">a text of several tokens</module>' for number in range(1100))
+    modules = "".join(f'<module name="m{number}">text {number}</module>' for number in range(1100))
     assert post(server.url, "/v1/pml/schemas", {"schema": f'<schema name="many">{modules}</schema>'}).status_code == 200
     prompt = f'<prompt schema="many">{"".join(f"<m{number}/>" for number in range(1100))}</prompt>'
     answer = post(server.url, PATH, {"schema": "many", "prompt": prompt, "link": "none"})
     assert answer.status_code == 400
-    assert "the prompt has 1099 parts to link" in answer.json()["error"]["message"]
+    assert "the prompt has 1100 parts to link" in answer.json()["error"]["message"]
 
 
 def test_an_answer_that_nobody_reads_on_holds_no_sources(server: ServerThread) -> None:

@@ -3,11 +3,12 @@
 from foreword.linking.compare import METHODS, LinkedAnswer, compare_methods
 from foreword.linking.explain import LinkExplanation, PartLinks, explain_parts
 from foreword.linking.measured import Agreement, Gate, MeasuredLinks
-from foreword.linking.methods import Method, composition_of, link_parts, with_links
+from foreword.linking.methods import Deviations, Method, composition_of, link_parts, with_links
 
 __all__ = [
     "METHODS",
     "Agreement",
+    "Deviations",
     "Gate",
     "LinkExplanation",
     "LinkedAnswer",

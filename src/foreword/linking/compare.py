@@ -31,26 +31,28 @@ class LinkedAnswer:
     link: LinkReport
     """What became of the prompt's tokens."""
     first_token_ms: float
-    """Milliseconds to the first token, with the sources cached and nothing else of the prompt."""
+    """Milliseconds from the text to the first token, with the sources cached and nothing else of the prompt."""
 
 
-def compare_methods(methods: Sequence[str], answer: Callable[[Method], RequestOutput]) -> list[LinkedAnswer]:
+def compare_methods(
+    methods: Sequence[str], answer: Callable[[Method], tuple[RequestOutput, float]]
+) -> list[LinkedAnswer]:
     """The answers of these methods and, last unless it is among them, of `all`.
 
-    `answer` continues the prompt by one method. Raises InvalidRequestError for unknown methods, or none.
+    `answer` continues the prompt by one method, and tells the milliseconds to its first token. Raises
+    InvalidRequestError for unknown methods, or none.
     """
     if isinstance(methods, str) or not methods:
         raise InvalidRequestError(f"methods={methods!r} is no list of methods; give some, such as {METHODS}")
     parsed = {method.name: method for method in map(Method.parse, (*methods, EXACT))}
     outputs = {name: answer(method) for name, method in parsed.items()}
-    exact = outputs[EXACT].outputs[0].token_ids
-    return [_answer(name, output, exact) for name, output in outputs.items()]
+    exact = outputs[EXACT][0].outputs[0].token_ids
+    return [_answer(name, output, elapsed, exact) for name, (output, elapsed) in outputs.items()]
 
 
-def _answer(name: str, output: RequestOutput, exact: list[int]) -> LinkedAnswer:
-    first, elapsed = output.outputs[0], output.metrics.time_to_first_token_ms
+def _answer(name: str, output: RequestOutput, elapsed: float, exact: list[int]) -> LinkedAnswer:
     assert output.link is not None
-    assert elapsed is not None
+    first = output.outputs[0]
     pairs = zip(first.token_ids, exact, strict=False)
     num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     is_equal = first.token_ids == exact

@@ -52,12 +52,12 @@ class LinkExplanation:
 
 def explain_parts(composition: Composition, method: Method, runs: Sequence[tuple[LinkedRun, int]]) -> LinkExplanation:
     """`runs`: those that are copied, each with the tokens that the cache lacks of its source."""
-    waiting, parts = deque(runs), []  # each run lies in one part, and each part has one run at most
+    waiting, parts = deque(runs), []  # each run lies in one part; a method may leave several in a part
     for part, end in zip(composition.parts, composition.begins[1:], strict=True):
         if part.span is not None:
             num_linked = num_missing = 0
-            if waiting and waiting[0][0].begin < end:
-                run, num_missing = waiting.popleft()
-                num_linked = run.end - run.begin
+            while waiting and waiting[0][0].begin < end:
+                run, num_lacking = waiting.popleft()
+                num_linked, num_missing = num_linked + run.end - run.begin, max(num_missing, num_lacking)
             parts.append(PartLinks(part.name, len(part.token_ids), num_linked, num_missing))
     return LinkExplanation(method.name, composition.num_tokens, tuple(parts))

@@ -1,25 +1,24 @@
 """Which methods of linking a server offers: those that the operator allows, and that agree often enough.
 
-Knows the server's options, the file of measured agreement, and the size of prompts; knows no requests.
+Knows the server's options, the file of measured agreement, and counts; knows no requests.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from foreword.engine import Prompt
 from foreword.errors import ConfigError, InvalidRequestError
-from foreword.linking import Gate, MeasuredLinks, Method, with_links
-from foreword.pml.composition import Composition
+from foreword.linking import Gate, MeasuredLinks, Method
 from foreword.server.options import ServerConfig
 
 logger = logging.getLogger(__name__)
 
 LEAST_SHARE = 0.99
 """`link_gate`, unless it is given."""
-MOST_RUNS = 1024
-"""Most linked parts of a prompt: the engine looks for the source of each in every step until all are there."""
+MOST_SOURCES = 1024
+"""Most sources of a prompt: the engine looks for each in every step until all are there."""
 
 
 def read_gate(config: ServerConfig, *, allows_links: bool) -> Gate | None:
@@ -45,6 +44,8 @@ class ServedLinks:
     """None: none."""
     max_source_tokens: int
     """Most tokens of one prompt's sources: more cannot lie in the pool together."""
+    choosing: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
+    """Held while a method chooses by a pass through the model's first layers: one at a time, beside the engine."""
 
     @classmethod
     def of(cls, config: ServerConfig, *, allows_links: bool, model_id: str, max_source_tokens: int) -> ServedLinks:
@@ -66,24 +67,18 @@ class ServedLinks:
         self.gate.check(method.name)
         return method
 
-    def check_sources(self, num_tokens: int) -> None:
-        """Raise InvalidRequestError for sources that cannot be cached together."""
+    def check_sources(self, num_sources: int, num_tokens: int) -> None:
+        """Raise InvalidRequestError for a prompt that is linked from too many sources, or too long ones."""
+        if num_sources > MOST_SOURCES:
+            raise InvalidRequestError(
+                f"the prompt has {num_sources} parts to link, and this server takes {MOST_SOURCES}; use larger parts, "
+                "or leave link out"
+            )
         if num_tokens > self.max_source_tokens:
             raise InvalidRequestError(
-                f"the documents, each with the instructions before it, have {num_tokens} tokens, and the cache holds "
-                f"{self.max_source_tokens}; send fewer or shorter ones, or leave link out"
+                f"the parts to link, each with what is computed before it, have {num_tokens} tokens, and the cache "
+                f"holds {self.max_source_tokens}; send fewer or shorter ones, or leave link out"
             )
-
-    def linked(self, prompt: Prompt, composition: Composition, method: Method) -> Prompt:
-        """The prompt with its parts linked. Raises InvalidRequestError if there are too many."""
-        found = with_links(prompt, composition, method)
-        num_runs = 0 if found.links is None else len(found.links.runs)
-        if num_runs > MOST_RUNS:
-            raise InvalidRequestError(
-                f"the prompt has {num_runs} parts to link, and this server takes "
-                f"{MOST_RUNS}; use larger parts, or leave link out"
-            )
-        return found
 
 
 def _in_words(gate: Gate) -> str:

@@ -5,6 +5,7 @@ Knows the fields of such calls; completions.py answers them. The schemas are tho
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 import numpy as np
@@ -12,8 +13,8 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from foreword.engine import Prompt
-from foreword.linking import Method
-from foreword.pml.documents import SEPARATOR, read_documents
+from foreword.pml.composition import Composition
+from foreword.pml.documents import SEPARATOR, DocumentTokens, read_documents
 from foreword.pml.library import LoadedSchema, SchemaPrompt
 from foreword.server.api_errors import bad_request
 from foreword.server.dialects.openai.completions import complete
@@ -40,16 +41,18 @@ async def module_completions(
     _check_fields(body)
     method = None if body.link is None else service.links.method(body.link)
     schema = None if body.schema_name is None else service.schemas.of_tenant(tenant, body.schema_name)
+    salt = service.tenants.namespace(tenant, body.cache_salt)
 
     def compose() -> Prompt:
-        if schema is None:
-            return _of_documents(service, body, method)
-        prompt = _composed(schema, body)
-        plain = Prompt(prompt.token_ids)
-        return plain if method is None else service.links.linked(plain, prompt.composition, method)
+        parts = _documents(service, body) if schema is None else _composed(schema, body)
+        plain = service.prompt_of(np.array(parts.token_ids, np.int32), salt)
+        return plain if method is None else service.llm.link(plain, _composition(service, parts), method)
 
-    async def find(_: Service, request: Request) -> list[Prompt]:
-        return [await with_body(request, compose)]
+    async def find(service: Service, request: Request) -> list[Prompt]:
+        if method is None or method.percent is None:
+            return [await with_body(request, compose)]
+        async with service.links.choosing:
+            return [await asyncio.to_thread(compose)]
 
     return await complete(body, find, request, tenant, "pml.completions")
 
@@ -85,7 +88,7 @@ def _check_beside_link(body: ModulesRequest) -> None:
             )
 
 
-def _of_documents(service: Service, body: ModulesRequest, method: Method | None) -> Prompt:
+def _documents(service: Service, body: ModulesRequest) -> DocumentTokens:
     tokenizer = service.llm.tokenizer
     asked = {
         "documents": body.documents,
@@ -93,12 +96,17 @@ def _of_documents(service: Service, body: ModulesRequest, method: Method | None)
         "instructions": () if body.instructions is None else body.instructions,
         "separator": SEPARATOR if body.separator is None else body.separator,
     }
-    tokens = read_documents(asked, None if tokenizer is None else schema_text(tokenizer))
-    plain = Prompt(np.array(tokens.token_ids, np.int32))
-    if method is None:
-        return plain
-    service.links.check_sources(tokens.num_source_tokens)  # before the instructions are copied for each document
-    return service.links.linked(plain, tokens.composition(), method)
+    return read_documents(asked, None if tokenizer is None else schema_text(tokenizer))
+
+
+def _composition(service: Service, parts: DocumentTokens | SchemaPrompt) -> Composition:
+    """What can be linked. Raises InvalidRequestError for too much."""
+    if isinstance(parts, DocumentTokens):  # checked before the instructions are copied for each document
+        service.links.check_sources(len(parts.documents), parts.num_source_tokens)
+        return parts.composition()
+    sources = parts.composition.sources
+    service.links.check_sources(len(sources), sum(len(source.token_ids) for source in sources))
+    return parts.composition
 
 
 def _composed(schema: LoadedSchema, body: ModulesRequest) -> SchemaPrompt:
