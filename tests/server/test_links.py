@@ -353,6 +353,15 @@ def test_unmeasured_only_all_is_served(python: LLM, caplog: pytest.LogCaptureFix
         assert post(server.url, PATH, {**documents(15), "link": "first-16"}).status_code == 400
 
 
+def test_a_long_prompt_is_refused_before_a_method_spends_time_on_it(python: LLM) -> None:
+    config = ServerConfig(link_gate=0.0, max_prompt_tokens=100)
+    with open_llm() as llm, ServerThread(llm, config) as server:
+        answer = post(server.url, PATH, {**documents(18), "link": "deviation-20"})
+        assert answer.status_code == 400
+        assert "has 139 tokens, and this server takes 100" in answer.json()["error"]["message"]
+        assert not server.ask(lambda engine: engine.num_computed_tokens)
+
+
 def test_measurements_of_another_model_end_the_start(tmp_path: Path) -> None:
     file = measured(tmp_path, "beef")
     with open_llm() as llm, pytest.raises(ConfigError, match="another model"):

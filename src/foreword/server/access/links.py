@@ -88,4 +88,4 @@ def _in_words(gate: Gate) -> str:
     measured = {} if gate.measured is None else gate.measured.agreements
     served = [name for name, one in measured.items() if one.share >= gate.least]
     why = "; without link_measurements nothing else is" if gate.measured is None else ""
-    return f"served are {', '.join(['all', *served])}, of link_gate={gate.least:g}{why}"
+    return f"served are {', '.join(dict.fromkeys(['all', *served]))}, of link_gate={gate.least:g}{why}"

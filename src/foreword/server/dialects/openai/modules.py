@@ -46,6 +46,7 @@ async def module_completions(
     def compose() -> Prompt:
         parts = _documents(service, body) if schema is None else _composed(schema, body)
         plain = service.prompt_of(np.array(parts.token_ids, np.int32), salt)
+        service.check_length(len(plain.token_ids))  # before a method spends time on it
         return plain if method is None else service.llm.link(plain, _composition(service, parts), method)
 
     async def find(service: Service, request: Request) -> list[Prompt]:
