@@ -227,16 +227,28 @@ def test_links_are_counted_apart_and_leave_the_hit_rate_alone(server: ServerThre
 def test_an_equal_composition_is_no_hit_beyond_its_exact_beginning(server: ServerThread) -> None:
     body, exact = documents(9), 7 + 40
     ask(server, body, link="none")
+    wait_until(lambda: not server.service.records.running())
     before = metrics(server)
     usage = ask(server, body, link="none", foreword={"cache": True})
+    wait_until(lambda: not server.service.records.running())
     after = metrics(server)
-    queries, hits = (after[f"prefix_cache_{name}_total", ""] - before[f"prefix_cache_{name}_total", ""]
-                     for name in ("queries", "hits"))  # fmt: skip
-    assert (queries, hits) == (exact, exact), "the part that plain prompts could have found"
+    names = ("prefix_cache_queries", "prefix_cache_hits", "tenant_queried_tokens", "tenant_hit_tokens")
+    gained = [after[f"{name}_total", ""] - before[f"{name}_total", ""] for name in names]
+    assert gained == [exact] * 4, "the part that plain prompts could have found"
     report = usage["foreword"]["cache"]
     assert report["hit_tokens"] == exact
     assert report["linked_tokens"] == usage["usage"]["foreword"]["linked_tokens"]
     assert report["hit_tokens"] + report["linked_tokens"] + report["computed_tokens"] == report["prompt_tokens"]
+
+
+def test_the_estimate_of_more_memory_takes_no_linked_block_for_a_plain_prompts(server: ServerThread) -> None:
+    body, exact = documents(19), 7 + 40
+    server.service.more_memory.reset()
+    linked, plain = ask(server, body, link="none")["usage"], ask(server, body)["usage"]
+    assert plain["prompt_tokens"] == linked["prompt_tokens"] == exact + 50 + 33 + 9
+    wait_until(lambda: not server.service.records.running())
+    found = server.service.more_memory.points()[0].hit_rate
+    assert found == exact // BLOCK * BLOCK / (exact + plain["prompt_tokens"])
 
 
 def test_a_record_and_its_line_name_the_method(server: ServerThread, caplog: pytest.LogCaptureFixture) -> None:
