@@ -75,7 +75,7 @@ class ServerProcess:
 
     def wait(self) -> int:
         """The exit code."""
-        return self._process.wait(timeout=60)
+        return self._process.wait(timeout=300)
 
     def close(self) -> None:
         if self._process.poll() is None:

@@ -368,6 +368,19 @@ def test_a_silent_or_restarted_router_loses_its_reservations():
     assert loads_of(one) == pytest.approx([0.01])
 
 
+def test_a_replica_that_a_router_meets_late_has_what_its_peers_reserved_before() -> None:
+    """The whole state, which comes every second, tells it: no update was lost, so nothing else would."""
+    one, other = (make_core(1, share_load=True, router=name) for name in ("one", "other"))
+    other.join("late", ReplicaSpec(50, 100.0))
+    for number in range(2):
+        other.choose(prompt(f"q{number}", number, 10), 0.0, exclude=["r0"])
+    assert one.merge(other.take_updates(), 0.0) == []
+    one.join("late", ReplicaSpec(50, 100.0))
+    one.install_load(other.export_load(), 1.0)
+    assert one.loads()["late"] == other.loads()["late"]
+    one.check_integrity([])
+
+
 def test_a_rate_that_is_a_guess_gives_way_to_what_others_measured() -> None:
     core = RoutingCore(RoutingOptions())
     for name in ("a", "b"):

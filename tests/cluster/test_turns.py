@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.cluster import EventBatch, ReplicaSpec, RoutingCore, RoutingOptions, RoutingRequest
@@ -11,6 +11,7 @@ from foreword.cluster.turns import time_to_turn
 from foreword.errors import ConfigError
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.text(min_size=1, max_size=3), min_size=2, max_size=6, unique=True),
     st.sampled_from([0.001, 0.005, 0.02]),

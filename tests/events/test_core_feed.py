@@ -41,7 +41,7 @@ def follow(feed: CoreFeed, name: str, engine: EngineWithEvents, live: str | None
     feed.follow(name, live or reachable(told["kv_events"]), told["kv_events_snapshot"])
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -168,6 +168,34 @@ def test_a_mirror_that_waits_for_a_snapshot_credits_nothing(monkeypatch: pytest.
                     assert credits_nothing(core, "lost", lost)
                 follow(feed, "lost", lost)
                 await until(lambda: is_equal(core, "lost", lost))
+
+    asyncio.run(run())
+
+
+def test_a_replica_whose_events_stop_is_credited_with_nothing_until_they_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its publisher has ended, its engine goes on: what it holds changes, and nobody hears of it."""
+    monkeypatch.setattr("foreword.events.core_feed.SILENCE_S", 3.0)
+    monkeypatch.setattr("foreword.events.core_feed.ANSWER_S", 0.2)
+
+    async def run() -> None:
+        ports = [free_port() for _ in range(2)]
+        config = replace(WHOLE, kv_events=f"tcp://*:{ports[0]}", kv_events_snapshot=f"tcp://127.0.0.1:{ports[1]}")
+        async with feeding("r") as (core, feed):
+            with EngineWithEvents(config, seed=1) as first:
+                follow(feed, "r", first)
+                first.ask([0, 1, 0, 1, 1])
+                await until(lambda: is_equal(core, "r", first))
+                claimed = core.choose(RoutingRequest("claims", [b"new"], BLOCK), 0.0)
+                first.publisher.close()
+                await until(lambda: core.unsynced() == ["r"])
+                assert credits_nothing(core, "r", first)
+                core.check_integrity([*first.held(), b"new"])
+                core.release(claimed.reservation, 0.0)
+            with EngineWithEvents(config, seed=2) as again:
+                again.work(3)
+                await until(lambda: is_equal(core, "r", again))
 
     asyncio.run(run())
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.events.mirror import CommonPrefix, Follower, Mirror, Need
@@ -102,6 +102,7 @@ class Troubled:
             assert names(self.follower) == set(self.engine.held)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 6), TROUBLE), max_size=60),
     st.integers(1, 20),
@@ -121,6 +122,7 @@ def test_a_mirror_is_exact_or_says_that_it_is_not(
     assert names(network.follower) == set(network.engine.held)
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.binary(max_size=12), max_size=5), max_size=20), st.booleans(), st.booleans())
 def test_no_frames_crash_a_follower(hostile: list[list[bytes]], has_replay: bool, has_snapshot: bool) -> None:
     follower = Follower(has_replay=has_replay, has_snapshot=has_snapshot)

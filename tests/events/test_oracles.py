@@ -175,7 +175,7 @@ def test_dynamo_s_indexer_holds_what_the_pool_holds(encoding: str) -> None:
             if number == 3:
                 engine.built.engine.reset_prefix_cache()
             work(10)
-            wait_until(lambda: indexer.held() == as_ints(engine.held()), 10.0)
+            wait_until(lambda: indexer.held() == as_ints(engine.held()))
         assert engine.held()
         assert engine.built.manager.ledger.evictions.total() > 100
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.cache import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored
@@ -278,11 +278,13 @@ BATCH = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(BATCH, st.sampled_from(["map", "array"]))
 def test_every_batch_survives_the_way(batch: EventBatch, encoding: Any) -> None:
     assert decode_batch(encode_batch(batch, encoding)) == batch
 
 
+@settings(deadline=None)
 @given(BATCH, st.data())
 def test_damaged_bytes_give_a_batch_or_a_wire_error(batch: EventBatch, data: st.DataObject) -> None:
     payload = bytearray(encode_batch(batch, "map"))
@@ -294,6 +296,7 @@ def test_damaged_bytes_give_a_batch_or_a_wire_error(batch: EventBatch, data: st.
             assert isinstance(decode_batch(hostile), EventBatch)
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=20), max_size=6))
 def test_any_frames_are_a_message_or_a_wire_error(frames: list[bytes]) -> None:
     for decode in (decode_live, decode_replay, decode_replay_request, decode_snapshot):

@@ -45,6 +45,8 @@ class LocalLink:
         self._gate.set()
         self.holds_warm_ups = False
         """Whether requests that are not a client's never begin."""
+        self.mute: set[str] = set()
+        """Replicas that never answer a call."""
 
     def hold(self) -> None:
         """Let submissions wait before they reach a replica."""
@@ -84,6 +86,8 @@ class LocalLink:
             self.running -= 1
 
     async def call(self, replica: str, data: bytes) -> bytes:
+        if replica in self.mute:
+            await asyncio.Event().wait()
         return await self.replicas[replica].call(data)
 
 

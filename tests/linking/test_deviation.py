@@ -20,6 +20,7 @@ from foreword.linking import Method, link_parts
 from foreword.linking.methods import FloatArray, IntArray, most_deviating
 from foreword.model.deviation import LinkDeviations
 from foreword.pml.composition import Composition, Part, Source, Span, concatenated
+from foreword.pml.documents import compose_documents
 from foreword.pml.library import SchemaPrompt
 from foreword.request import LinkedRun, Links
 from linking.prompts import GREEDY, ask, documents, report
@@ -210,9 +211,8 @@ def test_a_source_is_held_once_for_all_its_runs(tiny_models: TinyModels, monkeyp
             llm.engine.manager, "hold_source", lambda *told: (found := hold(*told), held.append(found is not None))[0]
         )
         other = {**documents(), "documents": documents()["documents"][::-1]}
-        prompt = llm._prompt(other, "deviation-30")
-        assert prompt.links is not None
-        assert len(prompt.links.runs) > 9
+        links = link_parts(compose_documents(other, None), Method.parse("deviation-30"), deviations_of(llm))
+        assert len(links.runs) > 9
         assert report(llm, other, "deviation-30").copied_tokens > 0
         assert held == [True] * 3
         assert ask(llm, documents(), "deviation-30") == cold

@@ -48,7 +48,7 @@ def test_it_reports_each_task_and_method(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_saved_file_opens_the_gate_for_this_model_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts, file = tmp_path / "prompts.jsonl", tmp_path / "links.json"
-    documents = [f"The code of the amber falcon is {number}.\n" * 2 for number in (12, 34, 56)]
+    documents = [f"The code of the amber falcon is {number}.\n" * 5 for number in (12, 34, 56)]
     lines = [{"documents": documents, "question": f"What is {number}?"} for number in range(100)]
     prompts.write_text("\n".join(map(json.dumps, lines)))
     args = ["--prompts", str(prompts), "--methods", "none,first-16,all", "--max-tokens", "2", "--save", str(file)]
@@ -62,6 +62,18 @@ def test_a_saved_file_opens_the_gate_for_this_model_alone(tmp_path: Path, capsys
         gate = Gate(0.01, found)
         gate.check_model(llm.cache_identity.model_id)
         gate.check("first-16")
+
+
+def test_prompts_of_which_nothing_is_linked_are_no_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, file = tmp_path / "prompts.jsonl", tmp_path / "links.json"
+    lines = [{"documents": ["One short text."], "question": f"What is {number}?"} for number in range(100)]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    args = ["--prompts", str(prompts), "--methods", "none", "--max-tokens", "1", "--save", str(file)]
+    assert main(["pml", "measure", *MODEL, *args]) == 2
+    told = capsys.readouterr()
+    assert "'none' linked in 0 of 100" in told.err
+    assert "100.0%" in told.out
+    assert not file.exists()
 
 
 def test_a_model_without_a_template_is_asked_in_plain_text(

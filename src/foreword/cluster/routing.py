@@ -179,6 +179,12 @@ class RoutingCore:
         self._slots.mirrors[slot].install(snapshot, now)
         return self._note_mirror(slot, now)
 
+    def doubt(self, name: str, now: float) -> None:
+        """Count on nothing of a replica's cache until a snapshot comes: its events have stopped."""
+        slot = self._slot(name)
+        self._slots.mirrors[slot].forget()
+        self._note_mirror(slot, now)
+
     def mirror(self, name: str) -> ReplicaMirror:
         """What is known of a replica's cache. Read only."""
         return self._slots.mirrors[self._slot(name)]
@@ -365,7 +371,7 @@ class RoutingCore:
         """Take the whole state of another router's reservations. Ignores one that is older than the updates seen."""
         peer = self._peers.setdefault(load.router, Peer(now))
         peer.heard_at = now
-        if peer.is_synced and peer.life == load.life and load.number < peer.next_number:
+        if peer.is_synced and peer.life == load.life and load.number < peer.next_number - 1:
             return
         self._release_all(load.router, now, keep={update.reservation for update in load.updates})
         peer.life, peer.next_number, peer.is_synced = load.life, load.number + 1, True

@@ -23,6 +23,8 @@ ANSWER_S = 5.0
 """Longest time to wait for a snapshot."""
 PAUSE_S = 0.2
 """Time between two requests for a snapshot."""
+SILENCE_S = 30.0
+"""Longest time without a message of a replica, which sends one each second."""
 
 
 class CoreFeed:
@@ -62,21 +64,31 @@ class CoreFeed:
         asked: asyncio.Task[None] | None = None
         try:
             while True:
-                frames = await live.recv_multipart()
                 try:
-                    number, payload = wire.decode_live(frames)
-                    batch = wire.decode_batch(payload)
+                    knows = await self._take_next(name, live)
                 except wire.WireError as error:
                     self.num_bad += 1
                     logger.warning("an event of replica %s cannot be read: %s", name, error)
                     continue
-                knows = self._core.observe(name, _batch(number, batch.publisher_id, batch.events), time.monotonic())
                 if not knows and (asked is None or asked.done()):
                     asked = asyncio.create_task(self._ask(name, snapshots), name=f"snapshot of {name}")
         finally:
             if asked is not None:
                 asked.cancel()
             live.close(linger=0)
+
+    async def _take_next(self, name: str, live: zmq.asyncio.Socket) -> bool:
+        """Take the next message, or a silence. False: the replica's cache is not known. Raises WireError."""
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                frames = await live.recv_multipart()
+        except TimeoutError:
+            logger.warning("replica %s has sent no events for %.0f s: its cache is not known", name, SILENCE_S)
+            self._core.doubt(name, time.monotonic())
+            return False
+        number, payload = wire.decode_live(frames)
+        batch = wire.decode_batch(payload)
+        return self._core.observe(name, _batch(number, batch.publisher_id, batch.events), time.monotonic())
 
     async def _ask(self, name: str, address: str) -> None:
         """Ask for a snapshot until the mirror is right."""

@@ -27,6 +27,8 @@ FLUSH_S = 0.02
 """Longest time until a change is published; `flush` publishes it at once."""
 WHOLE_S = 1.0
 """Time between two messages with all reservations."""
+MEET_S = 30.0
+"""Longest time to wait for the addresses of the fronts."""
 
 FindPeers = Callable[[str], Awaitable[list[str]]]
 """Makes an address known, and returns those of all fronts."""
@@ -85,7 +87,7 @@ class PeerLink:
             data = await self._in.recv()
             try:
                 found = decode(data)
-            except (ValueError, TypeError, msgpack.UnpackException) as error:
+            except ValueError as error:
                 self.num_bad += 1
                 logger.warning("a message of another front cannot be read: %s", error)
                 continue
@@ -94,14 +96,26 @@ class PeerLink:
             else:
                 self._core.merge(found, time.monotonic())
 
+    def _connect(self, fronts: set[str]) -> None:
+        """Listen to these fronts alone."""
+        for address in fronts - self._known:
+            logger.info("shares reservations with the front at %s", address)
+            self._in.connect(address)
+            self._known.add(address)
+        for address in self._known - fronts:
+            logger.info("the front at %s has ended", address)
+            self._in.disconnect(address)
+            self._known.discard(address)
+
     async def _meet(self) -> None:
         """Find fronts that are new, for as long as this one lives."""
         while True:
-            with suppress(ConnectionError, TimeoutError):
-                for address in set(await self._find_peers(self.address)) - self._known:
-                    logger.info("shares reservations with the front at %s", address)
-                    self._in.connect(address)
-                    self._known.add(address)
+            try:
+                async with asyncio.timeout(MEET_S):
+                    found = set(await self._find_peers(self.address))
+                self._connect(found | {self.address})
+            except Exception as error:  # whoever keeps the list may be starting, or gone: ask again
+                logger.debug("other fronts cannot be found: %s: %s", type(error).__name__, error)
             await asyncio.sleep(WHOLE_S)
 
 
@@ -114,13 +128,31 @@ def encode(message: list[LoadUpdate] | RouterLoad) -> bytes:
 
 
 def decode(data: bytes) -> list[LoadUpdate] | RouterLoad:
-    """The message in these bytes. Raises ValueError or TypeError for others."""
-    head, rows = msgpack.unpackb(data)
-    updates = [
-        LoadUpdate(router, life, number, Change(change), Reservation(*reservation), prompt_tokens, computed_tokens)
-        for router, life, number, change, reservation, prompt_tokens, computed_tokens in rows
-    ]
-    return updates if head is None else RouterLoad(head[0], head[1], head[2], tuple(updates))
+    """The message in these bytes. Raises ValueError for others, such as those of another version."""
+    try:
+        head, rows = msgpack.unpackb(data)
+        updates = [_update(*row) for row in rows]
+        if head is None:
+            return updates
+        router, life, number = head
+    except (TypeError, msgpack.UnpackException) as error:
+        raise ValueError(str(error)) from error
+    _check((router, life), (number,))
+    return RouterLoad(router, life, number, tuple(updates))
+
+
+def _update(
+    router: str, life: str, number: int, change: str, reservation: list[Any], prompt_tokens: int, computed_tokens: int
+) -> LoadUpdate:
+    whose, request_id, attempt, replica = reservation
+    _check((router, life, whose, request_id, replica), (number, attempt, prompt_tokens, computed_tokens))
+    told = Reservation(whose, request_id, attempt, replica)
+    return LoadUpdate(router, life, number, Change(change), told, prompt_tokens, computed_tokens)
+
+
+def _check(texts: tuple[object, ...], numbers: tuple[object, ...]) -> None:
+    if not all(isinstance(one, str) for one in texts) or not all(isinstance(one, int) for one in numbers):
+        raise ValueError(f"{texts} are not all texts, or {numbers} not all integers")
 
 
 def _plain(update: LoadUpdate) -> list[Any]:

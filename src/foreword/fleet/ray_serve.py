@@ -12,18 +12,20 @@ Knows Ray; decides nothing. Serve starts, replaces and scales the replicas; `Rou
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError, RayError, TaskCancelledError
+from ray.exceptions import RayActorError, RayError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 
 from foreword.cluster import ReplicaSpec
 from foreword.config import Environment
@@ -36,6 +38,10 @@ from foreword.fleet.ray_router import ChosenReplicaRouter
 from foreword.fleet.replica import Replica, ReplicaFacts
 from foreword.llm import LLM
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 DEPLOYMENT = "engine"
 ANY = ""
 """In place of a replica's id: whichever Serve takes."""
@@ -47,8 +53,12 @@ FRONT_SILENCE_S = 10.0
 """Time after which a front that says nothing is no longer named to others."""
 DRAIN_S = 600.0
 """Longest time that a replica which Serve stops may take for its answers."""
-RAY_SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_gcs_server_port_wait_time_s": "120"}
-"""Ray's own environment variables, unless the user sets them. A busy machine starts Ray in more than its 30 s."""
+RAY_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_gcs_server_port_wait_time_s": "120",  # a busy machine starts Ray in more than its 30 s
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # an engine that stands still finishes no answers
+}
+"""Ray's own environment variables, unless the user sets them."""
 
 
 # --------------------------------------------------------------------- the replica's side
@@ -78,9 +88,9 @@ class EngineReplica:
         return {"spec": asdict(facts.spec), "events": facts.events, "process_id": facts.process_id}
 
     async def check_health(self) -> None:
-        """Serve replaces a replica whose engine has failed."""
-        if self._replica.failure is not None:
-            raise RuntimeError(self._replica.failure)
+        """Serve replaces a replica whose engine has failed, or stands still."""
+        if (complaint := self._replica.complaint()) is not None:
+            raise RuntimeError(complaint)
 
     async def generate(self, target: str, data: bytes) -> AsyncGenerator[list[Told]]:
         """Answer a submission."""
@@ -90,11 +100,9 @@ class EngineReplica:
         async for told in self._start().generate(data):
             yield told
 
-    async def call(self, target: str, data: bytes) -> bytes:
-        """Run a function on the engine's thread."""
-        if target != self._id:
-            return pickle.dumps(Refused(503, f"replica {target} is gone", "server_error", None, ELSEWHERE))
-        return await self._start().call(data)
+    async def call(self, target: str, data: bytes) -> bytes | None:
+        """Run a function on the engine's thread; None from another replica than the one that is meant."""
+        return await self._start().call(data) if target == self._id else None
 
     async def facts_of_engine(self, target: str) -> bytes:
         """What a front needs to check requests; the same for all replicas."""
@@ -181,10 +189,15 @@ class RayLink:
             self._members.leave(name)
             self._gone.pop(name).set()
         for name, found in replicas.items():
-            if name not in self._gone and found:  # without metadata it is not ready yet
-                self._gone[name] = asyncio.Event()
+            if name in self._gone or not found:  # without metadata it is not ready yet
+                continue
+            try:
                 facts = ReplicaFacts(ReplicaSpec(**found["spec"]), found["events"], found["process_id"])
-                self._members.join(name, facts)
+            except (TypeError, KeyError) as error:
+                logger.warning("replica %s is of another version and gets no requests: %s", name, error)
+                continue
+            self._gone[name] = asyncio.Event()
+            self._members.join(name, facts)
 
     async def facts_of_engine(self) -> EngineFacts:
         """Waits until a replica is ready."""
@@ -214,7 +227,7 @@ class RayLink:
             raise ReplicaLostError(f"replica {replica} is gone", died=False)
         response: Any = self._handle.options(stream=True, method_name="generate").remote(replica, data)
         try:
-            first = await self._first(response, replica, gone)
+            first = await _unless(gone, anext(response), f"replica {replica} left before it began")
             if isinstance(first[0], Refused) and first[0].code == ELSEWHERE:
                 raise ReplicaLostError(first[0].message, died=False)
             yield first
@@ -222,34 +235,37 @@ class RayLink:
                 yield told
         except RayActorError as error:
             raise ReplicaLostError(f"replica {replica} ended: {_brief(error)}", died=True) from error
-        except (RayError, StopAsyncIteration) as error:
+        except (RayError, RayServeException, StopAsyncIteration) as error:
             raise ReplicaLostError(f"replica {replica} cannot be reached: {_brief(error)}", died=False) from error
         finally:
             response.cancel()
 
-    async def _first(self, response: Any, replica: str, gone: asyncio.Event) -> list[Told]:
-        """The first message. Serve itself would never stop waiting for a replica that is gone."""
-        coming = asyncio.ensure_future(anext(response))
-        leaving = asyncio.ensure_future(gone.wait())
-        try:
-            await asyncio.wait((coming, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if coming.done():
-                told: list[Told] = coming.result()
-                return told
-            raise ReplicaLostError(f"replica {replica} left before it began", died=False)
-        finally:
-            for task in (coming, leaving):
-                task.cancel()
-            await asyncio.gather(coming, leaving, return_exceptions=True)
-
     async def call(self, replica: str, data: bytes) -> bytes:
-        if replica not in self._gone:
+        gone = self._gone.get(replica)
+        if gone is None:
             raise ReplicaLostError(f"replica {replica} is gone", died=False)
         try:
-            result: bytes = await self._handle.call.remote(replica, data)
-            return result
-        except (RayError, TaskCancelledError) as error:
+            response = self._handle.call.remote(replica, data)
+            result: bytes | None = await _unless(gone, response, f"replica {replica} left before it answered")
+        except (RayError, RayServeException) as error:
             raise ReplicaLostError(f"replica {replica} cannot be reached: {_brief(error)}", died=False) from error
+        if result is None:
+            raise ReplicaLostError(f"replica {replica} is gone", died=False)
+        return result
+
+
+async def _unless(gone: asyncio.Event, answer: Awaitable[T], lost: str) -> T:
+    """A replica's answer, unless the replica leaves before it. Serve itself would wait forever."""
+    coming, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(gone.wait())
+    try:
+        await asyncio.wait((coming, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if coming.done():
+            return coming.result()
+        raise ReplicaLostError(lost, died=False)
+    finally:
+        for task in (coming, leaving):
+            task.cancel()
+        await asyncio.gather(coming, leaving, return_exceptions=True)
 
 
 class _Board:
@@ -296,7 +312,10 @@ def replicas_of(model: str, options: Mapping[str, Any], fleet: FleetConfig, app_
 
 
 def _connect(fleet: FleetConfig) -> None:
-    """Join a running Ray, or start a local one. Raises ConfigError for an address that does not answer."""
+    """Join a running Ray, or start a local one. Raises ConfigError for an address that does not answer.
+
+    The kernel ends a local Ray with the thread that calls this, however that ends, and Ray's workers end without it.
+    """
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)  # noqa: TID251  # Ray reads them nowhere else
     if ray.is_initialized():
@@ -321,7 +340,7 @@ def _connect(fleet: FleetConfig) -> None:
             namespace="serve",
             _node_ip_address="127.0.0.1",
         )
-    except RuntimeError as error:
+    except Exception as error:  # Ray raises plain ones too, for a process that did not start in time
         raise ConfigError(
             f"the local Ray did not start: {_brief(error)}; its logs lie in ray/session_latest/logs of the folder for "
             "temporary files; give the address of a running one as ray_address"

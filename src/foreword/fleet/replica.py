@@ -32,6 +32,12 @@ logger = logging.getLogger(__name__)
 
 PIECE_S = 0.1
 """Seconds between two pieces of an answer that nobody reads before its end."""
+STEPS_STILL = 20.0
+"""An engine stands still if a step lasts this many times longer than its longest one"""
+LEAST_STILL_S = 120.0
+"""and longer than this;"""
+MOST_STILL_S = 600.0
+"""or longer than this. Before its first step that may compile what it runs, nothing else is known."""
 FIRST_RATE = 1000.0
 """Prefill tokens a second that a router assumes until it has measured."""
 
@@ -68,10 +74,16 @@ class Replica:
         """Abort the running requests and close the engine."""
         await self._thread.stop()
 
-    @property
-    def failure(self) -> str | None:
-        """Why the engine takes no more requests."""
-        return self._thread.failure
+    def complaint(self) -> str | None:
+        """Why another replica should take this one's place: its engine has failed, or stands still."""
+        if self._thread.failure is not None:
+            return self._thread.failure
+        still_s = self._thread.still_s()
+        longest_s = self._thread.longest_step_s
+        patience_s = min(MOST_STILL_S, max(LEAST_STILL_S, STEPS_STILL * longest_s)) if longest_s else MOST_STILL_S
+        if still_s > patience_s:
+            return f"the engine has made no step for {still_s:.0f} s"
+        return None
 
     def facts_of_engine(self) -> EngineFacts:
         """What a front needs to check requests."""

@@ -50,6 +50,10 @@ T = TypeVar("T")
 
 MAX_DEATHS = 2
 """Replicas that may end while they work for one request; then it may be the reason, and is not tried again."""
+CALL_S = 60.0
+"""Longest time that one replica may take for a function; the others' results count without it."""
+ENGINE_FAILED = "engine_failed"
+"""Code of what a replica refuses because its engine takes no requests any more."""
 JOIN_S = 30.0
 """Longest time that an answer which has begun waits for a replica to go on with."""
 
@@ -160,6 +164,7 @@ class RoutedEngines:
             logger.info("replica %s has left", name)
             alone = [] if self._has_tiers else self._warmth.only_at(name)
             self._feed.leave(name)
+            self._warmth.leave(name)
             self.process_ids.pop(name, None)
             self.core.leave(name, time.monotonic())
             if not self.core.is_any_usable:
@@ -222,16 +227,30 @@ class RoutedEngines:
     async def call(self, function: Callable[[Engine], T], merge: Merge[T]) -> T:
         """Run a function on the engine of every replica. Raises APIError 503 if none can be reached."""
         data = cloudpickle.dumps(function)
-        asked = await asyncio.gather(
-            *(self._link.call(name, data) for name in self.core.replicas), return_exceptions=True
-        )
-        for error in asked:
-            if isinstance(error, BaseException) and not isinstance(error, ReplicaLostError):
-                raise error
-        found = [read_result(one) for one in asked if isinstance(one, bytes)]
+        asked = await asyncio.gather(*(self._call(name, data) for name in self.core.replicas), return_exceptions=True)
+        found: list[T] = []
+        for one in asked:
+            if not isinstance(one, BaseException):
+                found.append(one)
+            elif not isinstance(one, ReplicaLostError):
+                raise one
         if not found:
             raise _none_ready()
         return merge(found)
+
+    async def _call(self, name: str, data: bytes) -> Any:
+        """The result of one replica. Raises ReplicaLostError if it does not answer or its engine has failed."""
+        try:
+            async with asyncio.timeout(CALL_S):
+                result = await self._link.call(name, data)
+        except TimeoutError as error:
+            raise ReplicaLostError(f"replica {name} has not answered for {CALL_S:.0f} s", died=False) from error
+        try:
+            return read_result(result)
+        except APIError as error:
+            if error.code == ENGINE_FAILED:
+                raise ReplicaLostError(str(error), died=True) from error
+            raise
 
     # ------------------------------------------------------------------ one stream
 
@@ -282,14 +301,16 @@ class RoutedEngines:
         is_accepted = False
         while True:
             decision = await self._choose(request)
+            has_begun = False
             try:
                 async with aclosing(self._link.generate(decision.replica, self._submission(stream, request))) as told:
                     async for messages in told:
-                        if not is_accepted and isinstance(messages[0], Queued):
+                        has_begun = has_begun or isinstance(messages[0], Queued)
+                        if has_begun and not is_accepted:
                             is_accepted = True
-                            if await accepted.wait() == 0:
+                            if await accepted.wait() == accepted.parties - 1:  # the last one, which need not wait
                                 stream.put([Accepted()])
-                        if self._take(request, decision, messages):
+                        if self._take(request, decision, messages, has_begun):
                             self._close_one(request, str(request.answering.output.outputs[-1].finish_reason))
                             return
                 raise ReplicaLostError(f"replica {decision.replica} ended an answer in the middle", died=False)
@@ -298,12 +319,12 @@ class RoutedEngines:
             finally:
                 self.core.release(decision.reservation, time.monotonic())
 
-    def _take(self, request: _Request, decision: Decision, messages: Sequence[object]) -> bool:
+    def _take(self, request: _Request, decision: Decision, messages: Sequence[object], has_begun: bool) -> bool:
         """Take messages of a replica; True after the last one. Raises APIError if the replica refuses the request."""
         for message in messages:
             if isinstance(message, Refused):
-                if message.code == "engine_failed":
-                    raise ReplicaLostError(message.message, died=True)
+                if message.code == ENGINE_FAILED:  # before it had this request, or under it
+                    raise ReplicaLostError(message.message, died=has_begun)
                 raise message.error()
         cached = request.answering.take(messages)
         if cached is not None:

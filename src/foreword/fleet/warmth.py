@@ -26,7 +26,8 @@ from foreword.request import SamplingParams
 logger = logging.getLogger(__name__)
 
 WARM_S = 20.0
-"""Longest time that a new replica takes no requests because it computes what they use."""
+"""Longest time that a new replica takes no requests because it computes what they use, and that others may take for one
+prefix of a replica that left."""
 HAND_OVER_TOKENS = 100_000
 """Most tokens of a replica that left which others compute."""
 LEAST_USES = 2.0
@@ -65,8 +66,13 @@ class Warmth:
         ]
 
     def warm_up(self, name: str, hot: Sequence[HotPrefix], then: Callable[[], None]) -> None:
-        """Have a new replica compute these prefixes, for a while, and then call `then`."""
+        """Have a new replica compute these prefixes, for a while, and then call `then`, unless it has left."""
         self._warming[name] = self._begin(self._warm_up(name, hot, then))
+
+    def leave(self, name: str) -> None:
+        """A replica has left; if it comes again, it has another life."""
+        if (task := self._warming.pop(name, None)) is not None:
+            task.cancel()
 
     def hand_over(self, alone: Sequence[HotPrefix]) -> None:
         """Have others compute these prefixes, one after the other."""
@@ -97,8 +103,9 @@ class Warmth:
         except (TimeoutError, ReplicaLostError) as error:
             logger.warning("replica %s did not compute all of them: %s", name, str(error) or "it took too long")
         finally:
-            del self._warming[name]
-            then()
+            if self._warming.get(name) is asyncio.current_task():
+                del self._warming[name]
+                then()
 
     async def _hand_over(self, alone: Sequence[HotPrefix]) -> None:
         logger.info("%d prefixes of a replica that left are computed elsewhere", len(alone))
@@ -109,9 +116,10 @@ class Warmth:
             except NoReplicaError:
                 return
             try:
-                await self._compute(decision.replica, one)
-            except ReplicaLostError as error:
-                logger.warning("a prefix was not handed over: %s", error)
+                async with asyncio.timeout(WARM_S):
+                    await self._compute(decision.replica, one)
+            except (TimeoutError, ReplicaLostError) as error:
+                logger.warning("a prefix was not handed over: %s", str(error) or "it took too long")
             finally:
                 self._core.release(decision.reservation, time.monotonic())
 

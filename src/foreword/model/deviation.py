@@ -65,7 +65,8 @@ class LinkDeviations:
         self._check(token_ids, links)
         found = np.zeros(len(token_ids), np.float32)
         if links.runs:
-            keys, values = self._compute(self._beginning, token_ids, links.positions)
+            end = links.runs[-1].end
+            keys, values = self._compute(self._beginning, token_ids[:end], links.positions[:end])
             for run in links.runs:
                 plain = keys[run.begin : run.end], values[run.begin : run.end]
                 linked = self._linked(self._beginning, run, links.shift(run), salt)

@@ -61,6 +61,9 @@ class Tally:
     num_with_answer: int = 0
     num_right: int = 0
     num_agreeing: int = 0
+    num_linked: int = 0
+    """Prompts of which something was linked: the others have the plain prompt's answer anyhow."""
+    num_linked_agreeing: int = 0
     shares: list[float] = field(default_factory=list)
     """Of each prompt: the share of its tokens that were neither linked nor part of its exact beginning."""
     times_ms: list[float] = field(default_factory=list)
@@ -78,7 +81,10 @@ class Tally:
         self.num_asked += 1
         self.num_with_answer += asked.answer is not None
         self.num_right += asked.is_right(own.text)
-        self.num_agreeing += list(own.token_ids) == list(wanted.token_ids)
+        agrees, is_linked = list(own.token_ids) == list(wanted.token_ids), output.link.linked_tokens > 0
+        self.num_agreeing += agrees
+        self.num_linked += is_linked
+        self.num_linked_agreeing += agrees and is_linked
         self.shares.append((num_tokens - num_exact - output.link.linked_tokens) / num_tokens)
         self.times_ms.append(answer.first_token_ms)
 
@@ -87,6 +93,7 @@ class Tally:
         right = self.num_with_answer
         return {
             "prompts": self.num_asked,
+            "linked_prompts": self.num_linked,
             "exact_match": round(100 * self.num_right / right, 1) if right else None,
             "interval": wilson(self.num_right, right) if right else None,
             "agreement": round(100 * self.num_agreeing / self.num_asked, 1),

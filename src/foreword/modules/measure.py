@@ -117,12 +117,12 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
         model_id = llm.cache_identity.model_id
     report = {"model_name": options["model"], "foreword": __version__, "seed": seed, "plain": args.plain}
     report["cells"] = [_as_json(cell, tallies) for cell, tallies in found.items()]
-    if args.save is not None:
-        _saved(found, model_id, report).write(args.save.expanduser())
     if args.json:
         print(json.dumps({"model_id": model_id, **report}))
     else:
         print_table(found, Console())
+    if args.save is not None:
+        _saved(found, model_id, report).write(args.save.expanduser())
     return 0
 
 
@@ -209,22 +209,31 @@ def _as_json(cell: Cell, tallies: Mapping[str, Tally]) -> dict[str, Any]:
 
 
 def _saved(found: Found, model_id: str, report: dict[str, Any]) -> MeasuredLinks:
-    """The agreements of all prompts of the cells that count, together."""
-    agreements: dict[str, Agreement] = {}
+    """The agreements over the prompts of the cells that count, together, of which a method linked anything.
+
+    Raises ConfigError if there are too few: that says nothing about linking.
+    """
+    totals: dict[str, Tally] = {}
     for cell, tallies in found.items():
         for name, own in tallies.items() if cell.counts else ():
-            before = agreements.get(name, Agreement(0, 0))
-            agreements[name] = Agreement(before.num_prompts + own.num_asked, before.num_agreeing + own.num_agreeing)
-    agreements.pop(EXACT, None)
+            totals[name] = totals.get(name, Tally()) + own
+    totals.pop(EXACT, None)
+    for name, own in totals.items():
+        if own.num_linked < LEAST_PROMPTS:
+            raise ConfigError(
+                f"--save needs {LEAST_PROMPTS} prompts of which a method links anything, and {name!r} linked in "
+                f"{own.num_linked} of {own.num_asked}; leave it out of --methods, or give more or longer documents"
+            )
+    agreements = {name: Agreement(own.num_linked, own.num_linked_agreeing) for name, own in totals.items()}
     return MeasuredLinks(model_id, agreements, report)
 
 
 def print_table(found: Mapping[Cell, Mapping[str, Tally]], console: Console) -> None:
     """One row for each cell and method."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("task", no_wrap=True)
     table.add_column("method", no_wrap=True)
-    for name in ("asked", "exact\nmatch", "\n95%", "same\nas all", "\ncomputed", "first\ntoken"):
+    for name in ("asked", "exact\nmatch", "\n95%", "same\nas all", "com-\nputed", "first\nms"):
         table.add_column(name, justify="right", no_wrap=True)
     for cell, tallies in found.items():
         for number, (name, own) in enumerate(tallies.items()):
@@ -235,10 +244,10 @@ def print_table(found: Mapping[Cell, Mapping[str, Tally]], console: Console) -> 
                 name,
                 f"{told['prompts']:,}",
                 "-" if right is None else f"{right:.1f}%",
-                "" if interval is None else f"{interval[0]:.1f}-{interval[1]:.1f}",
+                "" if interval is None else f"{interval[0]:g}-{interval[1]:g}",
                 f"{told['agreement']:.1f}%",
                 f"{told['computed_share']:.1%}",
-                f"{told['ttft_ms']:.1f} ms",
+                f"{told['ttft_ms']:,.1f}",
             )
         table.add_section()
     console.print(table)

@@ -79,6 +79,9 @@ class EngineThread:
         self.prefill = PrefillSpeed()
         self.num_choices = 0
         """Number of accepted choices that are not finished."""
+        self.longest_step_s = 0.0
+        self._came_round = time.monotonic()
+        """When the thread last began a step or a command."""
         self._engine = engine
         self._records = records
         self._after_step = after_step
@@ -162,11 +165,17 @@ class EngineThread:
         self._commands.put(carry_out)
         return await asyncio.wrap_future(future)
 
+    def still_s(self) -> float:
+        """Seconds since the thread last began a step or a command; 0.0 if it has nothing to do."""
+        has_work = self._thread.is_alive() and (self._running or not self._commands.empty())
+        return time.monotonic() - self._came_round if has_work else 0.0
+
     # --------------------------------------------------------- engine's side
 
     def _run(self) -> None:
         try:
             while not self._stopping:
+                self._came_round = time.monotonic()
                 self._await_work()
                 if self._engine.has_unfinished_requests():
                     self._step()
@@ -193,7 +202,9 @@ class EngineThread:
 
     def _take_commands(self, *, block: bool) -> None:
         if block:
-            self._commands.get()()
+            command = self._commands.get()
+            self._came_round = time.monotonic()
+            command()
         while True:
             try:
                 command = self._commands.get_nowait()
@@ -247,6 +258,7 @@ class EngineThread:
     def _step(self) -> None:
         self.num_steps += 1
         num_before, started = self._engine.num_known_tokens_computed, time.monotonic()
+        self._came_round = started
         try:
             outputs = self._engine.step()
         except Exception as error:
@@ -254,6 +266,7 @@ class EngineThread:
             return
         self._failed_steps = 0
         now = time.monotonic()
+        self.longest_step_s = max(self.longest_step_s, now - started)
         self.prefill.note_step(self._engine.num_known_tokens_computed - num_before, len(self._running), now - started)
         for output in outputs:
             running = self._running.get(output.request_id)
