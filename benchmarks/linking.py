@@ -1,41 +1,49 @@
 """What linking saves, and what it costs in answers.
 
-Quality: the embedded model answers questions about facts, exact match, greedy. The same questions go to every method;
-documents are in parts, and blocks hold one token, so that nothing but the method decides what is linked.
+Quality: a small model answers questions about documents in parts, exact match, greedy. The same questions go to every
+method and to `all`, the plain prompt; blocks hold one token, so that nothing but the method decides what is linked.
 
-- `whole`      parts of 8 whole facts: nothing that a question needs lies in two parts (a check, not a result)
-- `cut-64`     the same text cut every 64 tokens, in the middle of facts
-- `cut-16`     every 16 tokens
-- `argument`   a schema's line "The code of the <argument> is 4821.": the text after the argument is computed in the
-               prompt (`behind-arguments`, the default of every method), or linked (`not-behind`)
+- `independent`              T1: facts alone; nothing that a question needs lies in two parts: a check, not a result
+- `cut-16`, `-64`, `-256`    T2: the same text cut every 16 tokens (64, 256), in the middle of facts
+- `parameters`               T3: a line "The code of the <argument> is 4821."; the text after the argument is computed
+- `order`                    T4: a fact is stated again in a later part, and the last statement holds
+- `scope`                    T5: "In Lisbon:" in one part, facts of Lisbon in the next
+- `hops`                     T6: "The keeper of the amber falcon is Maria." in one part, "The home of Maria is Oslo."
+                             in another
+- `leak`                     T7: asks for a fact of a part that is cached and not in the prompt
 
-The embedded model has two layers, its facts stand on one line each, and it hardly uses positions: this table compares
-methods on this model. It says nothing about other models or other texts.
+Negative controls show that the tasks can tell: `no-rotation` copies keys without turning them to their new positions,
+`shuffled-values` gives each copied token the values of another one, and `not-behind` (parameters alone) links the text
+after the argument. `leak` has to stay at chance in every arm.
 
 Speed: a model with random weights, documents of random tokens, a question of 16 tokens, and one generated token; so the
-time is that to the first token. Medians of rounds in which the arms take turns, each with other
-documents of a shelf, so that sources are cached and what is linked has to be copied:
+time of the call is that to the first token, with the choice of what is linked. Medians of rounds in which the arms take
+turns, each with other documents of a shelf, so that sources are cached and what is linked has to be copied:
 
-- `full`       nothing cached            - `prefix`   the whole prompt cached
-- `none`, `first-16`                     - `all`      sources cached, all but the first computed again
+- `full`       nothing cached                    - `prefix`   the whole prompt cached
+- `none`, `first-16`, `deviation-15`             - `all`      sources cached, all but the first computed again
 
-    PYTHONPATH=src python benchmarks/linking.py [--quick] [--questions 100] [--seed 0] [--only quality|speed]
+The limit beside a time is what the machine's arithmetic and memory rates, measured before and after, allow: each token
+computed once, weights and KV read once, copied KV read and written once. That of `deviation-15` leaves out its choice.
 
-The last line is JSON.
+    PYTHONPATH=src:benchmarks python benchmarks/linking.py [--quick] [--only quality|speed] [--model FOLDER]
+        [--tasks order,scope] [--sizes 512x4,2048x16] [--methods none,first-16] [--questions 500] [--seed 0]
+
+One task at one size takes minutes: run it in pieces. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -43,133 +51,143 @@ import torch
 
 from foreword import LLM, SamplingParams
 from foreword.batch import Move
-from foreword.demo import recall
 from foreword.demo.run import embedded_model
 from foreword.linking import Method
 from foreword.model.checkpoint.random_weights import DEMO_SHAPE, QWEN2_0_5B, RandomModelShape, save_random_model
-from foreword.pml.composition import Composition, Part, Source, Span, concatenated
-from foreword.pml.library import SchemaPrompt
-from foreword.text.schema_text import schema_text
+from foreword.model.moves import KeyMover
+from foreword.modules.agreement import Arm, Tally, tally
+from foreword.modules.questions import TASK_NAMES, Questions
+from foreword.request import RequestOutput
+from workloads import BYTES_PER_ELEMENT, Rates, measure_rates, pass_limit_ms
 
-METHODS = ("none", "first-1", "first-2", "first-4", "first-8", "first-16", "all")
-FACTS_PER_PART, NUM_FACTS = 8, 40
-AT_ONCE = 20
-"""Questions that run together, with all methods, so that documents are computed once."""
+FIRST, DEVIATIONS = (1, 2, 4, 8, 16, 32), (5, 15, 30)
+METHODS = ("none", *(f"first-{k}" for k in FIRST), *(f"deviation-{share}" for share in DEVIATIONS), "all")
+SIZES = ((512, 2), (512, 4), (1024, 8), (2048, 16))
+"""Tokens of the documents, and the number of parts."""
+TOKENS_AT_ONCE = 10_000
+"""Prompts of this many tokens, about, run together, so that documents are computed once for all methods."""
+NUM_BLOCKS = 40_000
+LINKED = ("none", "first-16", "deviation-15", "all")
+TIMED: tuple[tuple[str, str | None], ...] = (("full", None), ("prefix", None), *((name, name) for name in LINKED))
+"""Arms of the speed part, and their methods."""
 ANSWER = SamplingParams(max_tokens=12, temperature=0.0)
 FIRST_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-Case = tuple[Composition, str]
-"""A prompt, and the right answer."""
 
 
 # ------------------------------------------------------------------- quality
 
 
-class Prompts:
-    """Questions about documents, as compositions of the embedded model's tokens."""
-
-    def __init__(self, llm: LLM, seed: int) -> None:
+def quality(
+    model: Path | None,
+    tasks: Sequence[str],
+    sizes: Sequence[tuple[int, int]],
+    methods: Sequence[str],
+    num_questions: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Exact match, agreement with `all` and computed share, by task and method over all sizes, and of each size."""
+    cells: list[dict[str, Any]] = []
+    total: dict[str, dict[str, Tally]] = {}
+    longest = max(tokens for tokens, _ in sizes)
+    with (
+        embedded_model() if model is None else nullcontext(model) as folder,
+        LLM(
+            str(folder),
+            allow_links=True,
+            block_size=1,
+            num_gpu_blocks_override=NUM_BLOCKS,
+            max_model_len=longest * 5 // 4 + 256,
+        ) as llm,
+    ):
         assert llm.tokenizer is not None
-        self._tokenizer, self._rng = llm.tokenizer, random.Random(seed)
-        self._placeholder = schema_text(llm.tokenizer).placeholder_id
-
-    def draw(self, task: str) -> Case:
-        document = recall.make_document(self._rng, NUM_FACTS, heading="Facts:")
-        [question] = recall.ask(self._rng, document, 1)
-        before, after = self._around(document, question)
-        if task == "argument":
-            return self._with_argument(document, question, before, after), question.answer
-        head = self._ids(before + "Facts:\n")
-        lines = [fact.text + "\n" for fact in document.facts]
-        if task == "whole":
-            groups = ["".join(lines[at : at + FACTS_PER_PART]) for at in range(0, NUM_FACTS, FACTS_PER_PART)]
-            parts = [self._ids(group) for group in groups]
-        else:
-            size, ids = int(task.removeprefix("cut-")), self._ids("".join(lines))
-            parts = [ids[at : at + size] for at in range(0, len(ids), size)]
-        sources = [Source(head + part, len(head), str(number)) for number, part in enumerate(parts)]
-        return concatenated([head, *sources, self._ids(after)]), question.answer
-
-    def _around(self, document: recall.Document, question: recall.Question) -> tuple[str, str]:
-        """The texts of the prompt before and after the document."""
-        text = self._tokenizer.render_text(recall.opening(document, question), add_generation_prompt=True)
-        before, after = text.split(document.text)
-        return before, after
-
-    def _with_argument(
-        self, document: recall.Document, question: recall.Question, before: str, after: str
-    ) -> Composition:
-        """One module of all facts; the key words of the fact that is asked for are an argument of two words."""
-        attribute, words = question.key.split(" of the ")
-        at = next(number for number, fact in enumerate(document.facts) if fact.key == question.key)
-        lines = [fact.text + "\n" for fact in document.facts]
-        head = self._ids(before + "Facts:\n")
-        early = self._ids("".join(lines[:at]) + f"The {attribute} of the")
-        argument, late_line = self._ids(f" {words}"), self._ids(f" is {question.answer}.\n")
-        late = late_line + self._ids("".join(lines[at + 1 :]))
-        source = Source(head + early + (self._placeholder,) * len(argument) + late, len(head), "facts")
-        begin = len(head) + len(early)
-        parts = [
-            Part(head, 0, "text"),
-            Part(early, len(head), "module", "facts", Span(source, len(head), begin)),
-            Part(argument, begin, "argument", "facts:key"),
-        ]
-        begin += len(argument)
-        parts.append(Part(late, begin, "module", "facts", Span(source, begin, begin + len(late)), len(late_line)))
-        parts.append(Part(self._ids(after), begin + len(late), "text"))
-        return Composition(tuple(parts))
-
-    def _ids(self, text: str) -> tuple[int, ...]:
-        return self._tokenizer.encode_part(text)
+        questions = Questions(llm.tokenizer)
+        for task in tasks:
+            for tokens, parts in sizes:
+                rng = Random(f"{seed} {task} {tokens} {parts}")
+                prompts = (questions.draw(rng, task, tokens, parts) for _ in range(num_questions))
+                at_once = max(1, TOKENS_AT_ONCE // tokens)
+                found = tally(llm, prompts, arms(task, methods), ANSWER, at_once=at_once)
+                cells.append({"task": task, "size": f"{tokens}x{parts}", "methods": shown(found)})
+                show(f"{task} {tokens}x{parts}", cells[-1]["methods"])
+                known = total.setdefault(task, {})
+                total[task] = {name: known.get(name, Tally()) + own for name, own in found.items()}
+    tables = {task: shown(found) for task, found in total.items()}
+    return {"quality": tables, "curve": curves(tables), "cells": cells}
 
 
-def arms(task: str) -> dict[str, Method]:
-    if task != "argument":
-        return {name: Method.parse(name) for name in METHODS}
+def arms(task: str, methods: Sequence[str]) -> list[Arm]:
+    """The methods, and the controls, in namespaces of their own: what they cache is not what its keys say."""
+    controls = [
+        Arm("no-rotation", Method.parse("none"), "no-rotation", unrotated),
+        Arm("shuffled-values", Method.parse("none"), "shuffled-values", shuffled),
+    ]
+    if task == "parameters":
+        controls.append(Arm("not-behind", Method("none", 0, after_arguments=False)))
+    return [*map(Arm.of, methods), *controls]
+
+
+def unrotated(llm: LLM) -> AbstractContextManager[None]:
+    """Keys are copied as they are."""
+    return _moving(llm, lambda move, moves: move([one._replace(shift=0) for one in moves]))
+
+
+def shuffled(llm: LLM) -> AbstractContextManager[None]:
+    """Each copied token has the values of another one that was copied with it."""
+    storage, generator = mover_of(llm)._storage, torch.Generator().manual_seed(0)
+
+    def moved(move: Callable[[Sequence[Move]], None], moves: Sequence[Move]) -> None:
+        move(moves)
+        targets = torch.from_numpy(np.concatenate([one.targets for one in moves]))
+        order = torch.randperm(len(targets), generator=generator)
+        for layer in storage.keys:
+            keys, values = storage.read(layer, targets)
+            storage.write(layer, targets, keys, values[order])
+
+    return _moving(llm, moved)
+
+
+@contextmanager
+def _moving(llm: LLM, moved: Callable[[Callable[[Sequence[Move]], None], Sequence[Move]], None]) -> Iterator[None]:
+    mover = mover_of(llm)
+    move = mover.move
+    mover.move = lambda moves: moved(move, moves)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del mover.move  # the class's method shows again
+
+
+def mover_of(llm: LLM) -> KeyMover:
+    mover: KeyMover = llm.engine._runner._mover  # type: ignore[attr-defined]
+    return mover
+
+
+def shown(found: dict[str, Tally]) -> dict[str, dict[str, Any]]:
+    """What JSON reports for each arm. Times are left out, because prompts ran together."""
+    told = {name: own.as_json() for name, own in found.items()}
+    for own in told.values():
+        del own["ttft_ms"]
+    return told
+
+
+def curves(tables: dict[str, Any]) -> dict[str, list[tuple[str, float, float]]]:
+    """By task: method, share of tokens computed and exact match, in ascending order of the share."""
     return {
-        "not-behind": Method("none", 0, after_arguments=False),
-        "behind-arguments": Method.parse("none"),
-        "all": Method.parse("all"),
+        task: sorted(
+            ((name, own["computed_share"], own["exact_match"]) for name, own in table.items()), key=lambda row: row[1:]
+        )
+        for task, table in tables.items()
     }
 
 
-def quality(num_questions: int, seed: int) -> dict[str, Any]:
-    """Exact match by task and method: percent, its 95% interval, and the mean share of tokens that were not linked."""
-    tables: dict[str, Any] = {}
-    with (
-        embedded_model() as folder,
-        LLM(str(folder), allow_links=True, block_size=1, num_gpu_blocks_override=40_000, max_model_len=1024) as llm,
-    ):
-        for task in ("whole", "cut-64", "cut-16", "argument"):
-            prompts = Prompts(llm, seed)
-            right, share = dict.fromkeys(arms(task), 0), dict.fromkeys(arms(task), 0.0)
-            for _ in range(num_questions // AT_ONCE):
-                cases = [prompts.draw(task) for _ in range(AT_ONCE)]
-                for name, method in arms(task).items():
-                    asked = [SchemaPrompt(composition, task, ()) for composition, _ in cases]
-                    for (_, answer), output in zip(cases, llm.generate(asked, ANSWER, link=method), strict=True):
-                        assert output.link is not None
-                        right[name] += output.outputs[0].text.strip() == answer
-                        share[name] += 1 - output.link.linked_tokens / len(output.prompt_token_ids)
-            asked_of = num_questions // AT_ONCE * AT_ONCE
-            tables[task] = {
-                name: {
-                    "exact_match": round(100 * right[name] / asked_of, 1),
-                    "interval": wilson(right[name], asked_of),
-                    "computed_share": round(share[name] / asked_of, 3),
-                }
-                for name in right
-            }
-            for name, cell in tables[task].items():
-                print(f"{task:10} {name:18} {cell['exact_match']:6.1f}%  {cell['interval']}  {cell['computed_share']}")
-    return tables
-
-
-def wilson(right: int, asked: int) -> list[float]:
-    """The 95% interval of a share, in percent."""
-    z, share = 1.96, right / asked
-    middle = share + z * z / (2 * asked)
-    half = z * math.sqrt(share * (1 - share) / asked + z * z / (4 * asked * asked))
-    return [round(100 * (middle + sign * half) / (1 + z * z / asked), 1) for sign in (-1, 1)]
+def show(title: str, methods: dict[str, Any]) -> None:
+    for name, own in methods.items():
+        low, high = own["interval"]
+        print(
+            f"{title:20} {name:16} {own['exact_match']:6.1f}%  {low:5.1f}-{high:5.1f}  "
+            f"as all {own['agreement']:6.1f}%  computed {own['computed_share']:.3f}",
+            flush=True,
+        )
 
 
 # --------------------------------------------------------------------- speed
@@ -181,29 +199,62 @@ def speed(shape: RandomModelShape, sizes: Sequence[tuple[int, int]], rounds: int
     with tempfile.TemporaryDirectory() as folder:
         save_random_model(Path(folder), shape, seed=seed)
         with LLM(folder, dtype="bfloat16", allow_links=True, kv_cache_memory_bytes="512MB", self_check=False) as llm:
-            for number, length in sizes:
-                found[f"{number}x{length}"] = cell = time_arms(llm, shape, number, length, rounds, seed)
-                print(f"{number} x {length}: {cell}")
+            rates = [measure_rates(shape)]
+            measured = {size: time_arms(llm, shape, *size, rounds, seed) for size in sizes}
             found["link_us_per_token"] = round(time_moves(llm, 1024), 2)
-            print(f"linking takes {found['link_us_per_token']} us a token")
+            rates.append(measure_rates(shape))
+    best = Rates(max(one.matmul_gflops for one in rates), max(one.read_gbytes_per_s for one in rates))
+    for (number, length), (times, outputs) in measured.items():
+        limits = {arm: round(limit_ms(shape, best, output), 2) for arm, output in outputs.items()}
+        found[f"{number}x{length}"] = {"ms": times, "limit_ms": limits}
+        for arm, milliseconds in times.items():
+            print(f"{number:2} x {length:4}  {arm:10} {milliseconds:10.1f} ms  limit {limits[arm]:10.1f} ms")
+    found["link_limit_us_per_token"] = round(1e6 * copy_s(shape, best, 1), 3)
+    print(f"linking takes {found['link_us_per_token']} us a token; limit {found['link_limit_us_per_token']} us")
+    found["rates"] = asdict(best)
     return found
 
 
-def time_arms(llm: LLM, shape: RandomModelShape, number: int, length: int, rounds: int, seed: int) -> dict[str, float]:
+def copy_s(shape: RandomModelShape, rates: Rates, num_tokens: int) -> float:
+    """Least time to read and write the KV of tokens in all layers."""
+    elements = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * num_tokens
+    return 2 * BYTES_PER_ELEMENT * elements / (rates.read_gbytes_per_s * 1e9)
+
+
+def limit_ms(shape: RandomModelShape, rates: Rates, output: RequestOutput) -> float:
+    """Least time of what an output's request had to do: its copies, and one pass over what was neither cached nor
+    linked.
+    """
+    linked, copied = (output.link.linked_tokens, output.link.copied_tokens) if output.link else (0, 0)
+    num_tokens = len(output.prompt_token_ids)
+    num_computed = num_tokens - output.num_cached_tokens - linked
+    return 1e3 * copy_s(shape, rates, copied) + pass_limit_ms(shape, rates, num_computed, num_tokens - num_computed)
+
+
+def time_arms(
+    llm: LLM, shape: RandomModelShape, number: int, length: int, rounds: int, seed: int
+) -> tuple[dict[str, float], dict[str, RequestOutput]]:
+    """Median milliseconds to the first token by arm, and the last output of each."""
     rng = np.random.default_rng((seed, number, length))
     times: dict[str, list[float]] = {}
+    outputs: dict[str, RequestOutput] = {}
     documents = [rng.integers(0, shape.vocab_size, length).tolist() for _ in range(3 * number)]
     llm.reset_prefix_cache()
     llm.generate([{"prompt_token_ids": document} for document in documents], FIRST_TOKEN, show_progress=False)
+    for at in range(0, len(documents), number):  # what the choice by deviation keeps of documents
+        shelf = {"documents": [[0], *documents[at : at + number]], "question": [0]}
+        llm.generate(shelf, FIRST_TOKEN, link="deviation-15")
     for arm, prompt, link in rounds_of(rng, documents, number, shape.vocab_size, rounds):
         if arm == "full":
             prompt = {"prompt_token_ids": rng.integers(0, shape.vocab_size, number * length + 16).tolist()}
         elif arm == "prefix":
             llm.generate(prompt, FIRST_TOKEN)
+        started = time.perf_counter()
         [output] = llm.generate(prompt, FIRST_TOKEN, link=link)
-        assert arm == "full" or link is None or output.link is not None
-        times.setdefault(arm, []).append(output.metrics.time_to_first_token_ms or 0.0)
-    return {arm: round(statistics.median(own[1:]), 2) for arm, own in times.items()}
+        times.setdefault(arm, []).append(1e3 * (time.perf_counter() - started))
+        assert link is None or output.link is not None
+        outputs[arm] = output
+    return {arm: round(statistics.median(own[1:]), 2) for arm, own in times.items()}, outputs
 
 
 def rounds_of(
@@ -211,13 +262,7 @@ def rounds_of(
 ) -> Iterator[tuple[str, Any, str | None]]:
     """The arms of each round, each with some of the documents in random order; the first round warms up."""
     for _ in range(rounds + 1):
-        for arm, link in (
-            ("full", None),
-            ("prefix", None),
-            ("none", "none"),
-            ("first-16", "first-16"),
-            ("all", "all"),
-        ):
+        for arm, link in TIMED:
             order = rng.permutation(len(documents))[:number].tolist()
             question = rng.integers(0, vocab_size, 16).tolist()
             yield arm, {"documents": [documents[at] for at in order], "question": question}, link
@@ -225,7 +270,7 @@ def rounds_of(
 
 def time_moves(llm: LLM, num_tokens: int) -> float:
     """Microseconds a token to copy and turn KV in all layers, the median of 20 times."""
-    mover = llm.engine._runner._mover  # type: ignore[attr-defined]
+    mover = mover_of(llm)
     move = [Move(np.arange(num_tokens), np.arange(num_tokens, 2 * num_tokens), 123)]
     times = []
     with torch.inference_mode():
@@ -239,23 +284,39 @@ def time_moves(llm: LLM, num_tokens: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller random model, fewer questions and rounds")
-    parser.add_argument("--questions", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("quality", "speed"))
+    parser.add_argument("--model", type=Path, help="folder of the model that answers (default: the embedded one)")
+    parser.add_argument("--tasks", type=listed, default=list(TASK_NAMES), help=f"of {', '.join(TASK_NAMES)}")
+    parser.add_argument("--sizes", type=sizes_of, help="tokens x parts (default: 512x2,512x4,1024x8,2048x16)")
+    parser.add_argument("--methods", type=listed, default=list(METHODS))
+    parser.add_argument("--questions", type=int, default=500, help="of each task and size (default: 500)")
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if unknown := set(args.tasks) - set(TASK_NAMES):
+        parser.error(f"--tasks: no task is named {', '.join(sorted(unknown))}; choose from {', '.join(TASK_NAMES)}")
     report: dict[str, Any] = {"seed": args.seed, "quick": args.quick, "threads": torch.get_num_threads()}
     if args.only != "speed":
-        report["questions"] = 40 if args.quick else args.questions
-        report["quality"] = quality(report["questions"], args.seed)
+        sizes = args.sizes or (((256, 4),) if args.quick else SIZES)
+        report["questions"] = min(args.questions, 10) if args.quick else args.questions
+        report |= quality(args.model, args.tasks, sizes, args.methods, report["questions"], args.seed)
     if args.only != "quality":
         shape, rounds = (DEMO_SHAPE, 3) if args.quick else (QWEN2_0_5B, 7)
         sizes = ((4, 256),) if args.quick else ((2, 512), (4, 256), (16, 64), (16, 256))
-        report["model"] = asdict(shape)
+        report["shape"] = asdict(shape)
         report["speed"] = found = speed(shape, sizes, rounds, args.seed)
-        cell = found["4x256"]
-        report |= {"ttft_full_ms": cell["full"], "ttft_prefix_ms": cell["prefix"], "ttft_none_ms": cell["none"]}
-        report |= {"ttft_first16_ms": cell["first-16"], "link_us_per_token": found["link_us_per_token"]}
+        times = found["4x256"]["ms"]
+        report |= {"ttft_full_ms": times["full"], "ttft_prefix_ms": times["prefix"], "ttft_none_ms": times["none"]}
+        report |= {"ttft_first16_ms": times["first-16"], "ttft_deviation15_ms": times["deviation-15"]}
+        report["link_us_per_token"] = found["link_us_per_token"]
     print(json.dumps(report))
+
+
+def listed(text: str) -> list[str]:
+    return list(dict.fromkeys(text.split(",")))
+
+
+def sizes_of(text: str) -> list[tuple[int, int]]:
+    return [(int(tokens), int(parts)) for tokens, parts in (size.split("x") for size in text.split(","))]
 
 
 if __name__ == "__main__":

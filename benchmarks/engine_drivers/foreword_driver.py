@@ -17,6 +17,7 @@ class ForewordDriver:
             kv_cache_memory_bytes=options.kv_bytes,
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs,
+            draft_tokens=0 if options.drafts is False else "auto",
         )
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import gguf
 import llama_cpp as api
 import numpy as np
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from protocol import Options, serve
 
 BATCH_TOKENS = 2048
@@ -30,6 +31,8 @@ class LlamaCppDriver:
         if not path.exists():
             write_gguf(Path(options.model), path)
         api.llama_backend_init()
+        if options.weights == "Q4_0":
+            path = quantized(path)
         self._model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
         assert self._model, f"llama.cpp cannot load {path}"
         self._vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
@@ -44,6 +47,7 @@ class LlamaCppDriver:
         self._memory = api.llama_get_memory(self._context)
         self._batch = api.llama_batch_init(BATCH_TOKENS, 0, 1)
         self._slots: list[list[int]] = [[] for _ in range(options.max_num_seqs)]
+        self._lookup = LlamaPromptLookupDecoding() if options.drafts else None
 
     def reset(self) -> None:
         api.llama_memory_clear(self._memory, True)
@@ -59,6 +63,8 @@ class LlamaCppDriver:
         for slot, prompt in zip(slots, prompts, strict=True):
             self._slots[slot] = list(prompt)
         latest = self._decode(work)
+        if self._lookup is not None and len(prompts) == 1:
+            return [self._with_lookup(slots[0], latest[slots[0]], num_tokens)]
         answers = {slot: [latest[slot]] for slot in slots}
         for _ in range(num_tokens - 1):
             work = [(slot, len(self._slots[slot]), latest[slot], True) for slot in slots]
@@ -68,6 +74,23 @@ class LlamaCppDriver:
             for slot in slots:
                 answers[slot].append(latest[slot])
         return [answers[slot] for slot in slots]
+
+    def _with_lookup(self, slot: int, first: int, num_tokens: int) -> list[int]:
+        """The answer of one prompt: each step checks what followed the last tokens earlier in the text."""
+        assert self._lookup is not None
+        answer, known = [first], self._slots[slot]
+        while len(answer) < num_tokens:
+            text = np.array([*known, answer[-1]], np.intc)
+            drafts = self._lookup(text)[: num_tokens - len(answer) - 1].tolist()
+            row = [answer[-1], *drafts]
+            found = self._decode([(slot, len(known) + at, token, True) for at, token in enumerate(row)], by_row=True)
+            right = sum(
+                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, found.values(), strict=False))
+            )
+            known += row[: right + 1]
+            api.llama_memory_seq_rm(self._memory, slot, len(known), -1)
+            answer += [found[at] for at in range(right + 1)]
+        return answer
 
     def _assign(self, prompts: list[list[int]]) -> list[int]:
         """A slot for each prompt, holding what of it is cached and nothing else."""
@@ -94,8 +117,10 @@ class LlamaCppDriver:
             api.llama_memory_seq_rm(self._memory, slot, len(self._slots[slot]), -1)
         return chosen
 
-    def _decode(self, work: list[tuple[int, int, int, bool]]) -> dict[int, int]:
-        """Compute (slot, position, token, whether its next token is wanted); the likeliest next ones by slot."""
+    def _decode(self, work: list[tuple[int, int, int, bool]], *, by_row: bool = False) -> dict[int, int]:
+        """Compute (slot, position, token, whether its next token is wanted); the likeliest next ones by slot, or by
+        place in `work`, which then fits into one batch.
+        """
         found: dict[int, int] = {}
         batch = self._batch
         for start in range(0, len(work), BATCH_TOKENS):
@@ -112,8 +137,18 @@ class LlamaCppDriver:
                     array = np.ctypeslib.as_array(
                         ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)), (self._vocab_size,)
                     )
-                    found[slot] = int(array.argmax())
+                    found[row if by_row else slot] = int(array.argmax())
         return found
+
+
+def quantized(path: Path) -> Path:
+    """The GGUF with 4-bit weights, beside the one that is given."""
+    target = path.with_suffix(".Q4_0.gguf")
+    params = api.llama_model_quantize_default_params()
+    params.ftype = api.LLAMA_FTYPE_MOSTLY_Q4_0
+    code = api.llama_model_quantize(str(path).encode(), str(target).encode(), ctypes.byref(params))
+    assert code == 0, f"llama_model_quantize answered {code}"
+    return target
 
 
 def shared_length(left: list[int], right: list[int]) -> int:
@@ -134,6 +169,7 @@ TENSORS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+OUTSIDE_LAYERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def write_gguf(folder: Path, target: Path) -> None:
@@ -164,8 +200,8 @@ def write_gguf(folder: Path, target: Path) -> None:
 
 def gguf_name(name: str) -> str:
     stem, _, kind = name.rpartition(".")
-    if stem in ("model.embed_tokens", "model.norm"):
-        return {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}[stem] + f".{kind}"
+    if stem in OUTSIDE_LAYERS:
+        return f"{OUTSIDE_LAYERS[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
     return f"blk.{layer}.{TENSORS[part]}.{kind}"
 

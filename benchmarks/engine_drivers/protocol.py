@@ -30,6 +30,10 @@ class Options:
     kv_bytes: int
     max_model_len: int
     max_num_seqs: int
+    drafts: bool | None = None
+    """Whether several tokens a step are guessed from the text and checked; None: as the engine does by itself."""
+    weights: str = "bfloat16"
+    """llama.cpp alone knows another: "Q4_0"."""
 
 
 class Driver(Protocol):

@@ -6,6 +6,8 @@ import os
 
 from protocol import Options, serve
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
 
 class VllmDriver:
     def __init__(self, options: Options) -> None:
@@ -24,6 +26,7 @@ class VllmDriver:
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs,
             enable_prefix_caching=True,
+            speculative_config=NGRAM if options.drafts else None,
         )
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from foreword.events.publisher import Publisher
     from foreword.grammar import Grammars
     from foreword.model.block_bytes import BlockBytes
+    from foreword.model.deviation import LinkDeviations
     from foreword.model.gpu.runner import RunnerLimits
     from foreword.model.layout import CacheLayout
     from foreword.model.loader import LoadedModel
@@ -79,6 +80,8 @@ class Assembled:
     inexactness: str | None
     """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
     explain_attention: Callable[[], str]
+    deviations: LinkDeviations | None = None
+    """What tells which linked tokens deviate; None if nothing may be linked."""
 
     def close(self) -> None:
         """Close the engine, then publish its last events."""
@@ -124,7 +127,8 @@ def assemble(config: EngineConfig) -> Assembled:
                 engine.entries.open(EntryFile(tier.path_beside(f"{identity.namespace.hex()}.entries")))
         undo.pop_all()
     layout = plan_layout(config, model)
-    return Assembled(engine, tokenizer, layout, identity, publisher, inexactness, model.kernel.explain)
+    deviations = model.deviations(engine.limits.max_model_len, config.cache.sink_token_ids)
+    return Assembled(engine, tokenizer, layout, identity, publisher, inexactness, model.kernel.explain, deviations)
 
 
 def load(options: ModelConfig) -> LoadedModel:
@@ -313,14 +317,9 @@ def build_engine(
         eos_token_ids=model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
         allows_links=model.can_link(layout),
     )
-    logger.debug(
-        "%d blocks of %.2f MiB (%.2f GiB), max_model_len %d; %s",
-        num_blocks,
-        layout.bytes_per_block / 2**20,
-        num_blocks * layout.bytes_per_block / 2**30,
-        limits.max_model_len,
-        layout.describe(),
-    )
+    size = layout.bytes_per_block / 2**20
+    facts = num_blocks, size, num_blocks * size / 1024, limits.max_model_len, layout.describe()
+    logger.debug("%d blocks of %.2f MiB (%.2f GiB), max_model_len %d; %s", *facts)
 
     num_sinks = len(config.cache.sink_token_ids)
     runner = make_runner(model, storage, RunnerLimits.of(config, limits.max_model_len + num_sinks))

@@ -199,6 +199,18 @@ class Batch:
             return self if len(self.group_tables) == 1 else replace(self, group_tables=(tables,))
         return replace(self, group_tables=(np.where(given_up, np.int32(null_block), tables),))
 
+    def as_single_tokens(self) -> Batch:
+        """The same tokens as entries of one token each, without requests. Tokens of one request share its table.
+
+        Each layer writes the KV of all of a batch's tokens before it attends, so a token still sees those before it.
+        """
+        lengths = np.diff(self.query_starts)
+        if (lengths == 1).all():
+            return self
+        tables = tuple(table.repeat(lengths, axis=0) for table in self.group_tables)
+        single = Batch.bare(self.token_ids, self.positions, np.arange(self.num_tokens + 1, dtype=np.int32), tables)
+        return replace(single, write_from=self.write_from.repeat(lengths))
+
 
 @dataclass(slots=True)
 class BatchResult:

@@ -135,12 +135,14 @@ def _parser() -> argparse.ArgumentParser:
     lint = commands.add_parser("lint", help="why recorded prompts part early, and what mending that would save")
     lint.later = _arguments_of("foreword.lint.command")
 
-    pml = commands.add_parser("pml", help="prompt modules: check a schema, or answer a prompt of it")
+    pml = commands.add_parser("pml", help="prompt modules: check a schema, answer a prompt of it, measure links")
     of_pml = pml.add_subparsers(title="actions", required=True, metavar="ACTION")
     check = of_pml.add_parser("check", help="a schema's layout, or the line and column where it is wrong")
     check.later = _arguments_of("foreword.modules.check")
     run = of_pml.add_parser("run", help="answer one prompt of a schema")
     run.later = _arguments_of("foreword.modules.run")
+    measure = of_pml.add_parser("measure", help="what linking documents costs in answers with a model")
+    measure.later = _arguments_of("foreword.modules.measure")
 
     watch = commands.add_parser("watch", help="what the cache of a running engine holds: foreword's, vLLM's, SGLang's")
     watch.later = _arguments_of("foreword.server.watch.command", "cluster")

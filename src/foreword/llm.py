@@ -78,7 +78,7 @@ class LLM:
         """Where cache events are published, by the name of the option."""
         self._engine: Engine | None = parts.engine
         self._close_engine = weakref.finalize(self, parts.close)
-        self._explain_attention = parts.explain_attention
+        self._explain_attention, self._deviations = parts.explain_attention, parts.deviations
         self._request_numbers = itertools.count()
         self._grammars: Grammars | None = None
 
@@ -265,7 +265,7 @@ class LLM:
 
     def _linked(self, prompt: PromptInput, link: str | Method | None) -> Prompt:
         plain = self._prompt(prompt)
-        return plain if link is None else with_links(plain, self._composition(prompt), link)
+        return plain if link is None else with_links(plain, self._composition(prompt), link, self._deviations)
 
     def _composition(self, prompt: PromptInput) -> Composition | None:
         return composition_of(prompt, lambda: None if self.tokenizer is None else schema_text(self.tokenizer))

@@ -1,7 +1,8 @@
 """The random driver with linked prompts among plain ones: every answer is what its composition and method say.
 
-The runner stores a number for each token. A linked token's is that of its source, moved; so a copy from a block that
-was given away, a link to another tenant's source, or a plain prompt that finds linked tokens changes an answer.
+Half of the episodes draft. The runner stores a number for each token. A linked token's is that of its source, moved; so
+a copy from a block that was given away, a link to another tenant's source, or a plain prompt that finds linked tokens
+changes an answer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from drafters import draft_as_told, random_guess
 from foreword.cache import ExtraKeys
 from foreword.engine import Prompt
 from foreword.errors import RequestTooLargeError
@@ -30,7 +32,9 @@ class Seen:
     copied: int = 0
     found_composed: int = 0
     with_gaps: int = 0
+    several_runs_of_a_part: int = 0
     too_large: int = 0
+    drafted: int = 0
 
 
 SEEN = Seen()
@@ -48,7 +52,9 @@ class LinkingDriver(Driver):
         while True:
             super().start()
             if self.parts.manager.enable_prefix_caching:
-                return
+                break
+        if self.rng.random() < 0.5:
+            draft_as_told(self.parts.engine, random_guess(self.rng, VOCAB_SIZE), int(self.rng.integers(1, 9)))
 
     def submit(self) -> Any:
         if len(self.live) > 12 or self.rng.random() < 0.5:
@@ -68,6 +74,7 @@ class LinkingDriver(Driver):
             return None
         SEEN.linked += 1
         SEEN.with_gaps += links.has_gaps
+        SEEN.several_runs_of_a_part += len(links.runs) > len(links.spans)
         whole = links.in_whole_blocks(self.parts.manager.block_size)
         self.live[request_id] = Submitted(prompt, params, salt, output, whole)
         return None
@@ -94,7 +101,10 @@ class LinkingDriver(Driver):
                 runs.append(LinkedRun(begin + first, len(tokens), source, len(scaffold) + first))
         tokens.append(int(self.rng.integers(VOCAB_SIZE)))
         positions.append(at)
-        return tokens, Links("first-k", tuple(runs), np.array(positions, np.int32), tuple(spans))
+        links = Links("first-k", tuple(runs), np.array(positions, np.int32), tuple(spans))
+        if self.rng.random() < 0.4:
+            links = links.without(self.rng.random(len(tokens)) < 0.3)
+        return tokens, links
 
     def step(self) -> None:
         before = dict(self.live)
@@ -113,6 +123,7 @@ class LinkingDriver(Driver):
         assert report.linked_tokens == links.num_linked_tokens
         SEEN.copied += report.copied_tokens > 0
         SEEN.found_composed += report.copied_tokens < report.linked_tokens
+        SEEN.drafted += any(one.drafts.num_accepted > 0 for one in submitted.output.outputs)
 
 
 @pytest.mark.parametrize("seed", range(NUM_EPISODES))

@@ -50,7 +50,8 @@ from foreword.cache.explain import LoadFailure as LoadFailure
 from foreword.cache.explain import LookupExplanation as LookupExplanation
 from foreword.cache.groups.checkpoints import StateCheckpoints as StateCheckpoints
 from foreword.cache.groups.choose import KVCacheCoordinatorNoPrefixCache as KVCacheCoordinatorNoPrefixCache
-from foreword.cache.groups.coordinator import KVCacheCoordinator as KVCacheCoordinator, PrefixHit as PrefixHit
+from foreword.cache.groups.coordinator import KVCacheCoordinator as KVCacheCoordinator
+from foreword.cache.groups.prefix_hit import PrefixHit as PrefixHit
 from foreword.cache.groups.group_specs import (
     ChunkedLocalSpec as ChunkedLocalSpec,
     FullAttentionSpec as FullAttentionSpec,

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from foreword.cache.account.ledger import Eviction, MissReason
-from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit
+from foreword.cache.groups.coordinator import KVCacheCoordinator
+from foreword.cache.groups.prefix_hit import PrefixHit
 from foreword.cache.index.prefix_index import Divergence
 from foreword.cache.keys.sequence import TokenSequence
 

@@ -36,9 +36,9 @@ from foreword.cache.eviction.choose import make_policy
 from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.explain import Below, LookupExplanation, explain_lookup
 from foreword.cache.groups.choose import get_kv_cache_coordinator
-from foreword.cache.groups.coordinator import PrefixHit
 from foreword.cache.groups.group_specs import FullAttentionSpec, GroupSpec
 from foreword.cache.groups.managers import MambaManager, Position
+from foreword.cache.groups.prefix_hit import PrefixHit
 from foreword.cache.index.prefix_index import PrefixIndex
 from foreword.cache.keys.sequence import TokenSequence
 from foreword.cache.tiered import TieredCache

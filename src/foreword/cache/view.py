@@ -16,7 +16,8 @@ from foreword.cache.block_ids import BlockIds, Int64Array
 from foreword.cache.eviction.pins import PinnedPolicy
 from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.groups.choose import is_one_full_group
-from foreword.cache.groups.coordinator import KVCacheCoordinator, PrefixHit
+from foreword.cache.groups.coordinator import KVCacheCoordinator
+from foreword.cache.groups.prefix_hit import PrefixHit
 from foreword.cache.index.tree_view import PrefixNode
 from foreword.cache.keys.hashing import TokenArray
 from foreword.cache.keys.sequence import TokenSequence

@@ -103,7 +103,7 @@ LOOKUP: dict[str, Any] = {
 
 _WORDINGS = ("What is the {0}?", "What is the {0}?", "Tell me the {0}.", "Do you know the {0}?", "And the {0}?")
 
-_MOST_BEGINNINGS = 700
+MOST_BEGINNINGS = 700
 """The number of beginnings of numbers, of 900, that a document uses before it repeats one."""
 
 
@@ -175,7 +175,7 @@ def make_document(rng: Random, num_facts: int, *, heading: str | None = None, nu
         fact = _draw_fact(rng, adjectives, nouns)
         is_number = fact.value.isdigit()
         begins_alike = is_number and fact.value[:3] in beginnings
-        if fact.key in facts or (begins_alike and len(beginnings) < _MOST_BEGINNINGS):
+        if fact.key in facts or (begins_alike and len(beginnings) < MOST_BEGINNINGS):
             continue
         if is_number:
             beginnings.add(fact.value[:3])

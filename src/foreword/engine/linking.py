@@ -37,8 +37,8 @@ class Linking:
         self._manager, self._running, self._queue = manager, running, queue
         self._linked: set[Request] = set()
         """Unfinished requests that have sources."""
-        self._held: dict[Request, dict[int, BlockIds]] = {}
-        """Request -> the blocks of the sources that it holds, by the number of the run."""
+        self._held: dict[Request, dict[TokenSequence, BlockIds]] = {}
+        """Request -> the blocks of the sources that it holds. A source is held once for all runs that lie in it."""
         self._head: Request | None = None
         """The waiting request that keeps what it holds from step to step."""
         self._spent: list[BlockIds] = []
@@ -56,7 +56,8 @@ class Linking:
         if request.sources:
             self._linked.add(request)
             hit = self._manager.get_computed_blocks(request.sequence, skip_reading=request.skips_cache)
-            self._compute_missing(request, [n for n in self._pending(request, hit) if not self._is_cached(request, n)])
+            needed = self._needed(request, hit)
+            self._compute_missing(request, [source for source in needed if not self._is_cached(source, needed[source])])
 
     def hold_for(self, waiting: Iterable[Request]) -> None:
         """Before a step is planned: let the first linked request in the queue hold the sources that are there.
@@ -81,38 +82,41 @@ class Linking:
             self.release(request)
         return True
 
-    def _gather(self, request: Request, hit: PrefixHit) -> list[int]:
-        """Hold the sources that the pool has; returns the numbers of the runs that still lack theirs."""
+    def _gather(self, request: Request, hit: PrefixHit) -> list[TokenSequence]:
+        """Hold the sources that the pool has, of those that are needed; returns the others."""
         held, missing = self._held.setdefault(request, {}), []
-        for number in self._pending(request, hit):
-            if number in held:
+        for source, num_blocks in self._needed(request, hit).items():
+            if source in held:
                 continue
-            found = self._manager.hold_source(request.sources[number], self._num_blocks(request, number))
+            found = self._manager.hold_source(source, num_blocks)
             if found is None:
-                missing.append(number)
+                missing.append(source)
             else:
-                held[number] = found
+                held[source] = found
         return missing
 
-    def _pending(self, request: Request, hit: PrefixHit) -> list[int]:
-        """The numbers of the runs that a hit lacks."""
+    def _needed(self, request: Request, hit: PrefixHit) -> dict[TokenSequence, int]:
+        """The sources of the runs that a hit lacks, and the number of first blocks of each that hold its runs."""
+        ends = dict.fromkeys(self._pending(request, hit.num_tokens), 0)
         assert request.links is not None
-        return request.links.pending_from(hit.num_tokens)
+        for run, source in zip(request.links.runs, request.sources, strict=True):
+            if source in ends:
+                ends[source] = max(ends[source], run.source_end)
+        return {source: -(-end // self._manager.block_size) for source, end in ends.items()}
 
-    def _num_blocks(self, request: Request, number: int) -> int:
-        """The number of a source's first blocks that hold a run."""
+    def _pending(self, request: Request, start: int) -> list[TokenSequence]:
+        """The sources of the runs that reach beyond the first `start` tokens."""
         assert request.links is not None
-        return -(-request.links.runs[number].source_end // self._manager.block_size)
+        return [request.sources[number] for number in request.links.pending_from(start)]
 
-    def _is_cached(self, request: Request, number: int) -> bool:
-        """Whether the pool has the source of a run, or a step that is planned computes it."""
-        [table] = self._manager.cached_blocks(request.sources[number])
-        return bool((table[: self._num_blocks(request, number)] >= 0).all())
+    def _is_cached(self, source: TokenSequence, num_blocks: int) -> bool:
+        """Whether the pool has the first blocks of a source, or a step that is planned computes them."""
+        [table] = self._manager.cached_blocks(source)
+        return bool((table[:num_blocks] >= 0).all())
 
-    def _compute_missing(self, request: Request, missing: Sequence[int]) -> None:
-        """Queue requests that compute the sources of these runs, before the linked request itself."""
-        for number in missing:
-            source = request.sources[number]
+    def _compute_missing(self, request: Request, missing: Sequence[TokenSequence]) -> None:
+        """Queue requests that compute these sources, before the linked request itself."""
+        for source in missing:
             key = source.block_hashes()[-1]
             if key not in self._computing:
                 rank, last = request.service_key
@@ -141,9 +145,9 @@ class Linking:
         if not request.sources:
             return
         self._stop_wanting(request)
-        held, needed = self._held[request], self._pending(request, hit)
-        for number in held.keys() - set(needed):
-            self._manager.release_blocks(held.pop(number))
+        held, needed = self._held[request], set(self._pending(request, hit.num_tokens))
+        for source in [one for one in held if one not in needed]:
+            self._manager.release_blocks(held.pop(source))
         request.num_copied_tokens = 0
         if not needed:
             del self._held[request]
@@ -173,7 +177,7 @@ class Linking:
     def moves(self, entries: Entries, tables: IntArray) -> tuple[Move, ...]:
         """The copies of this step, for entries that `without_runs` made; `tables` [entries, longest].
 
-        A run whose last token is copied by this step needs its source no longer than the step.
+        A source whose last run ends in this step is needed no longer than the step.
         """
         if not self._held:
             return ()
@@ -189,14 +193,13 @@ class Linking:
     def _moves_of(self, request: Request, start: int, end: int, table: IntArray) -> list[Move]:
         links, held, moves = request.links, self._held[request], []
         assert links is not None
-        for number in [*held]:
-            run = links.runs[number]
+        for run, source in zip(links.runs, request.sources, strict=True):
             first, last = max(run.begin, start), min(run.end, end)
             if first < last:
-                moves.append(self._move(run, first, last, held[number], table, links.shift(run)))
+                moves.append(self._move(run, first, last, held[source], table, links.shift(run)))
                 request.num_copied_tokens += last - first
-            if run.end <= end:
-                self._spent.append(held.pop(number))
+        pending = set(self._pending(request, end))
+        self._spent += [held.pop(source) for source in [*held] if source not in pending]
         return moves
 
     def _move(self, run: LinkedRun, first: int, last: int, source: BlockIds, table: IntArray, shift: int) -> Move:

@@ -6,6 +6,7 @@ Knows the order of the acts and the facts that the engine needs about a model; k
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +18,10 @@ from foreword.config import ModelConfig
 from foreword.errors import ConfigError
 from foreword.kernels.kv_format import KVFormat
 from foreword.kernels.select import AttentionKernel, make_kernel
+from foreword.model.beginning import ModelBeginning
 from foreword.model.checkpoint.read import read_checkpoint
 from foreword.model.cpu.layer_program import BrokenChainError
+from foreword.model.deviation import LinkDeviations
 from foreword.model.flat_model import FlatModel
 from foreword.model.fusion.accelerate import accelerate
 from foreword.model.fusion.chains import unchain_layers
@@ -54,6 +57,8 @@ class LoadedModel(FlatModel):
     """A pass that skips the model's own code, if there is one."""
     rotation: KeyRotation | None
     """How cached keys are moved to other positions; None: nobody asked."""
+    beginning: ModelBeginning | None
+    """What tells which linked tokens deviate; None: nobody asked, or it has fewer than two attention layers."""
     exact: bool
     """Whether a GPU computes in fixed shapes, so that a row's bits depend on no other row; on a CPU they never do."""
 
@@ -92,6 +97,15 @@ class LoadedModel(FlatModel):
         if self.rotation is not None:
             check_linkable(layout)
         return self.rotation is not None
+
+    def deviations(self, max_model_len: int, sink_token_ids: Sequence[int]) -> LinkDeviations | None:
+        """What measures how linked tokens deviate; None if nobody asked for links.
+
+        `max_model_len`: tokens of the longest prompt and its answer; `sink_token_ids`: those before every prompt.
+        """
+        if self.rotation is None:
+            return None
+        return LinkDeviations(self.beginning, self.rotation, self.vocab_size, max_model_len, sink_token_ids)
 
     def activation_widths(self) -> list[int]:
         """The last dimensions of the activations that pass through elementwise functions."""
@@ -144,6 +158,7 @@ def load_plain_model(options: ModelConfig) -> LoadedModel:
         kernel=kernel,
         straight=None,
         rotation=find_rotation(flat, found, checkpoint.max_positions) if options.allow_links else None,
+        beginning=ModelBeginning.of(flat, found.layers) if options.allow_links else None,
         exact=options.exact,
     )
 

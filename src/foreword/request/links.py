@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +76,15 @@ class Links:
             most = len(run.source) // block_size * block_size - run.first
             if most > 0:
                 runs.append(replace(run, end=min(run.end, run.begin + most)))
+        return replace(self, runs=tuple(runs))
+
+    def without(self, chosen: BoolArray) -> Links:
+        """These links without the chosen tokens [tokens]: runs are what lies between them."""
+        runs = []
+        for run in self.runs:
+            edges = np.flatnonzero(np.diff(np.concatenate(([True], chosen[run.begin : run.end], [True])))) + run.begin
+            for begin, end in edges.reshape(-1, 2).tolist():
+                runs.append(replace(run, begin=begin, end=end, first=run.first + begin - run.begin))
         return replace(self, runs=tuple(runs))
 
     @property

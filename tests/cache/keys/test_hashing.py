@@ -1,6 +1,7 @@
 """Block keys: stable everywhere, equal exactly when prefix and extra keys are."""
 
 import hashlib
+import itertools
 import logging
 import os
 import struct
@@ -356,6 +357,22 @@ def test_a_salt_that_begins_before_the_first_token_is_refused():
     """It would enter no block, and so keep nothing apart."""
     with pytest.raises(InvalidRequestError, match="salt_offset=-1 is before the first token"):
         TokenSequence("r", [1, 2, 3], block_size=4, extra_keys=ExtraKeys(salt="s", salt_offset=-1))
+
+
+def test_a_block_has_the_items_that_reach_into_it_whatever_their_number():
+    rng = np.random.default_rng(0)
+    edges = np.unique(rng.integers(0, 4000, 600)).tolist()
+    items = tuple(
+        MediaItem(str(number), begin, int(rng.integers(1, end - begin + 1)))
+        for number, (begin, end) in enumerate(itertools.pairwise(edges))
+    )
+    extra = ExtraKeys(media=items)
+    for start in range(0, 4096, 16):
+        inside = [item for item in items if item.offset < start + 16 and start < item.offset + item.num_tokens]
+        expected = [f"media={item.offset - start}:{item.num_tokens}:{item.content_hash}" for item in inside]
+        assert list(extra.of_block(start, start + 16)) == expected
+    twin, other = ExtraKeys(media=(*items,)), ExtraKeys(media=(MediaItem("other", 0, 1), *items[1:]))
+    assert len({extra, twin, other}) == 2
 
 
 def test_the_key_of_a_block_tells_how_many_placeholders_its_item_has():

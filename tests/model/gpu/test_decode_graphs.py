@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from drafters import draft_as_told
 from fake_device import FakeDevice
 from foreword.model.gpu.decode_graphs import DECODE_SIZES, padded_size
 from foreword.model.gpu.runner import DeviceRunner, RunnerLimits
 from foreword.model.layout import LayoutOptions
 from foreword.model.loader import LoadedModel
 from foreword.model.storage import KVStorage
-from foreword.request import SamplingParams
+from foreword.request import Request, SamplingParams
 from model.gpu.device_case import MAX_TOKENS, Setup, answers, random_work
 from tiny_models import add, build_engine, random_tokens
 
@@ -58,6 +60,36 @@ def test_sizes_are_recorded_up_to_the_first_that_holds_all_requests() -> None:
     assert RunnerLimits(64, 8).sizes == [1, 2, 4, 8]
     assert RunnerLimits(64, 300).sizes == list(DECODE_SIZES)
     assert RunnerLimits(64, 300, ()).sizes == []
+    assert RunnerLimits(64, 2, draft_tokens=3).sizes == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_with_drafts_are_replayed_and_have_the_same_bits(
+    plain_model: Callable[[str], LoadedModel], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the drafts are right; a step has up to 4 rows of each request, and all of them fit into a graph."""
+    model = plain_model(family)
+    work = [
+        (prompt, replace(params, prompt_logprobs=None, min_tokens=4, stop_token_ids=()))
+        for prompt, params in random_work(4, 7)
+    ]
+    expected = answers(build_engine(model, block_size=4, num_blocks=256), work)
+    known = {tuple(prompt): tokens for (prompt, _), (tokens, *_) in zip(work, expected, strict=True)}
+
+    def half_right(request: Request, most: int) -> list[int]:
+        prompt = tuple(request.sequence.token_ids[: request.num_prompt_tokens].tolist())
+        guess = known[prompt][request.num_output_tokens :][:most]
+        return [token + (at == 2) for at, token in enumerate(guess)]
+
+    setup = Setup(model)
+    drafting = draft_as_told(setup.engine, half_right, 3)
+    computed_without = []
+    plan = setup.runner._plan
+    monkeypatch.setattr(setup.runner, "_plan", lambda *step: computed_without.append(step) or plan(*step))
+    assert answers(setup.engine, work) == expected
+    assert min(drafting.counts.num_accepted, drafting.counts.num_rejected) > 5
+    assert setup.num_replays > 3
+    assert len(computed_without) == 1, "the step that computes the prompts"
 
 
 def test_more_requests_than_the_largest_graph_holds_are_computed_without_one(

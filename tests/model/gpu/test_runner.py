@@ -217,7 +217,7 @@ def test_constraints_hold_on_a_device(plain_model: Callable[[str], LoadedModel])
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_drafts_change_no_answer(plain_model: Callable[[str], LoadedModel], name: str) -> None:
-    """The same work twice, so that the cache knows how it goes on. Steps without drafts are replayed from graphs."""
+    """The same work twice, so that the cache knows how it goes on."""
     work = random_work(8, 12)
     plain, setup = build_engine(plain_model(name), block_size=4, num_blocks=256), Setup(plain_model(name))
     setup.engine.draft(4)

@@ -11,9 +11,10 @@ from foreword.cache.account.ledger import CacheLedger, Eviction, MissReason
 from foreword.cache.block_ids import BlockIds
 from foreword.cache.blocks.group_index import GroupedHashIndex
 from foreword.cache.eviction.policy import EvictionPolicy
-from foreword.cache.groups.coordinator import Keys, KVCacheCoordinator, PrefixHit
+from foreword.cache.groups.coordinator import Keys, KVCacheCoordinator
 from foreword.cache.groups.group_specs import FullAttentionSpec, GroupSpec, SinkFullSpec
 from foreword.cache.groups.hybrid import HybridKVCacheCoordinator
+from foreword.cache.groups.prefix_hit import PrefixHit
 from foreword.cache.groups.unitary import UnitaryKVCacheCoordinator
 from foreword.cache.index.hash_index import HashIndex
 from foreword.cache.index.prefix_index import PrefixIndex

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from foreword.cache.blocks.group_index import GroupedHashIndex
 from foreword.cache.eviction.policy import EvictionPolicy
 from foreword.cache.groups.group_specs import GroupSpec
 from foreword.cache.groups.managers import make_group_manager
+from foreword.cache.groups.prefix_hit import PrefixHit
 from foreword.cache.index.prefix_index import Divergence, PartialBlock, PrefixIndex
 from foreword.cache.index.tree_view import PrefixNode
 from foreword.cache.keys.hashing import BlockHash, TokenArray
@@ -37,35 +37,6 @@ ELSEWHERE = -2
 """Table entry of a block that is not in the pool, but in a place from which it can be loaded."""
 SequenceOfRow = Callable[[int], TokenSequence]
 Keys = Sequence[BlockHash]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """The cached beginning of a sequence. Valid until the next call that changes the cache."""
-
-    tables: tuple[BlockIds, ...]
-    """For each group, the block ids of the leading full blocks that were found; NULL_BLOCK where none is needed."""
-    partial: PartialBlock | None
-    """A block that holds some of the tokens after them; it is copied if a request takes the hit."""
-    num_tokens: int
-    """Leading tokens that need not be computed.
-
-    It can be one less than `num_shared_tokens`: if the blocks hold the whole sequence, its last token is still computed
-    for its logits, but its KV is not written again.
-    """
-    num_shared_tokens: int
-    """Leading tokens whose KV is in the blocks themselves; it must not be written again."""
-    resumed: bool = False
-    """Whether the request was preempted before; such lookups have counters of their own."""
-    forked: bool = False
-    """Whether this is another answer to a prompt whose lookup was counted; such lookups have counters of their own."""
-    skipped: bool = False
-    """Whether nothing was looked up, because caching is off or the request asked for no lookup."""
-
-    @property
-    def block_ids(self) -> BlockIds:
-        """The first group's table."""
-        return self.tables[0]
 
 
 class KVCacheCoordinator(ABC):

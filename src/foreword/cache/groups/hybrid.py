@@ -14,9 +14,10 @@ from foreword.cache.account.ledger import CacheLedger, Eviction, MissReason
 from foreword.cache.block_ids import NULL_BLOCK, BlockIds
 from foreword.cache.blocks.group_index import GroupedHashIndex, make_block_hash_with_group_id
 from foreword.cache.eviction.policy import EvictionPolicy
-from foreword.cache.groups.coordinator import ELSEWHERE, Keys, KVCacheCoordinator, PrefixHit, SequenceOfRow
+from foreword.cache.groups.coordinator import ELSEWHERE, Keys, KVCacheCoordinator, SequenceOfRow
 from foreword.cache.groups.group_specs import GroupSpec, MambaSpec
 from foreword.cache.groups.managers import BlockFinder
+from foreword.cache.groups.prefix_hit import PrefixHit
 from foreword.cache.keys.hashing import BlockHash
 from foreword.cache.keys.sequence import TokenSequence
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import struct
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from numbers import Integral
 from typing import Literal, NewType, Protocol
 
@@ -138,6 +139,10 @@ class ExtraKeys:
     embeddings_hash: str | None = None
     """Hash of prompt embeddings that replace token ids; part of every block's keys."""
 
+    def __hash__(self) -> int:
+        """The last item stands for all: a prompt with links may have hundreds, and the ledger asks for each block."""
+        return hash((self.adapter, self.salt, self.salt_offset, self.media[-1:], self.embeddings_hash))
+
     def check(self, num_tokens: int) -> None:
         """Raise InvalidRequestError unless these fit a prompt of `num_tokens` tokens.
 
@@ -165,9 +170,9 @@ class ExtraKeys:
             keys.append(f"adapter={self.adapter}")
         if self.embeddings_hash is not None:
             keys.append(f"embeddings={self.embeddings_hash}")
-        for item in self.media:
-            if item.offset < end and start < item.offset + item.num_tokens:
-                keys.append(f"media={item.offset - start}:{item.num_tokens}:{item.content_hash}")
+        first = bisect_right(self.media, start, key=lambda item: item.offset + item.num_tokens)
+        for item in takewhile(lambda item: item.offset < end, self.media[first:]):
+            keys.append(f"media={item.offset - start}:{item.num_tokens}:{item.content_hash}")
         if self.salt is not None and start <= self.salt_offset < end:
             keys.append(f"salt={self.salt}")
         return tuple(keys)

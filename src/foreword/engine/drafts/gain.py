@@ -15,15 +15,17 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-SIZES = np.array([1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256])
-"""Numbers of rows whose steps are timed apart."""
+SIZES = np.array([*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256])
+"""Numbers of rows whose steps are timed. Drafts fill a step up to one of them, so that its time is known."""
 FREE_ROWS, COST_OF_MORE = 8, 0.06
 """What is assumed before steps were timed: this many rows cost what one does, each further row this share of it."""
-KEPT_TIMES = 7
+KEPT_TIMES, TRIES = 7, 3
+"""Times of each size that are kept, and that make it sure."""
 ASSUMED_CHANCE, ASSUMED_TRIALS = 0.7, 4.0
 """The chance of a token of which nothing is known, and the trials that it, or what other requests taught, counts as."""
-LEAST_GAIN = 1.03
-"""Drafts must promise this many times the tokens a second: less is within the error of times and chances."""
+LEAST_GAIN = 1.1
+"""Drafts must promise this many times the tokens a second: less is within the errors of chances and of times, which
+grow with contexts."""
 FORGOTTEN_AFTER = 512
 """Steps after which a time that was not measured again is forgotten, so that it is tried again."""
 
@@ -46,7 +48,7 @@ class StepTimes:
         """Note what a step took."""
         self._num_steps += 1
         at = int(SIZES.searchsorted(num_rows))
-        if at == len(SIZES) or seconds <= 0.0:
+        if at == len(SIZES) or SIZES[at] != num_rows or seconds <= 0.0:
             return
         if self._num_steps - self._noted_at[at] > FORGOTTEN_AFTER:
             self._times[at].clear()
@@ -66,7 +68,7 @@ class StepTimes:
         """Seconds at each of SIZES: the least of the last times, and in between and beyond them the assumed shape.
 
         Other work on the machine only adds to a time, so the least is the nearest to the truth. A size that was timed
-        less often is taken for cheaper than it was, so that it is tried until that is sure.
+        less often is taken for nearly as slow as the next smaller one that was timed often, so that it is tried again.
         """
         known = [
             at
@@ -78,8 +80,9 @@ class StepTimes:
             return assumed
         counts = np.array([len(self._times[at]) for at in known])
         slowness = np.array([min(self._times[at]) for at in known]) / assumed[known]
-        unsure = KEPT_TIMES - counts
-        slowness = (counts * slowness + unsure * slowness[0]) / KEPT_TIMES
+        sure_below = np.maximum.accumulate(np.where(counts >= TRIES, np.arange(len(known)), 0))
+        trust = np.minimum(1.0, counts / TRIES)
+        slowness = trust * slowness + (1.0 - trust) * slowness[sure_below]
         ratios = np.interp(np.log(SIZES), np.log(SIZES[known]), slowness)
         curve: Floats = np.maximum.accumulate(assumed * ratios)
         return curve
@@ -186,7 +189,10 @@ def best_lengths(
     )
     order = (-gains).argsort(kind="stable")[:room]
     tokens = num_samples + np.append(0.0, gains[order].cumsum())
-    rates = tokens / times.seconds(num_rows + np.arange(len(tokens)))
-    count = best_count(rates)
+    sizes = num_rows + np.arange(len(tokens))
+    rates = tokens / times.seconds(sizes)
+    is_timed = np.isin(sizes, SIZES)
+    is_timed[[0, -1]] = True, sizes[-1] <= SIZES[-1]
+    count = best_count(np.where(is_timed, rates, 0.0))
     lengths: list[int] = np.bincount(owners[order[:count]], minlength=len(longest)).tolist()
     return lengths

@@ -1,10 +1,12 @@
-"""Recorded decode steps: when every request computes one token, the device replays a graph recorded at start.
+"""Recorded decode steps: when every request computes one token and its drafts, the device replays a graph.
 
-Knows batches, the model and the device's graphs; knows nothing of sampling. A graph serves batches of up to its
-size. The rows after the batch's own are padding: they write to the scrap block, and nobody reads their logits.
+Knows batches, the model and the device's graphs; knows nothing of sampling. Graphs are recorded at start. A graph
+serves batches of up to its size, in tokens: each row is a sequence of its own for attention, and rows of one request
+share its table. The rows after the batch's own are padding: they write to the scrap block, and nobody reads their
+logits.
 
-    batch of 5     |q0|q1|q2|q3|q4|        sizes 1, 2, 4, 8, 16, ...
-    graph of 8     |q0|q1|q2|q3|q4|--|--|--|
+    2 requests, 1 with 3 drafts     |q0|d0|d0|d0|q1|        sizes 1, 2, 4, 8, 16, ...
+    graph of 8                      |q0|d0|d0|d0|q1|--|--|--|
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from foreword.model.storage import KVStorage
 logger = logging.getLogger(__name__)
 
 DECODE_SIZES = (1, 2, 4, *range(8, 257, 8))
-"""Batch sizes for which decode steps are recorded; larger batches run like prefill."""
+"""Numbers of rows for which decode steps are recorded; larger batches run like prefill."""
+MOST_ROWS_EACH = 16
+"""Rows of a request that attend one by one, each reading the request's KV; more of them run like prefill."""
 
 
 def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:
@@ -100,13 +104,14 @@ class DecodeGraphs:
 
     def size_for(self, batch: Batch) -> int | None:
         """The size of the graph for a batch that includes its sinks; None if no graph fits."""
-        num_requests = len(batch.query_starts) - 1
-        if batch.num_tokens != num_requests or int(batch.positions.max()) >= self._max_tokens:
+        longest = int(np.diff(batch.query_starts).max())
+        if longest > MOST_ROWS_EACH or int(batch.positions.max()) >= self._max_tokens:
             return None
-        return padded_size(num_requests, self.sizes)
+        return padded_size(batch.num_tokens, self.sizes)
 
     def plan(self, batch: Batch, size: int, put: Put) -> DecodeStep:
         """Pack what the graph of this size reads."""
+        batch = batch.as_single_tokens()
         plans = self._plans(batch, size)
         return DecodeStep(size, batch.num_tokens, put(self._row_array(batch, size)), [put(plan.data) for plan in plans])
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from foreword.batch import Batch, BatchResult
 from foreword.config import EngineConfig
 from foreword.kernels.device_attention import DeviceAttention
-from foreword.model.gpu.decode_graphs import DECODE_SIZES, DecodeGraphs, DecodeStep, why_not_recordable
+from foreword.model.gpu.decode_graphs import DECODE_SIZES, MOST_ROWS_EACH, DecodeGraphs, DecodeStep, why_not_recordable
 from foreword.model.gpu.device import Device, Event
 from foreword.model.gpu.step_buffer import StepBuffer
 from foreword.model.loader import LoadedModel
@@ -48,21 +48,25 @@ class RunnerLimits:
     """Tokens of one sequence, including sinks."""
     max_num_seqs: int
     decode_sizes: tuple[int, ...] = DECODE_SIZES
-    """Batch sizes of recorded steps, ascending; empty: no graphs."""
+    """Numbers of rows of recorded steps, ascending; empty: no graphs."""
+    draft_tokens: int = 0
+    """Drafts of one request in a step."""
 
     @classmethod
     def of(cls, config: EngineConfig, max_tokens: int) -> RunnerLimits:
         """The limits that an engine's options imply."""
         sizes = DECODE_SIZES if config.model.cuda_graphs else ()
-        return cls(max_tokens, config.scheduler.max_num_seqs, sizes)
+        drafts = config.scheduler.draft_tokens
+        num_drafts = drafts if isinstance(drafts, int) else 0  # without a number, a GPU drafts nothing
+        return cls(max_tokens, config.scheduler.max_num_seqs, sizes, min(num_drafts, MOST_ROWS_EACH - 1))
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes to record: up to the first that holds `max_num_seqs` requests."""
+        """The sizes to record: up to the first that holds `max_num_seqs` requests with their drafts."""
         return [
             size
             for before, size in zip((0, *self.decode_sizes), self.decode_sizes, strict=False)
-            if before < self.max_num_seqs
+            if before < self.max_num_seqs * (1 + self.draft_tokens)
         ]
 
 

@@ -1,0 +1,146 @@
+"""How much the KV of linked tokens deviates from the plain prompt's, at the second attention layer.
+
+Knows tensors, rotations and links; knows nothing of methods, of what is cached, or of blocks. At the first attention
+layer nothing deviates: its keys and values depend on a token and its position alone. At the second they depend on all
+that the token has seen. CacheBlend (Yao et al., EuroSys 2025) computes the tokens that deviate most there:
+
+    |K - R(shift) K'|^2 + |V - V'|^2        K, V in the plain prompt; K', V' in the source
+
+Both come from passes of a model's beginning, whatever is cached: so the numbers depend on tokens and positions alone.
+This is a reference path: each prompt costs a pass of (c + 1) / L of its prefill, with c = 1 of L layers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from foreword.batch import IntArray
+from foreword.errors import InvalidRequestError, PromptTooLongError
+from foreword.model.beginning import KeysValues, ModelBeginning
+from foreword.model.rotation import KeyRotation
+from foreword.request import LinkedRun, Links
+
+KEPT_BYTES = 64 << 20
+"""Bytes of sources' keys and values that are kept, those used last."""
+FloatArray = npt.NDArray[np.float32]
+
+
+class LinkDeviations:
+    """Measures the links of one model's prompts, in any thread."""
+
+    def __init__(
+        self,
+        beginning: ModelBeginning | None,
+        rotation: KeyRotation,
+        vocab_size: int,
+        max_model_len: int,
+        sink_token_ids: Sequence[int] = (),
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        """`beginning`: None if the model has fewer than two attention layers; `max_model_len`: tokens of the longest
+        prompt and its answer; `sink_token_ids`: tokens that stand before every prompt and source.
+        """
+        self._beginning, self._rotation = beginning, rotation
+        self._vocab_size, self._max_model_len = vocab_size, max_model_len
+        self._sinks = np.array(sink_token_ids, np.int32)
+        self._kept = _KeptSources(kept_bytes)
+
+    def measure(self, token_ids: IntArray, links: Links, salt: str | None = None) -> FloatArray:
+        """The squared deviation of each linked token of a prompt, [tokens]; 0 for tokens in no run.
+
+        `salt`: its tenant's. What is kept of sources is kept apart, so that nobody learns from a time what others link.
+        Raises InvalidRequestError for a prompt that the model cannot compute.
+        """
+        if self._beginning is None:
+            raise InvalidRequestError(
+                f"link={links.method!r} compares the second attention layer, and this model has one; use 'first-16'"
+            )
+        self._check(token_ids, links)
+        found = np.zeros(len(token_ids), np.float32)
+        if links.runs:
+            end = links.runs[-1].end
+            keys, values = self._compute(self._beginning, token_ids[:end], links.positions[:end])
+            for run in links.runs:
+                plain = keys[run.begin : run.end], values[run.begin : run.end]
+                linked = self._linked(self._beginning, run, links.shift(run), salt)
+                pairs = zip(plain, linked, strict=True)
+                keys_off, values_off = (
+                    (own.float() - other.float()).square().flatten(1).sum(1) for own, other in pairs
+                )
+                found[run.begin : run.end] = (keys_off + values_off).numpy()
+        return found
+
+    def _check(self, token_ids: IntArray, links: Links) -> None:
+        """Raise InvalidRequestError for tokens or lengths that the model cannot take."""
+        for own in (token_ids, *(run.source for run in links.runs)):
+            wrong = own[(own < 0) | (own >= self._vocab_size)]
+            if len(wrong):
+                raise InvalidRequestError(
+                    f"prompt token {wrong[0]} is out of range; the model's ids are 0 to {self._vocab_size - 1}"
+                )
+        reached = max([int(links.positions[-1]) + 1, *(len(run.source) for run in links.runs)])
+        if reached >= self._max_model_len:
+            raise PromptTooLongError(
+                f"a linked prompt or one of its sources reaches {reached} tokens, but "
+                f"max_model_len={self._max_model_len} must hold each, and an answer; shorten its parts",
+                reached,
+                self._max_model_len - 1,
+            )
+
+    def _compute(self, beginning: ModelBeginning, token_ids: IntArray, positions: IntArray) -> KeysValues:
+        """The keys and values of tokens that stand after the sinks."""
+        shift = len(self._sinks)
+        placed = np.concatenate((np.arange(shift, dtype=np.int32), positions + np.int32(shift)))
+        keys, values = beginning.compute(np.concatenate((self._sinks, token_ids)), placed)
+        return keys[shift:], values[shift:]
+
+    def _linked(self, beginning: ModelBeginning, run: LinkedRun, shift: int, salt: str | None) -> KeysValues:
+        """The keys and values of a run as a link copies them: keys are turned, and rounded once."""
+        key = salt, run.source.tobytes()
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._compute(beginning, run.source, np.arange(len(run.source), dtype=np.int32))
+            self._kept.put(key, kept)
+        keys, values = (own[run.first : run.source_end] for own in kept)
+        turn = self._rotation.turns[beginning.last_layer]
+        if turn.table is None or not shift:
+            return keys, values
+        turned: Tensor = turn.apply(keys.to(torch.float32, copy=True), *turn.cosines(shift))
+        return turned.to(keys.dtype), values
+
+
+class _KeptSources:
+    """Keys and values of the sources that were used last, in a bounded number of bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self.num_bytes = max_bytes, 0
+        self._of: OrderedDict[tuple[str | None, bytes], KeysValues] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def get(self, key: tuple[str | None, bytes]) -> KeysValues | None:
+        with self._lock:
+            if key in self._of:
+                self._of.move_to_end(key)
+            return self._of.get(key)
+
+    def put(self, key: tuple[str | None, bytes], kept: KeysValues) -> None:
+        with self._lock:
+            self.num_bytes += _num_bytes(kept) - _num_bytes(self._of.pop(key, None))
+            self._of[key] = kept
+            while self.num_bytes > self._max_bytes:
+                self.num_bytes -= _num_bytes(self._of.popitem(last=False)[1])
+
+
+def _num_bytes(kept: KeysValues | None) -> int:
+    """Bytes of the memory that tensors lie in: they may be parts of larger ones."""
+    return 0 if kept is None else sum(own.untyped_storage().nbytes() for own in kept)

@@ -1,0 +1,149 @@
+"""Questions: cases of the tasks, and users' prompts, as prompts of one model whose documents can be linked.
+
+Knows a tokenizer, its chat template and the forms of cases; knows no engine. With a chat template a prompt is one
+message of a user:
+
+    before   instruction   document 1   document 2   ...   question   what opens the answer
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from foreword.demo.tasks import TASKS, Case, draw
+from foreword.errors import ConfigError, InvalidRequestError
+from foreword.pml.composition import Composition, Part, Source, Span, TokenIds, concatenated
+from foreword.pml.documents import SEPARATOR, compose_documents
+from foreword.text import Tokenizer
+from foreword.text.schema_text import schema_text
+
+CUT_SIZES = (16, 64, 256)
+"""Lengths in tokens of the pieces that `cut` may cut."""
+TASK_NAMES = tuple(
+    name for task in TASKS for name in ([f"cut-{size}" for size in CUT_SIZES] if task == "cut" else [task])
+)
+USERS_FIELDS = frozenset({"documents", "question", "instructions", "answer"})
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt, ready to be asked with every method."""
+
+    composition: Composition
+    answer: str | None
+    """The right answer; None if nobody gave one."""
+    hidden: tuple[Source, ...] = ()
+    """Sources that are computed before the question although the prompt does not have them."""
+
+    def is_right(self, text: str) -> bool:
+        """Whether the first line of an answer is the right one, but for a period at its end."""
+        lines = text.strip().splitlines()
+        return self.answer is not None and bool(lines) and lines[0].strip().rstrip(".") == self.answer.rstrip(".")
+
+
+class Questions:
+    """Questions as prompts of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, *, plain: bool = False) -> None:
+        """`plain`: without the chat template, as for a model that has none. Raises ChatTemplateError."""
+        self._text = schema_text(tokenizer)
+        self.is_plain = plain or tokenizer.chat_template is None
+        if self.is_plain:
+            self._before, self._after = "", ""
+        else:
+            self._before, self._after = self._text.around(None, "user")
+            self._after += self._text.answer("user")
+
+    def draw(self, rng: Random, task: str, num_tokens: int, num_parts: int) -> Asked:
+        """A case of a task by its name in `TASK_NAMES`. Raises ValueError as `tasks.draw`."""
+        name, _, size = task.partition("-")
+        case = draw(rng, name, num_tokens=num_tokens, num_parts=num_parts)
+        head = (*self._text.opening, *self._encode(f"{self._before}{case.instruction}\n"))
+        asked = f"Question: {case.question.text}\nAnswer:" if self.is_plain else case.question.text + self._after
+        after = self._encode(f"\n{asked}")
+        if case.argument is not None:
+            return Asked(self._with_argument(case, head, after), case.question.answer)
+        if size:
+            ids = self._encode("".join(f"{part}\n" for part in case.parts))
+            documents = [ids[at : at + int(size)] for at in range(0, len(ids), int(size))]
+        else:
+            documents = [self._encode(f"{part}\n") for part in case.parts]
+        hidden = () if case.hidden is None else (_source(head, self._encode(f"{case.hidden}\n"), "hidden"),)
+        sources = [_source(head, ids, str(number)) for number, ids in enumerate(documents)]
+        return Asked(concatenated([head, *sources, after]), case.question.answer, hidden)
+
+    def read(self, given: Mapping[str, Any]) -> Asked:
+        """A user's prompt: "documents", "question", and optionally "instructions" and "answer". Raises ConfigError."""
+        if not isinstance(given, Mapping) or not {"documents", "question"} <= set(given) <= USERS_FIELDS:
+            raise ConfigError(
+                'a line must have "documents" and "question", and may have "instructions" and "answer"; it has '
+                f"{sorted(given) if isinstance(given, Mapping) else type(given).__name__}"
+            )
+        for name in USERS_FIELDS - {"documents"}:
+            if not isinstance(given.get(name, ""), str):
+                raise ConfigError(f"{name} must be a text, not {given[name]!r:.60}")
+        instructions = given.get("instructions")
+        head = self._before + ("" if instructions is None else instructions + SEPARATOR)
+        question = self._encode(given["question"] + self._after)
+        prompt = {"documents": given["documents"], "instructions": self._encode(head), "question": question}
+        try:
+            composition = compose_documents(prompt, self._text)
+        except InvalidRequestError as error:
+            raise ConfigError(str(error)) from error
+        return Asked(composition, given.get("answer"))
+
+    def read_file(self, path: Path) -> list[Asked]:
+        """The prompts of a file of JSON lines. Raises ConfigError, with the line's number."""
+        try:
+            lines = path.expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigError(f"--prompts {str(path)!r} cannot be read: {reason}") from error
+        found = []
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                found.append(self.read(json.loads(line)))
+            except ConfigError as error:
+                raise ConfigError(f"--prompts {str(path)!r}, line {number}: {error}") from error
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"--prompts {str(path)!r}, line {number}, is no JSON: {error}") from error
+        if not found:
+            raise ConfigError(f"--prompts {str(path)!r} has no prompts; write one JSON object a line")
+        return found
+
+    def _with_argument(self, case: Case, head: TokenIds, after: TokenIds) -> Composition:
+        """The case with one part whose key words are an argument: its source has placeholders there."""
+        parts = [Part(head, 0, "text")]
+        for number, text in enumerate(case.parts):
+            name, begin = str(number), parts[-1].end
+            if case.argument is None or number != case.argument.part:
+                source = _source(head, self._encode(f"{text}\n"), name)
+                ids = source.token_ids[len(head) :]
+                parts.append(Part(ids, begin, "module", name, Span(source, len(head), len(source.token_ids))))
+                continue
+            cut = case.argument
+            early, argument, late = map(
+                self._encode, (text[: cut.begin], text[cut.begin : cut.end], f"{text[cut.end :]}\n")
+            )
+            source = _source(head, (*early, *(self._text.placeholder_id,) * len(argument), *late), name)
+            middle = len(head) + len(early)
+            last = middle + len(argument)
+            parts.append(Part(early, begin, "module", name, Span(source, len(head), middle)))
+            parts.append(Part(argument, parts[-1].end, "argument", f"{name}:key"))
+            late_span = Span(source, last, last + len(late))
+            parts.append(Part(late, parts[-1].end, "module", name, late_span, num_after_argument=len(late)))
+        return Composition((*parts, Part(after, parts[-1].end, "text")))
+
+    def _encode(self, text: str) -> TokenIds:
+        return tuple(self._text.encode(text)) if text else ()
+
+
+def _source(head: TokenIds, token_ids: TokenIds, name: str) -> Source:
+    return Source((*head, *token_ids), len(head), name)

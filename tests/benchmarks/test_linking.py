@@ -1,0 +1,61 @@
+"""benchmarks/linking.py runs, and its negative controls fail where they should."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def last_line(*args: str) -> dict[str, Any]:
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/linking.py"), *args],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_controls_fail_and_methods_make_a_curve() -> None:
+    found = last_line(
+        "--only",
+        "quality",
+        "--tasks",
+        "parameters,cut-16",
+        "--sizes",
+        "256x2",
+        "--questions",
+        "20",
+        "--methods",
+        "none,first-8,all",
+    )
+    table = found["quality"]["parameters"]
+    assert table["none"]["exact_match"] == table["all"]["exact_match"] == 100
+    assert table["not-behind"]["exact_match"] < 60
+    assert found["quality"]["cut-16"]["shuffled-values"]["exact_match"] < 20
+    assert found["quality"]["cut-16"]["first-8"]["exact_match"] == 100
+    shares = [share for _, share, _ in found["curve"]["cut-16"]]
+    assert shares == sorted(shares)
+    assert {name for name, _, _ in found["curve"]["cut-16"]} == set(found["quality"]["cut-16"])
+
+
+@pytest.mark.slow
+def test_times_have_their_limits_beside_them() -> None:
+    found = last_line("--only", "speed", "--quick")
+    assert {"ttft_full_ms", "ttft_prefix_ms", "ttft_none_ms", "ttft_first16_ms", "ttft_deviation15_ms"} <= set(found)
+    cell = found["speed"]["4x256"]
+    arms = {"full", "prefix", "none", "first-16", "deviation-15", "all"}
+    assert set(cell["ms"]) == set(cell["limit_ms"]) == arms
+    assert (
+        cell["limit_ms"]["prefix"] < cell["limit_ms"]["none"] < cell["limit_ms"]["first-16"] < cell["limit_ms"]["full"]
+    )

@@ -1,0 +1,145 @@
+"""`foreword pml measure`: what it finds on the embedded model, what it saves, and what it refuses before it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+import foreword
+from foreword import LLM, SamplingParams
+from foreword.cli import main
+from foreword.linking import Gate, Method
+from foreword.linking.measured import MeasuredLinks
+from foreword.modules.agreement import Arm, tally, wilson
+from foreword.modules.questions import Questions
+from tiny_models import TinyModels
+
+WEIGHTS = Path(foreword.__file__).parent / "demo" / "weights"
+OPTIONS = ["--max-model-len", "1024", "--kv-cache-memory-bytes", "16MiB", "--no-self-check"]
+MODEL = ["--model", str(WEIGHTS), *OPTIONS]
+
+
+def measured(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    assert main(["pml", "measure", *args, "--json"]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def test_it_reports_each_task_and_method(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--questions", "4", "--tasks", "parameters,leak", "--contexts", "256", "--parts", "2,4"]
+    found = measured(capsys, *MODEL, *args, "--methods", "none,all")
+    sizes = [(cell["task"], cell["context"], cell["parts"]) for cell in found["cells"]]
+    assert sizes == [("parameters", 256, 2), ("parameters", 256, 4), ("leak", 256, 2), ("leak", 256, 4)]
+    for cell in found["cells"]:
+        assert list(cell["methods"]) == ["none", "all"]
+        none, plain = cell["methods"].values()
+        assert plain["agreement"] == 100
+        assert none["computed_share"] < plain["computed_share"] < 1
+        assert none["exact_match"] == (100 if cell["task"] == "parameters" else 0)
+        assert none["prompts"] == 4
+        assert none["ttft_ms"] > 0
+    assert found == {**measured(capsys, *MODEL, *args, "--methods", "none,all"), "cells": found["cells"]}
+
+
+def test_a_saved_file_opens_the_gate_for_this_model_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, file = tmp_path / "prompts.jsonl", tmp_path / "links.json"
+    documents = [f"The code of the amber falcon is {number}.\n" * 5 for number in (12, 34, 56)]
+    lines = [{"documents": documents, "question": f"What is {number}?"} for number in range(100)]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    args = ["--prompts", str(prompts), "--methods", "none,first-16,all", "--max-tokens", "2", "--save", str(file)]
+    assert main(["pml", "measure", *MODEL, *args]) == 0
+    shown = capsys.readouterr().out
+    assert "first-16" in shown
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    found = MeasuredLinks.read(file)
+    assert {name: one.num_prompts for name, one in found.agreements.items()} == {"none": 100, "first-16": 100}
+    with LLM(str(WEIGHTS), allow_links=True, max_model_len=1024, kv_cache_memory_bytes="16MiB") as llm:
+        gate = Gate(0.01, found)
+        gate.check_model(llm.cache_identity.model_id)
+        gate.check("first-16")
+
+
+def test_prompts_of_which_nothing_is_linked_are_no_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, file = tmp_path / "prompts.jsonl", tmp_path / "links.json"
+    lines = [{"documents": ["One short text."], "question": f"What is {number}?"} for number in range(100)]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    args = ["--prompts", str(prompts), "--methods", "none", "--max-tokens", "1", "--save", str(file)]
+    assert main(["pml", "measure", *MODEL, *args]) == 2
+    told = capsys.readouterr()
+    assert "'none' linked in 0 of 100" in told.err
+    assert "100.0%" in told.out
+    assert not file.exists()
+
+
+def test_a_model_without_a_template_is_asked_in_plain_text(
+    tiny_models: TinyModels, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tiny_models.folder_with_tokenizer("llama"))
+    args = ["--plain", "--questions", "2", "--tasks", "order", "--contexts", "60", "--parts", "2"]
+    found = measured(capsys, "--model", folder, "--no-self-check", "--num-gpu-blocks-override", "400", *args)
+    assert found["plain"] is True
+    assert found["cells"][0]["methods"]["all"]["agreement"] == 100
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ("--tasks poems", "'poems' is no task"),
+        ("--methods last-3", "link='last-3' is no method"),
+        ("--methods ,", "--methods is empty"),
+        ("--contexts 1e3", "'1e3' is no number"),
+        ("--parts 0", "'0' is no number"),
+        ("--parts ,", "need one value each"),
+        ("--parts 1", "1 parts of 512 tokens"),
+        ("--contexts 64 --parts 16", "16 parts of 64 tokens"),
+        ("--questions 0", "--questions 0 is too small"),
+        ("--max-tokens 0", "--max-tokens 0 is too small"),
+        ("--prompts none.jsonl", "cannot be read"),
+        ("--save no/such/folder", "name a file in a folder that exists"),
+        ("--save x --methods all", "needs a method beside 'all'"),
+        ("--save x --questions 33", "there are 99"),
+        ("--save x --tasks scope,hops", "there are 0"),
+        ("--contexts 4096", "max_model_len"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_its_value(
+    args: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["pml", "measure", *MODEL, *args.split()]) == 2
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pml", "measure"]) == 2
+    assert "no model is given" in capsys.readouterr().err
+
+
+def test_intervals_are_wilsons() -> None:
+    assert wilson(500, 500) == (99.2, 100.0)
+    assert wilson(450, 500) == (87.1, 92.3)
+    assert wilson(0, 10)[0] == 0
+
+
+def test_the_prototypes_order_of_methods_holds() -> None:
+    """Facts cut every 16 tokens: more first tokens, more right answers; text after an argument has to be computed."""
+    with LLM(str(WEIGHTS), allow_links=True, block_size=1, num_gpu_blocks_override=20_000, max_model_len=1024) as llm:
+        assert llm.tokenizer is not None
+        questions, params = Questions(llm.tokenizer), SamplingParams(max_tokens=12, temperature=0.0)
+        arms = [Arm.of(name) for name in ("none", "first-4", "first-8", "all")]
+        rng = Random(0)
+        cut = [questions.draw(rng, "cut-16", 460, 2) for _ in range(40)]
+        right = {name: own.num_right for name, own in tally(llm, cut, arms, params, at_once=20).items()}
+        assert right["none"] + 4 <= right["first-4"] <= right["first-8"] == right["all"] == 40
+        arms = [Arm.of("none"), Arm("not-behind", Method("none", 0, after_arguments=False))]
+        given = [questions.draw(rng, "parameters", 460, 2) for _ in range(40)]
+        found = tally(llm, given, arms, params, at_once=20)
+        assert found["none"].num_right == 40
+        assert found["not-behind"].num_right < 24
+        llm.engine.check_integrity()

@@ -1,0 +1,105 @@
+"""Questions as prompts of one model: their tokens are the plain conversation's, and parts can be linked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from foreword.demo import tasks
+from foreword.demo.run import embedded_model
+from foreword.errors import ConfigError
+from foreword.modules.questions import TASK_NAMES, Asked, Questions
+from foreword.pml.composition import Composition
+from foreword.text import Tokenizer
+from tiny_models import TinyModels
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    with embedded_model() as folder:
+        loaded = Tokenizer.load(str(folder))
+    assert loaded is not None
+    return loaded
+
+
+@pytest.mark.parametrize("name", TASK_NAMES)
+def test_tokens_are_those_of_the_plain_conversation(tokenizer: Tokenizer, name: str) -> None:
+    for seed in range(5):
+        asked = Questions(tokenizer).draw(Random(seed), name, 400, 4)
+        case = tasks.draw(Random(seed), name.partition("-")[0], num_tokens=400, num_parts=4)
+        messages = case.conversation()[:-1]
+        assert asked.composition.token_ids.tolist() == list(tokenizer.render_chat(messages, add_generation_prompt=True))
+        assert asked.answer == case.question.answer
+
+
+def test_each_part_has_a_source_and_the_text_after_an_argument_is_marked(tokenizer: Tokenizer) -> None:
+    questions = Questions(tokenizer)
+    for name in TASK_NAMES:
+        asked = questions.draw(Random(1), name, 400, 4)
+        parts = [part for part in asked.composition.parts if part.span is not None]
+        assert len(asked.composition.sources) == (4 if "cut" not in name else len(parts))
+        assert [part.num_after_argument > 0 for part in parts].count(True) == (name == "parameters")
+        assert len(asked.hidden) == (name == "leak")
+        if name.startswith("cut"):
+            assert {len(part.token_ids) for part in parts[:-1]} <= {int(name.removeprefix("cut-"))}
+
+
+def test_without_a_template_a_prompt_is_a_plain_text(tiny_models: TinyModels) -> None:
+    found = Tokenizer.load(str(tiny_models.folder_with_tokenizer("llama")))
+    assert found is not None
+    plain = Questions(found, plain=True)
+    assert plain.is_plain
+    asked = plain.draw(Random(0), "independent", 200, 2)
+    text = found.spell(asked.composition.token_ids.tolist())
+    assert text.endswith("\nAnswer:")
+    assert "\n\nQuestion: " in text
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [("4821", True), (" 4821.\nThe", True), ("48210", False), ("", False), ("\n", False), ("The code is 4821", False)],
+)
+def test_an_answer_is_right_if_its_first_line_is(text: str, is_right: bool) -> None:
+    assert Asked(Composition(()), "4821").is_right(text) == is_right
+    assert not Asked(Composition(()), None).is_right(text)
+
+
+def test_users_prompts_are_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        {"documents": ["One.", "Two.", "Three."], "question": "Where?", "instructions": "Answer.", "answer": "Here."},
+        {"documents": ["Four."], "question": "Why?"},
+    ]
+    file.write_text("\n\n".join(map(json.dumps, lines)))
+    first, second = Questions(tokenizer).read_file(file)
+    wanted = "Answer.\n\nOne.\n\nTwo.\n\nThree.\n\nWhere?"
+    rendered = tokenizer.render_chat([{"role": "user", "content": wanted}], add_generation_prompt=True)
+    assert first.composition.token_ids.tolist() == list(rendered)
+    assert (first.answer, second.answer) == ("Here.", None)
+    assert len(first.composition.sources) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "has no prompts"),
+        ("{", "line 1, is no JSON"),
+        ('{"documents": ["a"]}', "line 1: a line must have"),
+        ('{"documents": ["a"], "question": "b"}\n[]', "line 2: a line must have"),
+        ('{"documents": "a", "question": "b"}', "documents must be a list"),
+        ('{"documents": [{}], "question": "b"}', "document 0 must be a text"),
+        ('{"documents": ["a"], "question": 7}', "question must be a text"),
+        ('{"documents": ["a"], "question": "b", "answer": 7}', "answer must be a text"),
+        ('{"documents": ["a"], "question": "b", "link": "none"}', "a line must have"),
+    ],
+)
+def test_other_lines_are_refused_by_number(tokenizer: Tokenizer, tmp_path: Path, content: str, told: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=told):
+        Questions(tokenizer).read_file(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Questions(tokenizer).read_file(tmp_path / "none.jsonl")
