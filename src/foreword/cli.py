@@ -247,6 +247,7 @@ def _model(args: argparse.Namespace, options: dict[str, Any]) -> str | None:
 def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
     try:
         from foreword.fleet.options import FleetConfig
+        from foreword.server.access.links import read_gate
         from foreword.server.options import ServerConfig
         from foreword.server.run import check_address, serve
     except ModuleNotFoundError as error:
@@ -265,6 +266,7 @@ def _serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
             options.setdefault("kv_cache_memory_bytes", EMBEDDED_KV_BYTES)
         config = ServerConfig(**server_options)
         check_address(config.host, config.port)
+        read_gate(config, allows_links=bool(options.get("allow_links")))  # mistakes there are told before loading
         if fleet.replicas:
             _serve_replicas(model, options, config, fleet)
         else:

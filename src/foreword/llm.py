@@ -6,7 +6,9 @@ Knows users' prompts, and outputs; `assembly.py` builds the engine.
 from __future__ import annotations
 
 import itertools
+import secrets
 import sys
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,22 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
-import numpy.typing as npt
 
 from foreword.assembly import Assembled, assemble, load_grammars
-from foreword.cache import NO_EXTRA_KEYS, ExtraKeys, LookupExplanation, NumberedEvent
+from foreword.cache import ExtraKeys, LookupExplanation, NumberedEvent
 from foreword.chat import Chat
 from foreword.config import EngineConfig
 from foreword.config.keywords import EngineKeywords, signature
 from foreword.engine import CacheReport, Engine, Keep, Prompt
 from foreword.errors import ChatTemplateError, ConfigError, EngineError, InvalidRequestError
-from foreword.linking import Method, composition_of, with_links
+from foreword.linking import METHODS, LinkedAnswer, LinkExplanation, Method, compare_methods, explain_parts
 from foreword.offline import run_all
 from foreword.pml.composition import Composition
-from foreword.pml.documents import FIELDS
-from foreword.pml.library import Library, SchemaPrompt
+from foreword.pml.library import Library
+from foreword.prompts import PromptInput, Prompts, priority_of
 from foreword.request import RequestOutput, SamplingParams, one_each
-from foreword.text import Tokenizer
 from foreword.text.conversation import ChatKeywords, template_inputs
 from foreword.text.reply.turn import Turn
 from foreword.text.schema_text import schema_text
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...}; a content is a text, or a list of {"type": "text", "text": ...}."""
-PromptInput = str | SchemaPrompt | Mapping[str, Any]
 
 
 class LLM:
@@ -66,6 +65,7 @@ class LLM:
     def _take(self, config: EngineConfig, parts: Assembled) -> None:
         self.config = config
         self.tokenizer = parts.tokenizer
+        self._prompts = Prompts(config.model.model, parts.tokenizer, parts.deviations)
         self.inexactness = parts.inexactness
         """Why this machine breaks the promise of equal bits; None if it does not, or if the check is off."""
         self.cache_identity = parts.identity
@@ -107,15 +107,16 @@ class LLM:
         optionally with "cache_salt" and "priority"; `priority` has one for each prompt. One SamplingParams serves all
         prompts; a list has one for each prompt. Raises InvalidRequestError, and runs nothing, if a prompt is invalid.
         With `show_progress=None` a progress bar appears if there are several prompts and standard error is a
-        terminal; `use_tqdm` is vLLM's name for this option.
+        terminal; `use_tqdm` is vLLM's name for this option. `link` names the method by which documents, or modules of a
+        schema, are reused at any position: approximate, and only with `allow_links=True`.
         """
         inputs = list(prompts) if isinstance(prompts, Sequence) and not isinstance(prompts, str) else [prompts]
         shown = show_progress if use_tqdm is None else bool(use_tqdm)
-        parsed = [self._linked(prompt, link) for prompt in inputs]
+        parsed = [self._prompt(prompt, link) for prompt in inputs]
         if priority is not None:
             if len(priority) != len(parsed):
                 raise InvalidRequestError(f"{len(parsed)} prompts, but {len(priority)} priorities; give one each")
-            parsed = [replace(one, priority=_priority(value)) for one, value in zip(parsed, priority, strict=True)]
+            parsed = [replace(one, priority=priority_of(value)) for one, value in zip(parsed, priority, strict=True)]
         for prompt in parsed:
             self.check_priority(prompt.priority)
         return self._run(parsed, sampling_params, shown)
@@ -154,18 +155,30 @@ class LLM:
             chat.read(output)
         return outputs
 
-    def add_request(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> RequestOutput:
+    def add_request(
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
+        *,
+        link: str | Method | None = None,
+    ) -> RequestOutput:
         """Queue one prompt; `engine.step()` runs it together with others, and fills the returned output."""
         params = self._constrained(sampling_params or SamplingParams())
-        return self.engine.add_request(self._next_id(), self._prompt(prompt), params)
+        return self.engine.add_request(self._next_id(), self._prompt(prompt, link), params)
 
-    def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
+        *,
+        link: str | Method | None = None,
+    ) -> Iterator[RequestOutput]:
         """Continue one prompt, yielding its output (one object, which grows) after every step that
         brings tokens: one, or several if the engine drafted them.
 
         Leaving the loop early aborts the request.
         """
-        return self._stream(self._prompt(prompt), sampling_params)
+        return self._stream(self._prompt(prompt, link), sampling_params)
 
     def stream_chat(
         self,
@@ -179,9 +192,40 @@ class LLM:
             chat.read, self._stream(prompt, chat.limited(self._constrained(sampling_params or SamplingParams())))
         )
 
+    def compare_links(
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
+        *,
+        methods: Sequence[str] = METHODS,
+    ) -> list[LinkedAnswer]:
+        """Answer one prompt of documents or modules by several methods, and by `all`, which is exact.
+
+        Each method finds the sources cached and nothing else of the prompt: its times can be compared. They count from
+        the text on, with the choice of what is linked, and leave out what computing the sources takes. Without
+        `sampling_params` answers have at most 64 tokens, greedy. Raises InvalidRequestError for unknown methods, a
+        prompt without parts, or a model without `allow_links`.
+        """
+        params = self._constrained(sampling_params or SamplingParams(max_tokens=64, temperature=0.0))
+        params = replace(params, seed=0) if params.seed is None else params
+
+        def answer(method: Method) -> tuple[RequestOutput, float]:
+            keys = ExtraKeys(salt=secrets.token_hex(16))  # a namespace of its own
+            linked, composition = self._prompts.read_parts(prompt, method)
+            self.engine.check("compare", linked, params)  # before its sources are computed
+            for source in composition.sources:
+                self._compute(Prompt(np.array(source.token_ids, np.int32), extra_keys=keys))
+            started = time.monotonic()
+            linked, _ = self._prompts.read_parts(prompt, method)  # a method may choose for long
+            [output] = self._run([replace(linked, extra_keys=keys)], params, show_progress=False)
+            first = output.metrics.first_token_time
+            return output, 1e3 * ((first or time.monotonic()) - started)
+
+        return compare_methods(methods, answer)
+
     def get_tokenizer(self) -> Any:
         """The model's `transformers.PreTrainedTokenizerBase`. Raises InvalidRequestError if it has none."""
-        return self._tokenizer_for("get_tokenizer()").hf_tokenizer
+        return self._prompts.tokenizer_for("get_tokenizer()").hf_tokenizer
 
     def _stream(self, prompt: Prompt, params: SamplingParams | None) -> Iterator[RequestOutput]:
         engine = self.engine
@@ -243,11 +287,11 @@ class LLM:
         return run_all(self.engine, prompts, wanted, self.layout.block_size, self._next_id, show_progress=show_progress)
 
     def _chat(self, prompt: Prompt, rendering: ChatKeywords) -> Chat:
-        turn = Turn(self._tokenizer_for("chat()"), prompt.token_ids)
+        turn = Turn(self._prompts.tokenizer_for("chat()"), prompt.token_ids)
         return Chat(turn, self.engine.limits, rendering.get("tools") or (), rendering.get("thinking_budget"))
 
     def _chat_prompt(self, messages: Sequence[Message], rendering: ChatKeywords) -> Prompt:
-        tokenizer = self._tokenizer_for("chat()")
+        tokenizer = self._prompts.tokenizer_for("chat()")
         template, inputs = rendering.get("chat_template"), template_inputs(rendering)
         if rendering.get("tools") and "tools" not in (template or tokenizer.chat_template or "tools"):
             raise ChatTemplateError("the model's chat template takes no tools; leave them out, or give chat_template")
@@ -263,12 +307,12 @@ class LLM:
         ends = tokenizer.message_ends(messages, token_ids, template_inputs=inputs, chat_template=template)
         return Prompt(token_ids, message_ends=ends)
 
-    def _linked(self, prompt: PromptInput, link: str | Method | None) -> Prompt:
-        plain = self._prompt(prompt)
-        return plain if link is None else with_links(plain, self._composition(prompt), link, self._deviations)
+    def _prompt(self, prompt: PromptInput, link: str | Method | None = None) -> Prompt:
+        return self._prompts.read(prompt, link)
 
-    def _composition(self, prompt: PromptInput) -> Composition | None:
-        return composition_of(prompt, lambda: None if self.tokenizer is None else schema_text(self.tokenizer))
+    def link(self, prompt: Prompt, composition: Composition, method: Method) -> Prompt:
+        """An engine's prompt with its parts linked; any thread may call it. Raises InvalidRequestError."""
+        return self._prompts.link(prompt, composition, method)
 
     @property
     def pml(self) -> Library:
@@ -276,42 +320,12 @@ class LLM:
 
         Raises InvalidRequestError if the model has no tokenizer.
         """
-        return Library(schema_text(self._tokenizer_for("a schema")), self._keep, self.engine.limits.max_model_len - 1)
+        return Library(
+            schema_text(self._prompts.tokenizer_for("a schema")), self._keep, self.engine.limits.max_model_len - 1
+        )
 
     def _keep(self, token_ids: Sequence[int], ttl_s: float, salt: str | None) -> int:
         return self.pin_prefix({"prompt_token_ids": token_ids, "cache_salt": salt}, ttl_s=ttl_s)
-
-    def _prompt(self, prompt: PromptInput) -> Prompt:
-        if isinstance(prompt, str | SchemaPrompt):
-            return self._prompt({"prompt": prompt})
-        if not isinstance(prompt, Mapping):
-            raise InvalidRequestError(
-                f"a prompt must be a text or {{'prompt_token_ids': [...]}}, not {prompt!r:.60} "
-                f"({type(prompt).__name__})"
-            )
-        given = {"prompt", "prompt_token_ids", "documents"} & set(prompt)
-        unknown = set(prompt) - given - {"cache_salt", "priority"} - (FIELDS if "documents" in given else set())
-        if unknown or len(given) != 1:
-            raise InvalidRequestError(
-                f"a prompt has the keys {sorted(prompt)}; give 'prompt', 'prompt_token_ids', or 'documents' and "
-                "'question', and optionally 'cache_salt' and 'priority'"
-            )
-        keys, priority = _extra_keys(prompt.get("cache_salt")), _priority(prompt.get("priority", 0))
-        composition = self._composition(prompt)
-        if composition is not None:
-            return Prompt(composition.token_ids, None, keys, priority)
-        if "prompt" in prompt:
-            text = prompt["prompt"]
-            return Prompt(self._tokenizer_for("a text prompt").encode(text), text, keys, priority)
-        return Prompt(_token_array(prompt["prompt_token_ids"]), None, keys, priority)
-
-    def _tokenizer_for(self, purpose: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise InvalidRequestError(
-                f"model {self.config.model.model!r} has no tokenizer, which {purpose} needs; give "
-                "{'prompt_token_ids': [...]}"
-            )
-        return self.tokenizer
 
     # ------------------------------------------------------------------- cache
 
@@ -334,6 +348,14 @@ class LLM:
         if not self.engine.snapshot().has_ledger:
             raise ConfigError("the cache has no ledger; leave explain_misses and prefix caching on")
         return self.engine.explain(self._prompt(prompt))
+
+    def explain_links(self, prompt: PromptInput, link: str | Method) -> LinkExplanation:
+        """What a method would link in a prompt now, by part, and whose sources are not cached. Runs nothing.
+
+        Raises InvalidRequestError for an impossible prompt, or one without parts.
+        """
+        linked, composition = self._prompts.read_parts(prompt, method := Method.parse(link))
+        return explain_parts(composition, method, self.engine.explain_links(linked))
 
     def take_cache_events(self) -> list[NumberedEvent]:
         """The cache's events since the last call. Raises ConfigError without `cache_events`."""
@@ -418,33 +440,3 @@ class LLM:
 
 
 LLM.__signature__ = signature()  # type: ignore[attr-defined]
-
-
-def _priority(value: Any) -> int:
-    if type(value) is not int:
-        raise InvalidRequestError(f"priority={value!r} is not an integer; lower goes first")
-    return value
-
-
-def _extra_keys(salt: Any) -> ExtraKeys:
-    if salt is None:
-        return NO_EXTRA_KEYS
-    try:
-        salt.encode()
-    except (AttributeError, UnicodeError) as error:
-        raise InvalidRequestError(f"cache_salt={salt!r} is not a valid text") from error
-    return ExtraKeys(salt=salt)
-
-
-def _token_array(token_ids: Any) -> npt.NDArray[np.int32]:
-    """Token ids as an array. Raises InvalidRequestError unless they are a flat list of integers."""
-    try:
-        array = np.asarray(token_ids)
-    except ValueError:  # lists of unequal length
-        array = np.empty((0, 0))
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidRequestError(f"prompt_token_ids must be a flat list of integers, not {str(token_ids)[:60]!r}")
-    wrong = array[(array < 0) | (array > np.iinfo(np.int32).max)] if array.size else array
-    if wrong.size:
-        raise InvalidRequestError(f"prompt token {wrong[0]} is out of range; ids are 0 or more")
-    return array.astype(np.int32)

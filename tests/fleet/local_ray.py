@@ -49,12 +49,10 @@ def local_machines(*num_cpus: int) -> Iterator[tuple[Any, list[Any]]]:
     import ray
     from ray.cluster_utils import Cluster
 
-    node = {"node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20}
-
     def start() -> tuple[Any, list[Any]]:
-        head = {"num_cpus": num_cpus[0], "include_dashboard": False, **node}
+        head = {"num_cpus": num_cpus[0], "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args=head)
-        others = [cluster.add_node(num_cpus=one, **node) for one in num_cpus[1:]]
+        others = [cluster.add_node(num_cpus=one) for one in num_cpus[1:]]
         ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
         return cluster, others
 

@@ -67,3 +67,45 @@ def test_a_users_mistake_has_exit_code_2(file: Path, capsys: pytest.CaptureFixtu
     assert "no model is given" in capsys.readouterr().err
     assert main(["pml", "run", str(file), "none.pml", *MODEL]) == 2
     assert "'none.pml' is no file" in capsys.readouterr().err
+
+
+QUESTION = '<prompt schema="trip"><falcon/><oslo/><user>What is the home of the silver violin?</user></prompt>'
+
+
+def test_a_linked_prompt_is_answered_with_a_report(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["pml", "run", str(file), QUESTION, *MODEL, "--block-size", "1"]
+    assert main([*command, "--link", "first-2"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "Oslo\n"
+    told = re.search(r"first-2: (\d+) .* linked, (\d+) recomputed, (\d+) computed, (\d+) cached; approx", shown.err)
+    assert told is not None
+    assert main([*command, "--link", "first-2", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    link = answer["link"]
+    counts = [link[f"{what}_tokens"] for what in ("linked", "recomputed", "computed", "cached")]
+    assert [int(count) for count in told.groups()] == counts
+    assert sum(counts) == answer["prompt_tokens"]
+    assert counts[0] > 0
+    assert counts[1] >= 2
+
+
+def test_methods_are_shown_beside_each_other(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["pml", "run", str(file), QUESTION, *MODEL, "--block-size", "1", "--compare"]
+    assert main([*command, "--link", "first-3"]) == 0
+    heads, *rows = capsys.readouterr().out.splitlines()
+    assert heads.split()[:4] == ["method", "as", "all", "linked"]
+    assert [row.split()[0] for row in rows] == ["none", "first-16", "all", "first-3"]
+    assert rows[2].endswith('"Oslo"')
+    assert rows[2].split()[1] == "equal"
+    assert main([*command, "--json"]) == 0
+    answers = json.loads(capsys.readouterr().out)
+    assert [one["method"] for one in answers] == ["none", "first-16", "all"]
+    assert answers[2]["link"]["exact"]
+    assert answers[0]["link"]["linked_tokens"] > answers[2]["link"]["linked_tokens"] == 0
+
+
+def test_an_unknown_method_is_refused_before_the_model_is_loaded(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pml", "run", str(file), QUESTION, "--model", "no-such-folder", "--link", "some"]) == 2
+    assert "link='some' is no method" in capsys.readouterr().err

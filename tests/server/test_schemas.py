@@ -185,7 +185,7 @@ def test_a_wrong_schema_is_refused_with_its_place(world: World, body: dict[str, 
         ({"modules": {}, "positions": "any"}, 400, "positions='any' is unknown"),
         ({"modules": {}, "messages": {"tool": "x"}}, 400, "messages have 'tool'"),
         ({"modules": {}, "model": "other"}, 404, "The model 'other' does not exist"),
-        ({"modules": {}, "link": "first-16"}, 400, "link"),
+        ({"modules": {}, "link": "first-16"}, 400, "--allow-links"),
         ({"modules": {}, "text": "x " * 30_000}, 400, "tokens"),
     ],
 )
@@ -204,7 +204,7 @@ def test_a_key_is_needed(world: World) -> None:
 def test_the_apis_document_has_the_bodies(world: World) -> None:
     document = httpx.get(f"{world.url}/openapi.json", headers={"authorization": "Bearer alice"}).json()
     schemas = document["components"]["schemas"]
-    assert "schema" in schemas["ModulesRequest"]["required"]
+    assert {"schema", "documents", "link"} <= set(schemas["ModulesRequest"]["properties"])
     assert "schema" in schemas["SchemaRequest"]["properties"]
 
 

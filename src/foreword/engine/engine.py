@@ -47,7 +47,7 @@ from foreword.engine.scheduler import Scheduler
 from foreword.engine.snapshot import Snapshot
 from foreword.engine.tiering.director import TierDirector, TiersReport
 from foreword.errors import ConfigError, EngineError, InvalidRequestError
-from foreword.request import Request, RequestOutput, SamplingParams
+from foreword.request import LinkedRun, Request, RequestOutput, SamplingParams
 from foreword.tiers.disk.files import RealFiles
 from foreword.tiers.identity import CacheIdentity
 from foreword.tiers.prefix_file.manifest import ExportReport, Facts, ImportReport, UnsoundFileError, why_foreign
@@ -173,6 +173,19 @@ class Engine:
         Raises InvalidRequestError for a prompt that could not be served, ConfigError without a ledger.
         """
         return self.manager.explain(self._checked_sequence(prompt))
+
+    def explain_links(self, prompt: Prompt) -> list[tuple[LinkedRun, int]]:
+        """The runs that a linked prompt would copy, each with the number of tokens that the cache lacks of its source.
+
+        Changes nothing, counts nothing. Raises InvalidRequestError for a prompt that could not be served.
+        """
+        self._intake.check(prompt, SamplingParams(max_tokens=1))
+        found, size = [], self.manager.block_size
+        for run, source in self._intake.runs(prompt):
+            [table] = self.manager.cached_blocks(source)
+            num_missing = int((table[: -(-run.source_end // size)] < 0).sum())
+            found.append((run, num_missing * size))
+        return found
 
     def _checked_sequence(self, prompt: Prompt) -> TokenSequence:
         self._intake.check(prompt, SamplingParams(max_tokens=1))

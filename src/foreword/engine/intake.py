@@ -13,7 +13,7 @@ import numpy as np
 from foreword.cache import KVCacheManager, MediaItem, TokenSequence, jump_item, linked_item
 from foreword.engine.prompt import BlockKeys, ModelLimits, Prompt, TextTools
 from foreword.errors import InvalidRequestError, PromptTooLongError, RequestTooLargeError
-from foreword.request import Links, Request, SamplingParams, TokenLimits
+from foreword.request import LinkedRun, Links, Request, SamplingParams, TokenLimits
 
 
 class Intake:
@@ -139,6 +139,11 @@ class Intake:
             root=self._keys.root,
             linked_from=None if links is None else links.linked_from,
         )
+
+    def runs(self, prompt: Prompt) -> list[tuple[LinkedRun, TokenSequence]]:
+        """The runs of a linked prompt that are copied, each with its source."""
+        links = self._links(prompt)
+        return [] if links is None else list(zip(links.runs, self._sources(links, prompt), strict=True))
 
     def _links(self, prompt: Prompt) -> Links | None:
         """The part of a prompt's links that can be copied: whole blocks of sources."""

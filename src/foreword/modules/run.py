@@ -1,4 +1,4 @@
-"""`foreword pml run FILE PROMPT --model M`: answers one prompt of a schema.
+"""`foreword pml run FILE PROMPT --model M`: answers one prompt of a schema, plainly or linked.
 
 Knows the terminal; `pml/` and an LLM do the work.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ from foreword.config import engine_options
 from foreword.config.flags import Flags
 from foreword.config.vllm import ENGINE_OPTIONS
 from foreword.errors import ConfigError, PMLError
+from foreword.linking import METHODS, LinkedAnswer, Method
 from foreword.llm import LLM
 from foreword.pml.library import LoadedSchema, SchemaPrompt
 from foreword.pml.prompt import looks_like_xml
-from foreword.request import RequestOutput, SamplingParams
+from foreword.request import LinkReport, RequestOutput, SamplingParams
+from foreword.tiers.upkeep.table import print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--include", metavar="FOLDER", type=Path, help="folder of the files that `src` may name")
     parser.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="most tokens to generate (default: 128)"
+    )
+    parser.add_argument("--link", metavar="METHOD", help="reuse modules at any position, such as first-16: approximate")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="answer by none, first-16, all and METHOD, and tell whose answers are those of all, the exact one",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of the text")
     flags = Flags({"engine": engine_options()}, ENGINE_OPTIONS)
@@ -44,14 +54,24 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
         if not file.expanduser().is_file():
             raise ConfigError(f"{str(file)!r} is no file; name one, or give a prompt's text, which begins with <prompt")
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
+    if args.link is not None:
+        Method.parse(args.link)  # before seconds of loading
+    if args.link is not None or args.compare:
+        options.setdefault("allow_links", True)
     with LLM(**options) as llm:
         try:
             prompt = _prompt(llm.pml.load(args.file, include=args.include), args.prompt)
         except PMLError as error:
             print(f"foreword: {type(error).__name__}: {error}", file=sys.stderr)
             return 1
-        [output] = llm.generate(prompt, params)
+        if args.compare:
+            methods = (*METHODS, *(() if args.link is None else (args.link,)))
+            _print_comparison(llm.compare_links(prompt, params, methods=methods), as_json=args.json)
+            return 0
+        [output] = llm.generate(prompt, params, link=args.link)
     print(json.dumps(_as_json(prompt, output)) if args.json else output.outputs[0].text)
+    if output.link is not None and not args.json:
+        print(f"foreword: {_in_words(output.link)}", file=sys.stderr)
     return 0
 
 
@@ -65,4 +85,39 @@ def _as_json(prompt: SchemaPrompt, output: RequestOutput) -> dict[str, Any]:
         "modules": list(prompt.modules),
         "prompt_tokens": len(prompt.token_ids),
         "cached_tokens": output.num_cached_tokens,
+        **({} if output.link is None else {"link": _report(output.link)}),
     }
+
+
+def _report(link: LinkReport) -> dict[str, Any]:
+    return {**asdict(link), "exact": link.exact}
+
+
+def _in_words(link: LinkReport) -> str:
+    kind = "exact: it has the bits of the plain prompt" if link.exact else "approximate"
+    return (
+        f"{link.method}: {link.linked_tokens:,} of the prompt's tokens linked, {link.recomputed_tokens:,} recomputed, "
+        f"{link.computed_tokens:,} computed, {link.cached_tokens:,} cached; {kind}"
+    )
+
+
+def _print_comparison(answers: Sequence[LinkedAnswer], *, as_json: bool) -> None:
+    """The answers below each other, as a table, or as one JSON line."""
+    if as_json:
+        print(json.dumps([{**asdict(one), "link": _report(one.link)} for one in answers]))
+        return
+    heads = ["method", "as all", "linked", "recomputed", "computed", "cached", "first token ms", "answer"]
+    print_table([heads, *map(_cells, answers)], right="lrrrrrrl")
+
+
+def _cells(answer: LinkedAnswer) -> list[str]:
+    link = answer.link
+    counts = (link.linked_tokens, link.recomputed_tokens, link.computed_tokens, link.cached_tokens)
+    same = "equal" if answer.is_equal else f"first {answer.num_equal_tokens:,}"
+    return [
+        answer.method,
+        same,
+        *(f"{count:,}" for count in counts),
+        f"{answer.first_token_ms:.1f}",
+        json.dumps(answer.text, ensure_ascii=False),
+    ]

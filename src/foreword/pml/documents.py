@@ -12,6 +12,7 @@ the document that stands first is exact.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,35 @@ SEPARATOR = "\n\n"
 Encode = Callable[[str], TokenIds]
 
 
-def compose_documents(prompt: Mapping[str, Any], text: SchemaText | None) -> Composition:
-    """The composition of `{"documents": [...], "question": ...}`, optionally with "instructions" and "separator".
+@dataclass(frozen=True, slots=True)
+class DocumentTokens:
+    """The tokens of a prompt of documents, by piece."""
+
+    head: TokenIds
+    """The opening and the instructions."""
+    documents: tuple[TokenIds, ...]
+    question: TokenIds
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The plain prompt."""
+        return [token_id for piece in (self.head, *self.documents, self.question) for token_id in piece]
+
+    @property
+    def num_source_tokens(self) -> int:
+        """The tokens of all sources: the head stands in each."""
+        return sum(len(self.head) + len(document) for document in self.documents)
+
+    def composition(self) -> Composition:
+        """The prompt's parts with their sources."""
+        sources = [
+            Source(self.head + document, len(self.head), str(number)) for number, document in enumerate(self.documents)
+        ]
+        return concatenated([self.head, *sources, self.question])
+
+
+def read_documents(prompt: Mapping[str, Any], text: SchemaText | None) -> DocumentTokens:
+    """The tokens of `{"documents": [...], "question": ...}`, optionally with "instructions" and "separator".
 
     Each is a text, or a list of token ids, which is taken as it is: without separator. `text`: None without a
     tokenizer, for token ids. Raises InvalidRequestError for other values.
@@ -42,11 +70,13 @@ def compose_documents(prompt: Mapping[str, Any], text: SchemaText | None) -> Com
     head = (() if text is None else text.opening) + _tokens(
         "instructions", prompt.get("instructions", ()), encode, separator
     )
-    sources = [
-        Source(head + _tokens(f"document {number}", document, encode, separator), len(head), str(number))
-        for number, document in enumerate(documents)
-    ]
-    return concatenated([head, *sources, question])
+    read = (_tokens(f"document {number}", one, encode, separator) for number, one in enumerate(documents))
+    return DocumentTokens(head, tuple(read), question)
+
+
+def compose_documents(prompt: Mapping[str, Any], text: SchemaText | None) -> Composition:
+    """The composition of documents and a question. Raises as `read_documents`."""
+    return read_documents(prompt, text).composition()
 
 
 def _no_tokenizer(text: str) -> TokenIds:

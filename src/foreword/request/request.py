@@ -336,6 +336,8 @@ class Request:
         linked_from = self.sequence.linked_from  # what comes after is approximate, and no hit
         self.num_cached_tokens = min(num_hit_tokens, self.num_prompt_tokens if linked_from is None else linked_from)
         self.cached_tokens_by_tier = self.loads.tokens_by_tier(self.num_cached_tokens)
+        if lookup is not None and linked_from is not None:
+            lookup = replace(lookup, num_hit_tokens=self.num_cached_tokens)
         self.explanation = lookup
         if lookup is not None and (self.loads.spans or self.loads.failure):
             loaded = {name: count for name, count in self.cached_tokens_by_tier.items() if name != "memory"}

@@ -282,7 +282,7 @@ class EngineThread:
         if record.first_scheduled_time is None:
             record.first_scheduled_time = output.metrics.first_scheduled_time
             record.num_cached_tokens = output.num_cached_tokens
-            record.explanation = output.explanation
+            record.explanation, record.link = output.explanation, output.link
         record.num_output_tokens = sum(len(completion.token_ids) for completion in output.outputs)
 
     def _move(self, running: _Running) -> None:

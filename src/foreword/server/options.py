@@ -59,6 +59,11 @@ class ServerConfig:
     """Most cached contents (Gemini's API) of one tenant; all together have at most 16 times as many. 0: none."""
     max_schema_tokens: int = 1_000_000
     """Most tokens of one tenant's schemas of prompt modules; all together have at most 16 times as many. 0: none."""
+    link_measurements: Path | None = None
+    """File of `foreword pml measure --save`: how well this model answers linked prompts; needs `allow_links`."""
+    link_gate: float | None = None
+    """Least share of answers, 0 to 1, that a method of linking must have equal to the plain ones, as measured; 0 serves
+    every method, measured or not. None: 0.99."""
     request_timeout_s: float = 600.0
     """Most seconds from a request's arrival to its last token."""
     body_timeout_s: float = 60.0
@@ -80,6 +85,8 @@ class ServerConfig:
                 raise ConfigError(
                     f"allowed_origins has {origin!r}, which is not an origin; use https://chat.example.com, or '*'"
                 )
+        if self.link_gate is not None and not 0 <= self.link_gate <= 1:
+            raise ConfigError(f"link_gate={self.link_gate} is not a share; use 0 to 1, such as 0.99")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port} is not a port; use 1 to 65535, or 0 for any free one")
         if self.api_key is not None and not self.api_key:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foreword.cache import LookupExplanation
+from foreword.request import LinkReport
 from foreword.server.listeners import Listener, ListenerHealth
 
 MAX_RECORDS = 1000
@@ -60,6 +61,12 @@ class RequestRecord:
     num_output_tokens: int = 0
     explanation: LookupExplanation | None = None
     """Result of its cache lookup. Clients must see `salt_differs` as `never_seen`."""
+    link_method: str | None = None
+    """The method of linking that the call asked for."""
+    linked_from: int | None = None
+    """The index of the first token that is linked; None: all are computed, and the answer is exact."""
+    link: LinkReport | None = None
+    """What became of the tokens of a prompt with `link_method`."""
     route: str | None = None
     """Why it went to its replica, in a line; None if there is one engine."""
     outcome: str | None = None
@@ -70,9 +77,19 @@ class RequestRecord:
         return len(self.prompt_token_ids)
 
     @property
+    def approximate(self) -> str | None:
+        """The method, if tokens are linked."""
+        return None if self.linked_from is None else self.link_method
+
+    @property
+    def num_queried_tokens(self) -> int:
+        """Prompt tokens that the prefix cache could have had: of a linked prompt, those before its first link."""
+        return self.num_prompt_tokens if self.linked_from is None else self.linked_from
+
+    @property
     def num_computed_tokens(self) -> int:
-        """Prompt tokens that were not found in the cache."""
-        return self.num_prompt_tokens - self.num_cached_tokens
+        """Prompt tokens that were neither found in the cache nor linked."""
+        return self.num_prompt_tokens - self.num_cached_tokens - (0 if self.link is None else self.link.linked_tokens)
 
     @property
     def num_bytes(self) -> int:
@@ -99,7 +116,7 @@ class TenantStats:
         """Add a request's tokens, if it ran."""
         if record.first_scheduled_time is not None:
             self.requests += 1
-            self.queried_tokens += record.num_prompt_tokens
+            self.queried_tokens += record.num_queried_tokens
             self.hit_tokens += record.num_cached_tokens
             self.output_tokens += record.num_output_tokens
 

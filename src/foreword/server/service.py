@@ -25,6 +25,7 @@ from foreword.engine import Keep, Mark, Prompt
 from foreword.errors import ChatTemplateError, ConfigError
 from foreword.llm import LLM
 from foreword.request import SamplingParams, StructuredOutputsParams, TokenConstraint
+from foreword.server.access.links import ServedLinks
 from foreword.server.access.operators import Operators
 from foreword.server.access.quotas import Quotas
 from foreword.server.access.shared_prefixes import SharedPrefixes, common_beginning
@@ -136,6 +137,12 @@ class Service:
             keys_file=config.keys_file,
             server_secret=config.server_secret,
             quotas_work=now.has_ledger or not options.enable_prefix_caching,
+        )
+        self.links = ServedLinks.of(
+            config,
+            allows_links=llm.engine.limits.allows_links,
+            model_id=llm.cache_identity.model_id,
+            max_source_tokens=now.num_blocks * now.block_size,
         )
         self.unknown_fields = UnknownFields(ignored=config.ignore_unknown_fields)
         self.quotas = Quotas(self.tenants)
@@ -347,6 +354,7 @@ class Service:
         if caller.is_uncached:  # what it leaves is evicted like other blocks
             salt = self.tenants.namespace(caller.tenant, secrets.token_hex(16))
             params = replace(params, skip_reading_prefix_cache=True)
+        size = self.llm.layout.block_size
         jobs = [
             Job(
                 RequestRecord(
@@ -362,6 +370,8 @@ class Service:
                     params.n,
                     stream,
                     is_uncached=caller.is_uncached,
+                    link_method=None if prompt.links is None else prompt.links.method,
+                    linked_from=None if prompt.links is None else prompt.links.in_whole_blocks(size).linked_from,
                 ),
                 replace(
                     prompt,

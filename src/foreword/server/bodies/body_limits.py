@@ -104,8 +104,8 @@ class BodyLimits:
                 self._check_text(name, value)
             case "prompt":
                 self._check_prompt(value)
-            case "instructions":
-                self._check_text(name, value)
+            case "instructions" | "documents" | "question":
+                self._check_pieces(name, value)
             case "system":
                 self._check_conversation(name, [{"content": value}])
             case "tokens":
@@ -128,6 +128,14 @@ class BodyLimits:
             for number, one in enumerate(prompt):
                 self._check_text(f"prompt[{number}]", one)
                 self._check_tokens(f"prompt[{number}]", one)
+
+    def _check_pieces(self, name: str, value: Any) -> None:
+        """Check a text, a list of token ids, or a list of both that becomes one prompt."""
+        is_one = not isinstance(value, list) or bool(value and isinstance(value[0], int))
+        pieces = [value] if is_one else value
+        _at_most(pieces, MAX_ENTRIES, name)
+        self._check_characters(name, sum(len(one) for one in pieces if isinstance(one, str)))
+        self._check_tokens(name, [one for each in pieces if isinstance(each, list) for one in each])
 
     def _check_conversation(self, name: str, messages: Any, key: str = "content") -> None:
         """Check messages, each with its text or its parts under `key`."""

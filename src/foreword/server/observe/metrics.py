@@ -7,6 +7,7 @@ almost every prompt shares the few tokens with which a chat template begins.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -28,6 +29,9 @@ _INTER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 
 _LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 
 Metric = CounterMetricFamily | GaugeMetricFamily
+
+MOST_METHODS = 32
+"""Methods of linking that have a label of their own; clients may name any number of them, and the rest is "other"."""
 
 
 def mostly_found(record: RequestRecord) -> bool:
@@ -96,6 +100,9 @@ class _EngineCollector(Collector):
         self._requests = {"hit": 0, "miss": 0}
         self._prompt_tokens = 0
         self._output_tokens = 0
+        self._linked = Counter[str]()
+        self._recomputed = Counter[str]()
+        """Tokens by method; both have the same methods."""
 
     def observe(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
@@ -104,6 +111,12 @@ class _EngineCollector(Collector):
         if record.first_scheduled_time is not None:
             self._prompt_tokens += record.num_prompt_tokens
             self._requests["hit" if mostly_found(record) else "miss"] += 1
+        if record.link is not None:
+            method = record.link.method
+            if method not in self._linked and len(self._linked) >= MOST_METHODS:
+                method = "other"
+            self._linked[method] += record.link.linked_tokens
+            self._recomputed[method] += record.link.recomputed_tokens
 
     def show(
         self,
@@ -140,6 +153,10 @@ class _EngineCollector(Collector):
         yield self._counter("num_preemptions", "Requests put back because blocks were short.", look.num_preemptions)
         yield self._counters("request_success", "Requests that ended.", "finished_reason", self._outcomes)
         yield self._counter("prompt_tokens", "Tokens of prompts that ran.", self._prompt_tokens)
+        yield self._counters("linked_tokens", "Prompt tokens copied from a source: no hits.", "method", self._linked)
+        yield self._counters(
+            "link_recomputed_tokens", "Tokens that could be linked and were computed.", "method", self._recomputed
+        )
         yield self._counter("generation_tokens", "Tokens that were generated.", self._output_tokens)
         yield self._counter("computed_tokens", "Tokens that went through the model.", look.num_computed_tokens)
         accepted, rejected = look.drafts.accepted, look.drafts.rejected

@@ -51,9 +51,11 @@ class MoreMemory:
                 continue
             params = job.params
             reads = not params.skip_reading_prefix_cache and params.prompt_logprobs is None
-            num_looked_up = len(job.prompt.token_ids) if reads else 0
+            num_looked_up = job.record.num_queried_tokens if reads else 0
             for answer in request.answers:
                 keys = block_keys(job.prompt, answer, self._curve.block_tokens)
+                if job.record.linked_from is not None:  # after that, blocks are copies that plain prompts do not find
+                    keys = keys[: job.record.linked_from // self._curve.block_tokens]
                 with self._lock:
                     self._curve.admit(keys, num_looked_up)
                 num_looked_up = 0  # the continuations share one prompt

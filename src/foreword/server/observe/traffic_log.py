@@ -141,6 +141,8 @@ def log_request(record: RequestRecord) -> None:
         "outcome": record.outcome,
         "prompt_tokens": record.num_prompt_tokens,
         "cached_tokens": record.num_cached_tokens,
+        "link": record.link_method,
+        "linked_tokens": 0 if record.link is None else record.link.linked_tokens,
         "missed_because": None if reason is None else str(reason),
         "generated_tokens": record.num_output_tokens,
         "choices": record.num_choices,
@@ -148,8 +150,8 @@ def log_request(record: RequestRecord) -> None:
         "total_ms": total_ms,
     }
     logger.info(
-        "request %s of %s to %s: %s; %d prompt tokens, %d of them cached%s; %d generated; first after %s ms, all after "
-        "%s ms",
+        "request %s of %s to %s: %s; %d prompt tokens, %d of them cached%s%s; %d generated; first after %s ms, "
+        "all after %s ms",
         record.request_id,
         record.tenant,
         record.endpoint,
@@ -157,6 +159,7 @@ def log_request(record: RequestRecord) -> None:
         record.num_prompt_tokens,
         record.num_cached_tokens,
         f" ({reason})" if reason is not None else "",
+        "" if record.link is None else f", {record.link.linked_tokens} linked by {record.link.method}",
         record.num_output_tokens,
         "-" if first_ms is None else first_ms,
         "-" if total_ms is None else total_ms,

@@ -15,11 +15,11 @@ from foreword.server.bodies.off_loop import off_loop
 from foreword.server.dialects.dialect import Event
 from foreword.server.dialects.openai import format as form
 from foreword.server.dialects.openai.extras import Extras
-from foreword.server.dialects.openai.fields import ChatRequest, CompletionRequest
+from foreword.server.dialects.openai.fields import ChatRequest, TextCall
 from foreword.server.service import Service
 
 Chunk = dict[str, Any]
-Call = ChatRequest | CompletionRequest
+Call = ChatRequest | TextCall
 
 
 class ChoicesAnswer(ABC):

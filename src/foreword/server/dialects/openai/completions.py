@@ -5,12 +5,12 @@ Knows OpenAI's fields and their meaning for texts and token ids; choices.py has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
-import numpy.typing as npt
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
@@ -24,7 +24,7 @@ from foreword.server.dialects.openai import format as form
 from foreword.server.dialects.openai.caching import Caching
 from foreword.server.dialects.openai.choices import ChoicesAnswer, Chunk
 from foreword.server.dialects.openai.extras import Extras
-from foreword.server.dialects.openai.fields import CompletionRequest
+from foreword.server.dialects.openai.fields import CompletionRequest, TextCall
 from foreword.server.dialects.openai.messages import check_call
 from foreword.server.dialects.openai.structured import structured_outputs
 from foreword.server.http import Authorized, respond, service_of
@@ -39,11 +39,14 @@ async def completions(
     body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest))], request: Request, tenant: Authorized
 ) -> Response:
     """Continue one or several texts."""
-    return await complete(body, request, tenant, "completions")
+    return await complete(body, partial(_prompts, body), request, tenant, "completions")
 
 
-async def complete(body: CompletionRequest, request: Request, tenant: Tenant, endpoint: str) -> Response:
-    """Answer a call that continues texts; `endpoint` names it in records."""
+FindPrompts = Callable[[Service, Request], Awaitable[Sequence[Prompt]]]
+
+
+async def complete(body: TextCall, find: FindPrompts, request: Request, tenant: Tenant, endpoint: str) -> Response:
+    """Answer a call that continues the prompts that `find` makes; `endpoint` names it in records."""
     service = service_of(request)
     check_call(service, body)
     if body.best_of not in (None, body.n or 1):
@@ -55,14 +58,14 @@ async def complete(body: CompletionRequest, request: Request, tenant: Tenant, en
     limits = _completion_limits(body)
     params = await sampling_params(service, body, limits, structured_outputs(body, body.response_format))
     prompts = [
-        service.fit(Prompt(prompt, marks=caching.text_marks(len(prompt))), params)
-        for prompt in await _prompts(service, body, request)
+        service.fit(replace(prompt, marks=caching.text_marks(len(prompt.token_ids))), params)
+        for prompt in await find(service, request)
     ]
     answer = await service.start(caller, new_id("cmpl-"), prompts, params, stream=bool(body.stream))
     return await respond(request, _Completion(service, answer, body, extras))
 
 
-def _completion_limits(body: CompletionRequest) -> Limits:
+def _completion_limits(body: TextCall) -> Limits:
     if body.max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens=0 asks for nothing; use 1 or more, or echo=true", param="max_tokens")
     # The engine always generates something; with max_tokens=0 the answer does not show it.
@@ -70,25 +73,30 @@ def _completion_limits(body: CompletionRequest) -> Limits:
     return Limits(most, body.logprobs, body.logprobs if body.echo else None)
 
 
-async def _prompts(service: Service, body: CompletionRequest, request: Request) -> list[npt.NDArray[np.int32]]:
+async def _prompts(body: CompletionRequest, service: Service, request: Request) -> list[Prompt]:
     prompt: Any = body.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         prompt = [prompt]
     if isinstance(prompt[0], str):
-        return [await service.encode(one) for one in prompt]
-    return await with_body(request, lambda: [np.array(one, np.int32) for one in prompt])
+        return [Prompt(await service.encode(one)) for one in prompt]
+    return await with_body(request, lambda: [Prompt(np.array(one, np.int32)) for one in prompt])
 
 
 class _Completion(ChoicesAnswer):
     object_name = chunk_name = "text_completion"
 
-    def __init__(self, service: Service, answer: AnswerStream, body: CompletionRequest, extras: Extras) -> None:
+    def __init__(self, service: Service, answer: AnswerStream, body: TextCall, extras: Extras) -> None:
         super().__init__(service, answer, body, extras)
         self._num_top = body.logprobs or 0
         self._echo = bool(body.echo)
         self._hides_answer = body.max_tokens == 0
         self._num_each = body.n or 1
         self._offsets: dict[int, int] = {}
+        method = answer.jobs[0].record.approximate
+        self._approximate = {} if method is None else {"approximate": method}
+
+    def _frame(self, object_name: str, choices: list[Chunk]) -> Chunk:
+        return {**super()._frame(object_name, choices), **self._approximate}
 
     def num_bytes(self, deltas: Sequence[Delta]) -> int:
         echoed = sum(

@@ -54,4 +54,7 @@ class Extras:
         similar = None
         if explanation is not None and explanation.reason is not None:
             similar = self._service.insight.similar(record)
-        return cache_report(explanation, record.prompt_token_ids, self._service.llm.tokenizer, similar=similar)
+        report = cache_report(explanation, record.prompt_token_ids, self._service.llm.tokenizer, similar=similar)
+        if record.link is not None:
+            report |= {"linked_tokens": record.link.linked_tokens, "computed_tokens": record.num_computed_tokens}
+        return report

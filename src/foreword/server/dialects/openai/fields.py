@@ -275,7 +275,7 @@ class ChatRequest(_ChoicesCall):
     UNSUPPORTED = ("functions", "audio", "web_search_options")
 
 
-class _TextCall(_ChoicesCall):
+class TextCall(_ChoicesCall):
     """Fields of calls that continue a text."""
 
     max_tokens: Count | None = None
@@ -287,7 +287,7 @@ class _TextCall(_ChoicesCall):
     UNSUPPORTED = ("suffix",)
 
 
-class CompletionRequest(_TextCall):
+class CompletionRequest(TextCall):
     """POST /v1/completions."""
 
     HOLDS = "prompts"
@@ -300,21 +300,33 @@ class CompletionRequest(_TextCall):
     )
 
 
-class ModulesRequest(_TextCall):
-    """POST /v1/pml/completions: a prompt of a schema's modules, as PML text or by name."""
+class ModulesRequest(TextCall):
+    """POST /v1/pml/completions: a prompt of parts, which are a schema's modules, or documents and a question."""
 
-    schema_name: Annotated[str, Field(alias="schema", max_length=256)]
-    prompt: str | None = None
-    modules: dict[str, Any] | None = None
-    text: str | None = None
-    messages: dict[Word, str] | None = None
-    positions: Word = "schema"
-    trailing: Word = "last"
+    HOLDS = "tokens"
 
-    def as_completion(self, token_ids: list[int]) -> CompletionRequest:
-        """The same call for a prompt of token ids."""
-        shared = {name: getattr(self, name) for name in _TextCall.model_fields}
-        return CompletionRequest.model_construct(prompt=token_ids, **shared)
+    schema_name: Annotated[str, Field(max_length=256)] | None = Field(
+        None, alias="schema", description="Name of a schema of /v1/pml/schemas; documents need none."
+    )
+    prompt: str | None = Field(None, description="A prompt of the schema as PML, in place of the next three fields.")
+    modules: dict[str, Any] | None = Field(None, description="For each module, its arguments and nested modules.")
+    text: str | None = Field(None, description="Text after the modules.")
+    messages: dict[Word, str] | None = Field(None, description="Texts of messages by role, after the modules.")
+    positions: Word = Field("schema", description="Of the schema's parts: schema, shift or dense.")
+    trailing: Word = Field("last", description="After what the text after all modules stands: last, or schema.")
+    documents: Annotated[list[str | SomeTokenIds], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="Texts, or lists of token ids, that can be linked in any order, in place of a schema."
+    )
+    question: str | SomeTokenIds | None = Field(None, description="What follows the documents.")
+    instructions: str | TokenIds | None = Field(None, description="What stands before the documents.")
+    separator: Annotated[str, Field(max_length=64)] | None = Field(
+        None, description="Text after the instructions and after each document that is a text; default: an empty line."
+    )
+    link: Annotated[str, Field(max_length=32)] | None = Field(
+        None,
+        description="Method by which the parts are reused at any position, such as first-16. Approximate: the answer "
+        "says so in `approximate`. Left out: exact. The server must allow it (--allow-links).",
+    )
 
 
 class _PromptOrMessages(Body):

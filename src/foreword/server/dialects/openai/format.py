@@ -48,7 +48,15 @@ def usage(outputs: Sequence[RequestOutput], llm: LLM, written: Written, num_reas
             "accepted_prediction_tokens": sum(drafts.num_accepted for drafts in _drafts(outputs)),
             "rejected_prediction_tokens": sum(drafts.num_rejected for drafts in _drafts(outputs)),
         },
+        **_of_links(outputs),
     }
+
+
+def _of_links(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """What became of the prompt tokens that are not cached, for linked prompts; empty for others."""
+    reports = [output.link for output in outputs if output.link is not None]
+    names = ("linked_tokens", "recomputed_tokens", "computed_tokens")
+    return {"foreword": {name: sum(getattr(one, name) for one in reports) for name in names}} if reports else {}
 
 
 def _drafts(outputs: Sequence[RequestOutput]) -> list[DraftCounts]:

@@ -1,33 +1,113 @@
-"""/v1/pml/completions: completions of prompts that consist of a schema's modules.
+"""/v1/pml/completions: completions of prompts that consist of a schema's modules, or of documents and a question.
 
 Knows the fields of such calls; completions.py answers them. The schemas are those of /v1/pml/schemas.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
+import numpy as np
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from foreword.engine import Prompt
+from foreword.pml.composition import Composition
+from foreword.pml.documents import SEPARATOR, DocumentTokens, read_documents
 from foreword.pml.library import LoadedSchema, SchemaPrompt
 from foreword.server.api_errors import bad_request
 from foreword.server.dialects.openai.completions import complete
 from foreword.server.dialects.openai.fields import ModulesRequest
 from foreword.server.http import Authorized, service_of
 from foreword.server.intake import body_of, takes, with_body
+from foreword.server.service import Service
+from foreword.text.schema_text import schema_text
 
 router = APIRouter(tags=["openai"])
+
+OF_SCHEMAS: tuple[str, ...] = ("schema_name", "prompt", "modules", "text", "messages", "positions", "trailing")
+OF_DOCUMENTS: tuple[str, ...] = ("question", "instructions", "separator")
 
 
 @router.post("/v1/pml/completions", openapi_extra=takes(ModulesRequest))
 async def module_completions(
     body: Annotated[ModulesRequest, Depends(body_of(ModulesRequest))], request: Request, tenant: Authorized
 ) -> Response:
-    """Continue a prompt of modules. Its answer is that of /v1/completions for the same tokens."""
-    schema = service_of(request).schemas.of_tenant(tenant, body.schema_name)
-    prompt = await with_body(request, lambda: _composed(schema, body))
-    return await complete(body.as_completion(prompt.token_ids.tolist()), request, tenant, "pml.completions")
+    """Continue a prompt of modules, or of documents. Without `link` the answer is that of /v1/completions for the same
+    tokens.
+    """
+    service = service_of(request)
+    _check_fields(body)
+    method = None if body.link is None else service.links.method(body.link)
+    schema = None if body.schema_name is None else service.schemas.of_tenant(tenant, body.schema_name)
+    salt = service.tenants.namespace(tenant, body.cache_salt)
+
+    def compose() -> Prompt:
+        parts = _documents(service, body) if schema is None else _composed(schema, body)
+        plain = service.prompt_of(np.array(parts.token_ids, np.int32), salt)
+        service.check_length(len(plain.token_ids))  # before a method spends time on it
+        return plain if method is None else service.llm.link(plain, _composition(service, parts), method)
+
+    async def find(service: Service, request: Request) -> list[Prompt]:
+        if method is None or method.percent is None:
+            return [await with_body(request, compose)]
+        async with service.links.choosing:
+            return [await asyncio.to_thread(compose)]
+
+    return await complete(body, find, request, tenant, "pml.completions")
+
+
+def _check_fields(body: ModulesRequest) -> None:
+    """Raises APIError 400 for fields that exclude each other, or that are missing."""
+    if body.documents is None:
+        kind, others, is_complete, missing = "a schema", OF_DOCUMENTS, body.schema_name is not None, "schema"
+    else:
+        kind, others, is_complete, missing = "documents", OF_SCHEMAS, body.question is not None, "question"
+    if not is_complete:
+        raise bad_request(f"Missing required parameter: {missing} (of a prompt of {kind})", param=missing)
+    for name in others:
+        if name in body.model_fields_set and getattr(body, name) is not None:
+            shown = name.removesuffix("_name")
+            raise bad_request(f"{shown} cannot stand in a prompt of {kind}; leave one of them out", param=shown)
+    if body.link is not None:
+        _check_beside_link(body)
+
+
+def _check_beside_link(body: ModulesRequest) -> None:
+    """Raises APIError 400 for what a linked prompt cannot have."""
+    options = body.prompt_cache_options
+    keeps = options is not None and options.mode != "explicit" and bool(options.mode or options.ttl)
+    for name, is_given in (
+        ("logprobs with echo", body.echo and body.logprobs is not None),
+        ("truncate_prompt_tokens", body.truncate_prompt_tokens is not None),
+        ("prompt_cache_options", keeps),
+    ):
+        if is_given:
+            raise bad_request(
+                f"a linked prompt takes no {name}; leave it out, or leave link out", param=name.partition(" ")[0]
+            )
+
+
+def _documents(service: Service, body: ModulesRequest) -> DocumentTokens:
+    tokenizer = service.llm.tokenizer
+    asked = {
+        "documents": body.documents,
+        "question": body.question,
+        "instructions": () if body.instructions is None else body.instructions,
+        "separator": SEPARATOR if body.separator is None else body.separator,
+    }
+    return read_documents(asked, None if tokenizer is None else schema_text(tokenizer))
+
+
+def _composition(service: Service, parts: DocumentTokens | SchemaPrompt) -> Composition:
+    """What can be linked. Raises InvalidRequestError for too much."""
+    if isinstance(parts, DocumentTokens):  # checked before the instructions are copied for each document
+        service.links.check_sources(len(parts.documents), parts.num_source_tokens)
+        return parts.composition()
+    sources = parts.composition.sources
+    service.links.check_sources(len(sources), sum(len(source.token_ids) for source in sources))
+    return parts.composition
 
 
 def _composed(schema: LoadedSchema, body: ModulesRequest) -> SchemaPrompt:

@@ -1,0 +1,116 @@
+"""Users' prompts: texts, token ids, documents and prompts of schemas, as the engine takes them.
+
+Knows the forms that a prompt may have, and one model's tokenizer; knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from foreword.cache import NO_EXTRA_KEYS, ExtraKeys
+from foreword.engine import Prompt
+from foreword.errors import InvalidRequestError
+from foreword.linking import Deviations, Method, composition_of, with_links
+from foreword.pml.composition import Composition
+from foreword.pml.documents import FIELDS
+from foreword.pml.library import SchemaPrompt
+from foreword.text import Tokenizer
+from foreword.text.schema_text import schema_text
+
+PromptInput = str | SchemaPrompt | Mapping[str, Any]
+
+
+class Prompts:
+    """Reads prompts for one model."""
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None, deviations: Deviations | None = None) -> None:
+        """`model`: its name, for errors. `deviations` measures for methods that ask; None if nothing may be linked."""
+        self._model, self._tokenizer, self._deviations = model, tokenizer, deviations
+
+    def read(self, prompt: PromptInput, link: str | Method | None = None) -> Prompt:
+        """The engine's prompt, with its parts linked by a method if one is given. Raises InvalidRequestError."""
+        plain, composition = self._plain(prompt)
+        return plain if link is None else self.link(plain, composition, link)
+
+    def read_parts(self, prompt: PromptInput, method: Method) -> tuple[Prompt, Composition]:
+        """The engine's prompt, linked, and its parts. Raises InvalidRequestError if it has none."""
+        plain, composition = self._plain(prompt)
+        linked = self.link(plain, composition, method)
+        assert composition is not None
+        return linked, composition
+
+    def link(self, prompt: Prompt, composition: Composition | None, link: str | Method) -> Prompt:
+        """An engine's prompt with its parts linked. Raises InvalidRequestError if it has none."""
+        return with_links(prompt, composition, link, self._deviations)
+
+    def composition(self, prompt: PromptInput) -> Composition | None:
+        """The parts of a prompt; None if it has none that can be linked."""
+        return composition_of(prompt, lambda: None if self._tokenizer is None else schema_text(self._tokenizer))
+
+    def tokenizer_for(self, purpose: str) -> Tokenizer:
+        """The model's tokenizer. Raises InvalidRequestError if it has none."""
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                f"model {self._model!r} has no tokenizer, which {purpose} needs; give {{'prompt_token_ids': [...]}}"
+            )
+        return self._tokenizer
+
+    def _plain(self, prompt: PromptInput) -> tuple[Prompt, Composition | None]:
+        """The prompt without links, and its parts."""
+        if isinstance(prompt, str | SchemaPrompt):
+            return self._plain({"prompt": prompt})
+        if not isinstance(prompt, Mapping):
+            raise InvalidRequestError(
+                f"a prompt must be a text or {{'prompt_token_ids': [...]}}, not {prompt!r:.60} "
+                f"({type(prompt).__name__})"
+            )
+        given = {"prompt", "prompt_token_ids", "documents"} & set(prompt)
+        unknown = set(prompt) - given - {"cache_salt", "priority"} - (FIELDS if "documents" in given else set())
+        if unknown or len(given) != 1:
+            raise InvalidRequestError(
+                f"a prompt has the keys {sorted(prompt)}; give 'prompt', 'prompt_token_ids', or 'documents' and "
+                "'question', and optionally 'cache_salt' and 'priority'"
+            )
+        keys, priority = _extra_keys(prompt.get("cache_salt")), priority_of(prompt.get("priority", 0))
+        composition = self.composition(prompt)
+        if composition is not None:
+            return Prompt(composition.token_ids, None, keys, priority), composition
+        if "prompt" in prompt:
+            text = prompt["prompt"]
+            return Prompt(self.tokenizer_for("a text prompt").encode(text), text, keys, priority), None
+        return Prompt(_token_array(prompt["prompt_token_ids"]), None, keys, priority), None
+
+
+def priority_of(value: Any) -> int:
+    """A prompt's priority. Raises InvalidRequestError unless it is an integer."""
+    if type(value) is not int:
+        raise InvalidRequestError(f"priority={value!r} is not an integer; lower goes first")
+    return value
+
+
+def _extra_keys(salt: Any) -> ExtraKeys:
+    if salt is None:
+        return NO_EXTRA_KEYS
+    try:
+        salt.encode()
+    except (AttributeError, UnicodeError) as error:
+        raise InvalidRequestError(f"cache_salt={salt!r} is not a valid text") from error
+    return ExtraKeys(salt=salt)
+
+
+def _token_array(token_ids: Any) -> npt.NDArray[np.int32]:
+    """Token ids as an array. Raises InvalidRequestError unless they are a flat list of integers."""
+    try:
+        array = np.asarray(token_ids)
+    except ValueError:  # lists of unequal length
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidRequestError(f"prompt_token_ids must be a flat list of integers, not {str(token_ids)[:60]!r}")
+    wrong = array[(array < 0) | (array > np.iinfo(np.int32).max)] if array.size else array
+    if wrong.size:
+        raise InvalidRequestError(f"prompt token {wrong[0]} is out of range; ids are 0 or more")
+    return array.astype(np.int32)

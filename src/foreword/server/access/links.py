@@ -1,0 +1,91 @@
+"""Which methods of linking a server offers: those that the operator allows, and that agree often enough.
+
+Knows the server's options, the file of measured agreement, and counts; knows no requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from foreword.errors import ConfigError, InvalidRequestError
+from foreword.linking import Gate, MeasuredLinks, Method
+from foreword.server.options import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+LEAST_SHARE = 0.99
+"""`link_gate`, unless it is given."""
+MOST_SOURCES = 1024
+"""Most sources of a prompt: the engine looks for each in every step until all are there."""
+
+
+def read_gate(config: ServerConfig, *, allows_links: bool) -> Gate | None:
+    """The bar that methods must pass; None if nothing is linked. Raises ConfigError.
+
+    Needs no model, so that mistakes are told before one is loaded.
+    """
+    if not allows_links:
+        for name in ("link_measurements", "link_gate"):
+            value = getattr(config, name)
+            if value is not None:
+                raise ConfigError(f"{name}={value} needs allow_links; give --allow-links too, or leave it out")
+        return None
+    measured = None if config.link_measurements is None else MeasuredLinks.read(config.link_measurements.expanduser())
+    return Gate(LEAST_SHARE if config.link_gate is None else config.link_gate, measured)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLinks:
+    """The methods that clients of one server may ask for."""
+
+    gate: Gate | None
+    """None: none."""
+    max_source_tokens: int
+    """Most tokens of one prompt's sources: more cannot lie in the pool together."""
+    choosing: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
+    """Held while a method chooses by a pass through the model's first layers: one at a time, beside the engine."""
+
+    @classmethod
+    def of(cls, config: ServerConfig, *, allows_links: bool, model_id: str, max_source_tokens: int) -> ServedLinks:
+        """What the options say about this model. Raises ConfigError if another one was measured."""
+        gate = read_gate(config, allows_links=allows_links)
+        if gate is not None:
+            gate.check_model(model_id)
+            logger.info("links: %s", _in_words(gate), extra={"fields": {"event": "links", "gate": gate.least}})
+        return cls(gate, max_source_tokens)
+
+    def method(self, name: str) -> Method:
+        """The method of a request. Raises InvalidRequestError for one that is unknown, or that is not served."""
+        if self.gate is None:
+            raise InvalidRequestError(
+                f"link={name!r} is refused: this server links nothing, unless its operator starts it with "
+                "--allow-links; leave link out"
+            )
+        method = Method.parse(name)
+        self.gate.check(method.name)
+        return method
+
+    def check_sources(self, num_sources: int, num_tokens: int) -> None:
+        """Raise InvalidRequestError for a prompt that is linked from too many sources, or too long ones."""
+        if num_sources > MOST_SOURCES:
+            raise InvalidRequestError(
+                f"the prompt has {num_sources} parts to link, and this server takes {MOST_SOURCES}; use larger parts, "
+                "or leave link out"
+            )
+        if num_tokens > self.max_source_tokens:
+            raise InvalidRequestError(
+                f"the parts to link, each with what is computed before it, have {num_tokens} tokens, and the cache "
+                f"holds {self.max_source_tokens}; send fewer or shorter ones, or leave link out"
+            )
+
+
+def _in_words(gate: Gate) -> str:
+    """What is served, for the log."""
+    if not gate.least:
+        return "every method is served, measured or not (link_gate=0)"
+    measured = {} if gate.measured is None else gate.measured.agreements
+    served = [name for name, one in measured.items() if one.share >= gate.least]
+    why = "; without link_measurements nothing else is" if gate.measured is None else ""
+    return f"served are {', '.join(dict.fromkeys(['all', *served]))}, of link_gate={gate.least:g}{why}"

@@ -1,0 +1,94 @@
+"""Linked prompts reach replicas with their sources, and outlive one that is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fleet.local_fleet import Fleet, assert_nothing_is_left, fleet
+from foreword.server.options import ServerConfig
+from linking.prompts import documents
+from live_server import ServerThread, embedded_llm, post
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+PATH = "/v1/pml/completions"
+OPTIONS: dict[str, Any] = {"allow_links": True, "block_size": 4, "num_gpu_blocks_override": 512}
+CONFIG = ServerConfig(link_gate=0.0)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Fleet]:
+    with fleet(2, CONFIG, **OPTIONS) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[ServerThread]:
+    with embedded_llm(**OPTIONS) as llm, ServerThread(llm, CONFIG) as server:
+        yield server
+
+
+def body(number: int, **more: Any) -> dict[str, Any]:
+    asked = {**documents(seed=number), "link": "first-8", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    return {**asked, **more}
+
+
+def ask(url: str, number: int, **more: Any) -> dict[str, Any]:
+    answer = post(url, PATH, body(number, **more))
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def streamed(url: str, number: int, **more: Any) -> tuple[str, list[float]]:
+    """The text of a stream, and the log probabilities of its tokens. Each piece says that it is approximate."""
+    text, logprobs = "", []
+    for line in post(url, PATH, body(number, stream=True, logprobs=0, **more)).text.splitlines():
+        if line.startswith("data: {"):
+            piece = json.loads(line[6:])
+            assert piece["approximate"] == "first-8"
+            for choice in piece["choices"]:
+                text += choice["text"]
+                logprobs += choice["logprobs"]["token_logprobs"]
+    return text, logprobs
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 3, "temperature": 1.0, "seed": 5}], ids=["greedy", "several"])
+def test_an_answer_is_that_of_one_engine(two: Fleet, alone: ServerThread, more: dict[str, Any]) -> None:
+    expected, found = ask(alone.url, 1, **more), ask(two.url, 1, **more)
+    assert found["choices"] == expected["choices"]
+    assert found["approximate"] == "first-8"
+    of_links = found["usage"]["foreword"]
+    assert of_links["linked_tokens"] == expected["usage"]["foreword"]["linked_tokens"] > 0
+    cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached + sum(of_links.values()) == found["usage"]["prompt_tokens"]
+    assert_nothing_is_left(two)
+
+
+def test_killed_in_the_middle_it_goes_on_bit_for_bit(two: Fleet, alone: ServerThread) -> None:
+    expected = streamed(alone.url, 2)
+    assert len(expected[1]) == 24
+    deaths = two.door.counts.deaths
+    for kill_after in (0, 1, 4):
+        two.link.deaths[:] = [kill_after]
+        assert streamed(two.url, 2) == expected, kill_after
+    assert two.door.counts.deaths == deaths + 3
+    assert_nothing_is_left(two)
+
+
+def test_the_front_refuses_what_is_not_served() -> None:
+    with fleet(1) as plain:
+        answer = post(plain.url, PATH, {**documents(seed=3), "link": "none"})
+        assert (answer.status_code, "--allow-links" in answer.json()["error"]["message"]) == (400, True)
+        assert not plain.link.requests
+    with fleet(1, CONFIG, **OPTIONS) as free:
+        answer = post(free.url, PATH, body(3, link="deviation-20"))
+        assert (answer.status_code, "needs the first layers" in answer.json()["error"]["message"]) == (400, True)
+    with fleet(1, **OPTIONS) as gated:
+        answer = post(gated.url, PATH, {**documents(seed=3), "link": "none"})
+        assert (answer.status_code, "was not measured" in answer.json()["error"]["message"]) == (400, True)
+        assert not gated.link.requests

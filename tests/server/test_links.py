@@ -1,0 +1,407 @@
+"""Linked prompts over HTTP: only where the operator allows them, never counted as hits, and marked as approximate."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from foreword import LLM, SamplingParams
+from foreword.cli import main
+from foreword.errors import ConfigError
+from foreword.linking import Agreement, MeasuredLinks
+from foreword.server.options import ServerConfig
+from live_server import ENDLESS, ServerProcess, ServerThread, embedded_llm, post, wait_until
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+BLOCK = 4
+SCHEMA = """<schema name="notes"><system>You answer from the notes.</system>
+  <module name="falcon"> The code of the amber falcon is 4821. </module>
+  <module name="lisbon"> The home of the silver violin is Lisbon. </module></schema>"""
+PATH = "/v1/pml/completions"
+
+
+def documents(seed: int, lengths: tuple[int, ...] = (40, 50, 33), instructions: int = 7) -> dict[str, Any]:
+    """A call with documents of token ids."""
+    rng = np.random.default_rng(seed)
+    ids = [rng.integers(10, 300, length).tolist() for length in (*lengths, 9, instructions)]
+    return {"documents": ids[:-2], "question": ids[-2], "instructions": ids[-1], "max_tokens": 6, "temperature": 0}
+
+
+def open_llm(**options: Any) -> Any:
+    return embedded_llm(allow_links=True, block_size=BLOCK, max_model_len=2048, **options)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerThread]:
+    with open_llm() as llm, ServerThread(llm, ServerConfig(link_gate=0.0)) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def sound(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test nothing runs, and no source is held."""
+    yield
+    if "server" in request.fixturenames:
+        assert_nothing_is_held(request.getfixturevalue("server"))
+
+
+def assert_nothing_is_held(server: ServerThread) -> None:
+    wait_until(lambda: not server.ask(lambda engine: engine.has_unfinished_requests()))
+    server.ask(lambda engine: engine.check_integrity())
+    server.ask(lambda engine: engine.reset_prefix_cache())  # raises if a block is held
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[LLM]:
+    """The same model without a server."""
+    with open_llm() as llm:
+        yield llm
+
+
+def ask(server: ServerThread, body: dict[str, Any], **more: Any) -> dict[str, Any]:
+    answer = post(server.url, PATH, {**body, **more})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def counts(usage: dict[str, Any]) -> list[int]:
+    """Tokens that were cached, linked, recomputed, computed: together the prompt's."""
+    of_links = usage["foreword"]
+    names = ("linked_tokens", "recomputed_tokens", "computed_tokens")
+    found = [usage["prompt_tokens_details"]["cached_tokens"], *(of_links[name] for name in names)]
+    assert sum(found) == usage["prompt_tokens"]
+    return found
+
+
+def metrics(server: ServerThread) -> dict[tuple[str, str], float]:
+    """(name without prefix, method or "") -> value."""
+    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
+    samples = [sample for family in families for sample in family.samples if "le" not in sample.labels]
+    return {(one.name.removeprefix("foreword_"), one.labels.get("method", "")): one.value for one in samples}
+
+
+def pieces(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+# ------------------------------------------------------------------- answers
+
+
+def test_an_answer_is_that_of_python_and_says_that_it_is_approximate(server: ServerThread, python: LLM) -> None:
+    body = documents(1)
+    prompt = {name: body[name] for name in ("documents", "question", "instructions")}
+    [expected] = python.generate(prompt, SamplingParams(max_tokens=6, temperature=0.0), link="first-8")
+    found = ask(server, body, link="first-8")
+    assert found["approximate"] == "first-8"
+    assert found["choices"][0]["text"] == expected.outputs[0].text
+    told = expected.link
+    assert told is not None
+    cached, linked, recomputed, computed = counts(found["usage"])
+    assert (linked, recomputed) == (told.linked_tokens, told.recomputed_tokens)
+    assert linked > 0
+    assert cached + computed == told.cached_tokens + told.computed_tokens
+    again = ask(server, body, link="first-8")
+    assert again["choices"] == found["choices"]
+    assert counts(again["usage"])[:2] == [7 + 40 + 8, linked]  # what stands before the first link
+
+
+def test_a_stream_is_the_whole_answer_and_marked_in_each_piece(server: ServerThread) -> None:
+    body = documents(2)
+    whole = ask(server, body, link="none")
+    streamed = pieces(post(server.url, PATH, {**body, "link": "none", "stream": True}).text)
+    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = pieces(post(server.url, PATH, {**body, "link": "none", **with_usage}).text)
+    assert {one["approximate"] for one in streamed} == {"none"}
+    assert "".join(one["choices"][0]["text"] for one in streamed) == whole["choices"][0]["text"]
+    assert counts(last["usage"])[1:3] == counts(whole["usage"])[1:3]
+
+
+def test_texts_are_documents_too(server: ServerThread, python: LLM) -> None:
+    facts = ["The code of the amber falcon is 4821.", "The home of the silver violin is Lisbon."]
+    prompt = {"documents": facts, "question": "What is the home of the silver violin?", "separator": "\n"}
+    [expected] = python.generate(prompt, SamplingParams(max_tokens=6, temperature=0.0), link="none")
+    found = ask(server, {**prompt, "max_tokens": 6, "temperature": 0}, link="none")
+    assert found["choices"][0]["text"] == expected.outputs[0].text
+    assert found["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+
+
+def test_plain_answers_and_all_are_exact(server: ServerThread) -> None:
+    body = documents(3)
+    plain = ask(server, body)
+    ids = [*body["instructions"], *(one for each in body["documents"] for one in each), *body["question"]]
+    completion = post(server.url, "/v1/completions", {"prompt": ids, "max_tokens": 6, "temperature": 0}).json()
+    exact = ask(server, body, link="all")
+    assert plain["choices"] == completion["choices"] == exact["choices"]
+    assert "approximate" not in plain
+    assert "approximate" not in exact
+    assert "foreword" not in plain["usage"]
+    assert counts(exact["usage"])[1] == 0
+
+
+def test_one_document_stands_first_and_is_exact(server: ServerThread) -> None:
+    body = documents(4, (40,))
+    assert "approximate" not in ask(server, body, link="none")
+
+
+def test_a_schemas_modules_are_linked(server: ServerThread) -> None:
+    assert post(server.url, "/v1/pml/schemas", {"schema": SCHEMA}).status_code == 200
+    asked: dict[str, Any] = {"schema": "notes", "max_tokens": 12, "temperature": 0}
+    question = "What is the home of the silver violin?"
+    by_name = {**asked, "modules": {"falcon": {}, "lisbon": {}}, "messages": {"user": question}}
+    found = ask(server, by_name, link="first-4")
+    assert found["choices"][0]["text"] == "Lisbon"
+    assert found["approximate"] == "first-4"
+    assert counts(found["usage"])[1] > 0
+    pml = f'<prompt schema="notes"><falcon/><lisbon/><user>{question}</user></prompt>'
+    assert ask(server, {**asked, "prompt": pml}, link="first-4")["choices"] == found["choices"]
+
+
+def test_several_choices_share_one_linked_prompt(server: ServerThread) -> None:
+    body = documents(5)
+    one = ask(server, body, link="none")
+    four = ask(server, body, link="none", n=4)
+    assert [choice["text"] for choice in four["choices"]] == [one["choices"][0]["text"]] * 4
+    assert four["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
+    assert counts(four["usage"])[1] == counts(one["usage"])[1]
+
+
+def test_an_uncached_call_links_all_the_same(server: ServerThread) -> None:
+    body = documents(6)
+    expected = ask(server, body, link="none")
+    found = ask(server, body, link="none", prompt_cache_options={"mode": "explicit"})
+    assert found["choices"] == expected["choices"]
+    assert counts(found["usage"])[0] == 0
+
+
+def test_tokens_that_deviate_are_chosen_before_the_engine_sees_the_prompt(server: ServerThread, python: LLM) -> None:
+    body = documents(17)
+    prompt = {name: body[name] for name in ("documents", "question", "instructions")}
+    [expected] = python.generate(prompt, SamplingParams(max_tokens=6, temperature=0.0), link="deviation-20")
+    found = ask(server, body, link="deviation-20")
+    assert found["approximate"] == "deviation-20"
+    assert found["choices"][0]["text"] == expected.outputs[0].text
+    assert expected.link is not None
+    assert counts(found["usage"])[1] == expected.link.linked_tokens > 0
+
+
+def test_other_endpoints_know_no_link(server: ServerThread) -> None:
+    answer = post(server.url, "/v1/completions", {"prompt": "a", "link": "none"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "link")
+
+
+# -------------------------------------------------------------------- counts
+
+
+def test_links_are_counted_apart_and_leave_the_hit_rate_alone(server: ServerThread) -> None:
+    body = documents(7)
+    before = metrics(server)
+    usages = [ask(server, body, link=link)["usage"] for link in ("none", "first-8", "none", "first-8", "all")]
+    usages += [ask(server, documents(8), link="first-8")["usage"], ask(server, body)["usage"]]
+    wait_until(lambda: not server.service.records.running())
+    after = metrics(server)
+
+    def gained(name: str, method: str = "") -> float:
+        return after[name, method] - before.get((name, method), 0)
+
+    linked_usages, plain = usages[:-1], usages[-1]
+    sums = np.array([counts(usage) for usage in linked_usages]).sum(axis=0)
+    methods = ("none", "first-8", "all")
+    assert sum(gained("linked_tokens_total", method) for method in methods) == sums[1] > 0
+    assert sum(gained("link_recomputed_tokens_total", method) for method in methods) == sums[2]
+    assert gained("linked_tokens_total", "all") == 0
+    assert gained("prompt_tokens_total") == sums.sum() + plain["prompt_tokens"]
+    assert gained("tenant_hit_tokens_total") == sums[0] + plain["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_an_equal_composition_is_no_hit_beyond_its_exact_beginning(server: ServerThread) -> None:
+    body, exact = documents(9), 7 + 40
+    ask(server, body, link="none")
+    wait_until(lambda: not server.service.records.running())
+    before = metrics(server)
+    usage = ask(server, body, link="none", foreword={"cache": True})
+    wait_until(lambda: not server.service.records.running())
+    after = metrics(server)
+    names = ("prefix_cache_queries", "prefix_cache_hits", "tenant_queried_tokens", "tenant_hit_tokens")
+    gained = [after[f"{name}_total", ""] - before[f"{name}_total", ""] for name in names]
+    assert gained == [exact] * 4, "the part that plain prompts could have found"
+    report = usage["foreword"]["cache"]
+    assert report["hit_tokens"] == exact
+    assert report["linked_tokens"] == usage["usage"]["foreword"]["linked_tokens"]
+    assert report["hit_tokens"] + report["linked_tokens"] + report["computed_tokens"] == report["prompt_tokens"]
+
+
+def test_the_estimate_of_more_memory_takes_no_linked_block_for_a_plain_prompts(server: ServerThread) -> None:
+    body, exact = documents(19), 7 + 40
+    server.service.more_memory.reset()
+    linked, plain = ask(server, body, link="none")["usage"], ask(server, body)["usage"]
+    assert plain["prompt_tokens"] == linked["prompt_tokens"] == exact + 50 + 33 + 9
+    wait_until(lambda: not server.service.records.running())
+    found = server.service.more_memory.points()[0].hit_rate
+    assert found == exact // BLOCK * BLOCK / (exact + plain["prompt_tokens"])
+
+
+def test_a_record_and_its_line_name_the_method(server: ServerThread, caplog: pytest.LogCaptureFixture) -> None:
+    from foreword.server.observe.traffic_log import log_request
+
+    ask(server, documents(10), link="none")
+    [record] = server.service.records.recent(1)
+    assert (record.link_method, record.approximate) == ("none", "none")
+    with caplog.at_level("INFO", logger="foreword"):
+        log_request(record)
+    assert re.search(r"\d+ linked by none", caplog.text)
+
+
+# ------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"link": "some"}, "link='some' is no method; use"),
+        ({"link": "first-0"}, "link='first-0' is no method"),
+        ({"link": 123}, "Invalid value for link"),
+        ({"link": "x" * 33}, "Invalid value for link"),
+        ({"link": "none", "echo": True, "logprobs": 1}, "takes no logprobs with echo"),
+        ({"link": "none", "truncate_prompt_tokens": 5}, "takes no truncate_prompt_tokens"),
+        ({"link": "none", "prompt_cache_options": {"mode": "implicit"}}, "takes no prompt_cache_options"),
+        ({"documents": []}, "Invalid value for documents"),
+        ({"documents": "one"}, "Invalid value for documents"),
+        ({"documents": [5]}, "Invalid value for documents"),
+        ({"documents": [[5, -1]]}, "Invalid value for documents"),
+        ({"documents": [[5, 10**6]], "link": "none"}, "out of range"),
+        ({"documents": ["a"] * 10_000}, "documents has 10000 entries; at most 1024"),
+        ({"documents": [[5] * 600] * 4}, "documents has 2400 tokens"),
+        ({"documents": ["x " * 40_000] * 4}, "documents has 320000 characters"),
+        ({"question": None}, r"Missing required parameter: question \(of a prompt of documents\)"),
+        ({"question": [5] * 3000}, "question has 3000 tokens"),
+        ({"schema": "notes"}, "schema cannot stand in a prompt of documents"),
+        ({"modules": {}}, "modules cannot stand in a prompt of documents"),
+        ({"positions": "dense"}, "positions cannot stand in a prompt of documents"),
+        ({"documents": None}, r"Missing required parameter: schema \(of a prompt of a schema\)"),
+        ({"documents": None, "schema": "notes"}, "question cannot stand in a prompt of a schema"),
+        ({"separator": "x" * 65}, "Invalid value for separator"),
+        ({"documents": [[5, 6]] * 1000, "instructions": [7] * 900, "link": "none"}, "902000 tokens, and the cache"),
+    ],
+)
+def test_what_is_wrong_is_said(server: ServerThread, more: dict[str, Any], message: str) -> None:
+    answer = post(server.url, PATH, {**documents(11), **more})
+    assert answer.status_code == 400
+    assert re.search(message, answer.json()["error"]["message"])
+
+
+def test_a_prompt_has_a_bounded_number_of_linked_parts(server: ServerThread) -> None:
+    modules = "".join(f'<module name="m{number}">text {number}</module>' for number in range(1100))
+    assert post(server.url, "/v1/pml/schemas", {"schema": f'<schema name="many">{modules}</schema>'}).status_code == 200
+    prompt = f'<prompt schema="many">{"".join(f"<m{number}/>" for number in range(1100))}</prompt>'
+    answer = post(server.url, PATH, {"schema": "many", "prompt": prompt, "link": "none"})
+    assert answer.status_code == 400
+    assert "the prompt has 1100 parts to link" in answer.json()["error"]["message"]
+
+
+def test_an_answer_that_nobody_reads_on_holds_no_sources(server: ServerThread) -> None:
+    body = {**documents(12, (40, 300, 300)), **ENDLESS, "max_tokens": 500, "link": "none", "stream": True}
+
+    def leave(number: int) -> None:
+        with httpx.stream("POST", f"{server.url}{PATH}", json={**body, "cache_salt": str(number)}, timeout=60) as one:
+            for _ in zip(one.iter_lines(), range(number), strict=False):
+                pass
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(leave, range(6)))
+    assert_nothing_is_held(server)
+
+
+def test_without_the_option_nothing_links(python: LLM) -> None:
+    with embedded_llm() as llm, ServerThread(llm, ServerConfig()) as server:
+        for link in ("first-16", "all", "some"):
+            answer = post(server.url, PATH, {**documents(13), "link": link})
+            assert answer.status_code == 400
+            assert f"link={link!r} is refused" in answer.json()["error"]["message"]
+            assert "--allow-links" in answer.json()["error"]["message"]
+        plain = ask(server, documents(13))
+        assert "approximate" not in plain
+        assert not any(name == "linked_tokens_total" for name, _ in metrics(server))
+
+
+# ------------------------------------------------------------------- the gate
+
+
+def measured(folder: Path, model_id: str) -> Path:
+    path = folder / "links.json"
+    MeasuredLinks(model_id, {"none": Agreement(200, 150), "first-16": Agreement(200, 199)}).write(path)
+    return path
+
+
+def test_a_method_is_served_if_it_agreed_often_enough(
+    python: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = measured(tmp_path, python.cache_identity.model_id)
+    caplog.set_level("INFO", logger="foreword")
+    with open_llm() as llm, ServerThread(llm, ServerConfig(link_measurements=file)) as server:
+        assert "served are all, first-16, of link_gate=0.99" in caplog.text
+        assert ask(server, documents(14), link="first-16")["approximate"] == "first-16"
+        assert "approximate" not in ask(server, documents(14), link="all")
+        for link, message in (("none", "in 150 of 200 prompts"), ("first-8", "was not measured with this model")):
+            answer = post(server.url, PATH, {**documents(14), "link": link})
+            assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True)
+
+
+def test_unmeasured_only_all_is_served(python: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="foreword")
+    with open_llm() as llm, ServerThread(llm, ServerConfig()) as server:
+        assert "served are all, of link_gate=0.99; without link_measurements" in caplog.text
+        ask(server, documents(15), link="all")
+        assert post(server.url, PATH, {**documents(15), "link": "first-16"}).status_code == 400
+
+
+def test_a_long_prompt_is_refused_before_a_method_spends_time_on_it(python: LLM) -> None:
+    config = ServerConfig(link_gate=0.0, max_prompt_tokens=100)
+    with open_llm() as llm, ServerThread(llm, config) as server:
+        answer = post(server.url, PATH, {**documents(18), "link": "deviation-20"})
+        assert answer.status_code == 400
+        assert "has 139 tokens, and this server takes 100" in answer.json()["error"]["message"]
+        assert not server.ask(lambda engine: engine.num_computed_tokens)
+
+
+def test_measurements_of_another_model_end_the_start(tmp_path: Path) -> None:
+    file = measured(tmp_path, "beef")
+    with open_llm() as llm, pytest.raises(ConfigError, match="another model"):
+        ServerThread(llm, ServerConfig(link_measurements=file))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--allow-links", "--link-gate", "1.5"], "link_gate=1.5 is not a share; use 0 to 1"),
+        (["--allow-links", "--link-gate", "nan"], "link_gate=nan is not a share"),
+        (["--allow-links", "--link-measurements", "no-such-file"], "'no-such-file' cannot be read"),
+        (["--link-gate", "0.9"], "link_gate=0.9 needs allow_links"),
+        (["--link-measurements", "links.json"], "link_measurements=links.json needs allow_links"),
+    ],
+)
+def test_wrong_options_are_told_before_a_model_is_loaded(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "no-such-model", "--port", "0", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_process_with_the_option_links_and_says_so(tmp_path: Path) -> None:
+    with (
+        (tmp_path / "log").open("w+") as log,
+        ServerProcess("--allow-links", "--link-gate", "0", "--no-self-check", log=log) as process,
+    ):
+        answer = post(process.url, PATH, {**documents(16), "link": "none"})
+        assert answer.json()["approximate"] == "none"
+        assert "links: every method is served, measured or not" in Path(log.name).read_text()
