@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -195,6 +197,23 @@ def test_tokens_that_deviate_are_chosen_before_the_engine_sees_the_prompt(server
     assert counts(found["usage"])[1] == expected.link.linked_tokens > 0
 
 
+def test_linked_prompts_are_composed_beside_the_event_loop(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, link = [], server.service.llm.link
+
+    def noted(*given: Any) -> Any:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        threads.append(threading.current_thread())
+        return link(*given)
+
+    monkeypatch.setattr(server.service.llm, "link", noted)
+    for method in ("first-8", "deviation-20"):
+        ask(server, documents(20), link=method)
+    assert len(threads) == 2
+
+
 def test_other_endpoints_know_no_link(server: ServerThread) -> None:
     answer = post(server.url, "/v1/completions", {"prompt": "a", "link": "none"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "link")
@@ -355,6 +374,24 @@ def test_a_method_is_served_if_it_agreed_often_enough(
         for link, message in (("none", "in 150 of 200 prompts"), ("first-8", "was not measured with this model")):
             answer = post(server.url, PATH, {**documents(14), "link": link})
             assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True)
+
+
+def test_a_schema_cannot_have_a_method_that_is_not_served(python: LLM, tmp_path: Path) -> None:
+    file = measured(tmp_path, python.cache_identity.model_id)
+    asked = {"schema": "notes", "modules": {"falcon": {}, "lisbon": {}}, "text": "What?", "max_tokens": 2}
+    with open_llm() as llm, ServerThread(llm, ServerConfig(link_measurements=file)) as server:
+        for recompute, link, message in (
+            ("none", "first-16", "recompute='none', which counts as a method: link='none' gave"),
+            ("first-8", "first-16", "link='first-8' was not measured"),
+            ("first-32", "first-16", None),
+            ("all", "first-16", None),
+            ("none", "all", None),
+        ):
+            schema = SCHEMA.replace('name="lisbon"', f'name="lisbon" recompute="{recompute}"')
+            assert post(server.url, "/v1/pml/schemas", {"schema": schema}).status_code == 200
+            answer = post(server.url, PATH, {**asked, "link": link})
+            assert answer.status_code == (200 if message is None else 400), answer.text
+            assert message is None or message in answer.json()["error"]["message"]
 
 
 def test_unmeasured_only_all_is_served(python: LLM, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.linking import Gate, MeasuredLinks, Method
+from foreword.pml.composition import Composition
 from foreword.server.options import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,23 @@ class ServedLinks:
         method = Method.parse(name)
         self.gate.check(method.name)
         return method
+
+    def check_parts(self, method: Method, composition: Composition) -> None:
+        """Raise InvalidRequestError for a module whose own `recompute` computes less of it than the method would.
+
+        That counts as a method of its own, or a schema could have under one name what is refused under another.
+        """
+        if self.gate is None or method.first_k is None:
+            return
+        for first_k in sorted({part.first_k for part in composition.parts if part.first_k is not None}):
+            if first_k < method.first_k or method.percent is not None:
+                name = f"first-{first_k}" if first_k else "none"
+                try:
+                    self.gate.check(name)
+                except InvalidRequestError as error:
+                    raise InvalidRequestError(
+                        f"a module of the prompt has recompute={name!r}, which counts as a method: {error}"
+                    ) from error
 
     def check_sources(self, num_sources: int, num_tokens: int) -> None:
         """Raise InvalidRequestError for a prompt that is linked from too many sources, or too long ones."""

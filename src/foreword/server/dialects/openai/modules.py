@@ -47,11 +47,17 @@ async def module_completions(
         parts = _documents(service, body) if schema is None else _composed(schema, body)
         plain = service.prompt_of(np.array(parts.token_ids, np.int32), salt)
         service.check_length(len(plain.token_ids))  # before a method spends time on it
-        return plain if method is None else service.llm.link(plain, _composition(service, parts), method)
+        if method is None:
+            return plain
+        composition = _composition(service, parts)
+        service.links.check_parts(method, composition)
+        return service.llm.link(plain, composition, method)
 
     async def find(service: Service, request: Request) -> list[Prompt]:
-        if method is None or method.percent is None:
+        if method is None:
             return [await with_body(request, compose)]
+        if method.percent is None:  # sources may be long although the body is short: each repeats the instructions
+            return [await asyncio.to_thread(compose)]
         async with service.links.choosing:
             return [await asyncio.to_thread(compose)]
 
