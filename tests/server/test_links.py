@@ -169,6 +169,19 @@ def test_a_schemas_modules_are_linked(server: ServerThread) -> None:
     assert ask(server, {**asked, "prompt": pml}, link="first-4")["choices"] == found["choices"]
 
 
+def test_a_prompt_with_gaps_is_approximate_even_if_all_is_computed(server: ServerThread, python: LLM) -> None:
+    assert post(server.url, "/v1/pml/schemas", {"schema": SCHEMA}).status_code == 200
+    asked: dict[str, Any] = {"schema": "notes", "modules": {"lisbon": {}}, "text": "What?", "max_tokens": 2}
+    assert ask(server, asked, link="all")["approximate"] == "all"
+    assert "approximate" not in ask(server, asked, link="all", positions="dense")
+    schema = python.pml.load(SCHEMA)
+    for positions, is_exact in (("schema", False), ("dense", True)):
+        prompt = schema.prompt({"lisbon": {}}, text="What?", positions=positions)
+        [output] = python.generate(prompt, SamplingParams(max_tokens=2, temperature=0.0), link="all")
+        assert output.link is not None
+        assert output.link.exact is is_exact
+
+
 def test_several_choices_share_one_linked_prompt(server: ServerThread) -> None:
     body = documents(5)
     one = ask(server, body, link="none")
@@ -200,7 +213,8 @@ def test_tokens_that_deviate_are_chosen_before_the_engine_sees_the_prompt(server
 def test_linked_prompts_are_composed_beside_the_event_loop(
     server: ServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads, link = [], server.service.llm.link
+    link = server.service.llm.link
+    threads: list[threading.Thread] = []
 
     def noted(*given: Any) -> Any:
         with pytest.raises(RuntimeError, match="no running event loop"):

@@ -169,8 +169,10 @@ class LinkReport:
     """Leading tokens that were found in the prefix cache: exact, and the only ones that count as hits."""
     copied_tokens: int
     """The linked tokens that had to be copied; the others were there from an equal composition."""
+    has_gaps: bool = False
+    """Whether tokens stand at other positions than those of the plain prompt, as a schema may have it."""
 
     @property
     def exact(self) -> bool:
         """Whether the answer has the bits of the prompt without links."""
-        return self.linked_tokens == 0
+        return self.linked_tokens == 0 and not self.has_gaps

@@ -365,6 +365,7 @@ class Request:
             computed_tokens=rest,
             cached_tokens=self.num_cached_tokens,
             copied_tokens=self.num_copied_tokens,
+            has_gaps=links.has_gaps,
         )
 
     @property

@@ -64,7 +64,9 @@ class RequestRecord:
     link_method: str | None = None
     """The method of linking that the call asked for."""
     linked_from: int | None = None
-    """The index of the first token that is linked; None: all are computed, and the answer is exact."""
+    """The index of the first token that is linked; None: all are computed."""
+    has_gaps: bool = False
+    """Whether tokens stand at other positions than those of the plain prompt."""
     link: LinkReport | None = None
     """What became of the tokens of a prompt with `link_method`."""
     route: str | None = None
@@ -78,8 +80,8 @@ class RequestRecord:
 
     @property
     def approximate(self) -> str | None:
-        """The method, if tokens are linked."""
-        return None if self.linked_from is None else self.link_method
+        """The method, if tokens are linked or positions have gaps; None: the answer is exact."""
+        return self.link_method if self.linked_from is not None or self.has_gaps else None
 
     @property
     def num_queried_tokens(self) -> int:

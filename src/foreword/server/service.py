@@ -372,6 +372,7 @@ class Service:
                     is_uncached=caller.is_uncached,
                     link_method=None if prompt.links is None else prompt.links.method,
                     linked_from=None if prompt.links is None else prompt.links.in_whole_blocks(size).linked_from,
+                    has_gaps=prompt.links is not None and prompt.links.has_gaps,
                 ),
                 replace(
                     prompt,
