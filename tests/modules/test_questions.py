@@ -82,6 +82,13 @@ def test_users_prompts_are_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert len(first.composition.sources) == 3
 
 
+def test_a_text_may_have_the_ends_of_lines_that_json_has_not(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    told = {"documents": ["One.\u2028Two.\x85Three."], "question": "Where?"}
+    file.write_bytes(b"\r\n".join([json.dumps(told, ensure_ascii=False).encode()] * 2))
+    assert len(Questions(tokenizer).read_file(file)) == 2
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [

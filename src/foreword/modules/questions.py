@@ -100,7 +100,7 @@ class Questions:
     def read_file(self, path: Path) -> list[Asked]:
         """The prompts of a file of JSON lines. Raises ConfigError, with the line's number."""
         try:
-            lines = path.expanduser().read_text(encoding="utf-8").splitlines()
+            lines = path.expanduser().read_text(encoding="utf-8").split("\n")  # texts may have other ends of lines
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise ConfigError(f"--prompts {str(path)!r} cannot be read: {reason}") from error
