@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from foreword import LLM, SamplingParams
 from foreword.demo import recall
 from foreword.demo.run import embedded_model
+from foreword.engine import Prompt
 from foreword.errors import InvalidRequestError, PromptTooLongError
 from foreword.linking import Method, link_parts
 from foreword.linking.methods import FloatArray, IntArray, most_deviating
@@ -275,6 +277,33 @@ def test_what_is_kept_of_sources_is_bounded_and_changes_nothing(tiny_models: Tin
         assert 0 < len(small._kept) <= 4
         fresh.measure(composed.token_ids, base, "red")
         assert len(fresh._kept) == 12, "a tenant may learn from a time what another one links"
+
+
+class _CountedTokens(np.ndarray[Any, np.dtype[np.int32]]):
+    """Tokens that count how often all of them are read."""
+
+    num_whole, num_read = 0, 0
+
+    def tobytes(self, order: Any = "C") -> bytes:
+        _CountedTokens.num_read += len(self) == _CountedTokens.num_whole
+        return super().tobytes(order)
+
+
+def test_intake_reads_a_source_as_often_for_many_runs_as_for_one(tiny_models: TinyModels) -> None:
+    composed = compose_documents(documents((20, 200)), None)
+    links = link_parts(composed, Method.parse("none"))
+    [run] = links.runs
+    tokens = run.source.view(_CountedTokens)
+    one = replace(links, runs=(replace(run, source=tokens),))
+    many = one.without(np.arange(composed.num_tokens) % 3 == 0)
+    assert len(many.runs) > 60
+    _CountedTokens.num_whole, times = len(tokens), []
+    with open_llm(tiny_models.folder("llama")) as llm:
+        for number, own in enumerate((one, many)):
+            _CountedTokens.num_read = 0
+            llm.engine.add_request(str(number), Prompt(composed.token_ids, links=own), GREEDY)
+            times.append(_CountedTokens.num_read)
+    assert times[0] == times[1] > 0
 
 
 # ------------------------------------------------------------------- refusals

@@ -40,6 +40,8 @@ def test_only_whole_blocks_of_sources_are_linked() -> None:
     again = cut.in_whole_blocks(4)
     assert [(run.begin, run.end) for run in again.runs] == [(0, 3), (5, 10)]
     assert links((5, 6, 8)).in_whole_blocks(4).runs == ()
+    for each in (links((0, 3, 0), (5, 11, 3)), links((1, 2, 8), (5, 11, 3)), links((5, 6, 8)), links(length=3)):
+        assert each.linked_from_in(4) == each.in_whole_blocks(4).linked_from
 
 
 def test_generated_tokens_follow_the_prompt_s_last_position() -> None:

@@ -152,12 +152,15 @@ class Intake:
     def _sources(self, links: Links, prompt: Prompt) -> tuple[TokenSequence, ...]:
         """For each run the sequence that it is copied from; equal ones are one object."""
         made: dict[bytes, TokenSequence] = {}
-        for run in links.runs:
-            if run.source.tobytes() not in made:
+        of_array: dict[int, TokenSequence] = {}
+        for tokens in links.sources:
+            key = tokens.tobytes()
+            if key not in made:
                 # All of a source lies under the salt: what all tenants share of a prompt is no part of it.
-                source = Prompt(run.source, extra_keys=replace(prompt.extra_keys, salt_offset=0))
-                made[run.source.tobytes()] = self.sequence("", source)
-        return tuple(made[run.source.tobytes()] for run in links.runs)
+                source = Prompt(tokens, extra_keys=replace(prompt.extra_keys, salt_offset=0))
+                made[key] = self.sequence("", source)
+            of_array[id(tokens)] = made[key]
+        return tuple(of_array[id(run.source)] for run in links.runs)
 
     def _items(self, links: Links, sources: Sequence[TokenSequence], prompt: Prompt) -> tuple[MediaItem, ...]:
         """The names of a prompt's linked tokens and gaps in block keys."""
@@ -242,7 +245,7 @@ class Intake:
         for what, is_given in unable.items():
             if is_given:
                 raise InvalidRequestError(f"a linked prompt takes no {what}; leave them out, or link nothing")
-        lengths = [len(run.source) for run in links.runs]
+        lengths = [len(tokens) for tokens in links.sources]
         last, most = int(links.positions[-1]), self._limits.max_model_len - 1
         if max([last + 1, *lengths]) > most:
             raise PromptTooLongError(
@@ -255,7 +258,7 @@ class Intake:
     def _check_room_for_sources(self, prompt: Prompt, num_tokens: int) -> None:
         """Raise RequestTooLargeError if the pool cannot hold a request and all its sources at a time."""
         links, size = self._links(prompt), self._manager.block_size
-        sources = {} if links is None else {run.source.tobytes(): len(run.source) for run in links.runs}
+        sources = {} if links is None else {tokens.tobytes(): len(tokens) for tokens in links.sources}
         if not sources:
             return
         needed = -(-num_tokens // size) + sum(-(-length // size) for length in sources.values())

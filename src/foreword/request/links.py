@@ -46,6 +46,10 @@ class LinkedRun:
         """The index after the run's last token in the source."""
         return self.first + self.end - self.begin
 
+    def num_in_whole_blocks(self, block_size: int) -> int:
+        """The tokens from its first one to the end of the source's last whole block; negative or 0: none of the run."""
+        return len(self.source) // block_size * block_size - self.first
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Links:
@@ -73,10 +77,19 @@ class Links:
         """The part of these links that lies in whole blocks of the sources: only these stay cached."""
         runs = []
         for run in self.runs:
-            most = len(run.source) // block_size * block_size - run.first
+            most = run.num_in_whole_blocks(block_size)
             if most > 0:
                 runs.append(replace(run, end=min(run.end, run.begin + most)))
         return replace(self, runs=tuple(runs))
+
+    def linked_from_in(self, block_size: int) -> int | None:
+        """`in_whole_blocks(block_size).linked_from`, for links with thousands of runs, too."""
+        return next((run.begin for run in self.runs if run.num_in_whole_blocks(block_size) > 0), None)
+
+    @property
+    def sources(self) -> list[IntArray]:
+        """The sources of its runs, each array once: many runs may lie in one."""
+        return list({id(run.source): run.source for run in self.runs}.values())
 
     def without(self, chosen: BoolArray) -> Links:
         """These links without the chosen tokens [tokens]: runs are what lies between them."""

@@ -371,7 +371,7 @@ class Service:
                     stream,
                     is_uncached=caller.is_uncached,
                     link_method=None if prompt.links is None else prompt.links.method,
-                    linked_from=None if prompt.links is None else prompt.links.in_whole_blocks(size).linked_from,
+                    linked_from=None if prompt.links is None else prompt.links.linked_from_in(size),
                     has_gaps=prompt.links is not None and prompt.links.has_gaps,
                 ),
                 replace(
