@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from foreword import LLM, SamplingParams
 from foreword.cli import main
+from foreword.engine import Prompt
 from foreword.errors import ConfigError
 from foreword.linking import Agreement, MeasuredLinks
 from foreword.server.options import ServerConfig
@@ -365,6 +366,35 @@ def test_without_the_option_nothing_links(python: LLM) -> None:
         plain = ask(server, documents(13))
         assert "approximate" not in plain
         assert not any(name == "linked_tokens_total" for name, _ in metrics(server))
+
+
+def test_who_waits_for_a_choice_may_leave_and_does_not_wait_forever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_go, begun = threading.Event(), threading.Event()
+    salts: list[str | None] = []
+    with open_llm() as llm, ServerThread(llm, ServerConfig(link_gate=0.0, request_timeout_s=3.0)) as server:
+        link = llm.link
+
+        def slow(prompt: Prompt, *given: Any) -> Any:
+            salts.append(prompt.extra_keys.salt)
+            begun.set()
+            assert may_go.wait(30)
+            return link(prompt, *given)
+
+        monkeypatch.setattr(llm, "link", slow)
+        body = {**documents(21), "link": "deviation-20"}
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(post, server.url, PATH, body)
+            assert begun.wait(30)
+            late = post(server.url, PATH, body)
+            assert (late.status_code, late.json()["error"]["code"]) == (408, "timeout")
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{server.url}{PATH}", json={**body, "cache_salt": "left"}, timeout=0.5)
+            may_go.set()
+            assert first.result().status_code == 200
+        ask(server, body)
+    assert len(salts) == 2
 
 
 # ------------------------------------------------------------------- the gate

@@ -95,6 +95,11 @@ def timed_out(limit_s: float) -> APIError:
     return APIError(408, message, kind="timeout", code="timeout", headers={"x-should-retry": "false"})
 
 
+def left() -> APIError:
+    """499: the client has left, and nobody reads this."""
+    return APIError(499, "The client has left before its request was queued.", code="disconnected")
+
+
 def engine_failed(reason: str) -> APIError:
     """503: the engine has failed."""
     return APIError(

@@ -16,7 +16,7 @@ from foreword.engine import Prompt
 from foreword.pml.composition import Composition
 from foreword.pml.documents import SEPARATOR, DocumentTokens, read_documents
 from foreword.pml.library import LoadedSchema, SchemaPrompt
-from foreword.server.api_errors import bad_request
+from foreword.server.api_errors import bad_request, left
 from foreword.server.dialects.openai.completions import complete
 from foreword.server.dialects.openai.fields import ModulesRequest
 from foreword.server.http import Authorized, service_of
@@ -58,7 +58,9 @@ async def module_completions(
             return [await with_body(request, compose)]
         if method.percent is None:  # sources may be long although the body is short: each repeats the instructions
             return [await asyncio.to_thread(compose)]
-        async with service.links.choosing:
+        async with service.links.turn(service.config.request_timeout_s):
+            if await request.is_disconnected():
+                raise left()
             return [await asyncio.to_thread(compose)]
 
     return await complete(body, find, request, tenant, "pml.completions")
