@@ -153,8 +153,15 @@ def test_the_embedded_tokenizer_knows_each_word_and_the_size_is_about_right(task
 
 @pytest.mark.parametrize(
     ("task", "tokens", "parts", "questions"),
-    [("poems", 512, 4, 1), ("order", 512, 1, 1), ("order", 512, 40, 1), ("order", 512, 4, 100), ("hops", 512, 4, 0)],
+    [
+        ("poems", 512, 4, 1),
+        ("order", 512, 1, 1),
+        ("order", 512, 40, 1),
+        ("order", 512, 4, 100),
+        ("hops", 512, 4, 0),
+        ("scope", 4000, 160, 1),
+    ],
 )
 def test_what_cannot_be_drawn_is_refused(task: str, tokens: int, parts: int, questions: int) -> None:
-    with pytest.raises(ValueError, match=r"no task|parts of|questions; such"):
+    with pytest.raises(ValueError, match=r"no task|parts of|questions; such|a place for each, and there are"):
         draw(Random(0), task, num_tokens=tokens, num_parts=parts, num_questions=questions)

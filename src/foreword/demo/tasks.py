@@ -85,6 +85,8 @@ def draw(
         raise ValueError(
             f"{num_parts} parts of {num_tokens} tokens; ask for 2 parts or more, of 24 tokens or more each"
         )
+    if task == "scope" and num_parts > len(recall.CITIES):
+        raise ValueError(f"{num_parts} parts; {task!r} has a place for each, and there are {len(recall.CITIES)}")
     parts, facts = _DRAWS[task](rng, num_lines, num_parts)
     if not 1 <= num_questions <= len(facts):
         raise ValueError(f"{num_questions} questions; such a case has 1 to {len(facts)}")
