@@ -199,7 +199,7 @@ class LLM:
         *,
         methods: Sequence[str] = METHODS,
     ) -> list[LinkedAnswer]:
-        """Answer one prompt of documents or modules by several methods, and by `all`, which is exact.
+        """Answer one prompt of documents or modules by several methods, and by `all`, exact if positions have no gaps.
 
         Each method finds the sources cached and nothing else of the prompt: its times can be compared. They count from
         the text on, with the choice of what is linked, and leave out what computing the sources takes. Without

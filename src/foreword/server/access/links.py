@@ -91,7 +91,12 @@ class ServedLinks:
         """
         if self.gate is None or method.first_k is None:
             return
-        for first_k in sorted({part.first_k for part in composition.parts if part.first_k is not None}):
+        linked = [
+            part.first_k
+            for part, end in zip(composition.parts, composition.begins[1:], strict=True)
+            if part.first_k is not None and end > composition.num_exact_tokens
+        ]
+        for first_k in sorted(set(linked)):
             if first_k < method.first_k or method.percent is not None:
                 name = f"first-{first_k}" if first_k else "none"
                 try:
