@@ -65,6 +65,27 @@ def test_a_time_that_is_not_measured_again_is_forgotten() -> None:
     assert best_lengths([(0.9, 0.9)], [7], 1, 1, times, 100) == [7]
 
 
+def test_a_time_is_forgotten_while_steps_have_a_number_of_rows_that_is_not_timed() -> None:
+    times = timed({8: 0.02, 10: 2.0, 12: 2.0})
+    assert best_lengths([(0.99, 0.99)] * 9, [3] * 9, 9, 9, times, 100) == [0] * 9
+    for _ in range(FORGOTTEN_AFTER + 1):
+        times.seconds(np.array([9]))
+        times.note(9, 0.021)
+    of_nine, of_twelve = times.seconds(np.array([9, 12]))
+    assert of_twelve < 1.5 * of_nine
+    assert sum(best_lengths([(0.99, 0.99)] * 9, [3] * 9, 9, 9, times, 100)) > 0
+
+
+def test_seconds_are_seconds_though_no_step_had_a_timed_number_of_rows() -> None:
+    """What guesses may take is a share of them."""
+    times = StepTimes()
+    for num_rows in (9, 11, 400):
+        times.note(num_rows, 0.04)
+        assert times.seconds(np.array([num_rows]))[0] == pytest.approx(0.04)
+    times.note(8, 0.02)
+    assert times.seconds(np.array([8]))[0] == pytest.approx(0.02)
+
+
 def test_a_guess_that_begins_rightly_is_drafted_to_its_end() -> None:
     times = timed({1: 0.02, 2: 0.021, 4: 0.022, 8: 0.026, 10: 0.5})
     assert best_lengths([(0.3, 0.3)], [31], 1, 1, times, 100) == [3]
