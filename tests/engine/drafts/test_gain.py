@@ -46,6 +46,14 @@ def test_longer_drafts_pay_where_they_are_surely_right() -> None:
     assert unsure == 7
 
 
+def test_drafts_ride_along_with_steps_that_are_too_long_to_be_timed() -> None:
+    """A prompt's rows cost so much that a few more are nothing; without prompts, steps of this length never pay."""
+    times = timed({1: 0.02, 8: 0.02, 16: 0.03, 256: 0.3})
+    assert best_lengths([(0.995, 0.995)], [31], 513, 1, times, 511) == [31]
+    assert best_lengths([(0.995, 0.995)], [31], 250, 1, times, 511) == [31]
+    assert best_lengths([(0.995, 0.995)] * 300, [31] * 300, 300, 300, times, 4096) == [0] * 300
+
+
 def test_times_that_other_work_disturbed_do_not_count_and_none_falls_with_more_rows() -> None:
     times = timed({1: 0.02, 4: 0.019, 8: 0.03})
     for num_rows in (1, 8, 8, 8):

@@ -16,7 +16,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 SIZES = np.array([*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256])
-"""Numbers of rows whose steps are timed. Drafts fill a step up to one of them, so that its time is known."""
+"""Numbers of rows whose steps are timed. Drafts fill a step up to one of them, so that its time is known. Longer steps,
+as those that compute prompts, are not timed: drafts add any number of rows to them."""
 FREE_ROWS, COST_OF_MORE = 8, 0.06
 """What is assumed before steps were timed: this many rows cost what one does, each further row this share of it."""
 KEPT_TIMES, TRIES = 7, 3
@@ -197,8 +198,8 @@ def best_lengths(
     tokens = num_samples + np.append(0.0, gains[order].cumsum())
     sizes = num_rows + np.arange(len(tokens))
     rates = tokens / times.seconds(sizes)
-    is_timed = np.isin(sizes, SIZES)
-    is_timed[[0, -1]] = True, sizes[-1] <= SIZES[-1]
-    count = best_count(np.where(is_timed, rates, 0.0))
+    may_end = np.isin(sizes, SIZES) | (sizes > SIZES[-1])
+    may_end[[0, -1]] = True
+    count = best_count(np.where(may_end, rates, 0.0))
     lengths: list[int] = np.bincount(owners[order[:count]], minlength=len(longest)).tolist()
     return lengths
