@@ -12,7 +12,8 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_host.py"
 
 
-@pytest.mark.parametrize("temperature", ["0", pytest.param("0.8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_every_part_of_a_step_is_timed_and_nothing_is_called_a_gpu_figure(temperature: str) -> None:
     pytest.importorskip("triton")
     sizes = ["--batch", "3", "--context", "40", "--steps", "4", "--temperature", temperature]

@@ -14,6 +14,7 @@ from foreword.model.cpu.product import can_multiply
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "step_profile.py"
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_step_are_named_and_add_up() -> None:
     command = [sys.executable, str(SCRIPT), "--quick", "--json", "--steps", "3", "--batch", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)

@@ -45,6 +45,7 @@ def test_an_llm_publishes_what_its_cache_holds(chat_model: Path, index: str) -> 
         assert llm.take_cache_events()[-1].event == AllBlocksCleared()
 
 
+@pytest.mark.slow
 def test_a_server_publishes_and_watch_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     given = addresses()
     flags = [part for name, one in given.items() for part in ("--" + name.replace("_", "-"), one)]

@@ -169,11 +169,11 @@ def test_hits_are_those_of_one_pool_and_work_is_spread_evenly(alone: ServerThrea
         for url in (alone.url, three.url):
             found[url] = sum(
                 complete(url, long_prompt(topic, question))["usage"]["prompt_tokens_details"]["cached_tokens"]
-                for question in range(4)
+                for question in range(2)
                 for topic in range(12)
             )
         assert found[three.url] >= 0.95 * found[alone.url]
-        assert max(three.link.requests.values()) <= 1.25 * 48 / 3, three.link.requests
+        assert max(three.link.requests.values()) <= 1.25 * 24 / 3, three.link.requests
 
 
 def test_a_flood_of_one_system_prompt_is_spread_and_everybody_holds_it() -> None:
