@@ -42,6 +42,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
+from itertools import permutations
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -67,6 +68,8 @@ SIZES = ((512, 2), (512, 4), (1024, 8), (2048, 16))
 TOKENS_AT_ONCE = 10_000
 """Prompts of this many tokens, about, run together, so that documents are computed once for all methods."""
 NUM_BLOCKS = 40_000
+SHELF = 4
+"""Documents on the shelf, for each document of a timed prompt."""
 LINKED = ("none", "first-16", "deviation-15", "all")
 TIMED: tuple[tuple[str, str | None], ...] = (("full", None), ("prefix", None), *((name, name) for name in LINKED))
 """Arms of the speed part, and their methods."""
@@ -238,7 +241,7 @@ def time_arms(
     rng = np.random.default_rng((seed, number, length))
     times: dict[str, list[float]] = {}
     outputs: dict[str, RequestOutput] = {}
-    documents = [rng.integers(0, shape.vocab_size, length).tolist() for _ in range(3 * number)]
+    documents = [rng.integers(0, shape.vocab_size, length).tolist() for _ in range(SHELF * number)]
     llm.reset_prefix_cache()
     llm.generate([{"prompt_token_ids": document} for document in documents], FIRST_TOKEN, show_progress=False)
     for at in range(0, len(documents), number):  # what the choice by deviation keeps of documents
@@ -260,10 +263,15 @@ def time_arms(
 def rounds_of(
     rng: np.random.Generator, documents: Sequence[list[int]], number: int, vocab_size: int, rounds: int
 ) -> Iterator[tuple[str, Any, str | None]]:
-    """The arms of each round, each with some of the documents in random order; the first round warms up."""
+    """The arms of each round, each with some of the documents in random order; the first round warms up.
+
+    No two prompts begin with the same two documents: what an arm has to compute or copy is cached for none.
+    """
+    firsts = iter(rng.permutation([*permutations(range(len(documents)), 2)]).tolist())
     for _ in range(rounds + 1):
         for arm, link in TIMED:
-            order = rng.permutation(len(documents))[:number].tolist()
+            two = next(firsts)
+            order = two + [at for at in rng.permutation(len(documents)).tolist() if at not in two][: number - 2]
             question = rng.integers(0, vocab_size, 16).tolist()
             yield arm, {"documents": [documents[at] for at in order], "question": question}, link
 

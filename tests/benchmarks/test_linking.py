@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +49,18 @@ def test_controls_fail_and_methods_make_a_curve() -> None:
     shares = [share for _, share, _ in found["curve"]["cut-16"]]
     assert shares == sorted(shares)
     assert {name for name, _, _ in found["curve"]["cut-16"]} == set(found["quality"]["cut-16"])
+
+
+def test_no_arm_finds_cached_what_it_has_to_compute_or_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two timed prompts that begin with the same two documents share more than a source."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    rounds_of = runpy.run_path(str(ROOT / "benchmarks/linking.py"))["rounds_of"]
+    for number in (2, 4, 16):
+        documents = [[at] for at in range(4 * number)]
+        prompts = [prompt["documents"] for _, prompt, _ in rounds_of(np.random.default_rng(0), documents, number, 9, 7)]
+        assert len(prompts) == 48
+        assert len({(first, second) for [first], [second], *_ in prompts}) == 48
+        assert all(len({at for [at] in chosen}) == number for chosen in prompts)
 
 
 @pytest.mark.slow

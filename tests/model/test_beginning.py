@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from foreword import LLM, SamplingParams
 from foreword.config import Dtype, ModelConfig
@@ -24,8 +24,10 @@ MODELS = {
     "odd_llama": RECIPES["odd_llama"],
     "deepseek_v3": RECIPES["deepseek_v3"],
     "qwen3_moe": RECIPES["qwen3_moe"],
+    "mistral": RECIPES["mistral"],
     "gpt_oss": Recipe("gpt_oss", {**RECIPES["gpt_oss"].options, "layer_types": FULL}),
 }
+WINDOWS = {"mistral": 24}
 TOKENS = np.random.default_rng(0).integers(3, VOCAB_SIZE, 600).astype(np.int32)
 POSITIONS = np.arange(len(TOKENS), dtype=np.int32)
 
@@ -61,19 +63,21 @@ def test_later_tokens_and_chunks_change_no_bit(
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("name", ["llama", "glm4", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "glm4", "qwen3_moe", "gpt_oss", "mistral"])
 def test_keys_and_values_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """Windows hide what they hide in the model: with `keep_all_kv` such a model can be linked."""
     _, beginning = load(save_model(tmp_path, MODELS[name]))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
     positions = POSITIONS + np.where(POSITIONS < 200, 3, 90).astype(np.int32)
     with torch.inference_mode():
-        seen = torch.zeros(1, 1, len(TOKENS), len(TOKENS)).masked_fill(
-            torch.ones(len(TOKENS), len(TOKENS), dtype=torch.bool).triu(1), torch.finfo(torch.float32).min
-        )
+        every = torch.ones(len(TOKENS), len(TOKENS), dtype=torch.bool)
+        hidden = every.triu(1) | every.tril(-WINDOWS.get(name, len(TOKENS)))
+        seen = torch.zeros(1, 1, *hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
         cache = plain(
             torch.from_numpy(TOKENS)[None].long(),
             position_ids=torch.from_numpy(positions)[None].long(),
             attention_mask=seen,
+            past_key_values=DynamicCache(),  # keeps what windows hide, too
             use_cache=True,
         ).past_key_values
     expected = (cache.layers[1].keys[0].transpose(0, 1), cache.layers[1].values[0].transpose(0, 1))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from foreword.kernels.reference import CHUNK_TOKENS, AttentionOptions
 from foreword.kernels.select import ReferenceAttention
 from foreword.model.flat_model import FlatModel
 from foreword.model.fusion.packed import pack_linears
+from foreword.model.layout import LayerLayout
 from foreword.model.row_padding import RowPadding
 
 BEGINNING_NAME = "foreword_beginning"
@@ -42,14 +43,14 @@ KeysValues = tuple[Tensor, Tensor]
 class ModelBeginning:
     """Computes keys and values of a model's second attention layer; threads take turns."""
 
-    def __init__(self, model: FlatModel, last_layer: int) -> None:
-        """`model`: a copy of its own, with attn_implementation="foreword_beginning"."""
-        self._model, self.last_layer = model, last_layer
+    def __init__(self, model: FlatModel, layers: Mapping[int, LayerLayout]) -> None:
+        """`model`: a copy of its own, with attn_implementation="foreword_beginning" and these attention layers."""
+        self._model, self._layers, self.last_layer = model, layers, sorted(layers)[1]
         self._attention, self._lock = ReferenceAttention(), threading.Lock()
         self._pad_rows: RowPadding | None = None  # until linear layers are packed
 
     @classmethod
-    def of(cls, model: FlatModel, layers: Collection[int]) -> ModelBeginning | None:
+    def of(cls, model: FlatModel, layers: Mapping[int, LayerLayout]) -> ModelBeginning | None:
         """The beginning of a model with these attention layers; None if it has fewer than two.
 
         Call it before modules are fused or packed.
@@ -58,7 +59,7 @@ class ModelBeginning:
             return None
         module = _copy(model.module)
         module.set_attn_implementation(BEGINNING_NAME)
-        beginning = cls(FlatModel(module, model.cache_argument, model.device), sorted(layers)[1])
+        beginning = cls(FlatModel(module, model.cache_argument, model.device), layers)
         beginning._drop_rest()
         return beginning
 
@@ -67,7 +68,7 @@ class ModelBeginning:
         with self._lock, torch.inference_mode():
             if self._pad_rows is None:
                 self._pad_rows = self._pack()
-            made = _Pass(self.last_layer, len(token_ids))
+            made = _Pass(self._layers, self.last_layer, len(token_ids))
             for start in range(0, len(token_ids), PASS_TOKENS):
                 end = min(start + PASS_TOKENS, len(token_ids))
                 self._run(made, token_ids[start:end], positions[start:end], start, self._pad_rows(end - start))
@@ -102,7 +103,7 @@ class ModelBeginning:
 
     def _trial(self) -> _Pass:
         """A pass of two tokens."""
-        made, two = _Pass(self.last_layer, 2), np.arange(2, dtype=np.int32)
+        made, two = _Pass(self._layers, self.last_layer, 2), np.arange(2, dtype=np.int32)
         with torch.inference_mode():
             self._run(made, two, two, 0, 2)
         return made
@@ -136,6 +137,7 @@ class _Ended(Exception):  # noqa: N818 - it is no error
 class _Pass:
     """A pass in chunks: the keys and values so far, and the present chunk."""
 
+    layers: Mapping[int, LayerLayout]
     last_layer: int
     num_tokens: int
     start: int = 0
@@ -173,12 +175,10 @@ def beginning_attention(  # noqa: PLR0913 - the interface is transformers'
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Keep keys and values; attend to all tokens before, or end the pass. The interface is `foreword_attention`'s.
-
-    Windows and chunks of a model whose prompts can be linked hide nothing (`rotation.check_linkable`).
-    """
+    """Keep keys and values; attend to the tokens before, or end the pass. The interface is `foreword_attention`'s."""
     del attention_mask
     layer: int = module.layer_idx  # type: ignore[assignment]
     rooms = forward_context.keep(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
@@ -186,7 +186,9 @@ def beginning_attention(  # noqa: PLR0913 - the interface is transformers'
         forward_context.ended_in = module
         raise _Ended
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = AttentionOptions(scale, softcap=softcap, sinks=s_aux)
+    options = AttentionOptions(
+        scale, sliding_window, softcap, sinks=s_aux, local_chunk=forward_context.layers[layer].local_chunk
+    )
     attended = ReferenceAttention().attend(query[0].transpose(0, 1), *rooms, forward_context.plan, options)
     return attended[None], None
 

@@ -46,6 +46,14 @@ def test_longer_drafts_pay_where_they_are_surely_right() -> None:
     assert unsure == 7
 
 
+def test_drafts_ride_along_with_steps_that_are_too_long_to_be_timed() -> None:
+    """A prompt's rows cost so much that a few more are nothing; without prompts, steps of this length never pay."""
+    times = timed({1: 0.02, 8: 0.02, 16: 0.03, 256: 0.3})
+    assert best_lengths([(0.995, 0.995)], [31], 513, 1, times, 511) == [31]
+    assert best_lengths([(0.995, 0.995)], [31], 250, 1, times, 511) == [31]
+    assert best_lengths([(0.995, 0.995)] * 300, [31] * 300, 300, 300, times, 4096) == [0] * 300
+
+
 def test_times_that_other_work_disturbed_do_not_count_and_none_falls_with_more_rows() -> None:
     times = timed({1: 0.02, 4: 0.019, 8: 0.03})
     for num_rows in (1, 8, 8, 8):
@@ -63,6 +71,27 @@ def test_a_time_that_is_not_measured_again_is_forgotten() -> None:
     for _ in range(FORGOTTEN_AFTER + 1):
         times.note(1, 0.02)
     assert best_lengths([(0.9, 0.9)], [7], 1, 1, times, 100) == [7]
+
+
+def test_a_time_is_forgotten_while_steps_have_a_number_of_rows_that_is_not_timed() -> None:
+    times = timed({8: 0.02, 10: 2.0, 12: 2.0})
+    assert best_lengths([(0.99, 0.99)] * 9, [3] * 9, 9, 9, times, 100) == [0] * 9
+    for _ in range(FORGOTTEN_AFTER + 1):
+        times.seconds(np.array([9]))
+        times.note(9, 0.021)
+    of_nine, of_twelve = times.seconds(np.array([9, 12]))
+    assert of_twelve < 1.5 * of_nine
+    assert sum(best_lengths([(0.99, 0.99)] * 9, [3] * 9, 9, 9, times, 100)) > 0
+
+
+def test_seconds_are_seconds_though_no_step_had_a_timed_number_of_rows() -> None:
+    """What guesses may take is a share of them."""
+    times = StepTimes()
+    for num_rows in (9, 11, 400):
+        times.note(num_rows, 0.04)
+        assert times.seconds(np.array([num_rows]))[0] == pytest.approx(0.04)
+    times.note(8, 0.02)
+    assert times.seconds(np.array([8]))[0] == pytest.approx(0.02)
 
 
 def test_a_guess_that_begins_rightly_is_drafted_to_its_end() -> None:

@@ -30,7 +30,7 @@ def choose_drafting(
     if any(isinstance(group, MambaSpec) for group in manager.groups):
         reason = "its recurrent layers cannot go back behind a wrong token"
     elif launches and draft_tokens == "auto":
-        reason = "on a GPU, steps with drafts are no recorded graphs, and were never timed; draft_tokens=N drafts there"
+        reason = "on a GPU, steps with drafts were never timed; draft_tokens=N drafts there"
     elif inexactness is not None and draft_tokens == "auto":
         reason = f"results are not bit-exact here ({inexactness}); draft_tokens=N drafts all the same"
     if reason is not None:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 SIZES = np.array([*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256])
-"""Numbers of rows whose steps are timed. Drafts fill a step up to one of them, so that its time is known."""
+"""Numbers of rows whose steps are timed. Drafts fill a step up to one of them, so that its time is known. Longer steps,
+as those that compute prompts, are not timed: drafts add any number of rows to them."""
 FREE_ROWS, COST_OF_MORE = 8, 0.06
 """What is assumed before steps were timed: this many rows cost what one does, each further row this share of it."""
 KEPT_TIMES, TRIES = 7, 3
@@ -37,6 +38,8 @@ class StepTimes:
         self._times: list[deque[float]] = [deque(maxlen=KEPT_TIMES) for _ in SIZES]
         self._noted_at: list[int] = [0] * len(SIZES)
         self._num_steps = 0
+        self._last_slowness = 1.0
+        """The last step's seconds, as a multiple of what is assumed."""
         self._curve: Floats | None = None
 
     @property
@@ -47,14 +50,17 @@ class StepTimes:
     def note(self, num_rows: int, seconds: float) -> None:
         """Note what a step took."""
         self._num_steps += 1
+        self._curve = None  # with each step, a time may become too old
+        if seconds <= 0.0:
+            return
+        self._last_slowness = seconds / float(_assumed(np.array(num_rows)))
         at = int(SIZES.searchsorted(num_rows))
-        if at == len(SIZES) or SIZES[at] != num_rows or seconds <= 0.0:
+        if at == len(SIZES) or SIZES[at] != num_rows:
             return
         if self._num_steps - self._noted_at[at] > FORGOTTEN_AFTER:
             self._times[at].clear()
         self._times[at].append(seconds)
         self._noted_at[at] = self._num_steps
-        self._curve = None
 
     def seconds(self, num_rows: npt.NDArray[np.int64]) -> Floats:
         """Seconds of steps with these numbers of rows, in any unit before something was measured; they never fall."""
@@ -69,6 +75,7 @@ class StepTimes:
 
         Other work on the machine only adds to a time, so the least is the nearest to the truth. A size that was timed
         less often is taken for nearly as slow as the next smaller one that was timed often, so that it is tried again.
+        While none is known, the last step alone tells how slow the machine is.
         """
         known = [
             at
@@ -77,7 +84,7 @@ class StepTimes:
         ]
         assumed = _assumed(SIZES)
         if not known:
-            return assumed
+            return assumed * self._last_slowness
         counts = np.array([len(self._times[at]) for at in known])
         slowness = np.array([min(self._times[at]) for at in known]) / assumed[known]
         sure_below = np.maximum.accumulate(np.where(counts >= TRIES, np.arange(len(known)), 0))
@@ -191,8 +198,8 @@ def best_lengths(
     tokens = num_samples + np.append(0.0, gains[order].cumsum())
     sizes = num_rows + np.arange(len(tokens))
     rates = tokens / times.seconds(sizes)
-    is_timed = np.isin(sizes, SIZES)
-    is_timed[[0, -1]] = True, sizes[-1] <= SIZES[-1]
-    count = best_count(np.where(is_timed, rates, 0.0))
+    may_end = np.isin(sizes, SIZES) | (sizes > SIZES[-1])
+    may_end[[0, -1]] = True
+    count = best_count(np.where(may_end, rates, 0.0))
     lengths: list[int] = np.bincount(owners[order[:count]], minlength=len(longest)).tolist()
     return lengths
