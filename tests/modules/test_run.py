@@ -100,7 +100,7 @@ def test_methods_are_shown_beside_each_other(file: Path, capsys: pytest.CaptureF
     assert main([*command, "--json"]) == 0
     answers = json.loads(capsys.readouterr().out)
     assert [one["method"] for one in answers] == ["none", "first-16", "all"]
-    assert answers[2]["link"]["exact"]
+    assert not answers[2]["link"]["exact"], "a prompt of a schema has gaps"
     assert answers[0]["link"]["linked_tokens"] > answers[2]["link"]["linked_tokens"] == 0
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from pathlib import Path
 from typing import Self
 
@@ -27,7 +28,7 @@ from foreword.tiers.disk.loader import Loader
 from foreword.tiers.disk.manifest import Facts, read_manifests, write_manifest
 from foreword.tiers.disk.scanner import Scanner
 from foreword.tiers.disk.segment_index import SegmentIndex
-from foreword.tiers.disk.segments import SegmentTable
+from foreword.tiers.disk.segments import Segment, SegmentTable
 from foreword.tiers.disk.state import DiskOptions, DiskState
 from foreword.tiers.disk.storer import Storer
 from foreword.tiers.ticket import Outcome, Ticket
@@ -198,17 +199,26 @@ class DiskTier:
     def check_integrity(self) -> None:
         """Raise AssertionError unless index and table agree; see `Tier.check_integrity`.
 
-        Only while nothing is queued: a run that is being indexed while its segment is lost settles a moment later.
+        A run that is being indexed while its segment is lost or evicted settles a moment later, which is waited for.
         """
         state = self._state
         state.index.check_integrity()
-        for segment_id, end in state.index.ends_by_segment().items():
-            segment = state.table.get(segment_id)
-            assert segment is not None, f"the index names segment {segment_id}, which is not known"
+        deadline = time.monotonic() + PATIENCE_S
+        named = self._named_segments()
+        while any(segment is None for _, segment, _ in named) and time.monotonic() < deadline:
+            time.sleep(0.001)
+            named = self._named_segments()
+        for number, segment, end in named:
+            assert segment is not None, f"the index names segment {number}, which is not known"
             assert not segment.is_scanned or end <= segment.num_bytes, f"a block ends beyond {segment.path.name}"
         assert sum(segment.is_open for segment in state.table.all()) <= 1, "two segments are open"
         assert self._loader.queued_bytes >= 0
         assert self._storer.queued_bytes >= 0
+
+    def _named_segments(self) -> list[tuple[int, Segment | None, int]]:
+        """The segments that the index names: number, segment if it is known, and the end of its last block."""
+        table = self._state.table
+        return [(number, table.get(number), end) for number, end in self._state.index.ends_by_segment().items()]
 
 
 def _used_bytes(files: FileLayer, directory: CacheDirectory) -> int:
