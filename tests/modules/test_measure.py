@@ -143,3 +143,23 @@ def test_the_prototypes_order_of_methods_holds() -> None:
         assert found["none"].num_right == 40
         assert found["not-behind"].num_right < 24
         llm.engine.check_integrity()
+
+
+def test_times_are_those_of_prompts_of_which_the_sources_alone_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what `all` and other methods have computed of the same prompt before."""
+    with LLM(str(WEIGHTS), allow_links=True, block_size=1, num_gpu_blocks_override=8_000, max_model_len=1024) as llm:
+        assert llm.tokenizer is not None
+        rng, questions = Random(0), Questions(llm.tokenizer)
+        asked = [questions.draw(rng, "independent", 300, 3) for _ in range(2)]
+        generate, reports = llm.generate, []
+
+        def noted(prompts: Any, params: Any, **options: Any) -> Any:
+            outputs = generate(prompts, params, **options)
+            reports.extend(output.link for output in outputs if output.link is not None)
+            return outputs
+
+        monkeypatch.setattr(llm, "generate", noted)
+        tally(llm, asked, [Arm.of("first-4"), Arm.of("first-8")], SamplingParams(max_tokens=2, temperature=0.0))
+        exact = [one.composition.num_exact_tokens for one in asked]
+        linked = [report for report in reports if report.linked_tokens]
+        assert [report.cached_tokens for report in linked] == [exact[0]] * 2 + [exact[1]] * 2

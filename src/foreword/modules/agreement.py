@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any
 
@@ -34,7 +34,7 @@ class Arm:
     name: str
     method: Method
     salt: str | None = None
-    """A namespace of its own, for an arm that caches other bits than its keys say."""
+    """A namespace of its own, for an arm that caches other bits than its keys say, or whose times count."""
     changed: Callable[[LLM], AbstractContextManager[None]] = lambda llm: nullcontext()
     """What is changed while it answers: a negative control."""
 
@@ -117,8 +117,11 @@ def tally(
 ) -> dict[str, Tally]:
     """Ask all prompts with `all` and with each arm; by the arms' names.
 
-    `at_once` prompts run together, which is faster; times are worth reading only with one.
+    `at_once` prompts run together, which is faster; times are worth reading only with one. Then each arm has a
+    namespace of its own: what a method computes of a part another one would find cached.
     """
+    if at_once == 1:
+        arms = [replace(arm, salt=arm.salt or arm.name) for arm in arms]
     found = {arm.name: Tally() for arm in arms}
     waiting = iter(prompts)
     while several := list(islice(waiting, at_once)):
