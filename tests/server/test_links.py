@@ -21,6 +21,9 @@ from foreword.cli import main
 from foreword.engine import Prompt
 from foreword.errors import ConfigError
 from foreword.linking import Agreement, MeasuredLinks
+from foreword.request import LinkReport
+from foreword.server.access.links import ServedLinks, to_its_end
+from foreword.server.api_errors import APIError
 from foreword.server.options import ServerConfig
 from live_server import ENDLESS, ServerProcess, ServerThread, embedded_llm, post, wait_until
 
@@ -98,18 +101,23 @@ def pieces(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
+def asked_of_both(server: ServerThread, python: LLM, body: Any, link: str) -> tuple[dict[str, Any], LinkReport]:
+    """A server's approximate answer, which is Python's, and what Python reports."""
+    prompt = {name: body[name] for name in ("documents", "question", "instructions")}
+    [expected] = python.generate(prompt, SamplingParams(max_tokens=6, temperature=0.0), link=link)
+    found = ask(server, body, link=link)
+    assert found["approximate"] == link
+    assert found["choices"][0]["text"] == expected.outputs[0].text
+    assert expected.link is not None
+    return found, expected.link
+
+
 # ------------------------------------------------------------------- answers
 
 
 def test_an_answer_is_that_of_python_and_says_that_it_is_approximate(server: ServerThread, python: LLM) -> None:
     body = documents(1)
-    prompt = {name: body[name] for name in ("documents", "question", "instructions")}
-    [expected] = python.generate(prompt, SamplingParams(max_tokens=6, temperature=0.0), link="first-8")
-    found = ask(server, body, link="first-8")
-    assert found["approximate"] == "first-8"
-    assert found["choices"][0]["text"] == expected.outputs[0].text
-    told = expected.link
-    assert told is not None
+    found, told = asked_of_both(server, python, body, "first-8")
     cached, linked, recomputed, computed = counts(found["usage"])
     assert (linked, recomputed) == (told.linked_tokens, told.recomputed_tokens)
     assert linked > 0
@@ -202,13 +210,38 @@ def test_an_uncached_call_links_all_the_same(server: ServerThread) -> None:
 
 def test_tokens_that_deviate_are_chosen_before_the_engine_sees_the_prompt(server: ServerThread, python: LLM) -> None:
     body = documents(17)
-    prompt = {name: body[name] for name in ("documents", "question", "instructions")}
-    [expected] = python.generate(prompt, SamplingParams(max_tokens=6, temperature=0.0), link="deviation-20")
-    found = ask(server, body, link="deviation-20")
-    assert found["approximate"] == "deviation-20"
-    assert found["choices"][0]["text"] == expected.outputs[0].text
-    assert expected.link is not None
-    assert counts(found["usage"])[1] == expected.link.linked_tokens > 0
+    found, told = asked_of_both(server, python, body, "deviation-20")
+    assert counts(found["usage"])[1] == told.linked_tokens > 0
+
+
+def test_a_caller_that_is_cancelled_keeps_its_turn_until_its_choice_has_ended() -> None:
+    """Or threads that nobody waits for would pile up."""
+    links, began, go_on = ServedLinks(None, 1), threading.Event(), threading.Event()
+
+    def choose() -> None:
+        began.set()
+        assert go_on.wait(60)
+
+    async def call() -> None:
+        async with links.turn(60):
+            await to_its_end(choose)
+
+    async def cancelled() -> None:
+        calling = asyncio.create_task(call())
+        assert await asyncio.to_thread(began.wait, 60)
+        calling.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        with pytest.raises(APIError):
+            async with links.turn(0.01):
+                pass
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        async with links.turn(60):
+            pass
+
+    asyncio.run(cancelled())
 
 
 def test_linked_prompts_are_composed_beside_the_event_loop(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.linking import Gate, MeasuredLinks, Method
@@ -18,6 +19,8 @@ from foreword.server.api_errors import timed_out
 from foreword.server.options import ServerConfig
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LEAST_SHARE = 0.99
 """`link_gate`, unless it is given."""
@@ -118,6 +121,16 @@ class ServedLinks:
                 f"the parts to link, each with what is computed before it, have {num_tokens} tokens, and the cache "
                 f"holds {self.max_source_tokens}; send fewer or shorter ones, or leave link out"
             )
+
+
+async def to_its_end(function: Callable[[], T]) -> T:
+    """Run a function in a thread. A caller that is cancelled waits for it, as the thread goes on anyhow."""
+    running = asyncio.ensure_future(asyncio.to_thread(function))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.gather(running, return_exceptions=True)
+        raise
 
 
 def _in_words(gate: Gate) -> str:

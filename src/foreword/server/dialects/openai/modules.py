@@ -16,6 +16,7 @@ from foreword.engine import Prompt
 from foreword.pml.composition import Composition
 from foreword.pml.documents import SEPARATOR, DocumentTokens, read_documents
 from foreword.pml.library import LoadedSchema, SchemaPrompt
+from foreword.server.access.links import to_its_end
 from foreword.server.api_errors import bad_request, left
 from foreword.server.dialects.openai.completions import complete
 from foreword.server.dialects.openai.fields import ModulesRequest
@@ -61,7 +62,7 @@ async def module_completions(
         async with service.links.turn(service.config.request_timeout_s):
             if await request.is_disconnected():
                 raise left()
-            return [await asyncio.to_thread(compose)]
+            return [await to_its_end(compose)]  # which keeps the turn as long as it takes
 
     return await complete(body, find, request, tenant, "pml.completions")
 
