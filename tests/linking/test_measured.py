@@ -23,6 +23,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     [
         "",
         "[]",
+        "[" * 100_000,
         "{}",
         json.dumps({"format": 2, "model": "f00d", "methods": {}}),
         json.dumps({"format": 1, "model": "f00d", "methods": {"none": {"prompts": 0, "agreeing": 0}}}),

@@ -69,7 +69,7 @@ class MeasuredLinks:
             return cls(str(told.pop("model")), agreements, told)
         except OSError as error:
             raise ConfigError(f"link_measurements={str(path)!r} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"link_measurements={str(path)!r} is no file of `foreword pml measure` ({error!r:.80}); write one with "
                 "`foreword pml measure --save FILE`"

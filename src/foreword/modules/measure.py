@@ -20,13 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from foreword import __version__
-from foreword.config import engine_options
-from foreword.config.flags import Flags
-from foreword.config.vllm import ENGINE_OPTIONS
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.linking.measured import EXACT, Agreement, MeasuredLinks
 from foreword.llm import LLM
 from foreword.modules.agreement import Arm, Tally, tally
+from foreword.modules.options import add_engine_flags, check_model
 from foreword.modules.questions import TASK_NAMES, Asked, Questions
 from foreword.request import SamplingParams
 
@@ -88,16 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the agreements, for `serve`")
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
-    flags = Flags({"engine": engine_options()}, ENGINE_OPTIONS)
-    flags.add_to(parser)
-    parser.usage = "%(prog)s --model MODEL [OPTIONS]"
-    parser.set_defaults(flags=flags)
+    add_engine_flags(parser, "--model MODEL")
 
 
 def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Run with parsed arguments; `options` are those of the engine."""
-    if "model" not in options:
-        raise ConfigError("no model is given; name a folder or a hub id with --model")
+    check_model(options)
     arms, cells, seed = _arms(args.methods), _cells(args), int(options.get("seed") or 0)
     if args.save is not None:
         _check_save(args, cells)

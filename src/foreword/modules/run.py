@@ -13,12 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from foreword.config import engine_options
-from foreword.config.flags import Flags
-from foreword.config.vllm import ENGINE_OPTIONS
 from foreword.errors import ConfigError, PMLError
 from foreword.linking import METHODS, LinkedAnswer, Method
 from foreword.llm import LLM
+from foreword.modules.options import add_engine_flags, check_model
 from foreword.pml.library import LoadedSchema, SchemaPrompt
 from foreword.pml.prompt import looks_like_xml
 from foreword.request import LinkReport, RequestOutput, SamplingParams
@@ -40,16 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="answer by none, first-16, all and METHOD, and tell whose answers are those of all, the exact one",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of the text")
-    flags = Flags({"engine": engine_options()}, ENGINE_OPTIONS)
-    flags.add_to(parser)
-    parser.usage = "%(prog)s FILE PROMPT --model MODEL [OPTIONS]"
-    parser.set_defaults(flags=flags)
+    add_engine_flags(parser, "FILE PROMPT --model MODEL")
 
 
 def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Run with parsed arguments; `options` are those of the engine."""
-    if "model" not in options:
-        raise ConfigError("no model is given; name a folder or a hub id with --model")
+    check_model(options)
     for file in (args.file, *(() if looks_like_xml(args.prompt) else (Path(args.prompt),))):
         if not file.expanduser().is_file():
             raise ConfigError(f"{str(file)!r} is no file; name one, or give a prompt's text, which begins with <prompt")
