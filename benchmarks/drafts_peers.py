@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 from collections.abc import Iterator
@@ -193,6 +194,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error(f"--repeats {args.repeats} is too few; run at least 1")
+    for option, python in (("--vllm-python", args.vllm_python), ("--llama-python", args.llama_python)):
+        if python is not None and shutil.which(python) is None:
+            parser.error(f"{option} {python!r} is no interpreter; BENCHMARKS.md says how to make its environment")
     console = Console(stderr=args.json)
     report = run(args, console)
     print_table(report, console)
