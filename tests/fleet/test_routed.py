@@ -17,6 +17,7 @@ from foreword.cache import BlockRemoved, BlockStored
 from foreword.cluster import RoutingRequest
 from foreword.llm import LLM
 from foreword.server.options import ServerConfig
+from lanes import slow
 from live_server import FALCON, MODEL, ServerThread, client, embedded_llm, post, wait_until
 
 
@@ -88,6 +89,9 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
+QUICK = ("seeded", "regex", "two that end apart")
+
+
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_answers_are_those_of_one_engine(name: str, three: Fleet, alone: ServerThread) -> None:
     expected = complete(alone.url, long_prompt(1), **SAMPLINGS[name])["choices"]
@@ -97,7 +101,7 @@ def test_answers_are_those_of_one_engine(name: str, three: Fleet, alone: ServerT
     ]
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in SAMPLINGS if name not in QUICK))])
 def test_killed_in_the_middle_an_answer_goes_on_bit_for_bit(name: str, three: Fleet, alone: ServerThread) -> None:
     sampling, prompt = SAMPLINGS[name], long_prompt(2)
     expected = complete(alone.url, prompt, **sampling)["choices"]
