@@ -388,7 +388,7 @@ def test_a_request_waits_for_its_front_s_turn_and_reserves_nothing_meanwhile(
 
     def wait_s(routing: RoutingRequest, clock_s: float) -> float:
         asked.append(routing.request_id)
-        return 3.0
+        return 1.0
 
     monkeypatch.setattr(core, "wait_s", wait_s)
     with ThreadPoolExecutor() as pool:

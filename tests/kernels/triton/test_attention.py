@@ -226,7 +226,7 @@ def check_sharing(seed: int, dtype: torch.dtype, device: torch.device, longest: 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *(pytest.param(dtype, marks=SLOW) for dtype in DTYPES)])
 def test_sharing_chunks_changes_no_bit(dtype: torch.dtype, device: torch.device) -> None:
-    check_sharing(2, dtype, device, longest=400)
+    check_sharing(6, dtype, device, longest=400)
 
 
 @SLOW
