@@ -13,6 +13,7 @@ import pytest
 from foreword.errors import ConfigError
 from foreword.tiers.disk.state import DiskOptions
 from foreword.tiers.tier import Buffers
+from lanes import slow
 from tiers.block_world import BLOCK_BYTES, WAIT_S, keys_of, load, opened, run_of, segment_files, store
 from tiers.faulty_files import FailingFiles, HangingFiles, SmallDisk
 
@@ -66,7 +67,7 @@ def test_an_error_of_any_call_costs_no_more_than_misses(tmp_path, error, step):
     assert len(failed) >= (10 if step < 59 else 2)
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize("error", [errno.ENOSPC, *slow(errno.EACCES)], ids=errno.errorcode.get)
 @pytest.mark.parametrize(
     "kind", ["create", "read", "write", "sync", "unlink", "rename", "stat", "space", "list_folder"]
 )
