@@ -28,6 +28,7 @@ import numpy as np
 
 from foreword.batch import Batch
 from foreword.cache import (
+    BlockIds,
     ExtraKeys,
     KVCacheManager,
     LookupExplanation,
@@ -180,10 +181,11 @@ class Engine:
         Changes nothing, counts nothing. Raises InvalidRequestError for a prompt that could not be served.
         """
         self._intake.check(prompt, SamplingParams(max_tokens=1))
-        found, size = [], self.manager.block_size
+        found, size, tables = [], self.manager.block_size, dict[TokenSequence, BlockIds]()
         for run, source in self._intake.runs(prompt):
-            [table] = self.manager.cached_blocks(source)
-            num_missing = int((table[: -(-run.source_end // size)] < 0).sum())
+            if source not in tables:  # a method may leave hundreds of runs in one
+                [tables[source]] = self.manager.cached_blocks(source)
+            num_missing = int((tables[source][: -(-run.source_end // size)] < 0).sum())
             found.append((run, num_missing * size))
         return found
 
