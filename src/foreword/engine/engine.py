@@ -136,14 +136,17 @@ class Engine:
             inexactness=inexactness,
         )
 
-    def check(self, request_id: str, prompt: Prompt, params: SamplingParams) -> TokenSequence:
-        """The tokens and block keys of a request, without queueing it.
+    def check(
+        self, request_id: str, prompt: Prompt, params: SamplingParams
+    ) -> tuple[TokenSequence, list[tuple[LinkedRun, TokenSequence]]]:
+        """The tokens and block keys of a request, without queueing it; of a linked one its runs, each with its source.
 
         Raises InvalidRequestError when the request can never be served.
         """
         prompt = self.truncate(prompt, params)
         self._intake.check(prompt, params)
-        return self._intake.sequence(request_id, prompt)
+        runs = self._intake.runs(prompt)
+        return self._intake.sequence(request_id, prompt, tuple(source for _, source in runs)), runs
 
     def next_seeds(self, count: int) -> list[int]:
         """The seeds that the next requests get if their parameters have none."""
