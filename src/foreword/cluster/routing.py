@@ -248,9 +248,10 @@ class RoutingCore:
         hit_tokens = min(hit_blocks * self.options.block_tokens, request.most_hit_tokens)
         self._reserve(reservation, Work(slot, request.num_tokens, max(1, int(fleet.computed_tokens[slot]))), now)
         self._attempts[request.request_id] = reservation
-        mirror, used, new = self._slots.mirrors[slot], request.keys[:hit_blocks][-1:], request.keys[hit_blocks:]
+        used, new = request.keys[max(0, hit_blocks - 1) : hit_blocks], request.keys[hit_blocks:]
         if fleet.sources is not None:
             used, new = used + fleet.sources.last_held(slot), new + fleet.sources.lacking(slot)
+        mirror = self._slots.mirrors[slot]
         for key in used:
             mirror.touch(key, now)
             self._loads.table.oldest_use[slot] = mirror.oldest_use(now)
