@@ -453,6 +453,45 @@ def test_a_method_is_served_if_it_agreed_often_enough(
             assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True)
 
 
+def test_prompts_with_gaps_are_served_by_what_was_measured_with_gaps(
+    python: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agreed, passes = {"none": Agreement(200, 150), "first-16": Agreement(200, 199)}, Agreement(200, 200)
+    with_gaps = {"first-16": Agreement(200, 190), "first-2": passes, "deviation-15": passes}
+    MeasuredLinks(python.cache_identity.model_id, agreed, with_gaps).write(tmp_path / "links.json")
+    gaps = {"schema": "notes", "modules": {"lisbon": {}}, "text": "What?", "max_tokens": 2}
+    dense = {**gaps, "positions": "dense"}
+    caplog.set_level("INFO", logger="foreword")
+    with open_llm() as llm, ServerThread(llm, ServerConfig(link_measurements=tmp_path / "links.json")) as server:
+        assert "served are all, first-16, of link_gate=0.99; with gaps between positions first-2, deviation-15" in (
+            caplog.text
+        )
+        assert post(server.url, "/v1/pml/schemas", {"schema": SCHEMA}).status_code == 200
+        assert "approximate" not in ask(server, gaps)
+        for body, link, message in (
+            (dense, "first-16", None),
+            (dense, "all", None),
+            (gaps, "first-2", None),
+            (gaps, "deviation-15", None),
+            (gaps, "first-16", r"link='first-16' .* 190 of 200 prompts with gaps .* 99\.0% .*\"positions\": \"dense\""),
+            (
+                gaps,
+                "all",
+                r"link='all' was not measured with gaps .* 99\.0% .*\"dense\".*`foreword pml measure --gaps`",
+            ),
+            (gaps, "none", "link='none' gave .* in 150 of 200 prompts with this model"),
+            (dense, "first-2", "link='first-2' was not measured with this model"),
+            (dense, "deviation-15", "link='deviation-15' was not measured with this model"),
+        ):
+            answer = post(server.url, PATH, {**body, "link": link})
+            assert answer.status_code == (200 if message is None else 400), answer.text
+            assert message is None or re.search(message, answer.json()["error"]["message"])
+        own = SCHEMA.replace('name="lisbon"', 'name="lisbon" recompute="none"')
+        assert post(server.url, "/v1/pml/schemas", {"schema": own}).status_code == 200
+        told = post(server.url, PATH, {**gaps, "link": "first-2"}).json()["error"]["message"]
+        assert "recompute='none', which counts as a method: link='none' was not measured with gaps" in told
+
+
 def test_a_schema_cannot_have_a_method_that_is_not_served(python: LLM, tmp_path: Path) -> None:
     file = measured(tmp_path, python.cache_identity.model_id)
     asked = {"schema": "notes", "modules": {"falcon": {}, "lisbon": {}}, "text": "What?", "max_tokens": 2}
