@@ -430,6 +430,43 @@ def test_who_waits_for_a_choice_may_leave_and_does_not_wait_forever(
     assert len(salts) == 2
 
 
+def test_nothing_is_chosen_while_the_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go, looks, chosen = threading.Event(), [], []
+    with (
+        open_llm(max_num_seqs=1) as llm,
+        ServerThread(llm, ServerConfig(link_gate=0.0, max_queued=0)) as server,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        link, check_room = llm.link, server.service.check_room
+
+        def slow(*given: Any) -> Any:
+            chosen.append(given)
+            assert may_go.wait(60)
+            return link(*given)
+
+        def noted(num_choices: int) -> None:
+            looks.append(num_choices)
+            check_room(num_choices)
+
+        monkeypatch.setattr(llm, "link", slow)
+        monkeypatch.setattr(server.service, "check_room", noted)
+        body = {**documents(22), "link": "deviation-20"}
+        with server.held():
+            first = pool.submit(post, server.url, PATH, body)
+            wait_until(lambda: len(chosen) == 1)
+            second = pool.submit(post, server.url, PATH, body)
+            wait_until(lambda: len(looks) == 3)  # it waits for the first one's choice to end
+            plain = pool.submit(post, server.url, PATH, documents(22))
+            wait_until(lambda: server.service.thread.num_choices == 1)
+            assert post(server.url, PATH, body).status_code == 429, "before it waits"
+            may_go.set()
+            assert first.result().status_code == 429, "the queue has filled while it chose"
+            assert second.result().status_code == 429, "the queue has filled while it waited"
+        assert plain.result().status_code == 200
+        assert len(chosen) == 1
+        ask(server, body)
+
+
 # ------------------------------------------------------------------- the gate
 
 

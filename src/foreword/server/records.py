@@ -7,6 +7,7 @@ closed record never changes.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -186,6 +187,11 @@ class Records:
         with self._lock:
             finished: Iterator[RequestRecord] = reversed(list(self._finished))
         return [record for record in finished if tenant is None or record.tenant == tenant][:count]
+
+    def seconds_of_recent(self) -> int:
+        """Seconds that a recent request took, 1 to 60: after this time some of the queued requests are done."""
+        times = [one.finished_time - one.arrival_time for one in self.recent(32) if one.finished_time is not None]
+        return max(1, min(60, math.ceil(sum(times) / len(times)))) if times else 1
 
     def running(self) -> list[RequestRecord]:
         """Records of requests that are not finished."""

@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -348,8 +347,7 @@ class Service:
             )
         for prompt in prompts:
             self.check_length(len(prompt.token_ids))
-        if self.thread.num_choices + num_choices > self._max_choices * max(1, self.thread.num_engines):
-            raise too_busy(self._seconds_until_free())
+        self.check_room(num_choices)
         salt = self.tenants.namespace(caller.tenant, caller.cache_salt)
         if caller.is_uncached:  # what it leaves is evicted like other blocks
             salt = self.tenants.namespace(caller.tenant, secrets.token_hex(16))
@@ -396,6 +394,11 @@ class Service:
         """The part of a prompt that `truncate_prompt_tokens` keeps."""
         return self.llm.engine.truncate(prompt, params)
 
+    def check_room(self, num_choices: int) -> None:
+        """Raises APIError 429 if the queue has no room for this many choices."""
+        if self.thread.num_choices + num_choices > self._max_choices * max(1, self.thread.num_engines):
+            raise too_busy(self.records.seconds_of_recent())
+
     def check_length(self, num_tokens: int) -> None:
         """Raises APIError 400 if a prompt is longer than the server takes."""
         most = self.config.max_prompt_tokens
@@ -419,15 +422,6 @@ class Service:
         namespace = salt.partition("/")[0]
         names = self.records.tenants()
         return next((name for name in names if self.tenants.namespace_of_all(Tenant(name)) == namespace), None)
-
-    def _seconds_until_free(self) -> int:
-        """Seconds that a recent request took: after this time some of the queued requests are done."""
-        times = [
-            record.finished_time - record.arrival_time
-            for record in self.records.recent(32)
-            if record.finished_time is not None
-        ]
-        return max(1, min(60, math.ceil(sum(times) / len(times)))) if times else 1
 
 
 def _is_short(messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any] | None) -> bool:
