@@ -318,6 +318,17 @@ def test_the_estimate_of_more_memory_takes_no_linked_block_for_a_plain_prompts(s
     assert found == exact // BLOCK * BLOCK / (exact + plain["prompt_tokens"])
 
 
+def test_the_estimate_of_more_memory_takes_no_token_after_a_gap_for_a_plain_prompts(server: ServerThread) -> None:
+    assert post(server.url, "/v1/pml/schemas", {"schema": SCHEMA}).status_code == 200
+    asked = {"schema": "notes", "modules": {"lisbon": {}}, "text": "What?", "max_tokens": 2}
+    server.service.more_memory.reset()
+    usages = [ask(server, asked, link="all")["usage"], ask(server, asked)["usage"]]
+    wait_until(lambda: not server.service.records.running())
+    gap, _ = server.service.records.recent(2)[1].jumps[0]
+    found = server.service.more_memory.points()[0].hit_rate
+    assert found == gap // BLOCK * BLOCK / sum(usage["prompt_tokens"] for usage in usages) > 0
+
+
 def test_a_record_and_its_line_name_the_method(server: ServerThread, caplog: pytest.LogCaptureFixture) -> None:
     from foreword.server.observe.traffic_log import log_request
 

@@ -27,6 +27,7 @@ MAX_RECORD_BYTES = 128 * 2**20
 RECORD_BYTES = 2048
 """Estimated bytes of a record besides its prompt and times."""
 TIME_BYTES = 32
+JUMP_BYTES = 128
 
 
 @dataclass(slots=True)
@@ -68,6 +69,8 @@ class RequestRecord:
     """The index of the first token that is linked; None: all are computed."""
     has_gaps: bool = False
     """Whether tokens stand at other positions than those of the plain prompt."""
+    jumps: tuple[tuple[int, int], ...] = ()
+    """Index and position of the tokens after gaps that stand before the first link."""
     link: LinkReport | None = None
     """What became of the tokens of a prompt with `link_method`."""
     route: str | None = None
@@ -97,7 +100,12 @@ class RequestRecord:
     @property
     def num_bytes(self) -> int:
         """Estimated memory."""
-        return RECORD_BYTES + self.prompt_token_ids.nbytes + TIME_BYTES * len(self.token_times)
+        return (
+            RECORD_BYTES
+            + self.prompt_token_ids.nbytes
+            + TIME_BYTES * len(self.token_times)
+            + JUMP_BYTES * len(self.jumps)
+        )
 
     @property
     def time_to_first_token(self) -> float | None:

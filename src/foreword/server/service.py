@@ -371,6 +371,7 @@ class Service:
                     link_method=None if prompt.links is None else prompt.links.method,
                     linked_from=None if prompt.links is None else prompt.links.linked_from_in(size),
                     has_gaps=prompt.links is not None and prompt.links.has_gaps,
+                    jumps=() if prompt.links is None else prompt.links.jumps_before_links(size),
                 ),
                 replace(
                     prompt,
