@@ -445,7 +445,7 @@ def test_nothing_is_chosen_while_the_queue_is_full(monkeypatch: pytest.MonkeyPat
     may_go, looks, chosen = threading.Event(), [], []
     with (
         open_llm(max_num_seqs=1) as llm,
-        ServerThread(llm, ServerConfig(link_gate=0.0, max_queued=0)) as server,
+        ServerThread(llm, ServerConfig(link_gate=0.0, max_queued=0, max_choices=2)) as server,
         ThreadPoolExecutor(3) as pool,
     ):
         link, check_room = llm.link, server.service.check_room
@@ -462,6 +462,8 @@ def test_nothing_is_chosen_while_the_queue_is_full(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(llm, "link", slow)
         monkeypatch.setattr(server.service, "check_room", noted)
         body = {**documents(22), "link": "deviation-20"}
+        assert post(server.url, PATH, {**body, "n": 3}).status_code == 400, "there will never be room"
+        looks.clear()
         with server.held():
             first = pool.submit(post, server.url, PATH, body)
             wait_until(lambda: len(chosen) == 1)

@@ -339,12 +339,6 @@ class Service:
         """
         self.llm.check_priority(caller.priority)
         num_choices = params.n * len(prompts)
-        if num_choices > self.config.max_choices:
-            raise bad_request(
-                f"{num_choices} choices (n, times the prompts) are more than the {self.config.max_choices} that one "
-                "call may ask for",
-                param="n",
-            )
         for prompt in prompts:
             self.check_length(len(prompt.token_ids))
         self.check_room(num_choices)
@@ -396,7 +390,13 @@ class Service:
         return self.llm.engine.truncate(prompt, params)
 
     def check_room(self, num_choices: int) -> None:
-        """Raises APIError 429 if the queue has no room for this many choices."""
+        """Raises APIError: 400 for more choices than a call may ask for, 429 if the queue has no room for them now."""
+        if num_choices > self.config.max_choices:
+            raise bad_request(
+                f"{num_choices} choices (n, times the prompts) are more than the {self.config.max_choices} that one "
+                "call may ask for",
+                param="n",
+            )
         if self.thread.num_choices + num_choices > self._max_choices * max(1, self.thread.num_engines):
             raise too_busy(self.records.seconds_of_recent())
 

@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
+from foreword.cli import main
 from foreword.errors import TraceError
 from foreword.replay.caches import LruCache
 from foreword.replay.trace import TraceReader
@@ -45,7 +46,9 @@ SCHEMA = f"""<schema name="notes"><system>You answer from the notes.</system>
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_a_replay_finds_of_linked_prompts_what_the_server_found(tmp_path: Path) -> None:
+def test_a_replay_finds_of_linked_prompts_what_the_server_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Up to the first link, and for prompts with gaps nothing that plain prompts have."""
     file, rng = tmp_path / "trace.jsonl", np.random.default_rng(4)
     head, one, two, three = (rng.integers(10, 300, length).tolist() for length in (16, 48, 64, 32))
@@ -83,6 +86,9 @@ def test_a_replay_finds_of_linked_prompts_what_the_server_found(tmp_path: Path) 
     assert min(replayed[-3], replayed[-1]) > 300
     assert sum(replayed) == totals.hit_tokens
     assert sum(request.num_prompt_tokens for request in requests) == totals.queried_tokens
+    assert main(["replay", str(file), "--capacity", "10000", "--policy", "lru", "--json"]) == 0
+    told_by_command = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told_by_command["hit_ratio_tokens"]["lru"]["10000"] == pytest.approx(totals.hit_rate, abs=1e-4)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     told = [line.get("linked") for line in lines]
     assert told[:3] == [None] * 3
