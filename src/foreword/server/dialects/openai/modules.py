@@ -59,9 +59,11 @@ async def module_completions(
             return [await with_body(request, compose)]
         if method.percent is None:  # sources may be long although the body is short: each repeats the instructions
             return [await asyncio.to_thread(compose)]
+        service.check_room(body.n or 1)  # a choice is a pass of the model
         async with service.links.turn(service.config.request_timeout_s):
             if await request.is_disconnected():
                 raise left()
+            service.check_room(body.n or 1)  # others may have come meanwhile
             return [await to_its_end(compose)]  # which keeps the turn as long as it takes
 
     return await complete(body, find, request, tenant, "pml.completions")
