@@ -225,6 +225,11 @@ def test_a_method_that_is_not_served_is_not_explained(python: LLM, tmp_path: Pat
         assert explained(server, body, "first-16")["missing"]
         answer = post(server.url, EXPLAIN, {**body, "link": "none"})
         assert (answer.status_code, "was not measured" in answer.json()["error"]["message"]) == (400, True)
+        assert post(server.url, "/v1/pml/schemas", {"schema": SCHEMA}).status_code == 200
+        with_gaps = {"schema": "notes", "modules": {"lisbon": {}}, "text": "What?", "link": "first-16"}
+        told, expected = (post(server.url, path, with_gaps) for path in (EXPLAIN, COMPLETIONS))
+        assert (told.status_code, told.json()) == (400, expected.json())
+        assert explained(server, with_gaps, "first-16", positions="dense")["link"] == "first-16"
 
 
 def test_the_apis_document_has_it(server: ServerThread) -> None:

@@ -123,9 +123,12 @@ class _Call:
             return await with_body(request, self._prompt)
         if method.percent is None:  # sources may be long although the body is short: each repeats the instructions
             return await asyncio.to_thread(self._prompt)
+        num_choices = self.body.n or 1
+        service.check_room(num_choices)  # a choice of links is a pass of the model
         async with service.links.turn(service.config.request_timeout_s):
             if await request.is_disconnected():
                 raise left()
+            service.check_room(num_choices)  # others may have come meanwhile
             return await to_its_end(self._prompt)  # which keeps the turn as long as it takes
 
     def _prompt(self) -> tuple[Prompt, Composition | None]:
