@@ -3,10 +3,9 @@
     python training/evaluate_links.py training/link_judges/plain --questions 200
 
 Every question belongs to a fresh case of `foreword.demo.tasks` in four parts, and comes first in its conversation.
-`plain` is the model's usual attention. `in blocks`, the parts do not see each other, but stand at their places in the
-prompt; linking computes each part right after the head and turns its keys, which is not the same. `not turned`, each
-part stands right after the head and its keys stay there, as if linking forgot to turn them. An answer counts if all
-its tokens and the end token have the highest logit. One JSON line comes last.
+`plain` is the model's usual attention. `linked`, each part is computed right after the head, and its keys are turned to
+their place in the prompt; `not turned`, they stay where they are. An answer counts if all its tokens and the end token
+have the highest logit. One JSON line comes last.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from foreword.demo import tasks
-from link_samples import TAIL, TASK_WEIGHTS, block_mask, part_bounds, parts_of
+from link_attention import linked, use_linked_attention
+from link_samples import TASK_WEIGHTS, part_bounds, parts_of
 from recall_model import hidden_states
 
 LENGTHS = (256, 512, 1024, 2048)
 NUM_PARTS = 4
-KINDS = ("plain", "in blocks", "not turned")
+KINDS = ("plain", "linked", "not turned")
 
 
 @torch.inference_mode()
@@ -40,15 +40,10 @@ def is_right(
     ids, begin = encode(text).ids, len(encode(prompt).ids)
     end = ids.index(tokenizer.eos_token_id, begin)
     ids = ids[: end + 1]
-    parts = parts_of(part_bounds(encode, case, text), end)
-    positions = list(range(end))
-    if kind == "not turned":
-        positions = [
-            index if part == TAIL else index - parts.index(part) + parts.index(min(part, 1))
-            for index, part in enumerate(parts)
-        ]
-    mask = None if kind == "plain" else block_mask(torch.tensor([parts]))
-    hidden = hidden_states(model, torch.tensor([ids[:-1]]), torch.tensor([positions]), mask)
+    parts = torch.tensor([parts_of(part_bounds(encode, case, text), end)])
+    positions = torch.arange(end)[None]
+    how = None if kind == "plain" else linked(model, parts, positions, is_turned=kind == "linked")
+    hidden = hidden_states(model, torch.tensor([ids[:-1]]), positions if how is None else how.positions, linked=how)
     return bool(model.lm_head(hidden[0, begin - 1 :]).argmax(-1).tolist() == ids[begin:])
 
 
@@ -63,6 +58,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
     model = AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=torch.float32).eval()
+    use_linked_attention(model)
     found: dict[str, dict[str, float]] = {}
     print("| task | attention | " + " | ".join(map(str, arguments.lengths)) + " |")
     print("|---|---|" + "---|" * len(arguments.lengths))

@@ -14,13 +14,13 @@ from random import Random
 import torch
 from tokenizers import Encoding
 from torch import Tensor
+from transformers import Qwen3ForCausalLM
 
 from foreword.demo import recall, tasks
+from link_attention import HEAD, TAIL, Linked, linked
 from recall_samples import SampleMaker
 
 TASK_WEIGHTS = {"independent": 2, "order": 3, "scope": 3, "hops": 4}
-HEAD, TAIL = 0, 1_000
-"""Parts of the tokens before the document's parts, which all see, and of those behind, which see all."""
 CUT_INSIDE_SHARE = 0.1
 """The share of samples whose document is cut anywhere, in the middle of facts, and not where the case has its parts."""
 TURN_TOKENS = 22.0
@@ -35,23 +35,20 @@ class Batch:
     parts: Tensor
     tasks: list[str]
     """The task of each row."""
+    how: Linked | None = None
+    """How the rows are linked; None if they are plain."""
 
-    def block_mask(self) -> Tensor:
-        """Who sees whom, `[rows, 1, length, length]`."""
-        return block_mask(self.parts)
-
-
-def block_mask(parts: Tensor) -> Tensor:
-    """Who sees whom by the parts `[rows, length]` of tokens: a part sees the head and itself, the tail sees all."""
-    seen, seeing = parts[:, None, None, :], parts[:, None, :, None]
-    causal = torch.ones(parts.shape[1], parts.shape[1], dtype=torch.bool).tril()
-    return causal & ((seen == HEAD) | (seen == seeing) | (seeing == TAIL))
+    def linked(self, model: Qwen3ForCausalLM) -> Batch:
+        """The same batch, each part of a document apart; tokens lie where linking computes them."""
+        ids, targets, weights, positions = self.tensors
+        how = linked(model, self.parts, positions)
+        return replace(self, tensors=(ids, targets, weights, how.positions), how=how)
 
 
 def draw_case(rng: Random, task: str, length: int) -> tasks.Case:
     """A case with about as many questions as fill a conversation of `length` tokens."""
     num_tokens = max(48, int(length * rng.uniform(0.35, 0.85)) - 30)
-    num_parts = rng.randint(2, min(8, num_tokens // 24))
+    num_parts = rng.randint(2, min(16, num_tokens // 24))
     num_turns = int((length - num_tokens) / TURN_TOKENS) + 1
     while True:
         try:

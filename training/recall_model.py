@@ -11,6 +11,7 @@ of the model and the layout of its hidden dimensions at the start; knows no word
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -186,8 +187,8 @@ def previous_probes() -> tuple[Tensor, Tensor]:
     return query, key
 
 
-def hidden_states(model: Qwen3ForCausalLM, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Final hidden states `[batch, length, hidden]`; a token sees where `mask` is true, or all before it if None.
+def hidden_states(model: Qwen3ForCausalLM, ids: Tensor, positions: Tensor, **attention: Any) -> Tensor:
+    """Final hidden states `[batch, length, hidden]`; each layer's attention takes `attention` besides.
 
     Calls the layers one by one, because the model's own forward would take a gap in `positions` for
     the border between two packed sequences.
@@ -195,5 +196,5 @@ def hidden_states(model: Qwen3ForCausalLM, ids: Tensor, positions: Tensor, mask:
     hidden = model.model.embed_tokens(ids)
     rope = model.model.rotary_emb(hidden, positions)
     for layer in model.model.layers:
-        hidden = layer(hidden, attention_mask=mask, position_embeddings=rope)
+        hidden = layer(hidden, attention_mask=None, position_embeddings=rope, **attention)
     return model.model.norm(hidden)

@@ -1,11 +1,11 @@
 """Trains the two models that judge linking, on one CPU thread each, and writes Hugging Face folders.
 
     python training/train_links.py --output plain
-    python training/train_links.py --output blocks --block-share 0.5
+    python training/train_links.py --output linked --linked-share 0.5
 
-Both see the same data in the same steps. In a `block-share` of the batches, the parts of a document do not see each
-other (after Block-Attention, Ma et al., 2024), but keep their places in the prompt. The schedule counts steps, never
-seconds.
+Both see the same data in the same steps. In a `linked-share` of the batches, the parts of a document do not see each
+other (after Block-Attention, Ma et al., 2024): each is computed right after the head, and its keys are turned to their
+place for what follows, as linking does (`link_attention`). The schedule counts steps, never seconds.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from foreword.demo import recall
+from link_attention import use_linked_attention
 from link_model import make_link_model
 from link_samples import TASK_WEIGHTS, Batch, LinkSampleMaker
 from muon import MuonWithAdamW
 from recall_tokenizer import END, build_tokenizer, word_classes
 from train_recall import judged_loss, rate_factor, save
 
-LENGTHS = (128, 256, 512, 1024)
+LENGTHS = (128, 256, 512, 1024, 2048)
 TOKENS_PER_BATCH = 2048
 MAX_POSITION = 4096
 GAP_SHARE = 1 / 3
@@ -80,6 +81,7 @@ def train(arguments: argparse.Namespace) -> None:
     rng, mask_rng = Random(arguments.seed), Random(f"masks {arguments.seed}")
     tokenizer = build_tokenizer()
     model = make_link_model(tokenizer, link_words(tokenizer))
+    use_linked_attention(model)
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
     samples = LinkSampleMaker(tokenizer, rng, MAX_POSITION, GAP_SHARE)
     optimizer = MuonWithAdamW(model)
@@ -87,14 +89,14 @@ def train(arguments: argparse.Namespace) -> None:
     for step in range(arguments.steps):
         length = draw_length(rng, step, arguments.grow)
         batch = samples.link_batch(length, TOKENS_PER_BATCH // length)
-        in_blocks = mask_rng.random() < arguments.block_share
-        mask = batch.block_mask() if in_blocks else None
-        loss, right, rows = judged_loss(model, batch.tensors, mask)
+        is_linked = mask_rng.random() < arguments.linked_share
+        batch = batch.linked(model) if is_linked else batch
+        loss, right, rows = judged_loss(model, batch.tensors, linked=batch.how)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         factor = rate_factor(step, arguments.steps, arguments.decay_steps)
         optimizer.step(MUON_RATE * factor, ADAMW_RATE * factor)
-        progress.observe(batch, right, rows, " in blocks" if in_blocks else "")
+        progress.observe(batch, right, rows, " linked" if is_linked else "")
         if step % 25 == 24:
             means = {name: round(mean, 3) for name, mean in sorted(progress.means.items())}
             print(
@@ -116,7 +118,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=450)
     parser.add_argument("--decay-steps", type=int, default=200)
     parser.add_argument("--grow", type=int, nargs="*", default=[150, 300])
-    parser.add_argument("--block-share", type=float, default=0.0, help="share of batches whose parts are apart")
+    parser.add_argument("--linked-share", type=float, default=0.0, help="share of batches whose parts are linked")
     train(parser.parse_args())
 
 

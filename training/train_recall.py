@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,15 +72,17 @@ def answer_loss(model: Qwen3ForCausalLM, batch: tuple[Tensor, Tensor, Tensor, Te
 
 
 def judged_loss(
-    model: Qwen3ForCausalLM, batch: tuple[Tensor, Tensor, Tensor, Tensor], mask: Tensor | None = None
+    model: Qwen3ForCausalLM, batch: tuple[Tensor, Tensor, Tensor, Tensor], **attention: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weighted cross-entropy over learnt tokens; for each of those with full weight, whether it is right, and its row.
 
-    `mask` says which tokens see which, `[batch, 1, length, length]`; None is plain causal attention.
+    `attention` goes to the attention of each layer, as in `hidden_states`.
     """
     ids, targets, weights, positions = batch
     learnt = weights > 0
-    logits = functional.linear(hidden_states(model, ids, positions, mask)[learnt], model.model.embed_tokens.weight)
+    logits = functional.linear(
+        hidden_states(model, ids, positions, **attention)[learnt], model.model.embed_tokens.weight
+    )
     wanted = targets[learnt]
     losses = functional.cross_entropy(logits, wanted, reduction="none")
     is_hard = weights[learnt] >= 1

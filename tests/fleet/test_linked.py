@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from fleet.local_fleet import Fleet, assert_nothing_is_left, fleet
+from foreword.cluster import RoutingRequest
 from foreword.server.options import ServerConfig
 from linking.prompts import documents
-from live_server import ServerThread, embedded_llm, post
+from live_server import ServerThread, embedded_llm, post, wait_until
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -80,10 +81,59 @@ def test_killed_in_the_middle_it_goes_on_bit_for_bit(two: Fleet, alone: ServerTh
     assert_nothing_is_left(two)
 
 
+def routed(found: Fleet, **more: Any) -> tuple[str, dict[str, Any], int]:
+    """The header that says where a prompt went, the usage, and the number of tokens that all replicas computed."""
+
+    def num_computed() -> int:
+        return sum(llm.engine.num_computed_tokens for llm in found.link.llms.values())
+
+    before = num_computed()
+    answer = post(found.url, PATH, body(0, instructions=[], **more))
+    assert answer.status_code == 200, answer.text
+    assert_nothing_is_left(found)
+    cached = {name: llm.engine.snapshot().num_cached_blocks for name, llm in found.link.llms.items()}
+    wait_until(lambda: {name: len(found.door.core.mirror(name).parents) for name in cached} == cached)
+    return answer.headers["x-foreword-route"], answer.json()["usage"], num_computed() - before
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["sources count", "they are ignored"])
+def test_documents_draw_a_prompt_that_has_them_in_another_order(counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One replica has two of its documents, the other one has its beginning, which is shorter."""
+    if not counts:
+        whole = RoutingRequest.of_sequence
+        monkeypatch.setattr(RoutingRequest, "of_sequence", lambda *given: whole(*given[:3]))
+    first, second, third, other = documents((40, 60, 60, 20), seed=4)["documents"]
+    with fleet(2, CONFIG, draft_tokens=0, **OPTIONS) as found:
+        holder, _, _ = routed(found, documents=[first, second, third], link="none")
+        beginner, _, _ = routed(found, documents=[other], link="none")
+        assert {holder.split()[0], beginner.split()[0]} == {"replica=a", "replica=b"}
+        drawn, usage, num_computed = routed(found, documents=[other, third, second], link="none")
+        in_prompt = usage["prompt_tokens"] - usage["foreword"]["linked_tokens"] + usage["completion_tokens"] - 1
+        in_prompt -= usage["prompt_tokens_details"]["cached_tokens"]
+        if counts:
+            assert drawn.split()[:4] == [holder.split()[0], "reason=hit", "hit=0/149", "sources=120/120"]
+            assert num_computed == in_prompt, "no document was computed again"
+        else:
+            assert drawn.split()[:3] == [beginner.split()[0], "reason=hit", "hit=20/149"]
+            assert num_computed == in_prompt + 120
+
+
+def test_an_explanation_is_that_of_the_replica_that_lacks_least(two: Fleet) -> None:
+    asked = {**documents(seed=5), "link": "none"}
+    assert post(two.url, "/v1/pml/explain", asked).json()["missing"] == ["1", "2", "3"]
+    ask(two.url, 5, link="none")
+    requests = two.link.requests.total()
+    found = post(two.url, "/v1/pml/explain", asked).json()
+    assert (found["missing"], found["linked_tokens"] > 0) == ([], True)
+    assert two.link.requests.total() == requests
+    assert_nothing_is_left(two)
+
+
 def test_the_front_refuses_what_is_not_served() -> None:
     with fleet(1) as plain:
         answer = post(plain.url, PATH, {**documents(seed=3), "link": "none"})
         assert (answer.status_code, "--allow-links" in answer.json()["error"]["message"]) == (400, True)
+        assert post(plain.url, "/v1/pml/explain", {**documents(seed=3), "link": "none"}).json() == answer.json()
         assert not plain.link.requests
     with fleet(1, CONFIG, **OPTIONS) as free:
         answer = post(free.url, PATH, body(3, link="deviation-20"))

@@ -10,12 +10,36 @@ import pytest
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.linking import Agreement, Gate, MeasuredLinks
 
-MEASURED = MeasuredLinks("f00d", {"none": Agreement(200, 150), "first-16": Agreement(200, 199)}, {"seed": 3})
+MEASURED = MeasuredLinks(
+    "f00d",
+    {"none": Agreement(200, 150), "first-16": Agreement(200, 199)},
+    {"first-16": Agreement(200, 196), "all": Agreement(200, 200)},
+    {"seed": 3},
+)
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     MEASURED.write(tmp_path / "links.json")
     assert MeasuredLinks.read(tmp_path / "links.json") == MEASURED
+    assert list(json.loads((tmp_path / "links.json").read_text())) == [
+        "format",
+        "model",
+        "methods",
+        "with_gaps",
+        "seed",
+    ]
+
+
+def test_a_file_without_gaps_covers_no_gaps(tmp_path: Path) -> None:
+    told = {"format": 1, "model": "f00d", "methods": {"none": {"prompts": 9, "agreeing": 9}}}
+    (tmp_path / "links.json").write_text(json.dumps(told))
+    found = MeasuredLinks.read(tmp_path / "links.json")
+    assert found == MeasuredLinks("f00d", {"none": Agreement(9, 9)})
+    found.write(tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == told
+    Gate(1.0, found).check("none")
+    with pytest.raises(InvalidRequestError, match="'none' was not measured with gaps"):
+        Gate(1.0, found).check("none", has_gaps=True)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +54,8 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         json.dumps({"format": 1, "model": "f00d", "methods": {"none": {"prompts": 3, "agreeing": 4}}}),
         json.dumps({"format": 1, "model": "f00d", "methods": {"none": {"prompts": 3, "agreeing": 0.5}}}),
         json.dumps({"format": 1, "model": "f00d", "methods": ["none"]}),
+        json.dumps({"format": 1, "model": "f00d", "methods": {}, "with_gaps": None}),
+        json.dumps({"format": 1, "model": "f00d", "methods": {}, "with_gaps": {"all": {"prompts": 3}}}),
     ],
 )
 def test_other_files_are_refused_by_name(tmp_path: Path, content: str) -> None:
@@ -57,6 +83,18 @@ def test_a_method_must_agree_often_enough() -> None:
     with pytest.raises(InvalidRequestError, match="'none' was not measured"):
         Gate(0.99).check("none")
     Gate(0.0).check("none")
+
+
+def test_gaps_are_judged_by_what_was_measured_with_gaps() -> None:
+    gate = Gate(0.99, MEASURED)
+    gate.check("all", has_gaps=True)
+    with pytest.raises(InvalidRequestError, match=r"'first-16'.*196 of 200 prompts with gaps.*99\.0%.*\"dense\""):
+        gate.check("first-16", has_gaps=True)
+    with pytest.raises(InvalidRequestError, match=r"'none' was not measured with gaps.*99\.0%.*\"dense\".*--gaps"):
+        gate.check("none", has_gaps=True)
+    with pytest.raises(InvalidRequestError, match="'all' was not measured with gaps"):
+        Gate(0.99).check("all", has_gaps=True)
+    Gate(0.0).check("none", has_gaps=True)
 
 
 def test_another_model_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,6 +17,8 @@ from foreword.linking import Gate, Method
 from foreword.linking.measured import MeasuredLinks
 from foreword.modules.agreement import Arm, tally, wilson
 from foreword.modules.questions import Questions
+from foreword.pml.composition import Part
+from live_server import embedded_llm
 from tiny_models import TinyModels
 
 WEIGHTS = Path(foreword.__file__).parent / "demo" / "weights"
@@ -28,6 +31,10 @@ def measured(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
     [line] = capsys.readouterr().out.splitlines()
     found: dict[str, Any] = json.loads(line)
     return found
+
+
+def module(part: Part) -> str:
+    return part.name.partition(":")[0]
 
 
 def test_it_reports_each_task_and_method(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,6 +69,46 @@ def test_a_saved_file_opens_the_gate_for_this_model_alone(tmp_path: Path, capsys
         gate = Gate(0.01, found)
         gate.check_model(llm.cache_identity.model_id)
         gate.check("first-16")
+
+
+def test_gaps_are_measured_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, file = tmp_path / "prompts.jsonl", tmp_path / "links.json"
+    lines = [
+        {"documents": ["The amber falcon. " * 9, "A lamp. " * 9], "question": f"{number}?"} for number in range(100)
+    ]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    args = ["--prompts", str(prompts), "--methods", "first-4,all", "--max-tokens", "3", "--save", str(file)]
+    found = measured(capsys, *MODEL, "--gaps", *args)
+    dense, spread = (cell["methods"] for cell in found["cells"])
+    assert [cell["gaps"] for cell in found["cells"]] == [False, True]
+    assert (dense["all"]["agreement"], dense["all"]["linked_prompts"]) == (100, 0)
+    assert spread["all"]["agreement"] < 100, "other positions, other answers"
+    assert spread["all"]["linked_prompts"] == 100, "a prompt with gaps says something of `all`"
+    assert spread["all"]["computed_share"] > dense["all"]["computed_share"], "the first document is moved, too"
+    told = MeasuredLinks.read(file)
+    assert list(told.agreements) == ["first-4"]
+    shares = {name: 100 * one.share for name, one in told.with_gaps.items()}
+    assert shares == {name: spread[name]["agreement"] for name in ("first-4", "all")}
+
+
+def test_gaps_are_those_of_a_schema_of_which_a_prompt_leaves_out_half() -> None:
+    with embedded_llm() as llm:
+        assert llm.tokenizer is not None
+        asked = Questions(llm.tokenizer).draw(Random(3), "parameters", 300, 3)
+    spread = asked.with_gaps()
+    assert spread.dense == asked.composition
+    assert not asked.composition.has_gaps
+    assert spread.composition.token_ids.tolist() == asked.composition.token_ids.tolist()
+    sizes = {
+        name: sum(len(part.token_ids) for part in parts) for name, parts in groupby(spread.composition.parts, module)
+    }
+    reached, before = 0, ""
+    for part in spread.composition.parts:
+        left_out = sizes[module(part)] if module(part) not in ("", before) else 0
+        assert part.position == reached + left_out
+        reached, before = part.end, module(part)
+    num_tokens = sum(size for name, size in sizes.items() if name) + asked.composition.num_tokens
+    assert spread.composition.next_position == num_tokens
 
 
 def test_prompts_of_which_nothing_is_linked_are_no_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +149,7 @@ def test_a_model_without_a_template_is_asked_in_plain_text(
         ("--prompts none.jsonl", "cannot be read"),
         ("--save no/such/folder", "name a file in a folder that exists"),
         ("--save x --methods all", "needs a method beside 'all'"),
-        ("--save x --questions 33", "there are 99"),
+        ("--save x --questions 33 --gaps", "there are 99"),
         ("--save x --tasks scope,hops", "there are 0"),
         ("--contexts 4096", "max_model_len"),
     ],

@@ -59,6 +59,17 @@ def test_jumps_are_gaps_before_computed_tokens() -> None:
     assert not links(length=3).has_gaps
 
 
+def test_jumps_before_the_first_link_are_told_with_their_positions() -> None:
+    positions = [0, 4, 5, 9, 10, 20]
+    assert links(positions=positions, length=6).jumps_before_links(4) == ((1, 4), (3, 9), (5, 20))
+    assert links((3, 5, 0), positions=positions, length=6).jumps_before_links(4) == ((1, 4),)
+    not_whole = links((3, 5, 7), positions=positions, length=6)  # computed: its source's last block is not whole
+    assert not_whole.jumps_before_links(5) == ((1, 4), (3, 9), (5, 20))
+    assert not_whole.jumps_before_links(4) == ((1, 4),)
+    assert links((0, 2, 0), positions=[3, 4, 9], length=3).jumps_before_links(4) == ()
+    assert links(length=3).jumps_before_links(4) == ()
+
+
 @pytest.mark.parametrize("runs", [((3, 6, 0), (5, 7, 0)), ((5, 7, 0), (0, 2, 0)), ((10, 14, 0),)])
 def test_runs_that_overlap_or_end_the_prompt_are_our_own_mistake(runs: tuple[tuple[int, int, int], ...]) -> None:
     with pytest.raises(AssertionError):

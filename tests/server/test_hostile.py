@@ -264,7 +264,7 @@ def test_arguments_of_an_earlier_call_that_are_nested_too_deep_are_refused(tagge
 def test_nobody_without_a_key_has_his_body_read():
     with embedded_llm() as llm, ServerThread(llm, ServerConfig(api_key="sk-a")) as server:
         host, _, port = server.url.removeprefix("http://").partition(":")
-        for path in (*ENDPOINTS, "/tokenize", "/detokenize", "/v1/cache/explain"):
+        for path in (*ENDPOINTS, "/tokenize", "/detokenize", "/v1/cache/explain", "/v1/pml/explain"):
             with socket.create_connection((host, int(port)), timeout=60) as connection:
                 head = "Host: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n"
                 connection.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode())

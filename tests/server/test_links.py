@@ -318,6 +318,17 @@ def test_the_estimate_of_more_memory_takes_no_linked_block_for_a_plain_prompts(s
     assert found == exact // BLOCK * BLOCK / (exact + plain["prompt_tokens"])
 
 
+def test_the_estimate_of_more_memory_takes_no_token_after_a_gap_for_a_plain_prompts(server: ServerThread) -> None:
+    assert post(server.url, "/v1/pml/schemas", {"schema": SCHEMA}).status_code == 200
+    asked = {"schema": "notes", "modules": {"lisbon": {}}, "text": "What?", "max_tokens": 2}
+    server.service.more_memory.reset()
+    usages = [ask(server, asked, link="all")["usage"], ask(server, asked)["usage"]]
+    wait_until(lambda: not server.service.records.running())
+    gap, _ = server.service.records.recent(2)[1].jumps[0]
+    found = server.service.more_memory.points()[0].hit_rate
+    assert found == gap // BLOCK * BLOCK / sum(usage["prompt_tokens"] for usage in usages) > 0
+
+
 def test_a_record_and_its_line_name_the_method(server: ServerThread, caplog: pytest.LogCaptureFixture) -> None:
     from foreword.server.observe.traffic_log import log_request
 
@@ -430,6 +441,45 @@ def test_who_waits_for_a_choice_may_leave_and_does_not_wait_forever(
     assert len(salts) == 2
 
 
+def test_nothing_is_chosen_while_the_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go, looks, chosen = threading.Event(), [], []
+    with (
+        open_llm(max_num_seqs=1) as llm,
+        ServerThread(llm, ServerConfig(link_gate=0.0, max_queued=0, max_choices=2)) as server,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        link, check_room = llm.link, server.service.check_room
+
+        def slow(*given: Any) -> Any:
+            chosen.append(given)
+            assert may_go.wait(60)
+            return link(*given)
+
+        def noted(num_choices: int) -> None:
+            looks.append(num_choices)
+            check_room(num_choices)
+
+        monkeypatch.setattr(llm, "link", slow)
+        monkeypatch.setattr(server.service, "check_room", noted)
+        body = {**documents(22), "link": "deviation-20"}
+        assert post(server.url, PATH, {**body, "n": 3}).status_code == 400, "there will never be room"
+        looks.clear()
+        with server.held():
+            first = pool.submit(post, server.url, PATH, body)
+            wait_until(lambda: len(chosen) == 1)
+            second = pool.submit(post, server.url, PATH, body)
+            wait_until(lambda: len(looks) == 3)  # it waits for the first one's choice to end
+            plain = pool.submit(post, server.url, PATH, documents(22))
+            wait_until(lambda: server.service.thread.num_choices == 1)
+            assert post(server.url, PATH, body).status_code == 429, "before it waits"
+            may_go.set()
+            assert first.result().status_code == 429, "the queue has filled while it chose"
+            assert second.result().status_code == 429, "the queue has filled while it waited"
+        assert plain.result().status_code == 200
+        assert len(chosen) == 1
+        ask(server, body)
+
+
 # ------------------------------------------------------------------- the gate
 
 
@@ -451,6 +501,45 @@ def test_a_method_is_served_if_it_agreed_often_enough(
         for link, message in (("none", "in 150 of 200 prompts"), ("first-8", "was not measured with this model")):
             answer = post(server.url, PATH, {**documents(14), "link": link})
             assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True)
+
+
+def test_prompts_with_gaps_are_served_by_what_was_measured_with_gaps(
+    python: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agreed, passes = {"none": Agreement(200, 150), "first-16": Agreement(200, 199)}, Agreement(200, 200)
+    with_gaps = {"first-16": Agreement(200, 190), "first-2": passes, "deviation-15": passes}
+    MeasuredLinks(python.cache_identity.model_id, agreed, with_gaps).write(tmp_path / "links.json")
+    gaps = {"schema": "notes", "modules": {"lisbon": {}}, "text": "What?", "max_tokens": 2}
+    dense = {**gaps, "positions": "dense"}
+    caplog.set_level("INFO", logger="foreword")
+    with open_llm() as llm, ServerThread(llm, ServerConfig(link_measurements=tmp_path / "links.json")) as server:
+        assert "served are all, first-16, of link_gate=0.99; with gaps between positions first-2, deviation-15" in (
+            caplog.text
+        )
+        assert post(server.url, "/v1/pml/schemas", {"schema": SCHEMA}).status_code == 200
+        assert "approximate" not in ask(server, gaps)
+        for body, link, message in (
+            (dense, "first-16", None),
+            (dense, "all", None),
+            (gaps, "first-2", None),
+            (gaps, "deviation-15", None),
+            (gaps, "first-16", r"link='first-16' .* 190 of 200 prompts with gaps .* 99\.0% .*\"positions\": \"dense\""),
+            (
+                gaps,
+                "all",
+                r"link='all' was not measured with gaps .* 99\.0% .*\"dense\".*`foreword pml measure --gaps`",
+            ),
+            (gaps, "none", "link='none' gave .* in 150 of 200 prompts with this model"),
+            (dense, "first-2", "link='first-2' was not measured with this model"),
+            (dense, "deviation-15", "link='deviation-15' was not measured with this model"),
+        ):
+            answer = post(server.url, PATH, {**body, "link": link})
+            assert answer.status_code == (200 if message is None else 400), answer.text
+            assert message is None or re.search(message, answer.json()["error"]["message"])
+        own = SCHEMA.replace('name="lisbon"', 'name="lisbon" recompute="none"')
+        assert post(server.url, "/v1/pml/schemas", {"schema": own}).status_code == 200
+        told = post(server.url, PATH, {**gaps, "link": "first-2"}).json()["error"]["message"]
+        assert "recompute='none', which counts as a method: link='none' was not measured with gaps" in told
 
 
 def test_a_schema_cannot_have_a_method_that_is_not_served(python: LLM, tmp_path: Path) -> None:

@@ -39,3 +39,4 @@ from foreword.cluster.routing import (
 from foreword.cluster.routing import (
     Rule as Rule,
 )
+from foreword.cluster.sources import CopiedRun as CopiedRun

@@ -5,7 +5,8 @@ Knows keys, tokens and seconds; knows no text, and makes no decision.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from foreword.cache import TokenSequence
 from foreword.cache.block_ids import Int64Array
 from foreword.cluster.holders import Key
 from foreword.cluster.reuse_ages import FloatArray
+from foreword.cluster.sources import CopiedRun, SourceHits
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +32,29 @@ class RoutingRequest:
     tools. Used only where nothing is known of the caches; None: all blocks."""
     session: str | None = None
     """Replaces the boundary if there is one."""
+    runs: tuple[CopiedRun, ...] = ()
+    """Of a linked prompt, in the order of the prompt."""
 
     @classmethod
     def of_sequence(
-        cls, sequence: TokenSequence, stable_tokens: int | None = None, session: str | None = None
+        cls,
+        sequence: TokenSequence,
+        stable_tokens: int | None = None,
+        session: str | None = None,
+        runs: Sequence[CopiedRun] = (),
     ) -> RoutingRequest:
         """The request of a tokenised prompt, with the engine's own keys."""
         stable = None if stable_tokens is None else stable_tokens // sequence.block_size
-        return cls(sequence.request_id, list(sequence.block_hashes()), len(sequence), stable, session)
+        return cls(sequence.request_id, list(sequence.block_hashes()), len(sequence), stable, session, tuple(runs))
+
+    @property
+    def most_hit_tokens(self) -> int:
+        """The most tokens that can be hits: the last one is computed, and none is a hit from the first link on."""
+        return min([self.num_tokens - 1, *(run.begin for run in self.runs[:1])])
+
+    def without_keys(self) -> RoutingRequest:
+        """The same numbers, for a log."""
+        return replace(self, keys=[], runs=tuple(run._replace(keys=[]) for run in self.runs[:1]))
 
     def affinity(self) -> object:
         """What the hash ring places: the session, else the stable boundary, else the request itself."""
@@ -69,10 +86,13 @@ class Fleet:
     usable: npt.NDArray[np.bool_]
     """Whether the replica may be chosen."""
     hit_blocks: Int64Array
+    computed_tokens: Int64Array
+    """Tokens that the replica would have to compute: the rest of the prompt; of a linked one, the rest that is not
+    copied, and what is missing of its sources."""
     backlog_s: FloatArray
     """Time until the replica has computed the prompts that it already has."""
     prefill_s: FloatArray
-    """Time of this prompt's part that is not cached."""
+    """Time of the tokens to compute."""
     price_s: FloatArray
     """Time to compute the evicted blocks again, times the chance that they would have been used."""
     decode_s: FloatArray
@@ -86,6 +106,8 @@ class Fleet:
     free_blocks: Int64Array
     num_blocks: Int64Array
     """Capacity."""
+    sources: SourceHits | None = None
+    """Of a linked prompt."""
 
 
 class Standing(StrEnum):
@@ -108,8 +130,10 @@ class Candidate:
     replica: str
     standing: Standing
     hit_tokens: int
+    source_tokens: int
+    """The part of a linked prompt's sources that it has, or does not need; 0 of other prompts."""
     uncached_tokens: int
-    """The rest of the prompt."""
+    """Tokens to compute: the rest of the prompt; of a linked one, what is not copied, and the rest of its sources."""
     backlog_s: float
     prefill_s: float
     price_s: float
@@ -143,17 +167,24 @@ class Decision:
         return self.reservation.replica
 
     @property
+    def source_tokens(self) -> int:
+        """The tokens of a linked prompt's sources that are not the prompt's own; 0 of other prompts."""
+        sources = self.fleet.sources
+        return 0 if sources is None else sources.num_blocks * self.fleet.block_tokens
+
+    @property
     def predicted_ttft_s(self) -> float:
         """The expected time to the first token; for admission and Retry-After."""
         return float(self.fleet.backlog_s[self.slot] + self.fleet.prefill_s[self.slot])
 
     def candidates(self) -> list[Candidate]:
         """Every replica with the parts of its cost, the cheapest first."""
-        fleet, num_tokens = self.fleet, self.fleet.request.num_tokens
-        hit_tokens = np.minimum(fleet.hit_blocks * fleet.block_tokens, num_tokens - 1)
+        fleet, size = self.fleet, self.fleet.block_tokens
+        missing = np.zeros_like(fleet.hit_blocks) if fleet.sources is None else fleet.sources.missing_blocks
         columns = (
-            hit_tokens,
-            num_tokens - hit_tokens,
+            np.minimum(fleet.hit_blocks * size, fleet.request.most_hit_tokens),
+            self.source_tokens - missing * size,
+            np.maximum(fleet.computed_tokens, 1),
             fleet.backlog_s,
             fleet.prefill_s,
             fleet.price_s,

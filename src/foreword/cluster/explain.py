@@ -2,7 +2,7 @@
 
 Knows decisions and tokens; knows nothing of HTTP, and makes no decision. A decision has one of four reasons:
 
-    hit       no replica that could be chosen holds more of the prompt
+    hit       no replica that could be chosen has less to compute: none holds more of the prompt, or of its sources
     load      another one holds more, but its work costs more than the difference
     no hit    no replica that could be chosen is known to hold any of it: the least work
     hashed    no cache is known: the hash ring decided (degraded)
@@ -40,6 +40,8 @@ class Explanation:
     prompt_tokens: int
     predicted_tokens: int
     """The part of the prompt that the chosen replica is expected to have."""
+    source_tokens: int
+    """Tokens of a linked prompt's sources, each once; 0 of other prompts."""
     delivered_tokens: int | None
     """The part that it had; None until the first token has come."""
     predicted_ttft_s: float
@@ -54,6 +56,7 @@ class Explanation:
             _reason(decision),
             decision.fleet.request.num_tokens,
             decision.hit_tokens,
+            decision.source_tokens,
             delivered_tokens,
             decision.predicted_ttft_s,
             tuple(decision.candidates()),
@@ -76,6 +79,7 @@ class Explanation:
             "degraded": self.reason is Reason.HASHED,
             "prompt_tokens": self.prompt_tokens,
             "predicted_tokens": self.predicted_tokens,
+            "source_tokens": self.source_tokens,
             "delivered_tokens": self.delivered_tokens,
             "predicted_ttft_s": self.predicted_ttft_s,
             "candidates": [
@@ -84,6 +88,7 @@ class Explanation:
                     "chosen": each.chosen,
                     "standing": each.standing.value,
                     "hit_tokens": each.hit_tokens,
+                    "source_tokens": each.source_tokens,
                     "uncached_tokens": each.uncached_tokens,
                     "backlog_s": each.backlog_s,
                     "prefill_s": each.prefill_s,
@@ -102,6 +107,7 @@ class Explanation:
             f"replica={_quoted(replica)}",
             f"reason={self.reason}",
             f"hit={self.predicted_tokens}/{self.prompt_tokens}",
+            *([f"sources={chosen.source_tokens}/{self.source_tokens}"] if self.source_tokens else []),
             f"backlog_s={chosen.backlog_s:.3f}",
             f"price_s={chosen.price_s:.3f}",
             f"decode_s={chosen.decode_s:.3f}",
@@ -112,6 +118,7 @@ class Explanation:
             parts += [
                 f"next={_quoted(other.replica)}",
                 f"next_hit={other.hit_tokens}",
+                *([f"next_sources={other.source_tokens}"] if self.source_tokens else []),
                 f"next_cost_s={other.cost_s:.3f}",
             ]
         if self.delivered_tokens is not None:
@@ -123,10 +130,12 @@ def _reason(decision: Decision) -> Reason:
     fleet = decision.fleet
     if decision.degraded:
         return Reason.HASHED
-    most = int(fleet.hit_blocks[fleet.usable].max())
-    if not most:
+    sources, usable = fleet.sources, fleet.usable
+    has_source = sources is not None and bool((sources.missing_blocks[usable] < sources.num_blocks).any())
+    if not fleet.hit_blocks[usable].any() and not has_source:
         return Reason.NO_HIT
-    return Reason.HIT if fleet.hit_blocks[decision.slot] == most else Reason.LOAD
+    computed = fleet.computed_tokens
+    return Reason.HIT if computed[decision.slot] == computed[usable].min() else Reason.LOAD
 
 
 def _quoted(name: str) -> str:
@@ -179,8 +188,9 @@ class DecisionLog:
     def add(self, decision: Decision) -> None:
         """Keep a decision; the oldest one goes if there are too many. Keys of blocks are not kept."""
         self.counts[_reason(decision)].decisions += 1
-        request = replace(decision.fleet.request, keys=[])
-        entry = _Entry(replace(decision, fleet=replace(decision.fleet, request=request)))
+        fleet, request = decision.fleet, decision.fleet.request.without_keys()
+        sources = None if fleet.sources is None else fleet.sources.counts()
+        entry = _Entry(replace(decision, fleet=replace(fleet, request=request, sources=sources)))
         self._entries[self._next_number] = entry
         self._numbers.setdefault(request.request_id, []).append(self._next_number)
         self._next_number += 1

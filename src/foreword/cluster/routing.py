@@ -11,7 +11,10 @@ no random numbers: equal calls give equal decisions. One request's life:
 
 The cost of a replica, in seconds:
 
-    backlog + (1 + hit_weight) * uncached / rate + price of the evicted blocks + decode pressure
+    backlog + (1 + hit_weight) * to compute / rate + price of the evicted blocks + decode pressure
+
+What it has to compute is the rest of the prompt. Of a linked prompt it is the rest that is not copied, and what the
+replica lacks of the sources (sources.py), which it will have, too.
 
 Whatever the cost chooses has the least, so for every other replica j: backlog - backlog(j) <= (1 + hit_weight) * (the
 prefill seconds that the hit saves against j) + (price and decode seconds of j - its own). A request never queues longer
@@ -26,6 +29,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from foreword.cache.block_ids import Int64Array
 from foreword.cluster.decision import Decision, Fleet, Reservation, RoutingRequest
 from foreword.cluster.explain import DecisionLog
 from foreword.cluster.holders import HolderIndex, Key
@@ -35,6 +39,7 @@ from foreword.cluster.options import ReplicaLoad, ReplicaSpec, RoutingCounts, Ro
 from foreword.cluster.peers import Change, LoadUpdate, Outbox, Peer, RouterLoad
 from foreword.cluster.reuse_ages import FloatArray, ReuseAges
 from foreword.cluster.ring import HashRing
+from foreword.cluster.sources import SourceHits
 from foreword.cluster.turns import time_to_turn
 from foreword.errors import ConfigError, NoReplicaError
 
@@ -46,7 +51,7 @@ Rule = Callable[[Fleet], FloatArray]
 
 @dataclass(slots=True)
 class _Expected:
-    """Blocks that a reservation's replica is going to have, and the hit that the decision counted on."""
+    """Blocks that a reservation's replica is going to have, sources too, and the hit that the decision counted on."""
 
     mirror: ReplicaMirror
     claim: int
@@ -240,14 +245,17 @@ class RoutingCore:
             slot = _least(costs, fleet)
         reservation = Reservation(self.router, request.request_id, attempt, self._slots.names[slot])
         hit_blocks = int(fleet.hit_blocks[slot])
-        hit_tokens = min(hit_blocks * self.options.block_tokens, request.num_tokens - 1)
-        self._reserve(reservation, Work(slot, request.num_tokens, request.num_tokens - hit_tokens), now)
+        hit_tokens = min(hit_blocks * self.options.block_tokens, request.most_hit_tokens)
+        self._reserve(reservation, Work(slot, request.num_tokens, max(1, int(fleet.computed_tokens[slot]))), now)
         self._attempts[request.request_id] = reservation
+        used, new = request.keys[max(0, hit_blocks - 1) : hit_blocks], request.keys[hit_blocks:]
+        if fleet.sources is not None:
+            used, new = used + fleet.sources.last_held(slot), new + fleet.sources.lacking(slot)
         mirror = self._slots.mirrors[slot]
-        if hit_blocks:
-            mirror.touch(request.keys[hit_blocks - 1], now)
+        for key in used:
+            mirror.touch(key, now)
             self._loads.table.oldest_use[slot] = mirror.oldest_use(now)
-        self._expected[reservation] = _Expected(mirror, mirror.claim(request.keys[hit_blocks:]), hit_tokens)
+        self._expected[reservation] = _Expected(mirror, mirror.claim(new), hit_tokens)
         self.counts.decisions += 1
         self.counts.degraded += degraded
         names = tuple(self._slots.names)
@@ -261,18 +269,28 @@ class RoutingCore:
         usable = table.usable.copy()
         if excluded:
             usable[excluded] = False
-        hits = self._holders.depths(request.keys, self._known, len(table), closed=not self._open_prefixes)
+
+        def find(keys: list[Key]) -> Int64Array:
+            return self._holders.depths(keys, self._known, len(table), closed=not self._open_prefixes)
+
+        hits, sources = find(request.keys), None
+        computed, new_blocks = request.num_tokens - hits * size, len(request.keys) - hits
+        if request.runs:
+            sources = SourceHits.of(request.runs, request.keys, hits * size, find)
+            computed += sources.missing_blocks * size - sources.copied_tokens
+            new_blocks += sources.missing_blocks
         rate, waiting = self._loads.rates.tokens_per_s, table.waiting_tokens
         free = np.maximum(table.num_blocks - table.num_held - (waiting / size).astype(np.int64), 0)
-        evicted = np.maximum(len(request.keys) - hits - free, 0)
+        evicted = np.maximum(new_blocks - free, 0)
         price = self.options.price_weight * evicted * size / rate
         return Fleet(
             request,
             size,
             usable,
             hits,
+            computed,
             self._loads.backlogs(now),
-            np.maximum(request.num_tokens - hits * size, 1) / rate,
+            np.maximum(computed, 1) / rate,
             price * self._ages.chances(now - table.oldest_use) if evicted.any() else price,
             table.decode_s * (table.num_open - table.num_waiting) + table.decode_tokens / rate * table.num_open,
             table.num_waiting,
@@ -280,6 +298,7 @@ class RoutingCore:
             waiting,
             free,
             table.num_blocks,
+            sources,
         )
 
     def _cost(self, fleet: Fleet) -> FloatArray:
@@ -296,18 +315,19 @@ class RoutingCore:
         self._loads.note_started(reservation, now)
 
     def note_first_token(self, reservation: Reservation, now: float, cached_tokens: int) -> None:
-        """The first token has come; the replica had `cached_tokens` of the prompt."""
-        work = self._loads.open.get(reservation)
-        if (
-            work is None
-            or reservation.router != self.router
-            or not self._loads.note_prefilled(reservation, now, work.prompt_tokens - cached_tokens)
-        ):
+        """The first token has come; the replica had `cached_tokens` of the prompt, exact ones."""
+        work, expected = self._loads.open.get(reservation), self._expected.get(reservation)
+        if work is None or expected is None:
             return
+        # What a linked prompt computes besides is known from the choice alone.
+        computed = work.computed_tokens + expected.hit_tokens - cached_tokens
+        if not self._loads.note_prefilled(reservation, now, computed):
+            return
+        del self._expected[reservation]
         self._tell(Change.PREFILLED, reservation)
         if self._log is not None:
             self._log.note_delivered(reservation, cached_tokens)
-        expected, counts = self._expected.pop(reservation), self.counts
+        counts = self.counts
         counts.prompt_tokens += work.prompt_tokens
         counts.predicted_tokens += expected.hit_tokens
         counts.delivered_tokens += cached_tokens

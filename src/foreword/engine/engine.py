@@ -28,6 +28,7 @@ import numpy as np
 
 from foreword.batch import Batch
 from foreword.cache import (
+    BlockIds,
     ExtraKeys,
     KVCacheManager,
     LookupExplanation,
@@ -135,14 +136,17 @@ class Engine:
             inexactness=inexactness,
         )
 
-    def check(self, request_id: str, prompt: Prompt, params: SamplingParams) -> TokenSequence:
-        """The tokens and block keys of a request, without queueing it.
+    def check(
+        self, request_id: str, prompt: Prompt, params: SamplingParams
+    ) -> tuple[TokenSequence, list[tuple[LinkedRun, TokenSequence]]]:
+        """The tokens and block keys of a request, without queueing it; of a linked one its runs, each with its source.
 
         Raises InvalidRequestError when the request can never be served.
         """
         prompt = self.truncate(prompt, params)
         self._intake.check(prompt, params)
-        return self._intake.sequence(request_id, prompt)
+        runs = self._intake.runs(prompt)
+        return self._intake.sequence(request_id, prompt, tuple(source for _, source in runs)), runs
 
     def next_seeds(self, count: int) -> list[int]:
         """The seeds that the next requests get if their parameters have none."""
@@ -180,10 +184,11 @@ class Engine:
         Changes nothing, counts nothing. Raises InvalidRequestError for a prompt that could not be served.
         """
         self._intake.check(prompt, SamplingParams(max_tokens=1))
-        found, size = [], self.manager.block_size
+        found, size, tables = [], self.manager.block_size, dict[TokenSequence, BlockIds]()
         for run, source in self._intake.runs(prompt):
-            [table] = self.manager.cached_blocks(source)
-            num_missing = int((table[: -(-run.source_end // size)] < 0).sum())
+            if source not in tables:  # a method may leave hundreds of runs in one
+                [tables[source]] = self.manager.cached_blocks(source)
+            num_missing = int((tables[source][: -(-run.source_end // size)] < 0).sum())
             found.append((run, num_missing * size))
         return found
 

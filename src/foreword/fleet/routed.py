@@ -23,8 +23,10 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
-from foreword.cluster import Decision, RoutingCore, RoutingRequest
+from foreword.cache import TokenSequence
+from foreword.cluster import CopiedRun, Decision, RoutingCore, RoutingRequest
 from foreword.cluster.explain import DecisionLog, Explanation
+from foreword.cluster.holders import Key
 from foreword.engine import Engine
 from foreword.errors import NoReplicaError
 from foreword.events.core_feed import CoreFeed
@@ -286,9 +288,10 @@ class RoutedEngines:
         for job in stream.jobs:
             if job.params.seed is None:
                 job = replace(job, params=replace(job.params, seed=self._seeds.randrange(2**32)))
-            sequence = self._front.engine.check(job.record.request_id, job.prompt, job.params)
+            sequence, linked = self._front.engine.check(job.record.request_id, job.prompt, job.params)
+            copied = [CopiedRun(run.begin, run.end, _keys_to(run.source_end, source)) for run, source in linked]
             stable = max((mark.end for mark in job.prompt.marks), default=None)
-            routing = RoutingRequest.of_sequence(sequence, stable, job.record.prompt_cache_key)
+            routing = RoutingRequest.of_sequence(sequence, stable, job.record.prompt_cache_key, copied)
             if not _reads_cache(job.params):
                 routing = replace(routing, keys=[])
             answering = Answering(stream, job, first_choice, self._front.engine.clock)
@@ -398,6 +401,11 @@ class RoutedEngines:
         for keep_account in self._after_step:
             keep_account([Ended(job, answers if job.record.token_times else [])])
         request.answering.finish()
+
+
+def _keys_to(end: int, source: TokenSequence) -> list[Key]:
+    """The keys of the blocks that hold a source's first `end` tokens."""
+    return list(source.block_hashes()[: -(-end // source.block_size)])
 
 
 def _reads_cache(params: SamplingParams) -> bool:

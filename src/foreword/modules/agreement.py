@@ -62,7 +62,8 @@ class Tally:
     num_right: int = 0
     num_agreeing: int = 0
     num_linked: int = 0
-    """Prompts of which something was linked: the others have the plain prompt's answer anyhow."""
+    """Prompts of which something was linked, and for `all` those with gaps between positions: the others tell nothing
+    about the method."""
     num_linked_agreeing: int = 0
     shares: list[float] = field(default_factory=list)
     """Of each prompt: the share of its tokens that were neither linked nor part of its exact beginning."""
@@ -73,7 +74,7 @@ class Tally:
         return Tally(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Tally)})
 
     def add(self, asked: Asked, answer: Answer, plain: Answer, num_exact: int) -> None:
-        """Count one answer; `plain` is the answer of `all`."""
+        """Count one answer; `plain` is the answer of `all` without gaps."""
         output = answer.output
         assert output.link is not None
         own, wanted = output.outputs[0], plain.output.outputs[0]
@@ -81,7 +82,8 @@ class Tally:
         self.num_asked += 1
         self.num_with_answer += asked.answer is not None
         self.num_right += asked.is_right(own.text)
-        agrees, is_linked = list(own.token_ids) == list(wanted.token_ids), output.link.linked_tokens > 0
+        agrees = list(own.token_ids) == list(wanted.token_ids)
+        is_linked = output.link.linked_tokens > 0 or (output.link.method == EXACT and output.link.has_gaps)
         self.num_agreeing += agrees
         self.num_linked += is_linked
         self.num_linked_agreeing += agrees and is_linked
@@ -115,7 +117,7 @@ def wilson(right: int, asked: int) -> Interval:
 def tally(
     llm: LLM, prompts: Iterable[Asked], arms: Sequence[Arm], params: SamplingParams, *, at_once: int = 1
 ) -> dict[str, Tally]:
-    """Ask all prompts with `all` and with each arm; by the arms' names.
+    """Ask all prompts with `all`, without gaps between positions, and with each arm; by the arms' names.
 
     `at_once` prompts run together, which is faster; times are worth reading only with one. Then each arm has a
     namespace of its own: what a method computes of a part another one would find cached.
@@ -126,9 +128,10 @@ def tally(
     waiting = iter(prompts)
     while several := list(islice(waiting, at_once)):
         _compute_sources(llm, several, None)
-        plain = _answers(llm, several, Arm.of(EXACT), params)
+        dense = [replace(one, composition=one.dense or one.composition) for one in several]
+        plain = _answers(llm, dense, Arm.of(EXACT), params)
         for arm in arms:
-            answers = plain if arm.name == EXACT else _linked_answers(llm, several, arm, params, plain)
+            answers = _linked_answers(llm, several, arm, params, plain)
             for asked, answer, wanted in zip(several, answers, plain, strict=True):
                 found[arm.name].add(asked, answer, wanted, _exact_tokens(llm, asked))
     return found
@@ -137,14 +140,14 @@ def tally(
 def _linked_answers(
     llm: LLM, several: Sequence[Asked], arm: Arm, params: SamplingParams, plain: Sequence[Answer]
 ) -> list[Answer]:
-    """A method that links nothing of a prompt gives the plain prompt's bits: such prompts are not asked again."""
-    links = [_links_any(one.composition, arm.method) for one in several]
-    linked = [one for one, any_linked in zip(several, links, strict=True) if any_linked]
+    """A method that links nothing of a prompt without gaps gives the plain prompt's bits: these are not asked again."""
+    differs = [one.composition.has_gaps or _links_any(one.composition, arm.method) for one in several]
+    linked = [one for one, may_differ in zip(several, differs, strict=True) if may_differ]
     if arm.salt is not None:
         _compute_sources(llm, linked, arm.salt)
     with arm.changed(llm):
         answers = iter(_answers(llm, linked, arm, params))
-    return [next(answers) if any_linked else known for any_linked, known in zip(links, plain, strict=True)]
+    return [next(answers) if may_differ else known for may_differ, known in zip(differs, plain, strict=True)]
 
 
 def _answers(llm: LLM, several: Sequence[Asked], arm: Arm, params: SamplingParams) -> list[Answer]:

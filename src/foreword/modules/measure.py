@@ -1,7 +1,7 @@
 """`foreword pml measure --model M`: what linking costs in answers with one model.
 
 Knows the terminal, tasks and files; `agreement.py` asks. Each question goes to `all`, which is the plain prompt bit for
-bit, and to each method, greedy.
+bit, and to each method, greedy. With `--gaps` all are asked again with gaps between positions.
 """
 
 from __future__ import annotations
@@ -46,10 +46,13 @@ class Cell:
     num_tokens: int | None = None
     """About how long its documents are, in tokens of the embedded tokenizer."""
     num_parts: int | None = None
+    has_gaps: bool = False
+    """Whether its prompts have gaps between positions."""
 
     @property
     def title(self) -> str:
-        return self.task if self.num_tokens is None else f"{self.task} {self.num_tokens}x{self.num_parts}"
+        size = "" if self.num_tokens is None else f" {self.num_tokens}x{self.num_parts}"
+        return f"{self.task}{size}{' gaps' if self.has_gaps else ''}"
 
     @property
     def counts(self) -> bool:
@@ -77,6 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contexts", default=("512",), help="tokens of the documents (default: 512)", **listed)
     parser.add_argument("--parts", default=("4",), help="numbers of documents (default: 4)", **listed)
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="your prompts instead of tasks: JSON lines")
+    parser.add_argument(
+        "--gaps",
+        action="store_true",
+        help="ask all with gaps between positions, too, as a schema makes them of which a prompt leaves out half",
+    )
     parser.add_argument("--plain", action="store_true", help="prompts without the model's chat template")
     parser.add_argument(
         "--max-tokens",
@@ -107,7 +115,8 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
         for cell in cells:
             with console.status(cell.title):
                 prompts = users or _drawn(questions, cell, args.questions, seed)
-                found[cell] = tally(llm, prompts, arms, _params(args, questions))
+                placed = (one.with_gaps() for one in prompts) if cell.has_gaps else prompts
+                found[cell] = tally(llm, placed, arms, _params(args, questions))
         model_id = llm.cache_identity.model_id
     report = {"model_name": options["model"], "foreword": __version__, "seed": seed, "plain": args.plain}
     report["cells"] = [_as_json(cell, tallies) for cell, tallies in found.items()]
@@ -140,15 +149,16 @@ def _cells(args: argparse.Namespace) -> list[Cell]:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} is too small; give 1 or more")
+    with_gaps = (False, True) if args.gaps else (False,)
     if args.prompts is not None:
-        return [Cell(USERS)]
+        return [Cell(USERS, has_gaps=has_gaps) for has_gaps in with_gaps]
     for task in args.tasks:
         if task not in TASK_NAMES:
             raise ConfigError(f"--tasks: {task!r} is no task; choose from {', '.join(TASK_NAMES)}")
     sizes = [_numbers(name, getattr(args, name)) for name in ("contexts", "parts")]
     if not args.tasks or not all(sizes):
         raise ConfigError("--tasks, --contexts and --parts need one value each, at least")
-    return [Cell(task, tokens, parts) for task, tokens, parts in product(args.tasks, *sizes)]
+    return [Cell(*one) for one in product(args.tasks, *sizes, with_gaps)]
 
 
 def _numbers(name: str, given: Sequence[str]) -> list[int]:
@@ -163,12 +173,13 @@ def _check_save(args: argparse.Namespace, cells: Sequence[Cell]) -> None:
     path = args.save.expanduser()
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"--save {str(args.save)!r} cannot be written; name a file in a folder that exists")
-    if set(args.methods) <= {EXACT}:
+    if set(args.methods) <= {EXACT} and not args.gaps:
         raise ConfigError(
-            f"--save needs a method beside {EXACT!r}, which needs no measurement; give --methods first-16"
+            f"--save needs a method beside {EXACT!r}, which needs no measurement without --gaps; give --methods "
+            "first-16"
         )
     if args.prompts is None:
-        _check_number(args.questions * sum(cell.counts for cell in cells))
+        _check_number(args.questions * sum(cell.counts and not cell.has_gaps for cell in cells))
 
 
 def _check_number(num_prompts: int) -> None:
@@ -199,10 +210,19 @@ def _params(args: argparse.Namespace, questions: Questions) -> SamplingParams:
 
 def _as_json(cell: Cell, tallies: Mapping[str, Tally]) -> dict[str, Any]:
     methods = {name: own.as_json() for name, own in tallies.items()}
-    return {"task": cell.task, "context": cell.num_tokens, "parts": cell.num_parts, "methods": methods}
+    size = {"context": cell.num_tokens, "parts": cell.num_parts}
+    return {"task": cell.task, **size, "gaps": cell.has_gaps, "methods": methods}
 
 
 def _saved(found: Found, model_id: str, report: dict[str, Any]) -> MeasuredLinks:
+    """The agreements over the prompts of the cells that count, with gaps and without. Raises ConfigError."""
+    dense = _agreements({cell: own for cell, own in found.items() if not cell.has_gaps})
+    return MeasuredLinks(
+        model_id, dense, _agreements({cell: own for cell, own in found.items() if cell.has_gaps}), report
+    )
+
+
+def _agreements(found: Found) -> dict[str, Agreement]:
     """The agreements over the prompts of the cells that count, together, of which a method linked anything.
 
     Raises ConfigError if there are too few: that says nothing about linking.
@@ -210,16 +230,15 @@ def _saved(found: Found, model_id: str, report: dict[str, Any]) -> MeasuredLinks
     totals: dict[str, Tally] = {}
     for cell, tallies in found.items():
         for name, own in tallies.items() if cell.counts else ():
-            totals[name] = totals.get(name, Tally()) + own
-    totals.pop(EXACT, None)
+            if name != EXACT or cell.has_gaps:
+                totals[name] = totals.get(name, Tally()) + own
     for name, own in totals.items():
         if own.num_linked < LEAST_PROMPTS:
             raise ConfigError(
                 f"--save needs {LEAST_PROMPTS} prompts of which a method links anything, and {name!r} linked in "
                 f"{own.num_linked} of {own.num_asked}; leave it out of --methods, or give more or longer documents"
             )
-    agreements = {name: Agreement(own.num_linked, own.num_linked_agreeing) for name, own in totals.items()}
-    return MeasuredLinks(model_id, agreements, report)
+    return {name: Agreement(own.num_linked, own.num_linked_agreeing) for name, own in totals.items()}
 
 
 def print_table(found: Mapping[Cell, Mapping[str, Tally]], console: Console) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -39,6 +39,22 @@ class Asked:
     """The right answer; None if nobody gave one."""
     hidden: tuple[Source, ...] = ()
     """Sources that are computed before the question although the prompt does not have them."""
+    dense: Composition | None = None
+    """The prompt without the gaps between its positions; None: it has none."""
+
+    def with_gaps(self) -> Asked:
+        """The prompt as a schema places it of which it leaves out half: one more module before each, as long as it."""
+        parts: list[Part] = []
+        shift, before = 0, ""
+        for part in self.composition.parts:
+            module = part.name.partition(":")[0]
+            if module not in ("", before):
+                shift += sum(
+                    len(own.token_ids) for own in self.composition.parts if own.name.partition(":")[0] == module
+                )
+            before = module
+            parts.append(replace(part, position=part.position + shift))
+        return replace(self, composition=Composition(tuple(parts)), dense=self.composition)
 
     def is_right(self, text: str) -> bool:
         """Whether the first line of an answer is the right one, but for a period at its end."""

@@ -12,11 +12,11 @@ import hashlib
 import json
 import secrets
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -237,9 +237,19 @@ class TraceWriter:
             raise self._unwritable(error, "choose another place") from error
 
     def write(
-        self, *, timestamp_ms: float, prompt_token_ids: npt.ArrayLike, num_output_tokens: int, namespace: str = ""
+        self,
+        *,
+        timestamp_ms: float,
+        prompt_token_ids: npt.ArrayLike,
+        num_output_tokens: int,
+        namespace: str = "",
+        jumps: Sequence[tuple[int, int]] = (),
+        linked: Mapping[str, Any] | None = None,
     ) -> None:
         """Append one request. Prompts share ids only within a `namespace` (adapter and salt, say).
+
+        `jumps`: index and position of each token that stands after a gap; ids from there on are of such prompts alone.
+        `linked`: of a prompt that goes on with links, which no prefix finds: what the line says of it, for people.
 
         Times should be relative to the recording's start: an absolute one is a fact about a user too.
         Raises TraceError; then the file is as it was before, and the same request may be tried again.
@@ -247,12 +257,16 @@ class TraceWriter:
         tokens = np.ascontiguousarray(prompt_token_ids, np.int32)
         size = self.block_tokens
         parent = hashlib.blake2b(namespace.encode(), key=self._secret, digest_size=16).digest()
+        moved: dict[int, bytes] = {}
+        for at, position in jumps:
+            start = at // size * size
+            moved[start] = moved.get(start, b"") + b"|%d:%d" % (at, position)
         ids = []
         for start in range(0, len(tokens), size):
-            block = parent + tokens[start : start + size].tobytes()
+            block = parent + tokens[start : start + size].tobytes() + moved.get(start, b"")
             parent = hashlib.blake2b(block, key=self._secret, digest_size=16).digest()
             ids.append(_id_of(parent))
-        self._append(timestamp_ms, len(tokens), num_output_tokens, ids)
+        self._append(timestamp_ms, len(tokens), num_output_tokens, ids, {} if linked is None else {"linked": linked})
 
     def write_keys(self, *, timestamp_ms: float, keys: Sequence[int | bytes], num_output_tokens: int) -> None:
         """Append one request of whole blocks, given an engine's keys of its prompt's blocks instead of their tokens.
@@ -265,7 +279,14 @@ class TraceWriter:
             ids.append(_id_of(hashlib.blake2b(name, key=self._secret, digest_size=16).digest()))
         self._append(timestamp_ms, len(ids) * self.block_tokens, num_output_tokens, ids)
 
-    def _append(self, timestamp_ms: float, input_length: int, output_length: int, ids: list[int]) -> None:
+    def _append(
+        self,
+        timestamp_ms: float,
+        input_length: int,
+        output_length: int,
+        ids: list[int],
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
         assert self._file is not None, "writing after close()"
         record = {
             "timestamp": timestamp_ms,
@@ -273,6 +294,7 @@ class TraceWriter:
             "output_length": output_length,
             "block_tokens": self.block_tokens,
             "hash_ids": ids,
+            **(more or {}),
         }
         try:
             self._file.write(json.dumps(record))

@@ -123,6 +123,14 @@ class Links:
         starts = np.flatnonzero(self.positions != before + 1).tolist()
         return [at for at in starts if not any(run.begin <= at < run.end for run in self.runs)]
 
+    def jumps_before_links(self, block_size: int) -> tuple[tuple[int, int], ...]:
+        """Index and position of each token before the first link whose position does not follow that of the token
+        before: from there on, KV is not that of the plain prompt.
+        """
+        positions = self.positions[: self.linked_from_in(block_size)]
+        [starts] = np.nonzero(np.diff(positions, prepend=-1) != 1)
+        return tuple(zip(starts.tolist(), positions[starts].tolist(), strict=True))
+
     def pending_from(self, start: int) -> list[int]:
         """The numbers of the runs that reach beyond the first `start` tokens."""
         return [number for number, run in enumerate(self.runs) if run.end > start]

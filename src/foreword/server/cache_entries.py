@@ -23,7 +23,7 @@ from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import APIError, bad_request
 from foreword.server.bodies.fields import Body
 from foreword.server.calls import caller_of
-from foreword.server.dialects.dialect import Event
+from foreword.server.dialect import Event
 from foreword.server.dialects.openai.fields import ExplainRequest
 from foreword.server.dialects.openai.messages import read_prompt
 from foreword.server.http import Authorized, authorized, json_response, respond, service_of

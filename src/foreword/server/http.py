@@ -19,7 +19,7 @@ from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.api_errors import APIError, from_error, timed_out
 from foreword.server.bodies.json_pieces import to_json, to_long_json
 from foreword.server.bodies.off_loop import off_loop
-from foreword.server.dialects.dialect import Dialect, Event
+from foreword.server.dialect import Dialect, Event
 from foreword.server.service import Service
 
 logger = logging.getLogger(__name__)

@@ -8,11 +8,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from foreword.cache import CacheEntry, LookupExplanation, PrefixNode
+from foreword.linking import LinkExplanation
 
 
 def best(found: list[LookupExplanation]) -> LookupExplanation:
     """The lookup that found most: a router would have sent the prompt there."""
     return max(found, key=lambda one: one.num_hit_tokens)
+
+
+def fewest_missing(found: list[LinkExplanation]) -> LinkExplanation:
+    """What the engine says that has most of a prompt's sources."""
+    return min(found, key=lambda one: sum(part.num_missing_tokens for part in one.parts))
 
 
 def longest(found: list[CacheEntry]) -> CacheEntry:

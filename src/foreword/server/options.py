@@ -60,7 +60,8 @@ class ServerConfig:
     max_schema_tokens: int = 1_000_000
     """Most tokens of one tenant's schemas of prompt modules; all together have at most 16 times as many. 0: none."""
     link_measurements: Path | None = None
-    """File of `foreword pml measure --save`: how well this model answers linked prompts; needs `allow_links`."""
+    """File of `foreword pml measure --save`: how well this model answers linked prompts, those with gaps between
+    positions if measured with `--gaps`; needs `allow_links`."""
     link_gate: float | None = None
     """Least share of answers, 0 to 1, that a method of linking must have equal to the plain ones, as measured; 0 serves
     every method, measured or not. None: 0.99."""

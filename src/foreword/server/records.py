@@ -7,6 +7,7 @@ closed record never changes.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ MAX_RECORD_BYTES = 128 * 2**20
 RECORD_BYTES = 2048
 """Estimated bytes of a record besides its prompt and times."""
 TIME_BYTES = 32
+JUMP_BYTES = 128
 
 
 @dataclass(slots=True)
@@ -67,6 +69,8 @@ class RequestRecord:
     """The index of the first token that is linked; None: all are computed."""
     has_gaps: bool = False
     """Whether tokens stand at other positions than those of the plain prompt."""
+    jumps: tuple[tuple[int, int], ...] = ()
+    """Index and position of the tokens after gaps that stand before the first link."""
     link: LinkReport | None = None
     """What became of the tokens of a prompt with `link_method`."""
     route: str | None = None
@@ -96,7 +100,12 @@ class RequestRecord:
     @property
     def num_bytes(self) -> int:
         """Estimated memory."""
-        return RECORD_BYTES + self.prompt_token_ids.nbytes + TIME_BYTES * len(self.token_times)
+        return (
+            RECORD_BYTES
+            + self.prompt_token_ids.nbytes
+            + TIME_BYTES * len(self.token_times)
+            + JUMP_BYTES * len(self.jumps)
+        )
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -186,6 +195,11 @@ class Records:
         with self._lock:
             finished: Iterator[RequestRecord] = reversed(list(self._finished))
         return [record for record in finished if tenant is None or record.tenant == tenant][:count]
+
+    def seconds_of_recent(self) -> int:
+        """Seconds that a recent request took, 1 to 60: after this time some of the queued requests are done."""
+        times = [one.finished_time - one.arrival_time for one in self.recent(32) if one.finished_time is not None]
+        return max(1, min(60, math.ceil(sum(times) / len(times)))) if times else 1
 
     def running(self) -> list[RequestRecord]:
         """Records of requests that are not finished."""

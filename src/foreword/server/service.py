@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -340,16 +339,9 @@ class Service:
         """
         self.llm.check_priority(caller.priority)
         num_choices = params.n * len(prompts)
-        if num_choices > self.config.max_choices:
-            raise bad_request(
-                f"{num_choices} choices (n, times the prompts) are more than the {self.config.max_choices} that one "
-                "call may ask for",
-                param="n",
-            )
         for prompt in prompts:
             self.check_length(len(prompt.token_ids))
-        if self.thread.num_choices + num_choices > self._max_choices * max(1, self.thread.num_engines):
-            raise too_busy(self._seconds_until_free())
+        self.check_room(num_choices)
         salt = self.tenants.namespace(caller.tenant, caller.cache_salt)
         if caller.is_uncached:  # what it leaves is evicted like other blocks
             salt = self.tenants.namespace(caller.tenant, secrets.token_hex(16))
@@ -373,6 +365,7 @@ class Service:
                     link_method=None if prompt.links is None else prompt.links.method,
                     linked_from=None if prompt.links is None else prompt.links.linked_from_in(size),
                     has_gaps=prompt.links is not None and prompt.links.has_gaps,
+                    jumps=() if prompt.links is None else prompt.links.jumps_before_links(size),
                 ),
                 replace(
                     prompt,
@@ -395,6 +388,17 @@ class Service:
     def fit(self, prompt: Prompt, params: SamplingParams) -> Prompt:
         """The part of a prompt that `truncate_prompt_tokens` keeps."""
         return self.llm.engine.truncate(prompt, params)
+
+    def check_room(self, num_choices: int) -> None:
+        """Raises APIError: 400 for more choices than a call may ask for, 429 if the queue has no room for them now."""
+        if num_choices > self.config.max_choices:
+            raise bad_request(
+                f"{num_choices} choices (n, times the prompts) are more than the {self.config.max_choices} that one "
+                "call may ask for",
+                param="n",
+            )
+        if self.thread.num_choices + num_choices > self._max_choices * max(1, self.thread.num_engines):
+            raise too_busy(self.records.seconds_of_recent())
 
     def check_length(self, num_tokens: int) -> None:
         """Raises APIError 400 if a prompt is longer than the server takes."""
@@ -419,15 +423,6 @@ class Service:
         namespace = salt.partition("/")[0]
         names = self.records.tenants()
         return next((name for name in names if self.tenants.namespace_of_all(Tenant(name)) == namespace), None)
-
-    def _seconds_until_free(self) -> int:
-        """Seconds that a recent request took: after this time some of the queued requests are done."""
-        times = [
-            record.finished_time - record.arrival_time
-            for record in self.records.recent(32)
-            if record.finished_time is not None
-        ]
-        return max(1, min(60, math.ceil(sum(times) / len(times)))) if times else 1
 
 
 def _is_short(messages: Sequence[Mapping[str, Any]], inputs: Mapping[str, Any] | None) -> bool:

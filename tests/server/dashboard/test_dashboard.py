@@ -21,7 +21,9 @@ from foreword.cache.index.tree_view import MAX_SHOWN_TOKENS
 from foreword.engine import Keep, TierReport, TiersReport
 from foreword.engine.tiering.loads import LoadCounts
 from foreword.engine.tiering.offers import StoreCounts
+from foreword.request import DraftCounts
 from foreword.server.dashboard import drawings
+from foreword.server.dashboard.draft_rows import draft_rows
 from foreword.server.dashboard.page import RATE_S, tokens_per_second
 from foreword.server.dashboard.parting import compared, parting
 from foreword.server.dashboard.pinning import prompt_of_prefix
@@ -108,6 +110,20 @@ def test_before_the_first_request_the_page_shows_the_model_and_how_to_send_one(b
         ask(server.url, "What is it?")
         page.get_by_test_id("hit-rate").wait_for(state="visible")
         assert not page.get_by_test_id("waiting").is_visible()
+        page.context.close()
+
+
+@needs_browser
+def test_drafted_tokens_have_a_card_once_there_are_any(browser):
+    with ServerProcess("--draft-tokens", "8") as server:
+        page = open_dashboard(browser, server.url)
+        body = {"prompt": "The code of the amber falcon is", "max_tokens": 60, "ignore_eos": True, "seed": 1}
+        post(server.url, "/v1/completions", body)
+        post(server.url, "/v1/completions", body)
+        page.get_by_test_id("drafts").get_by_text("cache").wait_for()
+        assert re.search(r"\d+%\s*[\d,]+ of [\d,]+ tokens", page.get_by_test_id("drafts").inner_text())
+        BUILD.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=BUILD / "drafts-desktop-light.png", full_page=True)
         page.context.close()
 
 
@@ -354,6 +370,15 @@ def test_a_pool_of_any_size_becomes_a_map():
         drawn = drawings.pool_map(states)
         assert "data:image/png;base64," in drawn
         assert len(drawn) < 20_000
+
+
+def test_a_source_of_drafts_has_a_bar_of_what_was_right():
+    drawn = draft_rows(DraftCounts({"own": 30, "<b>": 1}, {"own": 10, "answers": 20}))
+    assert "<b>75%</b><small>30 of 40 tokens</small>" in drawn
+    assert "<b>0%</b><small>0 of 20 tokens</small>" in drawn
+    assert "<span>&lt;b&gt;</span><b>100%</b>" in drawn
+    assert drawn.index(">own<") < drawn.index(">answers<")
+    assert not draft_rows(DraftCounts())
 
 
 def test_the_row_of_a_tier_shows_loads_in_vain_and_a_server_that_is_left_alone():

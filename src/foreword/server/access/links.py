@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from foreword.errors import ConfigError, InvalidRequestError
 from foreword.linking import Gate, MeasuredLinks, Method
+from foreword.linking.measured import EXACT
 from foreword.pml.composition import Composition
 from foreword.server.api_errors import timed_out
 from foreword.server.options import ServerConfig
@@ -77,22 +78,30 @@ class ServedLinks:
             self._choosing.release()
 
     def method(self, name: str) -> Method:
-        """The method of a request. Raises InvalidRequestError for one that is unknown, or that is not served."""
+        """The method of a request. Raises InvalidRequestError for one that is unknown, or that no prompt is served by.
+
+        `check_parts` decides for a prompt, which may have gaps between its positions.
+        """
         if self.gate is None:
             raise InvalidRequestError(
                 f"link={name!r} is refused: this server links nothing, unless its operator starts it with "
                 "--allow-links; leave link out"
             )
         method = Method.parse(name)
-        self.gate.check(method.name)
+        if not self.gate.serves(method.name, has_gaps=True):
+            self.gate.check(method.name)
         return method
 
     def check_parts(self, method: Method, composition: Composition) -> None:
-        """Raise InvalidRequestError for a module whose own `recompute` computes less of it than the method would.
+        """Raise InvalidRequestError for a method that is not served for these parts: positions may have gaps.
 
-        That counts as a method of its own, or a schema could have under one name what is refused under another.
+        A module whose own `recompute` computes less of it than the method would counts as a method of its own, or a
+        schema could have under one name what is refused under another.
         """
-        if self.gate is None or method.first_k is None:
+        if self.gate is None:
+            return
+        self.gate.check(method.name, has_gaps=composition.has_gaps)
+        if method.first_k is None:
             return
         linked = [
             part.first_k
@@ -103,7 +112,7 @@ class ServedLinks:
             if first_k < method.first_k or method.percent is not None:
                 name = f"first-{first_k}" if first_k else "none"
                 try:
-                    self.gate.check(name)
+                    self.gate.check(name, has_gaps=composition.has_gaps)
                 except InvalidRequestError as error:
                     raise InvalidRequestError(
                         f"a module of the prompt has recompute={name!r}, which counts as a method: {error}"
@@ -137,7 +146,11 @@ def _in_words(gate: Gate) -> str:
     """What is served, for the log."""
     if not gate.least:
         return "every method is served, measured or not (link_gate=0)"
-    measured = {} if gate.measured is None else gate.measured.agreements
-    served = [name for name, one in measured.items() if one.share >= gate.least]
-    why = "; without link_measurements nothing else is" if gate.measured is None else ""
-    return f"served are {', '.join(dict.fromkeys(['all', *served]))}, of link_gate={gate.least:g}{why}"
+    if gate.measured is None:
+        return f"served are all, of link_gate={gate.least:g}; without link_measurements nothing else is"
+    served = [name for name in gate.measured.agreements if gate.serves(name)]
+    with_gaps = [name for name in gate.measured.with_gaps if gate.serves(name, has_gaps=True)]
+    return (
+        f"served are {', '.join(dict.fromkeys([EXACT, *served]))}, of link_gate={gate.least:g}; with gaps between "
+        f"positions {', '.join(with_gaps) or 'no method'}"
+    )

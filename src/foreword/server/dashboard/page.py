@@ -21,6 +21,7 @@ from foreword.server.api_errors import APIError
 from foreword.server.dashboard import drawings as draw
 from foreword.server.dashboard.chat import Chat
 from foreword.server.dashboard.confirm import confirmed
+from foreword.server.dashboard.draft_rows import draft_rows
 from foreword.server.dashboard.entry_rows import entry_rows
 from foreword.server.dashboard.memory_curve import memory_curve
 from foreword.server.dashboard.model_card import model_card
@@ -84,6 +85,8 @@ class View:
                     'flat data-testid="reset"'
                 ).classes("danger")
             self._reasons = self._chart("Computed prompt tokens, and why", "span5", test_id="reasons")
+            with card("Drafted tokens", "span12", ("right", "wrong")) as self._drafts_card:
+                self._drafts = Html(test_id="drafts")
             self._tiers = None
             if self._service.llm.engine.tier_names:
                 with card("Below the pool", "span12"):
@@ -151,6 +154,9 @@ class View:
         self._pool.show(draw.pool_map(look.block_states))
         if self._tiers is not None:
             self._tiers.show(tier_rows(look.tiers))
+        drafted = draft_rows(look.drafts)
+        self._drafts_card.set_visibility(bool(drafted))
+        self._drafts.show(drafted)
         self._entries_card.set_visibility(bool(look.entries))
         self._entries.show(entry_rows(look, with_tenants=service.tenants.asks_for_keys))
         if not has_traffic:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from foreword.server.dialect import Dialect
 from foreword.server.dialects.anthropic.dialect import Anthropic
-from foreword.server.dialects.dialect import Dialect
 from foreword.server.dialects.gemini.dialect import Gemini
 from foreword.server.dialects.openai.dialect import OpenAI
 

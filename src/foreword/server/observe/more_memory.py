@@ -54,6 +54,8 @@ class MoreMemory:
             num_looked_up = job.record.num_queried_tokens if reads else 0
             for answer in request.answers:
                 keys = block_keys(job.prompt, answer, self._curve.block_tokens)
+                for index, position in job.record.jumps:  # from there on, positions are in the keys
+                    keys[index // self._curve.block_tokens :] ^= _salt_key(f"jump {position}")
                 if job.record.linked_from is not None:  # after that, blocks are copies that plain prompts do not find
                     keys = keys[: job.record.linked_from // self._curve.block_tokens]
                 with self._lock:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from foreword.errors import TraceError
 from foreword.replay.trace import TraceWriter
@@ -35,7 +36,8 @@ class Recorder:
     """Writes each request once it and all earlier ones have ended, so that the file is in order of arrival.
 
     Leaves out requests that were refused before they ran. Prompts of different tenants have no ids in common, as they
-    share no blocks. While the file cannot be written, requests wait here.
+    share no blocks. A linked request is written up to its first link, as hit rates count it: what comes after is found
+    by no prefix. While the file cannot be written, requests wait here.
     """
 
     def __init__(self, file: Path, running: Callable[[], list[RequestRecord]]) -> None:
@@ -118,9 +120,11 @@ class Recorder:
     def _write(self, record: RequestRecord) -> None:
         self._writer.write(
             timestamp_ms=round(1e3 * max(0.0, record.arrival_time - self._start), 3),
-            prompt_token_ids=record.prompt_token_ids,
+            prompt_token_ids=record.prompt_token_ids[: max(1, record.num_queried_tokens)],  # no line is without tokens
             num_output_tokens=record.num_output_tokens,
             namespace=record.salt or "",
+            jumps=record.jumps,
+            linked=None if record.link_method is None else _linked(record),
         )
 
     def _finish(self) -> None:
@@ -130,6 +134,12 @@ class Recorder:
             self._writer.close()
         except TraceError as error:
             logger.error("%s", error)
+
+
+def _linked(record: RequestRecord) -> dict[str, Any]:
+    """What a line says of a linked request."""
+    num_linked = 0 if record.link is None else record.link.linked_tokens
+    return {"method": record.link_method, "prompt_tokens": record.num_prompt_tokens, "linked_tokens": num_linked}
 
 
 def _num_bytes(record: RequestRecord) -> int:

@@ -54,6 +54,23 @@ def test_a_prediction_changes_no_answer_and_is_counted(ask: OpenAI, url: str) ->
         assert f'foreword_{name}{{model_name="{MODEL}",source="cache"}}' in metrics
 
 
+def test_an_answer_that_reports_tells_its_drafts_by_source(ask: OpenAI) -> None:
+    create(ask)
+    answer = ask.chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,
+        temperature=1,
+        seed=7,
+        max_tokens=40,
+        extra_body={"ignore_eos": True, "foreword": {"cache": True}},
+    )
+    drafts = answer.foreword["drafts"]
+    counted = answer.usage.completion_tokens_details
+    assert drafts["accepted"]["cache"] > 10
+    assert sum(drafts["accepted"].values()) == counted.accepted_prediction_tokens
+    assert sum(drafts["rejected"].values()) == counted.rejected_prediction_tokens
+
+
 @pytest.mark.parametrize(
     "prediction",
     [

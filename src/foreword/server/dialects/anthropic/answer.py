@@ -19,9 +19,9 @@ from foreword.cache import common_length
 from foreword.server.answer_stream import Delta
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.chats.chat import ChatAnswer
+from foreword.server.dialect import Event
 from foreword.server.dialects.anthropic.fields import CreateMessageRequest
 from foreword.server.dialects.anthropic.marks import TTL_S
-from foreword.server.dialects.dialect import Event
 from foreword.server.service import Service
 from foreword.text.reply import Call, Part, Reasoning, Text
 

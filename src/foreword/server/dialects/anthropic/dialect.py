@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from foreword.server.api_errors import APIError, bad_request
+from foreword.server.dialect import Dialect, ErrorAnswer, Event
 from foreword.server.dialects.anthropic import endpoints
 from foreword.server.dialects.anthropic.errors import body_of_error, status_of
 from foreword.server.dialects.anthropic.fields import CountMessageTokensRequest, CreateMessageRequest
-from foreword.server.dialects.dialect import Dialect, ErrorAnswer, Event
 from foreword.server.service import Service
 
 MOST_MODELS = 1000

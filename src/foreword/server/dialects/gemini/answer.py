@@ -14,7 +14,7 @@ from foreword.server.answer_stream import Delta
 from foreword.server.bodies.json_scan import parse_json
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.chats.chat import ChatAnswer
-from foreword.server.dialects.dialect import Event
+from foreword.server.dialect import Event
 from foreword.server.service import Service
 from foreword.text.reply import Call, Part, Reasoning
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from foreword.server.access.tenants import shown_key
 from foreword.server.api_errors import APIError, UnknownFieldError
-from foreword.server.dialects.dialect import Dialect, ErrorAnswer, Event
+from foreword.server.dialect import Dialect, ErrorAnswer, Event
 from foreword.server.dialects.gemini import cached_contents, endpoints
 from foreword.server.dialects.gemini.fields import (
     CountTokensRequest,

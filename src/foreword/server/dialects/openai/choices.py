@@ -12,7 +12,7 @@ from typing import Any
 
 from foreword.server.answer_stream import AnswerStream, Delta
 from foreword.server.bodies.off_loop import off_loop
-from foreword.server.dialects.dialect import Event
+from foreword.server.dialect import Event
 from foreword.server.dialects.openai import format as form
 from foreword.server.dialects.openai.extras import Extras
 from foreword.server.dialects.openai.fields import ChatRequest, TextCall

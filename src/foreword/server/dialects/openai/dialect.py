@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from foreword.server.api_errors import APIError, InvalidFieldError, UnknownFieldError
-from foreword.server.dialects.dialect import Dialect, ErrorAnswer, Event
+from foreword.server.dialect import Dialect, ErrorAnswer, Event
 from foreword.server.dialects.openai import chat, completions, modules, responses
 from foreword.server.dialects.openai.fields import ChatRequest, CompletionRequest, ModulesRequest
 from foreword.server.dialects.openai.response_fields import ResponsesRequest

@@ -6,6 +6,7 @@ OpenAI's `prompt_cache_options.comparison_response_id`.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from fastapi import Request
@@ -35,13 +36,14 @@ class Extras:
     def of(self, answer: AnswerStream) -> dict[str, Any]:
         """Fields to add to the body of a finished answer; none if the call asked for none.
 
-        `foreword.cache` is one report, or a list of reports if the call had several prompts.
+        `foreword.cache` is one report, or a list of reports if the call had several prompts. `foreword.drafts` is there
+        if tokens were drafted.
         """
         fields: dict[str, Any] = {}
         records = [job.record for job in answer.jobs]
         if self._wants_cache:
             reports = [self._report(record) for record in records]
-            fields["foreword"] = {"cache": reports[0] if len(reports) == 1 else reports}
+            fields["foreword"] = {"cache": reports[0] if len(reports) == 1 else reports, **_of_drafts(answer)}
         if self.caching.compare_with is not None:
             earlier = self._service.records.of_response(self.caching.compare_with, self._tenant.name)
             block_size = self._service.llm.layout.block_size
@@ -58,3 +60,11 @@ class Extras:
         if record.link is not None:
             report |= {"linked_tokens": record.link.linked_tokens, "computed_tokens": record.num_computed_tokens}
         return report
+
+
+def _of_drafts(answer: AnswerStream) -> dict[str, Any]:
+    """What became of drafted tokens, by the source that guessed them; empty if none were drafted."""
+    counts = [choice.drafts for output in answer.outputs for choice in output.outputs]
+    accepted = sum((Counter(one.accepted) for one in counts), Counter[str]())
+    rejected = sum((Counter(one.rejected) for one in counts), Counter[str]())
+    return {"drafts": {"accepted": accepted, "rejected": rejected}} if accepted or rejected else {}

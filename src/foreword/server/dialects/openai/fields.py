@@ -301,7 +301,7 @@ class CompletionRequest(TextCall):
 
 
 class ModulesRequest(TextCall):
-    """POST /v1/pml/completions: a prompt of parts, which are a schema's modules, or documents and a question."""
+    """POST /v1/pml/completions, /v1/pml/explain: a prompt of a schema's modules, or of documents and a question."""
 
     HOLDS = "tokens"
 

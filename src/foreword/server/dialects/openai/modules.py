@@ -1,4 +1,5 @@
 """/v1/pml/completions: completions of prompts that consist of a schema's modules, or of documents and a question.
+/v1/pml/explain: what linking would do with such a prompt now.
 
 Knows the fields of such calls; completions.py answers them. The schemas are those of /v1/pml/schemas.
 """
@@ -6,22 +7,27 @@ Knows the fields of such calls; completions.py answers them. The schemas are tho
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from foreword.engine import Prompt
+from foreword.linking import LinkExplanation, Method, explain_parts
 from foreword.pml.composition import Composition
 from foreword.pml.documents import SEPARATOR, DocumentTokens, read_documents
 from foreword.pml.library import LoadedSchema, SchemaPrompt
 from foreword.server.access.links import to_its_end
+from foreword.server.access.tenants import Tenant
 from foreword.server.api_errors import bad_request, left
 from foreword.server.dialects.openai.completions import complete
 from foreword.server.dialects.openai.fields import ModulesRequest
-from foreword.server.http import Authorized, service_of
+from foreword.server.dialects.openai.messages import check_call
+from foreword.server.http import Authorized, json_response, service_of
 from foreword.server.intake import body_of, takes, with_body
+from foreword.server.merging import fewest_missing
 from foreword.server.service import Service
 from foreword.text.schema_text import schema_text
 
@@ -38,33 +44,103 @@ async def module_completions(
     """Continue a prompt of modules, or of documents. Without `link` the answer is that of /v1/completions for the same
     tokens.
     """
-    service = service_of(request)
-    _check_fields(body)
-    method = None if body.link is None else service.links.method(body.link)
-    schema = None if body.schema_name is None else service.schemas.of_tenant(tenant, body.schema_name)
-    salt = service.tenants.namespace(tenant, body.cache_salt)
-
-    def compose() -> Prompt:
-        parts = _documents(service, body) if schema is None else _composed(schema, body)
-        plain = service.prompt_of(np.array(parts.token_ids, np.int32), salt)
-        service.check_length(len(plain.token_ids))  # before a method spends time on it
-        if method is None:
-            return plain
-        composition = _composition(service, parts)
-        service.links.check_parts(method, composition)
-        return service.llm.link(plain, composition, method)
+    call = _Call.of(service_of(request), body, tenant)
 
     async def find(service: Service, request: Request) -> list[Prompt]:
+        return [(await call.prompt(request))[0]]
+
+    return await complete(body, find, request, tenant, "pml.completions")
+
+
+@router.post("/v1/pml/explain", openapi_extra=takes(ModulesRequest))
+async def explain_links(
+    body: Annotated[ModulesRequest, Depends(body_of(ModulesRequest))], request: Request, tenant: Authorized
+) -> Response:
+    """What `link` would copy in this prompt now, part by part, and which parts are not cached. Runs nothing and counts
+    nothing. Fields of /v1/pml/completions that shape the answer mean nothing here.
+    """
+    service = service_of(request)
+    call = _Call.of(service, body, tenant)
+    check_call(service, body)
+    if call.method is None:
+        raise bad_request(
+            "Missing required parameter: link (name a method, such as first-16; /v1/cache/explain explains plain "
+            "prompts)",
+            param="link",
+        )
+    method = call.method
+    prompt, composition = await call.prompt(request)
+    assert composition is not None
+    found = await service.thread.call(
+        lambda engine: explain_parts(composition, method, engine.explain_links(prompt)), fewest_missing
+    )
+    return json_response({"object": "pml.explanation", "model": service.model_name, **_report(found)})
+
+
+def _report(found: LinkExplanation) -> dict[str, Any]:
+    parts = [
+        {
+            "name": part.name,
+            "tokens": part.num_tokens,
+            "linked_tokens": part.num_linked_tokens,
+            "missing_tokens": part.num_missing_tokens,
+        }
+        for part in found.parts
+    ]
+    return {
+        "link": found.method,
+        "prompt_tokens": found.num_tokens,
+        "linked_tokens": found.num_linked_tokens,
+        "missing": list(found.missing),
+        "parts": parts,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call with a prompt of parts, whose fields were checked."""
+
+    service: Service
+    body: ModulesRequest
+    method: Method | None
+    schema: LoadedSchema | None
+    salt: str | None
+
+    @classmethod
+    def of(cls, service: Service, body: ModulesRequest, tenant: Tenant) -> _Call:
+        """Raises APIError 400 for fields that exclude each other, 404 without the schema, InvalidRequestError for a
+        method that is not served.
+        """
+        _check_fields(body)
+        method = None if body.link is None else service.links.method(body.link)
+        schema = None if body.schema_name is None else service.schemas.of_tenant(tenant, body.schema_name)
+        return cls(service, body, method, schema, service.tenants.namespace(tenant, body.cache_salt))
+
+    async def prompt(self, request: Request) -> tuple[Prompt, Composition | None]:
+        """The engine's prompt, and the parts that it is linked from. Raises APIError and InvalidRequestError."""
+        method, service = self.method, self.service
         if method is None:
-            return [await with_body(request, compose)]
+            return await with_body(request, self._prompt)
         if method.percent is None:  # sources may be long although the body is short: each repeats the instructions
-            return [await asyncio.to_thread(compose)]
+            return await asyncio.to_thread(self._prompt)
+        num_choices = self.body.n or 1
+        service.check_room(num_choices)  # a choice of links is a pass of the model
         async with service.links.turn(service.config.request_timeout_s):
             if await request.is_disconnected():
                 raise left()
-            return [await to_its_end(compose)]  # which keeps the turn as long as it takes
+            service.check_room(num_choices)  # others may have come meanwhile
+            return await to_its_end(self._prompt)  # which keeps the turn as long as it takes
 
-    return await complete(body, find, request, tenant, "pml.completions")
+    def _prompt(self) -> tuple[Prompt, Composition | None]:
+        service, method = self.service, self.method
+        parts = _documents(service, self.body) if self.schema is None else _composed(self.schema, self.body)
+        plain = service.prompt_of(np.array(parts.token_ids, np.int32), self.salt)
+        service.check_length(len(plain.token_ids))  # before a method spends time on it
+        if method is None:
+            return plain, None
+        composition = _composition(service, parts)
+        service.links.check_parts(method, composition)
+        return service.llm.link(plain, composition, method), composition
 
 
 def _check_fields(body: ModulesRequest) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreword.server.bodies.json_scan import parse_json
-from foreword.server.dialects.dialect import Event
+from foreword.server.dialect import Event
 from foreword.server.service import new_id
 from foreword.text.reply import Call, Part, Reasoning, Text
 

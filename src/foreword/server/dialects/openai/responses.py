@@ -24,7 +24,7 @@ from foreword.server.bodies.json_pieces import to_long_json
 from foreword.server.bodies.off_loop import off_loop
 from foreword.server.calls import Limits, caller_of, sampling_params
 from foreword.server.chats.chat import Chat, ChatAnswer, start_chat
-from foreword.server.dialects.dialect import Event
+from foreword.server.dialect import Event
 from foreword.server.dialects.openai import format as form
 from foreword.server.dialects.openai.caching import Breakpoints, Caching
 from foreword.server.dialects.openai.extras import Extras
