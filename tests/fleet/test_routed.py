@@ -90,6 +90,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 QUICK = ("seeded", "regex", "two that end apart")
+"""A plain draw, a state beside the tokens, and several answers of one request."""
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
