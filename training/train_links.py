@@ -115,9 +115,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=450)
-    parser.add_argument("--decay-steps", type=int, default=200)
-    parser.add_argument("--grow", type=int, nargs="*", default=[150, 300])
+    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--decay-steps", type=int, default=800)
+    parser.add_argument("--grow", type=int, nargs="*", default=[200, 500, 1000])
     parser.add_argument("--linked-share", type=float, default=0.0, help="share of batches whose parts are linked")
     train(parser.parse_args())
 

@@ -17,7 +17,7 @@ LEAST = {"independent": 0.9, "order": 0.6, "scope": 0.9, "hops": 0.55}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("judge", ["plain", "blocks"])
+@pytest.mark.parametrize("judge", ["plain", "linked"])
 def test_a_judge_answers_as_well_as_its_card_says(request: pytest.FixtureRequest, judge: str) -> None:
     folder = request.config.rootpath / "training/link_judges" / judge
     with pytest.MonkeyPatch.context() as patch:

@@ -1,16 +1,18 @@
-"""What the models that judge linking are trained on: right answers, whole parts, and masks that keep parts apart."""
+"""What the models that judge linking are trained on: right answers, whole parts, and links as the engine makes them."""
 
 from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 from random import Random
 from types import ModuleType
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from foreword.demo import tasks
 
@@ -19,11 +21,11 @@ QUESTION = re.compile(r"(?:What is|Tell me|Do you know|And) the (.*)[?.]")
 
 
 @pytest.fixture(scope="module")
-def training(request: pytest.FixtureRequest) -> ModuleType:
+def training(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """The module of samples, found as the scripts find it: in their own folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(request.config.rootpath / "training")
-        return importlib.import_module("link_samples")
+        yield importlib.import_module("link_samples")
 
 
 @pytest.fixture(scope="module")
@@ -91,17 +93,41 @@ def test_parts_of_a_sample_are_the_parts_of_its_case(training: ModuleType, maker
         assert tuple(texts[number].rstrip("\n") for number in sorted(texts)) == case.parts
 
 
-def test_parts_see_the_head_and_themselves_and_the_tail_sees_all(training: ModuleType) -> None:
-    parts = torch.tensor([[training.HEAD, 1, 1, 2, 2, training.TAIL, training.TAIL]])
-    assert training.block_mask(parts)[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0],
-        [1, 0, 0, 1, 0, 0, 0],
-        [1, 0, 0, 1, 1, 0, 0],
-        [1, 1, 1, 1, 1, 1, 0],
-        [1, 1, 1, 1, 1, 1, 1],
-    ]
+@pytest.mark.parametrize("is_turned", [True, False])
+def test_training_links_as_the_engine_does(training: ModuleType, is_turned: bool) -> None:
+    """The oracle computes each part after the head, turns its keys, and goes on from a cache, in transformers alone."""
+    attention = importlib.import_module("link_attention")
+    hidden_states = importlib.import_module("recall_model").hidden_states
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, num_hidden_layers=3, head_dim=16, **sizes)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.3)  # so that attention matters
+    parts = torch.tensor([[training.HEAD] * 5 + [1] * 6 + [2] * 9 + [training.TAIL] * 7])
+    positions = torch.arange(27)[None].clone()
+    positions[:, 11:] += 40  # gaps before the second part and the tail
+    positions[:, 20:] += 300
+    ids = torch.randint(0, 50, (1, 27))
+    with torch.inference_mode():
+        cache = DynamicCache()
+        for number in (1, 2):
+            own = ids[:, (parts[0] == training.HEAD) | (parts[0] == number)]
+            found = model(own, use_cache=True).past_key_values
+            shift = (positions[parts == number][0] - 5) * is_turned
+            cosine, sine = model.model.rotary_emb(model.lm_head.weight, shift[None, None].expand(1, own.shape[1]))
+            for layer, kept in enumerate(found.layers):
+                turned = apply_rotary_pos_emb(kept.keys, kept.keys, cosine, sine)[1]
+                begin = 5 if number == 2 else 0
+                keys = torch.cat([kept.keys[:, :, begin:5], turned[:, :, 5:]], dim=2)
+                cache.update(keys, kept.values[:, :, begin:], layer)
+        wanted = model.model(ids[:, 20:], position_ids=positions[:, 20:], past_key_values=cache).last_hidden_state
+        attention.use_linked_attention(model)
+        how = attention.linked(model, parts, positions, is_turned=is_turned)
+        found = hidden_states(model, ids, how.positions, linked=how)[:, 20:]
+        plain = hidden_states(model, ids, positions, linked=None)[:, 20:]
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert (plain - wanted).abs().max() > 0.01
 
 
 def test_one_seed_draws_one_batch(training: ModuleType, maker) -> None:
