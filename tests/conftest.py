@@ -5,14 +5,17 @@ FOREWORD_TEST_DEVICE names the device on which models run ("cuda" in `make test-
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import logging
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import certifi
 import pytest
 
 if TYPE_CHECKING:
@@ -24,6 +27,11 @@ if not Path("/dev/nvidiactl").exists():
 
 
 def pytest_configure() -> None:
+    check_device()
+    read_certificates_once()
+
+
+def check_device() -> None:
     """A device that is not there ends the run at once: tests that were skipped would look as if they had passed."""
     device_name = os.environ.get("FOREWORD_TEST_DEVICE", "cpu")
     if device_name != "cpu":
@@ -35,6 +43,18 @@ def pytest_configure() -> None:
                 "nothing was tested. Use a machine with a GPU and a CUDA build of torch",
                 returncode=2,
             )
+
+
+def read_certificates_once() -> None:
+    """Each HTTP client would read the file of those that everybody trusts, for 20 ms; no test needs one of them."""
+    make = ssl.create_default_context
+    make_once = functools.cache(make)
+    trusted = {certifi.where(), os.environ.get("SSL_CERT_FILE", certifi.where())}
+
+    def create(*arguments: Any, **options: Any) -> ssl.SSLContext:
+        return (make_once if options.get("cafile") in trusted else make)(*arguments, **options)
+
+    ssl.create_default_context = create
 
 
 def pytest_collection_finish() -> None:

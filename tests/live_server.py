@@ -89,13 +89,25 @@ class ServerProcess:
         self.close()
 
 
+class _Server(uvicorn.Server):
+    """One that ends when it is told to, and not when it next looks whether it was."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ending = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.ending.wait()
+
+
 class ServerThread:
     """The app in this process, on real sockets."""
 
     def __init__(self, llm: LLM, config: ServerConfig, open_door: OpenDoor = in_a_thread) -> None:
         self.app = make_app(llm, config, MODEL, open_door)
         self.service: Service = self.app.state.service
-        self._server = uvicorn.Server(
+        self._server = _Server(
             uvicorn.Config(self.app, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=20)
         )
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -132,7 +144,8 @@ class ServerThread:
                 holding.result()
 
     def close(self) -> None:
-        self._server.should_exit = True
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._server.ending.set)
         self._thread.join(60)
         if self._thread.is_alive():
             faulthandler.dump_traceback()  # where it hangs

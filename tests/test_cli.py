@@ -44,9 +44,9 @@ def foreword(*arguments, **environment):
     )
 
 
-def test_generate_answers_a_chat_message_from_the_prompt():
+def test_generate_answers_a_chat_message_from_the_prompt(foreword_here):
     prompt = "The code of the amber falcon is 4821.\n\nWhat is the code of the amber falcon?"
-    result = foreword("generate", MODEL, "--chat", "--prompt", prompt)
+    result = foreword_here("generate", MODEL, "--chat", "--prompt", prompt)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "4821\n"
 

@@ -90,5 +90,6 @@ def test_a_finding_names_its_file_and_line(tmp_path: Path, monkeypatch, capsys) 
     assert plain_english.main(["room"]) == 0
 
 
+@pytest.mark.slow  # `make check`, which comes before, checks the same
 def test_the_rooms_on_the_list_are_clean() -> None:
     assert plain_english.main([]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -19,11 +20,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_without_a_cuda_device_it_says_so_in_one_line_and_measures_nothing() -> None:
-    done = run()
-    assert done.returncode == 2
-    assert done.stdout == ""
-    [line] = done.stderr.splitlines()
+def test_without_a_cuda_device_it_says_so_in_one_line_and_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    assert runpy.run_path(str(SCRIPT))["main"]() == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    [line] = printed.err.splitlines()
     assert "sees none: run it where there is an NVIDIA GPU, with a CUDA build of torch" in line
 
 

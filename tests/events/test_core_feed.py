@@ -24,6 +24,12 @@ WHOLE = replace(EVERYTHING, kv_events_hashes="bytes")
 BLOCK = 4
 
 
+@pytest.fixture(autouse=True)
+def quick_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A follower learns from the next heartbeat what it has missed."""
+    monkeypatch.setattr("foreword.events.publisher.HEARTBEAT_S", 0.25)
+
+
 @asynccontextmanager
 async def feeding(*names: str) -> AsyncIterator[tuple[RoutingCore, CoreFeed]]:
     core = RoutingCore(RoutingOptions(BLOCK))
@@ -176,7 +182,7 @@ def test_a_replica_whose_events_stop_is_credited_with_nothing_until_they_come_ag
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its publisher has ended, its engine goes on: what it holds changes, and nobody hears of it."""
-    monkeypatch.setattr("foreword.events.core_feed.SILENCE_S", 3.0)
+    monkeypatch.setattr("foreword.events.core_feed.SILENCE_S", 1.5)
     monkeypatch.setattr("foreword.events.core_feed.ANSWER_S", 0.2)
 
     async def run() -> None:

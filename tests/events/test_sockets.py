@@ -58,18 +58,22 @@ def test_lost_repeated_reordered_and_damaged_messages_are_made_good(without: str
         follow(engine.publisher.addresses, proxy.address, **({} if without is None else {without: None})) as subscriber,
     ):
         engine.work(5)
-        for _ in range(4):
+        counts = subscriber.follower.counts
+
+        def shows_enough() -> bool:
+            is_asked_again = counts["snapshots"] > 1 or without != "replay"
+            return proxy.num_troubled > 10 and counts["bad"] + counts["gaps"] > 1 and is_asked_again
+
+        for round_number in range(20):
+            if round_number >= 4 and shows_enough():  # a busy machine sends fewer and larger messages
+                break
             proxy.trouble = 0.4
             engine.work(15)
             subscriber.poll(0.05)
             proxy.trouble = 0.0
             engine.work(3)
             assert becomes_equal(subscriber, engine)
-        counts = subscriber.follower.counts
-        assert proxy.num_troubled > 10
-        assert counts["bad"] + counts["gaps"] > 1
-        if without == "replay":
-            assert counts["snapshots"] > 1
+        assert shows_enough(), (proxy.num_troubled, counts)
 
 
 def test_a_replay_that_is_too_old_ends_in_a_snapshot() -> None:

@@ -17,6 +17,7 @@ from foreword.cache import BlockRemoved, BlockStored
 from foreword.cluster import RoutingRequest
 from foreword.llm import LLM
 from foreword.server.options import ServerConfig
+from lanes import slow
 from live_server import FALCON, MODEL, ServerThread, client, embedded_llm, post, wait_until
 
 
@@ -86,6 +87,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
         "ignore_eos": True,
     },
 }
+QUICK = ("seeded", "regex", "two that end apart")
+"""A plain draw, a state beside the tokens, and several answers of one request."""
 
 
 def test_an_answer_tells_what_its_replica_drafted() -> None:
@@ -110,7 +113,7 @@ def test_answers_are_those_of_one_engine(name: str, three: Fleet, alone: ServerT
     ]
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in SAMPLINGS if name not in QUICK))])
 def test_killed_in_the_middle_an_answer_goes_on_bit_for_bit(name: str, three: Fleet, alone: ServerThread) -> None:
     sampling, prompt = SAMPLINGS[name], long_prompt(2)
     expected = complete(alone.url, prompt, **sampling)["choices"]
@@ -226,7 +229,7 @@ def held_by(llm: LLM) -> set[bytes]:
 
 
 def test_mirrors_are_the_pools(three: Fleet) -> None:
-    for question in range(20):
+    for question in range(10):
         complete(three.url, long_prompt(question, question))
     assert_nothing_is_left(three)
     for name in three.link.llms:
@@ -397,7 +400,7 @@ def test_a_request_waits_for_its_front_s_turn_and_reserves_nothing_meanwhile(
 
     def wait_s(routing: RoutingRequest, clock_s: float) -> float:
         asked.append(routing.request_id)
-        return 3.0
+        return 1.0
 
     monkeypatch.setattr(core, "wait_s", wait_s)
     with ThreadPoolExecutor() as pool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,13 +55,18 @@ def composition(gap: int) -> Composition:
     return Composition(tuple(parts))
 
 
+@functools.lru_cache(maxsize=1)
+def transformers_model(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
 def oracle(folder: str, composed: Composition, links: Links) -> torch.Tensor:
     """Log probabilities after the prompt, [vocab]: linked KV is that of the module alone, at its place in the prompt.
 
     One pass computes all modules apart; its mask is blocks on the diagonal. Then the other tokens are computed one by
     one, each after the KV of all tokens before it, linked or not.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = transformers_model(folder)
     token_ids, positions = (torch.tensor(own.tolist())[None] for own in (composed.token_ids, composed.positions))
     length, begins = composed.num_tokens, composed.begins
     seen = torch.ones(length, length, dtype=torch.bool).tril()

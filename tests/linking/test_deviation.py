@@ -220,6 +220,7 @@ def test_a_source_is_held_once_for_all_its_runs(tiny_models: TinyModels, monkeyp
         assert ask(llm, documents(), "deviation-30") == cold
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 def test_it_finds_the_facts_that_a_cut_has_halved() -> None:
     """Prompts of 40 facts, cut every 16 tokens: the second half of a fact was computed without the first."""

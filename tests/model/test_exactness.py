@@ -25,6 +25,7 @@ from foreword.model.loader import LoadedModel, load_model
 from foreword.model.row_padding import RowPadding
 from foreword.model.runner import ModelRunner
 from foreword.model.self_check import find_inexactness
+from lanes import slow_half
 from tiny_models import (
     Recipe,
     TinyModels,
@@ -89,9 +90,10 @@ CASES = [
     *itertools.product(["gpt_oss", "mqa_llama", "bloom", "mpt"], ["float32", "bfloat16"], ["reference"]),
     *itertools.product(["gpt_oss", "odd_llama", "qwen3_moe"], ["float16"], ["reference"]),
 ]
+"""In pairs of types, for `slow_half`: `make test` runs each family in one of them."""
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+@pytest.fixture(scope="module", params=slow_half(CASES), ids="-".join)
 def model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> LoadedModel:
     family, dtype, kernel = request.param
     loaded = tiny_models.loaded(family, dtype)
@@ -227,7 +229,9 @@ def test_prompt_logprobs_do_not_show(model: LoadedModel, prompt: list[int], alon
 
 
 @pytest.fixture(
-    params=[*itertools.product(RECURRENT, ["float32", "bfloat16"]), ("mamba2", "float16"), ("falcon_h1", "float16")],
+    params=slow_half(
+        [*itertools.product(RECURRENT, ["float32", "bfloat16"]), ("mamba2", "float16"), ("falcon_h1", "float16")]
+    ),
     ids="-".join,
 )
 def recurrent(request: pytest.FixtureRequest, tiny_models: TinyModels) -> LoadedModel:
@@ -293,9 +297,8 @@ def test_the_self_check_finds_nothing(model: LoadedModel) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("num_threads")
-@pytest.mark.parametrize("threads", [2, 3])
-def test_the_self_check_finds_nothing_with_several_threads(model: LoadedModel, threads: int) -> None:
-    torch.set_num_threads(threads)
+def test_the_self_check_finds_nothing_with_several_threads(model: LoadedModel) -> None:
+    torch.set_num_threads(3)
     assert find_inexactness(model) is None
 
 

@@ -34,15 +34,18 @@ from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
 from foreword.model.storage import KVStorage
 from foreword.request import RequestOutput
+from lanes import SLOW, slow
 from tiny_models import TinyModels, add, build_engine, complete, drain, greedy, longest_hit, random_tokens
 
 WINDOWED = ["mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text", "gemma4_text"]
 RECURRENT = ["mamba2", "qwen3_next", "falcon_h1", "granitemoehybrid", "bamba", "nemotron_h", "lfm2"]
 FAMILIES = WINDOWED + RECURRENT
+MORE_OF_A_KIND = ["gemma3_text", "cohere2", "granitemoehybrid", "bamba"]
+"""Their layers remember as those of gemma2, gpt_oss, falcon_h1 and nemotron_h."""
 NUM_TOKENS = 8
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[name for name in FAMILIES if name not in MORE_OF_A_KIND] + slow(*MORE_OF_A_KIND))
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -79,7 +82,11 @@ def test_hits_of_every_length_around_windows_chunks_and_cells(
 
 
 @pytest.mark.parametrize(
-    ("family", "state_block_size"), [*itertools.product(RECURRENT, [2, 12]), *((family, 4) for family in WINDOWED)]
+    ("family", "state_block_size"),
+    [
+        pytest.param(family, size, marks=SLOW if family in MORE_OF_A_KIND else ())
+        for family, size in [*itertools.product(RECURRENT, [2, 12]), *((family, 4) for family in WINDOWED)]
+    ],
 )
 def test_cells_and_blocks_of_different_sizes(
     tiny_models: TinyModels, family: str, model: LoadedModel, state_block_size: int

@@ -165,7 +165,7 @@ def test_another_process_finds_the_same_identity(chat_model: Path) -> None:
     with open_llm(chat_model) as llm:
         own = llm.cache_identity.description()
     code = (
-        "import json, sys; from foreword import LLM; import torch; torch.set_num_threads(1);"
+        "import gc, json, sys; gc.disable(); from foreword import LLM; import torch; torch.set_num_threads(1);"
         "llm = LLM(sys.argv[1], dtype='float32', kv_cache_memory_bytes=1 << 22, self_check=False);"
         "print(json.dumps(llm.cache_identity.description()))"
     )

@@ -11,11 +11,14 @@ import pytest
 from foreword.engine import Engine
 from foreword.model.loader import LoadedModel
 from foreword.request import RequestOutput
+from lanes import SLOW
 from tiny_models import RECIPES, TinyModels, add, build_engine, complete, drain, greedy, longest_hit, random_tokens
 
 FAMILIES = sorted(RECIPES)
 DIFFERENT_FAMILIES = ["llama", "gemma2", "gpt_oss", "qwen3_moe", "smollm3"]
 """One of each kind: plain, softcap, sinks, experts, layers without rotary embeddings; three have windows."""
+KINDS = [*DIFFERENT_FAMILIES, "llama4_text", "mamba2", "qwen3_next", "falcon_h1", "lfm2"]
+"""Those, chunks, and the kinds of recurrent layers."""
 NUM_TOKENS = 12
 SHAPES = [(1, 37), (4, 7), (16, 5), (16, 2048)]
 """Block sizes, and budgets of a step: chunks of 5, 7 and 37 tokens split blocks unevenly."""
@@ -93,7 +96,12 @@ def test_without_prefix_caching(tiny_models: TinyModels, family: str, model: Loa
 
 @pytest.mark.parametrize(
     ("family", "enable_prefix_caching"),
-    [*((family, True) for family in FAMILIES), *((family, False) for family in ("falcon_h1", *DIFFERENT_FAMILIES))],
+    [
+        *((family, True) for family in KINDS),
+        *((family, False) for family in ("falcon_h1", "llama")),
+        *(pytest.param(family, True, marks=SLOW) for family in FAMILIES if family not in KINDS),
+        *(pytest.param(family, False, marks=SLOW) for family in DIFFERENT_FAMILIES if family != "llama"),
+    ],
 )
 def test_a_pool_so_small_that_requests_are_preempted(
     tiny_models: TinyModels, family: str, model: LoadedModel, enable_prefix_caching: bool

@@ -174,6 +174,7 @@ def test_intervals_are_wilsons() -> None:
     assert wilson(0, 10)[0] == 0
 
 
+@pytest.mark.slow
 def test_the_prototypes_order_of_methods_holds() -> None:
     """Facts cut every 16 tokens: more first tokens, more right answers; text after an argument has to be computed."""
     with LLM(str(WEIGHTS), allow_links=True, block_size=1, num_gpu_blocks_override=20_000, max_model_len=1024) as llm:

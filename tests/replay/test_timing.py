@@ -15,6 +15,7 @@ from foreword.replay.keys import as_content_ids, chain
 from foreword.replay.timing import Replica, SimulatedRunner, StepCost, TimingOptions, make_request, simulate_time
 from foreword.replay.trace import RecordedRequest
 from foreword.request import SamplingParams
+from lanes import slow
 from replay.workloads import chat
 
 COST = StepCost(1e6, 1e9, 100.0, 0.1, 1e5, 10.0)
@@ -50,7 +51,7 @@ class RecordingRunner(SimulatedRunner):
 
 
 @pytest.mark.parametrize(("policy", "scheduling"), [("lru", "fcfs"), ("value", "fcfs"), ("lru", "prefix")])
-@pytest.mark.parametrize("num_blocks", [60, 200, 2000])
+@pytest.mark.parametrize("num_blocks", [60, 2000, *slow(200)])
 def test_every_step_decides_as_the_engine_does_on_the_same_requests(num_blocks, policy, scheduling, monkeypatch):
     monkeypatch.setattr(SimulatedScheduler, "num_steady_steps", lambda _: 0)
     config = replace(SMALL, scheduling_policy=scheduling)

@@ -417,7 +417,7 @@ def test_who_waits_for_a_choice_may_leave_and_does_not_wait_forever(
 ) -> None:
     may_go, begun = threading.Event(), threading.Event()
     salts: list[str | None] = []
-    with open_llm() as llm, ServerThread(llm, ServerConfig(link_gate=0.0, request_timeout_s=3.0)) as server:
+    with open_llm() as llm, ServerThread(llm, ServerConfig(link_gate=0.0, request_timeout_s=1.5)) as server:
         link = llm.link
 
         def slow(prompt: Prompt, *given: Any) -> Any:
@@ -603,11 +603,8 @@ def test_wrong_options_are_told_before_a_model_is_loaded(
     assert message in capsys.readouterr().err
 
 
-def test_a_process_with_the_option_links_and_says_so(tmp_path: Path) -> None:
-    with (
-        (tmp_path / "log").open("w+") as log,
-        ServerProcess("--allow-links", "--link-gate", "0", "--no-self-check", log=log) as process,
-    ):
-        answer = post(process.url, PATH, {**documents(16), "link": "none"})
-        assert answer.json()["approximate"] == "none"
-        assert "links: every method is served, measured or not" in Path(log.name).read_text()
+def test_a_process_with_the_option_links_and_says_so(linking_server: tuple[ServerProcess, Path]) -> None:
+    process, log = linking_server
+    answer = post(process.url, PATH, {**documents(16), "link": "none"})
+    assert answer.json()["approximate"] == "none"
+    assert "links: every method is served, measured or not" in log.read_text()

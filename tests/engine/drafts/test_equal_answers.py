@@ -15,6 +15,7 @@ from drafters import Guess, draft_as_told
 from foreword.engine import Engine
 from foreword.model.loader import LoadedModel
 from foreword.request import Request, RequestOutput, SamplingParams
+from lanes import slow
 from tiny_models import RECIPES, VOCAB_SIZE, TinyModels, add, build_engine, drain, greedy, random_tokens
 
 RECURRENT = {"mamba2", "qwen3_next", "falcon_h1", "granitemoehybrid", "bamba", "nemotron_h", "lfm2"}
@@ -22,10 +23,10 @@ FAMILIES = sorted(set(RECIPES) - RECURRENT)
 BFLOAT16 = ["llama", "gpt_oss", "gemma2", "llama4_text", "odd_llama", "mqa_llama"]
 FEW = [("llama", "float32"), ("gemma2", "bfloat16"), ("llama4_text", "float32")]
 """Full attention, windows, and chunks with experts."""
-CASES = [*((family, "float32") for family in FAMILIES), *((family, "bfloat16") for family in BFLOAT16)]
+CASES = [(family, "bfloat16" if family in BFLOAT16 else "float32") for family in FAMILIES]
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+@pytest.fixture(scope="module", params=CASES + slow(*((family, "float32") for family in BFLOAT16)), ids="-".join)
 def model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> LoadedModel:
     family, dtype = request.param
     return tiny_models.loaded(family, dtype)

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -159,5 +160,12 @@ class Entries(RuleBasedStateMachine):
 
 
 Entries.ttls = {}
-Entries.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
-TestEntries = Entries.TestCase
+
+
+class TestEntries(Entries.TestCase):
+    settings = settings(max_examples=8, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.slow
+class TestManyMoreEntries(Entries.TestCase):
+    settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

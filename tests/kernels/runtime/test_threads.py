@@ -16,6 +16,7 @@ from torch import Tensor
 from foreword.kernels.runtime import threads as team
 from foreword.kernels.runtime.threads import Program
 from foreword.model.cpu.row_functions import Norm, RowOperation
+from lanes import slow
 
 WIDTH, NUM_ROWS, NUM_OPERATIONS = 64, 300, 40
 
@@ -104,7 +105,7 @@ assert (rows[-1] == 40).all()
 """
 
 
-@pytest.mark.parametrize("setting", ["OMP_THREAD_LIMIT=1", "OMP_THREAD_LIMIT=3", "OMP_DYNAMIC=true"])
+@pytest.mark.parametrize("setting", ["OMP_THREAD_LIMIT=3", *slow("OMP_THREAD_LIMIT=1", "OMP_DYNAMIC=true")])
 def test_threads_that_the_system_does_not_give_are_not_waited_for(setting: str) -> None:
     script = FEWER.replace("{path!r}", repr(sys.path))
     subprocess.run(["env", setting, sys.executable, "-c", script], check=True, timeout=120)

@@ -19,6 +19,7 @@ from foreword.batch import BatchResult
 from foreword.model.loader import LoadedModel
 from foreword.model.runner import ModelRunner
 from foreword.request import SamplingParams
+from lanes import SLOW
 from model.gpu.device_case import Setup, answers, random_work
 from tiny_models import add, build_engine, random_tokens
 
@@ -132,12 +133,12 @@ def plain_work(seed: int, num_requests: int) -> list[tuple[list[int], SamplingPa
     [
         ("llama", {}),
         ("llama", {"num_blocks": 40}),
-        ("llama", {"sizes": (), "pass_rows": 8}),
         ("mistral", {"max_num_batched_tokens": 24}),
-        ("gemma2", {"pass_rows": 64}),
-        ("gemma4_text", {}),
-        ("gpt_oss", {}),
         ("lfm2", {}),
+        pytest.param("llama", {"sizes": (), "pass_rows": 8}, marks=SLOW),
+        pytest.param("gemma2", {"pass_rows": 64}, marks=SLOW),
+        pytest.param("gemma4_text", {}, marks=SLOW),
+        pytest.param("gpt_oss", {}, marks=SLOW),
     ],
 )
 def test_steps_planned_before_others_are_read_give_the_answers_of_steps_one_by_one(

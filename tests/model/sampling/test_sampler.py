@@ -21,7 +21,7 @@ from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, TinyModels, add, build_engine,
 
 FloatArray = npt.NDArray[np.float64]
 LOGITS = np.array([2.0, -1.0, 0.5, 1.5, 0.0, 1.0, -3.0, 0.75])
-NUM_DRAWS = 3_000
+NUM_DRAWS = 2_000
 
 
 def request(

@@ -288,21 +288,21 @@ def test_with_keys_the_browser_asks_for_the_operators_key(browser):
         context.close()
 
 
-def test_without_the_key_neither_page_nor_socket_nor_files_open():
-    with ServerProcess("--api-key", "sk-all", "--operator-key", "sk-operator") as server:
-        socket = "/dashboard/_nicegui_ws/socket.io/?EIO=4&transport=polling"
-        for path in ("/dashboard/", "/dashboard/_nicegui/x/static/nicegui.css", socket):
-            for headers in ({}, {"Authorization": "Bearer sk-all"}, {"Cookie": "foreword_operator=x"}):
-                assert httpx.get(f"{server.url}{path}", headers=headers).status_code == 401
-        shown = httpx.get(f"{server.url}/dashboard/", headers={"Authorization": "Bearer sk-operator"})
-        assert shown.status_code == 200
-        stolen = {"Authorization": "Bearer sk-operator", "Origin": "http://evil.example"}
-        assert httpx.get(f"{server.url}/dashboard/", headers=stolen).status_code == 403
+def test_without_the_key_neither_page_nor_socket_nor_files_open(locked_server):
+    server, _ = locked_server
+    socket = "/dashboard/_nicegui_ws/socket.io/?EIO=4&transport=polling"
+    for path in ("/dashboard/", "/dashboard/_nicegui/x/static/nicegui.css", socket):
+        for headers in ({}, {"Authorization": "Bearer sk-all"}, {"Cookie": "foreword_operator=x"}):
+            assert httpx.get(f"{server.url}{path}", headers=headers).status_code == 401
+    shown = httpx.get(f"{server.url}/dashboard/", headers={"Authorization": "Bearer sk-operator"})
+    assert shown.status_code == 200
+    stolen = {"Authorization": "Bearer sk-operator", "Origin": "http://evil.example"}
+    assert httpx.get(f"{server.url}/dashboard/", headers=stolen).status_code == 403
 
 
-def test_a_server_without_dashboard_has_none():
-    with ServerProcess("--no-dashboard") as server:
-        assert httpx.get(f"{server.url}/dashboard/").status_code == 404
+def test_a_server_without_dashboard_has_none(linking_server):
+    server, _ = linking_server
+    assert httpx.get(f"{server.url}/dashboard/").status_code == 404
 
 
 # ------------------------------------------------------- prompts that part early
