@@ -118,6 +118,28 @@ def test_documents_draw_a_prompt_that_has_them_in_another_order(counts: bool, mo
             assert num_computed == in_prompt + 120
 
 
+def test_a_new_replica_is_warmed_with_nothing_that_stands_after_a_gap() -> None:
+    schema = """<schema name="notes"><system>You answer from the notes.</system>
+      <module name="falcon"> The code of the amber falcon is 4821. </module>
+      <module name="lisbon"> The home of the silver violin is Lisbon. </module></schema>"""
+    asked = {"schema": "notes", "modules": {"lisbon": {}}, "text": "Where?", "link": "all", "max_tokens": 2}
+    with fleet(2, CONFIG, **OPTIONS) as found:
+        facts = found.on_loop(lambda: found.link.replicas["b"].facts("127.0.0.1"))
+        found.on_loop(lambda: found.door.leave("b"))
+        assert post(found.url, "/v1/pml/schemas", {"schema": schema}).status_code == 200
+        for _ in range(3):
+            answer = post(found.url, PATH, asked)
+            assert answer.status_code == 200, answer.text
+        record = found.server.service.records.recent(1)[0]
+        gap, _ = record.jumps[0]
+        assert record.num_cached_tokens > gap > OPTIONS["block_size"]
+        found.on_loop(lambda: found.door.join("b", facts))
+        core = found.door.core
+        wait_until(lambda: found.on_loop(lambda: core._usable.bit_count()) == 2)
+        assert found.link.llms["b"].engine.num_computed_tokens == gap // OPTIONS["block_size"] * OPTIONS["block_size"]
+        assert_nothing_is_left(found)
+
+
 def test_an_explanation_is_that_of_the_replica_that_lacks_least(two: Fleet) -> None:
     asked = {**documents(seed=5), "link": "none"}
     assert post(two.url, "/v1/pml/explain", asked).json()["missing"] == ["1", "2", "3"]

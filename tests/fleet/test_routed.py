@@ -87,10 +87,21 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
         "ignore_eos": True,
     },
 }
-
-
 QUICK = ("seeded", "regex", "two that end apart")
 """A plain draw, a state beside the tokens, and several answers of one request."""
+
+
+def test_an_answer_tells_what_its_replica_drafted() -> None:
+    asked = {"max_tokens": 40, "temperature": 1, "seed": 7, "ignore_eos": True, "foreword": {"cache": True}}
+    with fleet(1, draft_tokens=8) as found:
+        complete(found.url, long_prompt(1), **asked)
+        again = complete(found.url, long_prompt(1), **asked)
+        drafts, counted = again["foreword"]["drafts"], again["usage"]["completion_tokens_details"]
+        assert drafts["accepted"]["cache"] > 10, "it repeats the first answer"
+        assert sum(drafts["accepted"].values()) == counted["accepted_prediction_tokens"]
+        assert sum(drafts["rejected"].values()) == counted["rejected_prediction_tokens"]
+        pieces = post(found.url, "/v1/completions", {"prompt": long_prompt(1), **asked, "stream": True}).text
+        assert '"drafts":{"accepted":{"cache":' in pieces
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

@@ -59,6 +59,17 @@ def test_jumps_are_gaps_before_computed_tokens() -> None:
     assert not links(length=3).has_gaps
 
 
+def test_jumps_among_many_runs_are_those_of_a_plain_search() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        positions = np.cumsum(rng.integers(1, 3, 60)).tolist()
+        cuts = np.sort(rng.choice(60, 16, replace=False)).tolist()
+        runs = [(begin, end, 0) for begin, end in zip(cuts[::2], cuts[1::2], strict=True) if end - begin < 9]
+        found = links(*runs, length=60, positions=positions)
+        moved = [at for at in range(60) if positions[at] != (positions[at - 1] if at else -1) + 1]
+        assert found.jumps() == [at for at in moved if not any(begin <= at < end for begin, end, _ in runs)]
+
+
 def test_jumps_before_the_first_link_are_told_with_their_positions() -> None:
     positions = [0, 4, 5, 9, 10, 20]
     assert links(positions=positions, length=6).jumps_before_links(4) == ((1, 4), (3, 9), (5, 20))

@@ -11,7 +11,7 @@ one integer. The walk ANDs the integers of the prompt's keys: a replica is as de
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import accumulate, repeat
 from operator import and_, or_
 
@@ -65,12 +65,11 @@ class HolderIndex:
         `closed` promises that who holds a block holds all blocks before it. A search then takes the place of the walk,
         unless replicas end at very many depths.
         """
-        levels = self._search(keys, among) if closed else None
         depths = np.zeros(num_slots, np.int64)
         slots: list[int] = []
         depth_of: list[int] = []
         deeper = 0
-        for depth, mask in levels if levels is not None else self._walk(keys, among):
+        for depth, mask in self._levels(keys, among, closed):
             found = slots_of(mask ^ deeper)
             slots += found
             depth_of += [depth] * len(found)
@@ -78,8 +77,33 @@ class HolderIndex:
         depths[slots] = depth_of
         return depths
 
-    def _walk(self, keys: list[Key], among: int) -> Iterator[tuple[int, int]]:
+    def depths_of_each(
+        self, prefixes: Sequence[list[Key]], among: int, num_slots: int, closed: bool = False
+    ) -> Int64Array:
+        """The `depths` of each of many prefixes, [prefixes, num_slots]; the bits of all are found at once."""
+        if not among or not prefixes:
+            return np.zeros((len(prefixes), num_slots), np.int64)
+        num_bytes, begins = -(-num_slots // 8), list[int]()
+        depth_of: list[int] = []
+        masks: list[bytes] = []
+        for keys in prefixes:
+            begins.append(len(masks))
+            for depth, mask in self._levels(keys, among, closed):
+                depth_of.append(depth)
+                masks.append(mask.to_bytes(num_bytes, "little"))
+        raw = np.frombuffer(b"".join(masks), np.uint8).reshape(-1, num_bytes)
+        bits = np.unpackbits(raw, axis=1, count=num_slots, bitorder="little")
+        reached = bits * np.array(depth_of, np.int64)[:, np.newaxis]
+        depths: Int64Array = np.maximum.reduceat(reached, begins, axis=0)
+        return depths
+
+    def _levels(self, keys: list[Key], among: int, closed: bool) -> Iterable[tuple[int, int]]:
         """Each depth at which replicas end, and those that reach it; the deepest first."""
+        levels = self._search(keys, among) if closed else None
+        return self._walk(keys, among) if levels is None else levels
+
+    def _walk(self, keys: list[Key], among: int) -> Iterator[tuple[int, int]]:
+        """`_levels`, of any replicas."""
         masks = list(accumulate(map(self._holders.get, keys, repeat(0)), and_, initial=among))
         masks.reverse()  # an AND only clears bits, so these numbers ascend
         at = 0
@@ -91,7 +115,7 @@ class HolderIndex:
                 at = bisect_right(masks, mask, at)
 
     def _search(self, keys: list[Key], among: int) -> list[tuple[int, int]] | None:
-        """The same as `_walk`, from few look-ups; None if there are more than `MAX_LEVELS` depths."""
+        """`_levels` of closed replicas, from few look-ups; None if there are more than `MAX_LEVELS` depths."""
         get, levels = self._holders.get, list[tuple[int, int]]()
         low, mask = 0, among  # the first `low` blocks are held by all of `mask`
         while mask:

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from foreword.cache.block_ids import Int64Array
 from foreword.cluster.decision import Decision, Fleet, Reservation, RoutingRequest
 from foreword.cluster.explain import DecisionLog
 from foreword.cluster.holders import HolderIndex, Key
@@ -254,6 +253,7 @@ class RoutingCore:
         mirror = self._slots.mirrors[slot]
         for key in used:
             mirror.touch(key, now)
+        if used:
             self._loads.table.oldest_use[slot] = mirror.oldest_use(now)
         self._expected[reservation] = _Expected(mirror, mirror.claim(new), hit_tokens)
         self.counts.decisions += 1
@@ -269,14 +269,13 @@ class RoutingCore:
         usable = table.usable.copy()
         if excluded:
             usable[excluded] = False
-
-        def find(keys: list[Key]) -> Int64Array:
-            return self._holders.depths(keys, self._known, len(table), closed=not self._open_prefixes)
-
-        hits, sources = find(request.keys), None
+        among, is_closed, sources = self._known, not self._open_prefixes, None
+        hits = self._holders.depths(request.keys, among, len(table), is_closed)
         computed, new_blocks = request.num_tokens - hits * size, len(request.keys) - hits
         if request.runs:
-            sources = SourceHits.of(request.runs, request.keys, hits * size, find)
+            keys = [run.keys for run in request.runs]
+            depths = self._holders.depths_of_each(keys, among, len(table), is_closed)
+            sources = SourceHits.of(request.runs, request.keys, hits * size, depths)
             computed += sources.missing_blocks * size - sources.copied_tokens
             new_blocks += sources.missing_blocks
         rate, waiting = self._loads.rates.tokens_per_s, table.waiting_tokens

@@ -12,7 +12,7 @@ such as the instructions, is computed once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -54,10 +54,9 @@ class SourceHits:
         runs: Sequence[CopiedRun],
         prompt_keys: Sequence[Key],
         hit_tokens: Int64Array,
-        find: Callable[[list[Key]], Int64Array],
+        depths: Int64Array,
     ) -> SourceHits:
-        """`hit_tokens`: what each replica has of the prompt, [slots]; `find`: the same of any keys, in blocks."""
-        depths = np.array([find(run.keys) for run in runs])
+        """`hit_tokens`: what each replica has of the prompt, [slots]; `depths`: as of these runs, [runs, slots]."""
         begins, ends, lengths = np.array([(run.begin, run.end, len(run.keys)) for run in runs]).T[:, :, np.newaxis]
         # A replica needs the sources of the last runs. So each block counts at the last run that has it.
         shared = np.array(_shared_with_later(runs, prompt_keys))[:, np.newaxis]

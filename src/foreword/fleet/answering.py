@@ -101,8 +101,11 @@ class Answering:
         return replace(delta, choice=self._first_choice + delta.choice)
 
     def _note_end(self, output: RequestOutput) -> None:
-        """Compare the replica's whole answer with what was handed over, and note how it ended."""
+        """Compare the replica's whole answer with what was handed over, and note how it ended. Drafts are those of this
+        replica: what one that was lost has drafted, nobody knows.
+        """
         for ours, theirs in zip(self.output.outputs, output.outputs, strict=True):
             assert (ours.token_ids, ours.text) == (theirs.token_ids, theirs.text), "a replica made other bits"
             ours.finish_reason, ours.stop_reason = theirs.finish_reason, theirs.stop_reason
+            ours.drafts = theirs.drafts
         self.output.metrics.finished_time = time.monotonic()

@@ -333,7 +333,8 @@ class RoutedEngines:
         if cached is not None:
             self.core.note_first_token(decision.reservation, time.monotonic(), cached)
             self.log.note_delivered(decision.reservation, cached)
-            self._warmth.note(request.job.prompt, request.routing.keys, cached)
+            plain = min([cached, *(index for index, _ in request.job.record.jumps[:1])])
+            self._warmth.note(request.job.prompt, request.routing.keys, plain)
         return isinstance(messages[-1], Complete)
 
     def _submission(self, stream: AnswerStream, request: _Request) -> bytes:

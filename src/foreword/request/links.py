@@ -119,17 +119,23 @@ class Links:
 
     def jumps(self) -> list[int]:
         """The indices of computed tokens whose position does not follow that of the token before."""
-        before = np.concatenate((np.array([-1], np.int32), self.positions[:-1]))
-        starts = np.flatnonzero(self.positions != before + 1).tolist()
-        return [at for at in starts if not any(run.begin <= at < run.end for run in self.runs)]
+        starts = self._jumps_to(None)
+        begins, ends = (np.array([getattr(run, name) for run in self.runs], np.int64) for name in ("begin", "end"))
+        after = np.searchsorted(begins, starts, side="right")  # the number of runs that begin before or at the index
+        reached = np.concatenate((np.zeros(1, np.int64), ends))[after]
+        found: list[int] = starts[starts >= reached].tolist()
+        return found
 
     def jumps_before_links(self, block_size: int) -> tuple[tuple[int, int], ...]:
         """Index and position of each token before the first link whose position does not follow that of the token
         before: from there on, KV is not that of the plain prompt.
         """
-        positions = self.positions[: self.linked_from_in(block_size)]
-        [starts] = np.nonzero(np.diff(positions, prepend=-1) != 1)
-        return tuple(zip(starts.tolist(), positions[starts].tolist(), strict=True))
+        starts = self._jumps_to(self.linked_from_in(block_size))
+        return tuple(zip(starts.tolist(), self.positions[starts].tolist(), strict=True))
+
+    def _jumps_to(self, end: int | None) -> Int64Array:
+        """The indices before `end` whose position does not follow the one before."""
+        return np.flatnonzero(np.diff(self.positions[:end], prepend=-1) != 1)
 
     def pending_from(self, start: int) -> list[int]:
         """The numbers of the runs that reach beyond the first `start` tokens."""
