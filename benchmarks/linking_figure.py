@@ -18,13 +18,14 @@ COLUMNS = 4
 
 
 def panels(reports: dict[str, Any], size: str) -> dict[str, dict[str, Any]]:
-    """The cells of a size by title. Cells of which no method links anything have nothing to show."""
-    return {
-        f"{cell['task']} ({name})": cell["methods"]
-        for name, report in reports.items()
-        for cell in report["cells"]
-        if cell["size"] == size and cell["methods"]["none"]["exact_match"] != cell["methods"]["all"]["exact_match"]
-    }
+    """The cells of a size by title, except those where `none` is as good as `all`, or where one was not asked."""
+    found = {}
+    for name, report in reports.items():
+        for cell in report["cells"]:
+            least, most = (cell["methods"].get(method, {}).get("exact_match") for method in ("none", "all"))
+            if cell["size"] == size and None not in (least, most) and least != most:
+                found[f"{cell['task']} ({name})"] = cell["methods"]
+    return found
 
 
 def curve(methods: dict[str, Any], kind: str) -> list[dict[str, Any]]:
