@@ -326,7 +326,8 @@ def test_the_cache_api_asks_all_replicas(three: Fleet) -> None:
     assert httpx.get(f"{three.url}/v1/cache/entries").json()["data"] == []
 
 
-def test_without_replicas_requests_are_refused_at_once_and_health_says_why() -> None:
+def test_without_replicas_requests_are_refused_and_health_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foreword.fleet.routed.GAP_S", 0.2)
     with fleet(2) as two:
         for name in ("a", "b"):
             two.on_loop(lambda name=name: two.door.leave(name))
@@ -334,6 +335,19 @@ def test_without_replicas_requests_are_refused_at_once_and_health_says_why() -> 
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
         health = httpx.get(f"{two.url}/health")
         assert (health.status_code, health.json()["status"]) == (503, "waiting")
+
+
+def test_a_request_in_the_gap_between_two_replicas_waits_for_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foreword.fleet.routed.GAP_S", 60.0)
+    with fleet(2) as two, ThreadPoolExecutor() as pool:
+        facts = two.on_loop(lambda: two.link.replicas["b"].facts("127.0.0.1"))
+        for name in ("a", "b"):
+            two.on_loop(lambda name=name: two.door.leave(name))
+        answer = pool.submit(complete, two.url, long_prompt(1), ignore_eos=True)
+        wait_until(lambda: two.on_loop(lambda: two.door.num_choices) == 1)
+        two.on_loop(lambda: two.door.join("b", facts))
+        assert answer.result(60)["usage"]["completion_tokens"] == 4
+        assert two.on_loop(lambda: list(two.door.core._loads.open)) == []
 
 
 def test_an_answer_waits_for_a_replica_that_joins() -> None:

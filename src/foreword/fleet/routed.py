@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -58,6 +59,8 @@ ENGINE_FAILED = "engine_failed"
 """Code of what a replica refuses because its engine takes no requests any more."""
 JOIN_S = 30.0
 """Longest time that an answer which has begun waits for a replica to go on with."""
+GAP_S = 5.0
+"""Longest time after the last replica has left in which new requests wait for another: replicas are often replaced."""
 
 
 @dataclass(slots=True)
@@ -114,6 +117,8 @@ class RoutedEngines:
         self._outcomes: dict[AnswerStream, str] = {}
         """Why streams were aborted."""
         self._joined = asyncio.Event()
+        self._emptied = -math.inf
+        """When the last replica that took requests left."""
         self._shrinking: set[asyncio.Task[None]] = set()
         self.process_ids: dict[str, int] = {}
         """The process of each replica on its machine."""
@@ -170,6 +175,7 @@ class RoutedEngines:
             self.process_ids.pop(name, None)
             self.core.leave(name, time.monotonic())
             if not self.core.is_any_usable:
+                self._emptied = time.monotonic()
                 self._warmth.hurry()
             if alone and self.failure is None:
                 self._warmth.hand_over(alone)
@@ -346,7 +352,10 @@ class RoutedEngines:
         return self._codec.encode(Submission(name, job.prompt, job.params, answered, is_streamed=not stream.whole))
 
     async def _choose(self, request: _Request) -> Decision:
-        """Choose and reserve. A request that has begun waits for a replica to join. Raises APIError 503."""
+        """Choose and reserve. Waits for a replica to join, if the request has begun or the last one has just left.
+
+        Raises APIError 503.
+        """
         if wait_s := self.core.wait_s(request.routing, time.time()):
             await asyncio.sleep(wait_s)  # other fronts decide first
         deadline = time.monotonic() + JOIN_S
@@ -355,10 +364,11 @@ class RoutedEngines:
             try:
                 decision = self.core.choose(request.routing, time.monotonic(), gone)
             except NoReplicaError:
-                if not request.avoided or time.monotonic() > deadline:
+                left_s = (deadline if request.avoided else self._emptied + GAP_S) - time.monotonic()
+                if left_s <= 0:
                     raise _none_ready() from None
                 try:
-                    async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                    async with asyncio.timeout(left_s):
                         await self._joined.wait()
                 except TimeoutError:
                     continue
