@@ -14,7 +14,6 @@ import pytest
 from foreword.cache import KVCacheManager
 from foreword.engine import TierDirector
 from hash_runner import HashRunner
-from lanes import slow
 from late_tier import HashMemory, LateTier
 from random_driver import Driver
 
@@ -74,7 +73,7 @@ def run(seed: int, num_starts: int, num_operations: int) -> None:
         driver.start()
 
 
-@pytest.mark.parametrize("seed", [*range(3), *slow(*range(3, 6))])
+@pytest.mark.parametrize("seed", range(6))
 def test_answers_are_right_whatever_the_tier_does(seed: int) -> None:
     run(seed, 3, 150)
 
@@ -86,7 +85,7 @@ def test_a_hundred_thousand_operations_lose_no_block(seed: int) -> None:
 
 
 def test_what_is_rare_happened() -> None:
-    if HAPPENED["operations"] < 9:
+    if HAPPENED["operations"] < 18:
         pytest.skip("only meaningful after all seeds")
     for what in ("loads", "loaded tokens", "chunks", "done", "corrupt", "missing", "timeout", "cancelled", "resets"):
         assert HAPPENED[what] >= 1, f"{what} hardly ever happened: {HAPPENED}"
