@@ -76,7 +76,10 @@ def main() -> None:
     parser.add_argument("figure", type=Path, help="the SVG to write")
     parser.add_argument("--size", default="512x4", help="tokens x parts (default: 512x4)")
     args = parser.parse_args()
-    cells = panels(json.loads(args.results.read_text()), args.size)
+    try:
+        cells = panels(json.loads(args.results.read_text()), args.size)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        parser.error(f"{args.results} is no file of such reports ({error!r}); see benchmarks/results/linking.json")
     if not cells:
         parser.error(f"{args.results} has no cells of {args.size} whose methods differ; choose another --size")
     draw(cells, args.figure)
