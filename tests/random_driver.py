@@ -2,6 +2,7 @@
 
 The alphabet has two tokens, so prefixes meet, part and meet again all the time. The model is `HashRunner`,
 which turns any wrong block into a wrong answer; the oracle recomputes every answer from its prompt alone.
+The clock is seeded, too: what fails once fails again with its seed.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
+        self.times = np.random.default_rng(self.seed)
+        self.now = 0.0
         self.fails = self.rng.random() < 0.5
         self.next_step_fails = False
         self.start()
@@ -108,10 +111,16 @@ class Driver:
             max_overtake_s=float(self.rng.choice([0.0, 0.001, 10.0])),
             coalesce_in_flight=bool(self.rng.random() < 0.7),
             deduplicate=bool(self.rng.random() < 0.3),
+            clock=self.clock,
             **self.further_options(),
         )
         self.mirror = PrefixMirror()
         self.parts.runner.on_execute = self._maybe_fail
+
+    def clock(self) -> float:
+        """Seconds; each look takes some, and the same in each run of a seed."""
+        self.now += 10 ** self.times.uniform(-5, -3)
+        return self.now
 
     def further_options(self) -> dict[str, Any]:
         """For drivers of more than the pool."""

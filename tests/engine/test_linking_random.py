@@ -67,7 +67,10 @@ class LinkingDriver(Driver):
         salt = str(self.rng.choice(["red", "blue"])) if self.rng.random() < 0.2 else None
         request_id = f"request-{self.num_submitted}"
         self.num_submitted += 1
-        asked = Prompt(np.array(prompt, np.int32), None, ExtraKeys(salt=salt), int(self.rng.integers(3)), links=links)
+        owner = str(self.rng.choice(["ada", "bob"])) if self.rng.random() < 0.5 else None
+        asked = Prompt(
+            np.array(prompt, np.int32), None, ExtraKeys(salt=salt), int(self.rng.integers(3)), links=links, owner=owner
+        )
         try:
             output = self.parts.engine.add_request(request_id, asked, params)
         except RequestTooLargeError:

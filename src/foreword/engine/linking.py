@@ -32,9 +32,17 @@ COMPUTED = SamplingParams(max_tokens=1, temperature=0.0)
 class Linking:
     """The sources of one scheduler's linked requests."""
 
-    def __init__(self, manager: KVCacheManager, running: RunningRows, queue: Callable[[Request], None]) -> None:
-        """`queue` lets a request that computes a source wait for its turn."""
-        self._manager, self._running, self._queue = manager, running, queue
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        running: RunningRows,
+        queue: Callable[[Request], None],
+        move: Callable[[Request, tuple[int, int], str | None], None],
+    ) -> None:
+        """`queue` lets a request that computes a source wait for its turn; `move` gives a waiting one another service
+        key and tenant.
+        """
+        self._manager, self._running, self._queue, self._move_to = manager, running, queue, move
         self._linked: set[Request] = set()
         """Unfinished requests that have sources."""
         self._held: dict[Request, dict[TokenSequence, BlockIds]] = {}
@@ -47,7 +55,7 @@ class Linking:
         """The last key of a source -> the request that computes it."""
         self._wanted_by: dict[Request, set[Request]] = {}
         """Request that computes a source -> the waiting requests that need it."""
-        self._num_sources = 0
+        self._num_sources = self._num_places = 0
 
     # --------------------------------------------------------------- waiting
 
@@ -115,23 +123,29 @@ class Linking:
         return bool((table[:num_blocks] >= 0).all())
 
     def _compute_missing(self, request: Request, missing: Sequence[TokenSequence]) -> None:
-        """Queue requests that compute these sources, before the linked request itself."""
+        """Queue requests that compute these sources, before the linked request itself.
+
+        One that waits after it, for a later request, moves forward: a queue may pass over all requests that begin as
+        the linked one does while that one waits, and a request of high priority must not wait for one of low priority.
+        """
         for source in missing:
             key = source.block_hashes()[-1]
-            if key not in self._computing:
-                rank, last = request.service_key
-                computing = self._request_for(source, request)
-                computing.service_key = rank, last - self._num_sources % SOURCE_KEYS
-                self._computing[key] = computing
+            computing = self._computing.get(key)
+            if computing is None:
+                self._num_sources += 1
+                sequence = source.renamed(f"source {self._num_sources} of {request.request_id}")
+                computing = self._computing[key] = Request(sequence, COMPUTED, max_tokens=1, priority=request.priority)
+                computing.service_key, computing.tenant = self._place_before(request), request.tenant
                 self._queue(computing)
-            self._wanted_by.setdefault(self._computing[key], set()).add(request)
+            elif computing.status is RequestStatus.WAITING and computing.service_key > request.service_key:
+                self._move_to(computing, self._place_before(request), request.tenant)
+            self._wanted_by.setdefault(computing, set()).add(request)
 
-    def _request_for(self, source: TokenSequence, request: Request) -> Request:
-        self._num_sources += 1 if (self._num_sources + 1) % SOURCE_KEYS else 2  # 0 is the linked request's own place
-        sequence = source.renamed(f"source {self._num_sources} of {request.request_id}")
-        computing = Request(sequence, COMPUTED, max_tokens=1, priority=request.priority)
-        computing.tenant = request.tenant
-        return computing
+    def _place_before(self, request: Request) -> tuple[int, int]:
+        """A service key before that of a linked request, and after those of the requests before it."""
+        self._num_places += 1 if (self._num_places + 1) % SOURCE_KEYS else 2  # 0 is the linked request's own place
+        rank, last = request.service_key
+        return rank, last - self._num_places % SOURCE_KEYS
 
     @property
     def num_computing(self) -> int:
@@ -241,11 +255,16 @@ class Linking:
             self._manager.release_blocks(block_ids)
 
     def yield_blocks(self, to: Request | None = None) -> bool:
-        """Blocks are short: give back those that waiting requests hold, but for `to`; False if they hold none."""
+        """Blocks are short: give back those that waiting requests hold, but for `to`; False if they hold none.
+
+        They take none again before the next step is planned.
+        """
         waiting = [one for one in self._held if one.status is RequestStatus.WAITING and one is not to]
         given_back = any(self._held[request] for request in waiting)
         for request in waiting:
             self.release(request)
+            if request is self._head:
+                self._head = None
         return given_back
 
     def reset(self) -> None:

@@ -77,7 +77,7 @@ class Scheduler:
             self._running.num_computed_of,
             enabled=config.coalesce_in_flight and manager.enable_prefix_caching,
         )
-        self._linking = Linking(manager, self._running, self._queue_source)
+        self._linking = Linking(manager, self._running, self._queue_source, self._move_source)
         self._shares = Shares(
             self._running, config, self.states, self._linking, lambda most: self._starter.wanted(most)
         )
@@ -106,6 +106,12 @@ class Scheduler:
         self._waiting.add(source)
         self._requests[source.request_id] = source
         self._tiers.arrive(source)
+
+    def _move_source(self, source: Request, service_key: tuple[int, int], tenant: str | None) -> None:
+        """Give a waiting request that computes a source another place in the queue."""
+        self._waiting.remove(source)
+        source.service_key, source.tenant = service_key, tenant
+        self._waiting.add(source)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests

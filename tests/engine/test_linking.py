@@ -1,0 +1,95 @@
+"""Linked requests and those that compute their sources, in the queue and in a pool that is short of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from foreword.engine import Prompt
+from foreword.request import LinkedRun, Links, SamplingParams
+from hash_runner import HashEngine
+
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
+COMMON, RARE, OTHER = [1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18], [21, 22]
+"""Texts of four, four and one block."""
+
+
+def engine_of(**options: Any) -> HashEngine:
+    return HashEngine.build(**{"block_size": 2, "vocab_size": 100, "scheduling_policy": "prefix", **options})
+
+
+def add_linked(
+    parts: HashEngine, request_id: str, *text: Sequence[int] | LinkedRun, priority: int = 0, tenant: str | None = None
+) -> None:
+    """Queue a prompt of texts and runs; `begin` and `end` of a run are told from where it stands."""
+    tokens: list[int] = []
+    runs: list[LinkedRun] = []
+    for part in text:
+        if isinstance(part, LinkedRun):
+            begin, length = len(tokens), part.end - part.begin
+            tokens += part.source[part.first : part.source_end].tolist()
+            runs.append(LinkedRun(begin, begin + length, part.source, part.first))
+        else:
+            tokens += part
+    links = Links("first-k", tuple(runs), np.arange(len(tokens), dtype=np.int32))
+    prompt = Prompt(np.array(tokens, np.int32), priority=priority, links=links, owner=tenant)
+    parts.engine.add_request(request_id, prompt, ONE_TOKEN)
+
+
+def run_of(source: Sequence[int], first: int = 0) -> LinkedRun:
+    """The source's tokens from `first` on."""
+    return LinkedRun(0, len(source) - first, np.array(source, np.int32), first)
+
+
+def compute(parts: HashEngine, *texts: Sequence[int]) -> None:
+    for text in texts:
+        parts.add("plain", text, ONE_TOKEN)
+        parts.drain()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "prefix", "priority"])
+def test_a_source_that_was_evicted_is_computed_before_the_oldest_request_that_needs_it(policy: str) -> None:
+    """All three begin alike, so the prefix queue asks for the oldest of them and passes over the others with it."""
+    parts = engine_of(scheduling_policy=policy)
+    compute(parts, COMMON)
+    add_linked(parts, "older", COMMON[:2], run_of(COMMON), [9])
+    parts.manager.reset_prefix_cache()
+    add_linked(parts, "newer", COMMON[:2], run_of(COMMON), [9])
+    assert list(parts.step()) == ["source 1 of newer"]
+    parts.drain()
+
+
+def test_a_source_moves_forward_for_an_urgent_request() -> None:
+    parts = engine_of(scheduling_policy="priority", max_num_seqs=1)
+    add_linked(parts, "patient", run_of(COMMON), [9], priority=2)
+    parts.add("plain", RARE, ONE_TOKEN, priority=1)
+    add_linked(parts, "urgent", OTHER, run_of(COMMON), [9], priority=0)
+    steps = [next(iter(parts.step())) for _ in range(4)]
+    assert steps == ["source 1 of patient", "urgent", "plain", "patient"]
+    assert not parts.engine.has_unfinished_requests()
+
+
+def test_a_moved_source_is_computed_in_the_turn_of_the_tenant_that_needs_it_first() -> None:
+    parts = engine_of(max_num_seqs=1)
+    compute(parts, COMMON)
+    add_linked(parts, "older", run_of(COMMON), [9], tenant="ada")
+    parts.manager.reset_prefix_cache()
+    add_linked(parts, "newer", OTHER, run_of(COMMON), [9], tenant="bob")
+    [source] = [request for request in parts.scheduler._waiting if request.request_id.startswith("source")]
+    assert source.tenant == "bob"
+    parts.step()
+    assert source.tenant == "ada"
+    parts.drain()
+
+
+def test_a_request_that_waits_for_one_source_gives_the_others_back_to_whom_they_stand_in_the_way() -> None:
+    """The one that waits stands first in the queue, because more of it is cached than of the source that it lacks."""
+    parts = engine_of(num_blocks=12, max_overtake_s=1000.0)
+    compute(parts, COMMON, OTHER, [31, 32], [41, 42])
+    add_linked(parts, "waits", [31, 32], run_of(COMMON, first=6), run_of(RARE, first=6), [9])
+    add_linked(parts, "large", [41, 42], run_of(OTHER), [50, *range(60, 72)])
+    assert list(parts.step()) == ["large"]
+    parts.drain()
